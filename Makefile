@@ -1,0 +1,24 @@
+# make demo   install into .venv, then train a small model on real text with two processes on the CPU
+# make test   install into .venv, then run the test suite
+PYTHON ?= python3
+VENV := .venv
+
+.PHONY: demo test test-gpu clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 train.py --config train_configs/demo_cpu.toml
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m "not gpu"
+
+test-gpu: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) outputs *.egg-info build

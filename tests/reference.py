@@ -1,0 +1,41 @@
+"""Independent dense references: plain softmax attention over a boolean mask, and brute-force selection."""
+
+import torch
+from torch import Tensor
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse over bool [B, Hq, S, S]; rows that see nothing give 0 and -inf."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = (q @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    probability = torch.where(seen, (scores - lse.clamp(min=-1e300)[..., None]).exp(), 0)
+    return probability @ values, lse
+
+
+def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """function(*inputs) and the gradients of its inputs for the upstream gradient d_out."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return out.detach(), list(torch.autograd.grad(out, leaves, d_out))
+
+
+def structured_qkv(batch: int, heads: int, kv_heads: int, seq_len: int, dim: int, seed: int = 0,
+                   dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k, v that look like attention under RoPE (MTraining, appendix A): nonzero means give slashes, outliers verticals."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    q = draw(batch, heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, heads, 1, dim)
+    k = draw(batch, kv_heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, kv_heads, 1, dim)
+    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * (100.0 ** (-torch.arange(dim // 2) / (dim // 2)))
+    q, k = (_rotate(x, angle) for x in (q, k))
+    outliers = torch.randperm(seq_len, generator=g)[: max(1, seq_len // 40)]
+    k[:, :, outliers] *= 2.5
+    return [x.to(dtype) for x in (q, k, draw(batch, kv_heads, seq_len, dim))]
+
+
+def _rotate(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)

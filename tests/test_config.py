@@ -1,0 +1,350 @@
+"""The configuration: reading, precedence, errors of one line, impossible combinations."""
+
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from titan_sparse.config import (
+    Config, ConfigError, Flags, check, field_docs, load, padding_multiple, resolve_cp_intra, save, to_toml, usage,
+    world_from_environment,
+)
+
+
+def write(folder, text):
+    path = folder / "x.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def message_of(function, *arguments):
+    """The text of the ConfigError that the call raises; asserts that it is one line."""
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def sections(kind=Config):
+    """The section classes below `kind`, itself left out."""
+    for item in fields(kind):
+        if is_dataclass(item.type):
+            yield item.type
+            yield from sections(item.type)
+
+
+def test_defaults_without_arguments():
+    assert load([]) == (Config(), Flags(print_config=False))
+
+
+def test_importing_needs_no_torch():
+    code = "import sys, titan_sparse.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_default_config_passes_check():
+    config = Config()
+    check(config, 1, 1)
+    assert config == Config()
+
+
+@pytest.mark.parametrize("words, section, name, expected", [
+    (["--training.steps", "20"], "training", "steps", 20),
+    (["--training.steps=20"], "training", "steps", 20),
+    (["--parallelism.dp_shard", "-1"], "parallelism", "dp_shard", -1),
+    (["--optimizer.lr", "1"], "optimizer", "lr", 1.0),
+    (["--optimizer.lr", "2e-5"], "optimizer", "lr", 2e-5),
+    (["--compile.enable"], "compile", "enable", True),
+    (["--compile.enable", "--training.steps", "3"], "compile", "enable", True),
+    (["--compile.enable", "true"], "compile", "enable", True),
+    (["--data.shuffle", "false"], "data", "shuffle", False),
+    (["--data.shuffle=false"], "data", "shuffle", False),
+    (["--data.source", "a b=c.txt"], "data", "source", "a b=c.txt"),
+    (["--data.source=--odd"], "data", "source", "--odd"),
+    (["--data.subset="], "data", "subset", ""),
+    (["--attention.pattern", "dense"], "attention", "pattern", "dense"),
+    (["--training.steps", "1", "--training.steps", "2"], "training", "steps", 2),
+])
+def test_override(words, section, name, expected):
+    config, _ = load(words)
+    value = getattr(getattr(config, section), name)
+    assert value == expected and type(value) is type(expected)
+
+
+def test_nested_override_changes_one_key():
+    config, _ = load(["--attention.vertical_slash.recall", "0.9"])
+    assert config.attention.vertical_slash.recall == 0.9
+    config.attention.vertical_slash.recall = 0.95
+    assert config == Config()
+
+
+def test_configurations_do_not_share_sections():
+    load(["--training.steps", "7"])
+    assert load([])[0].training.steps == 100
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_precedence(tmp_path, order):
+    text = "[training]\nsteps = 7\nseed = 3\n[attention.vertical_slash]\nrecall = 1\n[attention.dense]\n"
+    path = write(tmp_path, text)
+    words = [["--config", path], ["--training.steps", "9"]]
+    config, _ = load(words[order] + words[1 - order])
+    assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 4096)
+    assert config.attention.vertical_slash.recall == 1.0 and isinstance(config.attention.vertical_slash.recall, float)
+    assert load([f"--config={path}"])[0].training.steps == 7
+
+
+def test_flags():
+    config, flags = load(["--print-config", "--training.steps", "5"])
+    assert flags.print_config and config.training.steps == 5
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_lists_every_key(capsys, word):
+    with pytest.raises(SystemExit) as caught:
+        load(["--training.steps", "5", word])
+    printed = capsys.readouterr().out
+    assert caught.value.code == 0 and printed == usage() + "\n"
+    for section in sections():
+        for item in fields(section):
+            assert is_dataclass(item.type) or f".{item.name} " in printed
+            assert is_dataclass(item.type) or field_docs(section)[item.name] in printed
+    assert "--attention.schedule auto|local|all_gather|ring|double_ring (default \"auto\")" in printed
+
+
+@pytest.mark.parametrize("section", list(sections()), ids=lambda section: section.__name__)
+def test_every_field_has_one_line_of_documentation(section):
+    docs = field_docs(section)
+    assert section.__doc__ and not section.__doc__.startswith(section.__name__ + "(")
+    for item in fields(section):
+        assert docs[item.name] and "\n" not in docs[item.name]
+
+
+@pytest.mark.parametrize("words", [
+    [],
+    ["--optimizer.eps", "1e-30", "--optimizer.lr", "1e22", "--compile.enable", "--attention.vertical_slash.probe=64"],
+    ["--data.source", 'C:\\a "b"\t\n\x7f\u00e9\U0001f600', "--attention.layout", "zigzag"],
+])
+def test_round_trip(tmp_path, words):
+    config, _ = load(words)
+    save(config, tmp_path / "run" / "deep")
+    path = tmp_path / "run" / "deep" / "config.toml"
+    assert path.read_text(encoding="utf-8") == to_toml(config)
+    assert load(["--config", str(path)])[0] == config
+    assert set(tomllib.loads(to_toml(config))) == {item.name for item in fields(Config)}
+
+
+BAD_WORDS = [
+    (["--attention.patern", "dense"], "unknown key attention.patern; did you mean attention.pattern?"),
+    (["--atention.pattern", "dense"], "atention.pattern (no section atention); did you mean attention.pattern?"),
+    (["--attention.recall", "0.9"], "attention.recall; did you mean attention.vertical_slash.recall?"),
+    (["--training.lr", "1"], "training.lr; did you mean optimizer.lr?"),
+    (["--compile.enabled"], "compile.enabled; did you mean compile.enable?"),
+    (["--compile.zzz"], "compile.zzz; valid here: compile.enable, compile.backend"),
+    (["--attention.dense.x", "1"], "attention.dense.x"),
+    (["--zzz.qqq", "1"], "zzz.qqq (no section zzz); valid here: model, data"),
+    (["--steps", "1"], "unknown key steps; did you mean training.steps?"),
+    (["--confg", "x.toml"], "unknown option --confg; did you mean --config?"),
+    (["--training", "1"], "training is a section"),
+    (["--training.steps", "abc"], 'training.steps = "abc" is not an integer'),
+    (["--training.steps", "1.5"], 'training.steps = "1.5" is not an integer'),
+    (["--training.steps", "true"], 'training.steps = "true" is not an integer'),
+    (["--training.steps"], "training.steps needs a value"),
+    (["--training.steps", "--compile.enable"], "training.steps needs a value"),
+    (["--optimizer.lr", "fast"], 'optimizer.lr = "fast" is not a finite number'),
+    (["--optimizer.lr", "nan"], "optimizer.lr = nan is not a finite number"),
+    (["--optimizer.lr=-inf"], "optimizer.lr = -inf is not a finite number"),
+    (["--compile.enable", "1"], 'compile.enable = "1" is not true or false'),
+    (["--compile.enable="], 'compile.enable = "" is not true or false'),
+    (["--attention.pattern", "densse"], 'attention.pattern = "densse" is not one of "dense", "vertical_slash"; did'),
+    (["--training.dtype", "int8"], 'training.dtype = "int8" is not one of "bfloat16", "float32", "float64"'),
+    (["--data.nam\nes", "x"], "data.nam es"),
+    (["run.toml"], 'unexpected word "run.toml"'),
+    (["--"], 'unexpected word "--"'),
+    (["--config"], "--config needs a file"),
+    (["--config", "a.toml", "--config=b.toml"], "--config is given more than once"),
+    (["--print-config=yes"], "--print-config takes no value"),
+]
+
+
+@pytest.mark.parametrize("words, expected", BAD_WORDS)
+def test_bad_command_line(words, expected):
+    message = message_of(load, words)
+    assert message.startswith("command line: ") and expected in message
+
+
+BAD_FILES = [
+    ("[attention]\npatern = 'dense'", "unknown key attention.patern; did you mean attention.pattern?"),
+    ("[atention]\npattern = 'dense'", "atention.pattern (no section atention); did you mean attention.pattern?"),
+    ("[atention]", "unknown key atention; did you mean attention?"),
+    ("[attention.vertical_slahs]\nrecall = 0.9", "attention.vertical_slahs.recall"),
+    ("model = 3", "model is a section"),
+    ("[[model]]\nflavour = 'debug'", "model is a section"),
+    ("[training.steps]\nx = 1", "training.steps = {'x': 1} is not an integer"),
+    ("[training]\nsteps = 5.0", "training.steps = 5.0 is not an integer"),
+    ("[training]\nsteps = true", "training.steps = true is not an integer"),
+    ("[training]\nsteps = '5'", 'training.steps = "5" is not an integer'),
+    ("[optimizer]\nlr = true", "optimizer.lr = true is not a finite number"),
+    ("[optimizer]\nlr = inf", "optimizer.lr = inf is not a finite number"),
+    ("[optimizer]\nlr = 1" + "0" * 400, "optimizer.lr = 1000"),
+    ("[compile]\nenable = 1", "compile.enable = 1 is not true or false"),
+    ("[data]\nsource = ['a', 'b']", "data.source = ['a', 'b'] is not a string"),
+    ("[attention]\npattern = ['dense']", "attention.pattern = ['dense'] is not one of"),
+    ("[training\nsteps = 5", "not valid TOML"),
+    ("[training]\nsteps = 5\nsteps = 6", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize("text, expected", BAD_FILES)
+def test_bad_file(tmp_path, text, expected):
+    path = write(tmp_path, text)
+    message = message_of(load, ["--config", path])
+    assert message.startswith(f"{path}: ") and expected in message
+
+
+def test_unreadable_files(tmp_path):
+    (tmp_path / "latin.toml").write_bytes(b"a = '\xe9'")
+    for name, expected in (("missing.toml", "cannot read"), ("", "cannot read"), ("latin.toml", "not valid TOML")):
+        message = message_of(load, ["--config", str(tmp_path / name)])
+        assert message.startswith(f"{tmp_path / name}: ") and expected in message
+
+
+VERTICAL_SLASH = "--attention.vertical_slash."
+BAD_COMBINATIONS = [
+    ("--model.flavour qwen2.5-3", 1, 'model.flavour = "qwen2.5-3" is not one of "debug"'),
+    ("--model.flavour qwen2.5-3", 1, 'did you mean "qwen2.5-3b"?'),
+    ("--model.vocab_size 257", 1, "model.vocab_size = 257 is too small for data.tokenizer"),
+    ("--model.vocab_size=-1", 1, "model.vocab_size = -1 is too small; write 0 or more"),
+    ("--model.rope_scaling yarn", 1, 'model.rope_scaling = "yarn" needs model.rope_factor'),
+    ("--model.rope_scaling llama3", 1, 'model.rope_scaling = "llama3" needs model.rope_factor'),
+    ("--model.rope_factor 4", 1, "model.rope_factor = 4.0 would be ignored with model.rope_scaling"),
+    ("--model.rope_factor 4 --model.rope_scaling none", 1, "model.rope_factor = 4.0 would be ignored"),
+    ("--model.rope_original_length 8192", 1, "model.rope_original_length = 8192 would be ignored"),
+    ("--data.join_packages --data.source x.txt", 1, "data.join_packages would be ignored"),
+    ("--data.text_field body", 1, 'data.text_field = "body" would be ignored'),
+    ("--data.subset en", 1, 'data.subset = "en" would be ignored'),
+    ("--data.split test", 1, 'data.split = "test" would be ignored'),
+    ("--data.tokenizer=", 1, 'data.tokenizer is empty; write "bytes"'),
+    ("--training.steps 0", 1, "training.steps = 0 is too small; write 1 or more"),
+    ("--training.seq_len 0", 1, "training.seq_len = 0"),
+    ("--training.max_norm -1", 1, "training.max_norm = -1.0"),
+    ("--training.dtype float64", 1, 'training.dtype = "float64" needs training.device'),
+    ("--parallelism.cp 0", 1, "parallelism.cp = 0"),
+    ("--parallelism.dp_shard 0", 1, "parallelism.dp_shard = 0"),
+    ("--parallelism.dp_shard -2", 1, "parallelism.dp_shard = -2"),
+    ("--parallelism.cp 4 --parallelism.cp_intra 3", 4, "parallelism.cp_intra = 3 does not divide parallelism.cp = 4"),
+    ("--parallelism.cp 4 --parallelism.cp_intra 3", 4, "one of 1, 2, 4"),
+    ("--attention.block_size 8", 1, "attention.block_size = 8"),
+    ("--attention.block_size 96", 1, "attention.block_size = 96 is not a power of two"),
+    ("--attention.schedule local --parallelism.cp 2", 2, 'attention.schedule = "local"'),
+    ("--attention.schedule double_ring", 1, 'attention.schedule = "double_ring" needs parallelism.cp'),
+    ("--attention.sliding_window -5", 1, "attention.sliding_window = -5"),
+    (VERTICAL_SLASH + "recall 0", 1, "attention.vertical_slash.recall = 0.0 is not in (0, 1]"),
+    (VERTICAL_SLASH + "recall 1.01", 1, "attention.vertical_slash.recall = 1.01"),
+    (VERTICAL_SLASH + "probe 5000 --training.seq_len 8192", 1, "vertical_slash.probe = 5000 is above attention"),
+    (VERTICAL_SLASH + "probe 2000 --training.seq_len 1000", 1, "probe = 2000 is above training.seq_len = 1000"),
+    (VERTICAL_SLASH + "dense_below 64", 1, "attention.block_size = 128 is above attention.vertical_slash.dense_below"),
+    (VERTICAL_SLASH + "min_columns 5000", 1, "min_columns = 5000 is above attention.vertical_slash.max_columns = 4096"),
+    (VERTICAL_SLASH + "min_slashes 5 --attention.vertical_slash.max_slashes 4", 1, "vertical_slash.min_slashes"),
+    (VERTICAL_SLASH + "local_diagonals 0", 1, "attention.vertical_slash.local_diagonals = 0"),
+    ("--optimizer.lr 0", 1, "optimizer.lr = 0.0 is not positive"),
+    ("--optimizer.eps 0", 1, "optimizer.eps = 0.0 is not positive"),
+    ("--optimizer.beta2 1", 1, "optimizer.beta2 = 1.0"),
+    ("--optimizer.name SGD --optimizer.beta1 0.8", 1, "optimizer.beta1 = 0.8 would be ignored"),
+    ("--lr_scheduler.warmup_steps 101", 1, "lr_scheduler.warmup_steps = 101 is above training.steps = 100"),
+    ("--lr_scheduler.total_steps 9", 1, "lr_scheduler.warmup_steps = 10 is above lr_scheduler.total_steps = 9"),
+    ("--lr_scheduler.decay_ratio 1.5", 1, "lr_scheduler.decay_ratio = 1.5"),
+    ("--lr_scheduler.decay_ratio -0.5", 1, "lr_scheduler.decay_ratio = -0.5"),
+    ("--lr_scheduler.min_lr_factor 2", 1, "lr_scheduler.min_lr_factor = 2.0"),
+    ("--compile.backend inducter", 1, 'compile.backend = "inducter" is not one of "inductor", "aot_eager", "eager"'),
+    ("--checkpoint.keep_latest_k 1", 1, "checkpoint.keep_latest_k = 1"),
+    ("--checkpoint.load_step -2", 1, "checkpoint.load_step = -2"),
+    ("--checkpoint.initial_load_path a", 1, 'checkpoint.initial_load_path = "a" would be ignored'),
+    ("--metrics.log_every 0", 1, "metrics.log_every = 0"),
+    ("--profiling.enable --profiling.first_step 100", 1, "profiling.first_step and profiling.steps trace up to"),
+]
+
+
+@pytest.mark.parametrize("words, world_size, expected", BAD_COMBINATIONS)
+def test_impossible_combination(words, world_size, expected):
+    config, _ = load(words.split())
+    assert expected in message_of(check, config, world_size, world_size)
+
+
+@pytest.mark.parametrize("words, world_size", [
+    ("--parallelism.cp 4 --attention.schedule double_ring", 4),
+    ("--parallelism.cp 4 --attention.schedule double_ring --parallelism.cp_intra 4", 4),
+    ("--parallelism.cp 2 --parallelism.dp_replicate 2", 8),
+    ("--parallelism.cp 2 --parallelism.dp_replicate 2 --parallelism.dp_shard 3", 12),
+    ("--attention.schedule ring", 1),
+    ("--attention.schedule all_gather", 1),
+    ("--attention.schedule local", 1),
+    ("--training.dtype float64 --training.device cpu", 1),
+    ("--training.dtype float64 --attention.backend eager", 1),
+    ("--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192", 1),
+    ("--model.vocab_size 258", 1),
+    ("--data.source x.jsonl --data.text_field body", 1),
+    ("--training.seq_len 50", 1),
+    ("--attention.pattern dense --attention.block_size 8192", 1),
+    ("--attention.vertical_slash.min_slashes 9", 1),
+    ("--optimizer.name SGD --optimizer.implementation fused", 1),
+    ("--lr_scheduler.decay_ratio 0.2 --lr_scheduler.warmup_steps 0", 1),
+    ("--checkpoint.enable --checkpoint.keep_latest_k 0 --checkpoint.initial_load_path a", 1),
+])
+def test_possible_combination(words, world_size):
+    config, _ = load(words.split())
+    before = to_toml(config)
+    check(config, world_size, world_size)
+    assert to_toml(config) == before
+
+
+@pytest.mark.parametrize("words, world_size, local_world_size, expected", [
+    ("--parallelism.cp 4", 6, 6, "--nproc-per-node=4 "),
+    ("--parallelism.cp 4", 3, 3, "--nproc-per-node=4 "),
+    ("--parallelism.cp 4", 11, 11, "--nproc-per-node=8 "),
+    ("--parallelism.cp 4 --parallelism.dp_shard 2", 16, 16, "--nproc-per-node=8 "),
+    ("--parallelism.dp_shard 1", 2, 2, "--nproc-per-node=1 "),
+    ("--parallelism.cp 8", 12, 6, "--nproc-per-node=4 "),
+    ("--parallelism.cp 3 --parallelism.dp_shard 1", 4, 2, "3 ranks in all"),
+])
+def test_world_that_does_not_fit(words, world_size, local_world_size, expected):
+    message = message_of(check, load(words.split())[0], world_size, local_world_size)
+    for part in ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.cp", f"{world_size} ranks", expected):
+        assert part in message
+
+
+def test_check_refuses_wrong_types_set_in_python():
+    config = Config()
+    config.training.steps = "20"
+    assert message_of(check, config, 1, 1) == 'training.steps = "20" is not an integer'
+
+
+@pytest.mark.parametrize("layout, expected", [("striped", 64 * 4), ("contiguous", 64 * 4), ("zigzag", 64 * 8)])
+def test_padding_multiple(layout, expected):
+    config, _ = load(["--attention.block_size=64", "--parallelism.cp=4", f"--attention.layout={layout}"])
+    assert padding_multiple(config) == expected
+
+
+@pytest.mark.parametrize("cp, cp_intra, local_size, expected", [(8, 0, 4, 4), (2, 0, 8, 2), (8, 2, 8, 2), (1, 0, 1, 1)])
+def test_resolve_cp_intra(cp, cp_intra, local_size, expected):
+    config, _ = load([f"--parallelism.cp={cp}", f"--parallelism.cp_intra={cp_intra}"])
+    assert resolve_cp_intra(config.parallelism, local_size) == expected
+
+
+def test_derived_cp_intra_must_divide_too():
+    config, _ = load(["--parallelism.cp", "8"])
+    assert "parallelism.cp_intra = 6 does not divide parallelism.cp = 8" in message_of(check, config, 24, 6)
+
+
+def test_world_from_environment(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert world_from_environment() == (1, 1)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert world_from_environment() == (16, 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert "LOCAL_WORLD_SIZE" in message_of(world_from_environment)

@@ -1,0 +1,107 @@
+"""The truth: block-sparse attention in plain PyTorch, any device, fp64 to bf16.
+
+Query block by query block it gathers the listed KV blocks, so what is not selected is not computed, forward or
+backward. Arithmetic and results are fp32, or fp64 for fp64 inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.tiles import Tiles
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 stays fp64, everything else is computed in fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _kv_rows(tiles: Tiles, q_block: int, kv_heads: int, kv_length: int) -> Tensor:
+    """Rows of [B * Hkv * nk] KV blocks that one query block meets: int64 [B, Hq, K]."""
+    table = tiles.kv_blocks[:, :, q_block, : int(tiles.kv_count[:, :, q_block].max())].long()
+    batch, heads = table.shape[:2]
+    device = table.device
+    kv_head = torch.arange(heads, device=device) // (heads // kv_heads)
+    owner = torch.arange(batch, device=device)[:, None] * kv_heads + kv_head
+    return owner[..., None] * (kv_length // tiles.block_size) + table
+
+
+def _seen(tiles: Tiles, q_block: int) -> Tensor:
+    """bool [B, Hq, block, K * block]: pairs of one query block that are computed."""
+    size = tiles.block_size
+    count = tiles.kv_count[:, :, q_block]
+    table = tiles.kv_blocks[:, :, q_block, : int(count.max())].long()
+    position = _of_blocks(tiles.k_positions.expand(*table.shape[:2], -1), table, size)
+    rows = slice(q_block * size, (q_block + 1) * size)
+    start, stop = tiles.start[:, None, rows, None], tiles.stop[:, None, rows, None]
+    seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
+    listed = torch.arange(table.shape[-1], device=table.device) < count[..., None]
+    seen &= listed.repeat_interleave(size, dim=-1)[:, :, None]
+    if tiles.covered is not None:
+        seen &= ~_of_blocks(tiles.covered[:, :, q_block], table, size)[:, :, None]
+    return seen
+
+
+def _of_blocks(x: Tensor, table: Tensor, size: int) -> Tensor:
+    """The tokens of the tabled blocks: x [B, H, Sk], table [B, H, K] -> [B, H, K * size]."""
+    index = table[..., None] * size + torch.arange(size, device=x.device)
+    return x.gather(2, index.flatten(2))
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """[B, H, S, D] -> [B * H * S / size, size, D]"""
+    return x.reshape(-1, size, x.shape[-1])
+
+
+def _busy(tiles: Tiles) -> list[int]:
+    """Query blocks that meet anything."""
+    return torch.nonzero(tiles.kv_count.amax(dim=(0, 1))).flatten().tolist()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D].
+
+    Returns out [B, Hq, Sq, D] and natural-log lse [B, Hq, Sq], fp32 (fp64 for fp64); 0 and -inf for rows that see
+    nothing.
+    """
+    dtype, size = accumulation_dtype(q.dtype), tiles.block_size
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    k_blocks, v_blocks = _blocks(k, size), _blocks(v, size)
+    for block in _busy(tiles):
+        rows = _kv_rows(tiles, block, k.shape[1], k.shape[2])
+        here = slice(block * size, (block + 1) * size)
+        scores = q[:, :, here].to(dtype) @ k_blocks[rows].to(dtype).flatten(2, 3).mT * scale
+        scores = scores.masked_fill(~_seen(tiles, block), -torch.inf)
+        lse[:, :, here] = scores.logsumexp(-1)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        out[:, :, here] = p @ v_blocks[rows].to(dtype).flatten(2, 3)
+    return out, lse
+
+
+def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles, fp32 (fp64 for fp64), in the shapes of q, k and v.
+
+    out and lse are those of the whole attention, over all tiles of all chunks: with them the pieces add up exactly.
+    """
+    dtype, size = accumulation_dtype(q.dtype), tiles.block_size
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    k_blocks, v_blocks, dk_blocks, dv_blocks = (_blocks(x, size) for x in (k, v, dk, dv))
+    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    for block in _busy(tiles):
+        rows = _kv_rows(tiles, block, k.shape[1], k.shape[2])
+        here = slice(block * size, (block + 1) * size)
+        q_here, d_here = q[:, :, here].to(dtype), d_out[:, :, here].to(dtype)
+        keys, values = (x[rows].to(dtype).flatten(2, 3) for x in (k_blocks, v_blocks))
+        scores = (q_here @ keys.mT * scale).masked_fill(~_seen(tiles, block), -torch.inf)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
+        dq[:, :, here] = d_scores @ keys
+        dk_blocks.index_add_(0, rows.flatten(), _blocks(d_scores.mT @ q_here, size))
+        dv_blocks.index_add_(0, rows.flatten(), _blocks(p.mT @ d_here, size))
+    return dq, dk, dv
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """-inf would give NaN in exp(-inf - lse)."""
+    return lse.clamp(min=torch.finfo(lse.dtype).min)

@@ -1,0 +1,177 @@
+"""One sequence over several ranks: who they are, and everything they say to each other inside attention.
+
+No other file of the attention package communicates. Inner, outer and gradient transfers each have a communicator of
+their own: on a shared one a fast inner hop queues behind the slow outer one.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_sparse.attention import layout as layouts
+from titan_sparse.attention import schedule as schedules
+
+_CONTEXTS: dict[str, "ContextParallel"] = {}
+
+
+class ContextParallel:
+    """A context-parallel group with its layout and schedule.
+
+    mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for a single process. layout: contiguous,
+    zigzag or striped. schedule: auto, local, all_gather, ring or double_ring (two axes needed). block_size: tokens.
+    Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, layout: str = "striped", schedule: str = "auto", block_size: int = 128):
+        if layout not in layouts.LAYOUTS:
+            raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.LAYOUTS)}')
+        if schedule != "auto" and schedule not in schedules.SCHEDULES:
+            raise ValueError(f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}')
+        ranks = torch.zeros(1, 1, dtype=torch.int) if mesh is None else _two_axes(mesh, schedule)
+        self.inter, self.intra = ranks.shape
+        self.size = ranks.numel()
+        self.layout, self.block_size = layout, block_size
+        self.schedule = schedules.choose(self.inter, self.intra) if schedule == "auto" else schedule
+        self.ranks = ranks.flatten().tolist()
+        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+        self.windows = schedules.SCHEDULES[self.schedule](self.inter, self.intra, self.rank)
+        self._create_groups(ranks)
+        self.key = f"{len(_CONTEXTS)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
+        _CONTEXTS[self.key] = self
+
+    def _create_groups(self, ranks: Tensor) -> None:
+        node, local_rank = divmod(self.rank, self.intra)
+        inner, outer = ranks[node].tolist(), ranks[:, local_rank].tolist()
+        if self.schedule != "double_ring":
+            inner, outer = self.ranks, [self.ranks[self.rank]]
+        self.group = _new_group(self.ranks, "cp")
+        self.groups = {
+            "inner": _new_group(inner, "cp inner"),
+            "outer": _new_group(outer, "cp outer"),
+            "inner_gradient": _new_group(inner, "cp inner gradient"),
+            "outer_gradient": _new_group(outer, "cp outer gradient"),
+        }
+
+    # Layout ---------------------------------------------------------------------------------------------------------
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  a ContextParallel lives as long as the program
+    def block_table(self, seq_len: int) -> Tensor:
+        """int64 [ranks, n]: the global blocks of every rank; ValueError if `seq_len` does not divide."""
+        return layouts.block_ids(self.layout, self.size, seq_len, self.block_size)
+
+    def blocks(self, seq_len: int, rank: int | None = None) -> Tensor:
+        """int64 [n]: the global blocks of `rank`, or of this rank, in local order."""
+        return self.block_table(seq_len)[self.rank if rank is None else rank]
+
+    def local_position(self, positions: Tensor, seq_len: int) -> Tensor:
+        """int64, shape of `positions` (global; seq_len allowed): where this rank holds the token, -1 if it does not."""
+        here = layouts.token_positions(self.blocks(seq_len), self.block_size).to(positions.device)
+        lookup = torch.full((seq_len + 1,), -1, device=positions.device)
+        lookup[here] = torch.arange(len(here), device=positions.device)
+        return lookup[positions.long()]
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's blocks of a full tensor, along `dim`."""
+        return layouts.take_blocks(x, dim, self.blocks(x.shape[dim]), self.block_size)
+
+    @torch.no_grad()
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The full tensor from all ranks' shards, in global order, on every rank. No gradient flows back."""
+        table = self.block_table(x.shape[dim] * self.size)
+        whole = torch.cat(list(self.all_gather(x)), dim=dim)
+        return layouts.restore_blocks(whole, dim, table, self.block_size)
+
+    # Collectives over all ranks -------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks."""
+        x = x.contiguous()
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[ranks, *x.shape]"""
+        if self.size == 1:
+            return x[None]
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum over ranks of x[r], on rank r: [ranks, ...] -> [...]."""
+        if self.size == 1:
+            return x[0]
+        out = torch.empty_like(x[0])
+        dist.reduce_scatter_tensor(out.flatten(), x.contiguous().flatten(), group=self.group)
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x[r] goes to rank r; returns what came, by sender: [ranks, ...] -> [ranks, ...]."""
+        if self.size == 1:
+            return x
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+    # Rings ----------------------------------------------------------------------------------------------------------
+
+    def shift(self, x: Tensor, axis: str) -> "Transfer":
+        """Start sending x to the next rank of an axis ("inner", "outer", "inner_gradient", "outer_gradient")."""
+        return Transfer(x, self.groups[axis])
+
+
+class Transfer:
+    """A send to the next rank of a ring and the matching receive from the previous one, in flight."""
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None):
+        self.sent, self.works = x.contiguous(), []
+        if group is None:
+            self.received = self.sent
+            return
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.received = torch.empty_like(self.sent)
+        self.works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
+        ])
+
+    def wait(self) -> Tensor:
+        """What the previous rank sent."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+def context_by_key(key: str) -> ContextParallel:
+    """The ContextParallel whose `key` this is: custom ops take strings, not objects."""
+    return _CONTEXTS[key]
+
+
+@functools.lru_cache
+def single(block_size: int) -> ContextParallel:
+    """What cp=None means: one rank that owns everything."""
+    return ContextParallel(None, "contiguous", "local", block_size)
+
+
+def _two_axes(mesh: DeviceMesh, schedule: str) -> Tensor:
+    """Global ranks int [inter, intra] of a cp mesh."""
+    names = mesh.mesh_dim_names
+    if names == ("cp_inter", "cp_intra"):
+        return mesh.mesh.cpu()
+    if names != ("cp",):
+        raise ValueError(f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}')
+    if schedule == "double_ring":
+        raise ValueError('schedule "double_ring" needs mesh axes ("cp_inter", "cp_intra"); write "ring" for ("cp",)')
+    return mesh.mesh.cpu()[None]
+
+
+def _new_group(ranks: list[int], description: str) -> dist.ProcessGroup | None:
+    """A communicator of its own for these ranks; None for a single one, which has nobody to talk to."""
+    if len(ranks) == 1:
+        return None
+    # Only the members take part, so that other context-parallel groups of the world may come at another time.
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description)

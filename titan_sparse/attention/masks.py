@@ -1,0 +1,129 @@
+"""What may be seen: static attention masks, composable with `&`.
+
+A mask says, for every query i, which contiguous range of keys it sees: start[i] <= j < stop[i]. Two vectors of length S
+are the whole mask; no S x S tensor exists anywhere. Both are nondecreasing in i, which the counting of visible pairs
+and the block classification rely on. Positions are global: a layout permutes tokens, never what they see.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """A mask resolved for one sequence length. All int32, global positions; Bm is 1 or the batch size.
+
+    start, stop: [Bm, S], both nondecreasing; query i sees keys start[i] <= j < stop[i] (none where they are equal).
+    document_start: [Bm, S], where the query's document begins, -1 on padding; None for an unpacked sequence.
+    """
+
+    start: Tensor
+    stop: Tensor
+    document_start: Tensor | None
+
+
+class Mask:
+    """Base of all masks. Subclasses give rows(); `a & b` sees what both see."""
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        """The mask for `seq_len` global tokens, as row ranges on `device`."""
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Intersection(self, other)
+
+    def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+        """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
+        start, stop, _ = self.rows(seq_len, device)
+        keys = torch.arange(seq_len, device=device)
+        return (keys >= start[..., None]) & (keys < stop[..., None])
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
+        return Rows(start, torch.full_like(start, seq_len), None)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Query i sees keys 0..i. `valid` (one number per sequence): tokens from there on are padding, seen by nobody."""
+
+    valid: tuple[int, ...] | None = None
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
+        if self.valid is None:
+            return Rows(torch.zeros_like(position), position + 1, None)
+        valid = torch.tensor(self.valid, dtype=torch.int32, device=device)[:, None]
+        if max(self.valid) > seq_len or min(self.valid) < 0:
+            raise ValueError(f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens")
+        real = position < valid
+        return Rows(torch.where(real, 0, seq_len).int(), torch.where(real, position + 1, seq_len).int(), None)
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Query i sees keys i - window + 1 .. i (itself included)."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"SlidingWindow(window={self.window}): a window holds at least the query itself, 1 or more")
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
+        return Rows((position - self.window + 1).clamp(min=0), position + 1, None)
+
+
+class Documents(Mask):
+    """Packed documents: causal inside each, nothing across.
+
+    lengths: tokens of each document in order, one list for all sequences of the batch or one list per sequence. What is
+    left of the sequence after the last document is padding: it sees nothing and nobody sees it.
+    Raises ValueError for a length below 1 and, in rows(), for documents longer than the sequence together.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
+        nested = len(lengths) > 0 and not isinstance(lengths[0], int)
+        self.lengths = [list(row) for row in lengths] if nested else [list(lengths)]
+        if any(length < 1 for row in self.lengths for length in row):
+            raise ValueError("Documents(lengths): every document has at least 1 token")
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        start = torch.stack([self._document_starts(row, seq_len) for row in self.lengths]).to(device)
+        real = start >= 0
+        stop = torch.arange(1, seq_len + 1, dtype=torch.int32, device=device).expand_as(start)
+        return Rows(start.where(real, seq_len), stop.where(real, seq_len), start)
+
+    @staticmethod
+    def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
+        total = sum(lengths)
+        if total > seq_len:
+            raise ValueError(f"Documents(lengths) hold {total} tokens, the sequence {seq_len}")
+        sizes = torch.tensor(lengths, dtype=torch.int32)
+        starts = torch.repeat_interleave(sizes.cumsum(0, dtype=torch.int32) - sizes, sizes)
+        return torch.nn.functional.pad(starts, (0, seq_len - total), value=-1)
+
+
+@dataclass(frozen=True)
+class Intersection(Mask):
+    """What both masks see."""
+
+    first: Mask
+    second: Mask
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
+        a, b = self.first.rows(seq_len, device), self.second.rows(seq_len, device)
+        if a.document_start is not None and b.document_start is not None:
+            raise ValueError("Documents & Documents: give the finer of the two document lists alone")
+        start, stop = torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)
+        documents = a.document_start if b.document_start is None else b.document_start
+        return Rows(start, torch.maximum(start, stop), documents)

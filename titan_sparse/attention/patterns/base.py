@@ -1,0 +1,97 @@
+"""What a pattern and its index are: the seam between choosing blocks (patterns) and computing them (backends)."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.masks import Mask, Rows
+
+if TYPE_CHECKING:
+    from titan_sparse.attention.context_parallel import ContextParallel
+
+_PATTERNS: dict[str, "Pattern"] = {}
+
+
+class BlockIndex:
+    """What one selection chose, for all heads and the whole (global) sequence, the same on every rank.
+
+    Two parts: a set of block pairs, asked for by selects(), and `columns`, single keys that every query of their
+    document sees besides. A pair of tokens in a selected block pair is never counted again through its column.
+    """
+
+    columns: Tensor
+    """int32 [B, Hq, C], ascending global positions, filled up with the sequence length; C is 0 for block patterns."""
+
+    def __init__(self, heads: int, seq_len: int, block_size: int, columns: Tensor):
+        self.heads, self.seq_len, self.block_size, self.columns = heads, seq_len, block_size, columns
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """What a custom op passes on and activation checkpointing keeps; Pattern.index() reads it back."""
+        return []
+
+    def dense(self, mask: Mask) -> Tensor:
+        """bool [B, Hq, S, S] in global order: exactly the pairs attend() computes. For tests and pictures."""
+        device = self.columns.device
+        blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
+        in_blocks = self.selects(blocks, blocks)
+        in_blocks = in_blocks.repeat_interleave(self.block_size, 2).repeat_interleave(self.block_size, 3)
+        in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
+        batch, heads = self.columns.shape[:2]
+        in_columns = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
+        in_columns.scatter_(2, self.columns.long().clamp(max=self.seq_len), True)
+        visible = mask.dense(self.seq_len, device)[:, None]
+        return (in_blocks | in_columns[:, :, None, : self.seq_len]) & visible
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """What is worth seeing. Subclasses are frozen dataclasses of their parameters.
+
+    A pattern's `key` names it inside custom ops, which take strings but no objects: pattern_by_key(key) gives it back.
+    """
+
+    name: ClassVar[str]
+    dynamic: ClassVar[bool] = True
+    """False if nothing has to be looked at to select."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
+        _PATTERNS[self.key] = self
+
+    def select(self, q: Tensor, k: Tensor, mask: Mask | Rows, cp: "ContextParallel | None" = None,
+               scale: float | None = None, block_size: int | None = None) -> BlockIndex:
+        """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D]; no gradient.
+
+        Collective over `cp`. `scale` defaults to D ** -0.5, `block_size` to that of `cp`, or 128.
+        """
+        from titan_sparse.attention.attend import select  # the op needs the patterns, not the other way round
+
+        return select(q, k, mask, self, cp, scale, block_size)
+
+    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
+        """The selection itself, on this rank's shards of whole blocks; index() makes a BlockIndex of the result."""
+        raise NotImplementedError
+
+    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        """Tensors of the shapes and dtypes that select_tensors() returns, for torch.compile."""
+        raise NotImplementedError
+
+    def column_count(self, tensors: list[Tensor]) -> int:
+        """C of the index that these tensors stand for."""
+        return 0
+
+    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> BlockIndex:
+        """The BlockIndex that select_tensors()'s result stands for."""
+        raise NotImplementedError
+
+
+def pattern_by_key(key: str) -> Pattern:
+    """The pattern object whose `key` this is."""
+    return _PATTERNS[key]

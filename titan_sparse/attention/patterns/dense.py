@@ -1,0 +1,29 @@
+"""Everything the mask allows."""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern
+
+
+class DenseIndex(BlockIndex):
+    """Selects every pair of blocks; no columns."""
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        return torch.ones(1, 1, len(q_blocks), len(k_blocks), dtype=torch.bool, device=q_blocks.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Pattern):
+    """All pairs that the mask allows: the baseline of every comparison."""
+
+    name: ClassVar[str] = "dense"
+    dynamic: ClassVar[bool] = False
+
+    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> DenseIndex:
+        columns = torch.empty(batch, heads, 0, dtype=torch.int32, device=rows.start.device)
+        return DenseIndex(heads, rows.start.shape[1], block_size, columns)

@@ -1,0 +1,162 @@
+"""Vertical-slash selection (MTraining, section 4 and appendix B.1): per sequence, or document when packed, and query head.
+
+The last `probe` queries of a span look at all its keys. Verticals are the key columns, slashes the block diagonals, that
+carry the target share of the attention mass seen there. A slash is one entry of a 1-D list per head, never a mask.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern
+from titan_sparse.attention.patterns.budget import compact, smallest_sets
+from titan_sparse.attention.patterns.probe import probe_masses
+from titan_sparse.attention.patterns.spans import Spans, entries, find_spans, slots, span_of_tokens, spans_of_blocks
+
+if TYPE_CHECKING:
+    from titan_sparse.attention.context_parallel import ContextParallel
+
+
+class VerticalSlashIndex(BlockIndex):
+    """Block diagonals per span (slashes) and key columns (verticals), for every query head.
+
+    slashes: bool [B, Hq, E], entry spans.offset[d] + delta is the diagonal of block pairs delta apart in span d.
+    columns: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on columns, on slashes kept a budget short.
+    """
+
+    def __init__(self, slashes: Tensor, columns: Tensor, capped: Tensor, spans: Spans, seq_len: int, block_size: int):
+        super().__init__(columns.shape[1], seq_len, block_size, columns)
+        self.slashes, self.capped, self.spans = slashes, capped, spans
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        q_blocks, k_blocks = q_blocks.long(), k_blocks.long()
+        delta = q_blocks[:, None] - k_blocks
+        selected = (k_blocks >= self.spans.dense_from[:, q_blocks, None])[:, None] & (delta >= 0)
+        batch, heads = self.slashes.shape[:2]
+        for slot in spans_of_blocks(self.spans, q_blocks, self.block_size).unbind(-1):
+            known = slot.clamp(min=0)
+            inside = (slot >= 0)[..., None] & (delta >= 0) & (k_blocks >= self.spans.first_block.gather(1, known)[..., None])
+            entry = torch.where(inside, self.spans.offset.gather(1, known)[..., None] + delta, 0)
+            on = self.slashes.gather(2, entry.view(batch, 1, -1).expand(-1, heads, -1)).view(batch, heads, *delta.shape)
+            selected = selected | (on & inside[:, None])
+        return selected
+
+    def tensors(self) -> list[Tensor]:
+        return [self.slashes, self.columns, self.capped]
+
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlash(Pattern):
+    """Parameters of the selection; counts are per query head.
+
+    recall: share of the probe's attention mass that verticals, and slashes, each have to reach, in (0, 1].
+    probe: last queries of each span that are looked at; 0 means block_size.
+    sinks: first tokens of each span that are always columns. local_diagonals: nearest block diagonals always on.
+    min_columns, max_columns, min_slashes, max_slashes (0: no cap): bounds on the budgets, sinks and local diagonals not
+    counted. Of the maxima a document in a packed sequence gets its share by length (at least the minimum).
+    dense_below: documents of a packed sequence with fewer tokens are computed whole.
+    Raises ValueError for values out of range.
+    """
+
+    recall: float = 0.95
+    probe: int = 0
+    sinks: int = 30
+    local_diagonals: int = 2
+    min_columns: int = 0
+    max_columns: int = 4096
+    min_slashes: int = 0
+    max_slashes: int = 0
+    dense_below: int = 4096
+    name: ClassVar[str] = "vertical_slash"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recall <= 1:
+            raise ValueError(f"VerticalSlash(recall={self.recall}): a share of the attention mass, above 0, at most 1")
+        if self.local_diagonals < 1:
+            raise ValueError("VerticalSlash(local_diagonals=0): a query must see its own block, write 1 or more")
+        negative = [f.name for f in dataclasses.fields(self) if f.name != "recall" and getattr(self, f.name) < 0]
+        if negative:
+            raise ValueError(f"VerticalSlash({negative[0]}={getattr(self, negative[0])}): write 0 or more")
+        if self.min_columns > self.max_columns or 0 < self.max_slashes < self.min_slashes:
+            raise ValueError("VerticalSlash: the minimum of a budget is above its maximum")
+        super().__post_init__()
+
+    def probe_queries(self, block_size: int) -> int:
+        """Number of queries looked at per span."""
+        return self.probe or block_size
+
+    def column_capacity(self, seq_len: int, block_size: int, packed: bool) -> int:
+        """Columns that a head can have at the most, rounded up to whole blocks."""
+        n = slots(seq_len, self.dense_below, packed)
+        most = self.max_columns + n * self.sinks + (n * (self.min_columns + 1) if packed else 0)
+        return -(-min(most, seq_len) // block_size) * block_size
+
+    def check_block_size(self, block_size: int) -> None:
+        """ValueError if a block could touch three selected documents, or the probe be longer than a document."""
+        if self.dense_below < max(block_size, self.probe_queries(block_size)):
+            raise ValueError(
+                f"vertical_slash.dense_below = {self.dense_below} must be at least block_size ({block_size}) and probe "
+                f"({self.probe_queries(block_size)}); write dense_below = {max(block_size, self.probe_queries(block_size))} or more"
+            )
+
+    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
+        batch, heads = q.shape[:2]
+        seq_len, block_size = rows.start.shape[1], cp.block_size
+        spans = find_spans(rows, batch, self.dense_below, block_size)
+        vertical, slash, sequence = probe_masses(q, k, rows, spans, cp, self.probe_queries(block_size), scale)
+        spans = Spans(*(x[sequence] for x in spans))
+        columns, column_capped = self._columns(vertical, spans)
+        slashes, slash_capped = self._slashes(slash, spans, seq_len)
+        capacity = self.column_capacity(seq_len, block_size, rows.document_start is not None)
+        mine = torch.cat([compact(columns, capacity, seq_len), slashes.int(), column_capped.int()[:, None],
+                          slash_capped.int()[:, None]], dim=1)
+        every = cp.all_gather(mine).flatten(0, 1)[: batch * heads].view(batch, heads, -1)
+        columns, slashes, capped = every.split([capacity, slashes.shape[1], 2], dim=-1)
+        return [slashes.bool(), columns.contiguous(), capped.bool()]
+
+    def _columns(self, mass: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+        """Selected columns bool [N, S] and capped bool [N] from column masses [N, S] of N (sequence, head) pairs."""
+        seq_len, n = mass.shape[1], spans.start.shape[1]
+        segment = span_of_tokens(spans.start, spans.stop, seq_len)
+        limit = self._share(self.max_columns, self.min_columns, spans, seq_len)
+        selected, capped = smallest_sets(mass, segment, self.recall, self.min_columns, limit)
+        begin = spans.start.gather(1, segment.clamp(max=n - 1))
+        position = torch.arange(seq_len, device=mass.device)
+        return selected | ((segment < n) & (position < begin + self.sinks)), capped
+
+    def _slashes(self, mass: Tensor, spans: Spans, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Selected diagonals bool [N, E] and capped bool [N] from the diagonals' masses [N, E]."""
+        n = spans.start.shape[1]
+        entry = torch.arange(mass.shape[1], device=mass.device).expand(len(mass), -1).contiguous()
+        segment = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
+        limit = self._share(self.max_slashes or mass.shape[1], self.min_slashes, spans, seq_len)
+        selected, capped = smallest_sets(mass, segment, self.recall, self.min_slashes, limit)
+        delta = entry - spans.offset.gather(1, segment.clamp(max=n - 1))
+        return selected | ((segment < n) & (delta < self.local_diagonals)), capped
+
+    def _share(self, most: int, least: int, spans: Spans, seq_len: int) -> Tensor:
+        """The budget's cap of each span, int64 [N, n]: all of it for an unpacked sequence, else in proportion to length."""
+        if spans.start.shape[1] == 1:
+            return torch.full_like(spans.start, most)
+        length = spans.stop - spans.start
+        return torch.maximum((most * length + seq_len - 1) // seq_len, torch.full_like(length, least))
+
+    def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        batch, heads = q.shape[:2]
+        diagonals = entries(seq_len, block_size, slots(seq_len, self.dense_below, packed))
+        capacity = self.column_capacity(seq_len, block_size, packed)
+        return [
+            q.new_empty(batch, heads, diagonals, dtype=torch.bool),
+            q.new_empty(batch, heads, capacity, dtype=torch.int32),
+            q.new_empty(batch, heads, 2, dtype=torch.bool),
+        ]
+
+    def column_count(self, tensors: list[Tensor]) -> int:
+        return tensors[1].shape[-1]
+
+    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> VerticalSlashIndex:
+        spans = find_spans(rows, batch, self.dense_below, block_size)
+        return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size)

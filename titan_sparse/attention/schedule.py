@@ -1,0 +1,45 @@
+"""In which order KV meets Q: pure integers, no process groups.
+
+A schedule lists, for one rank, windows of steps; a step is the rank whose KV is computed on. Inside a window KV moves
+one inner hop per step; from one window to the next it moves one outer hop. A plain ring is one window over all ranks,
+so that ring and double ring are driven by the same code (context_parallel.py).
+"""
+
+Windows = list[list[int]]
+
+
+def local(inter: int, intra: int, rank: int) -> Windows:
+    """Own KV only. ValueError with several ranks, since the rest of the sequence would be ignored."""
+    if inter * intra != 1:
+        raise ValueError(f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"')
+    return [[rank]]
+
+
+def all_gather(inter: int, intra: int, rank: int) -> Windows:
+    """All KV is gathered first; own chunk first, the others in ring order."""
+    return ring(inter, intra, rank)
+
+
+def ring(inter: int, intra: int, rank: int) -> Windows:
+    """Step t computes on the KV of rank - t."""
+    size = inter * intra
+    return [[(rank - step) % size for step in range(size)]]
+
+
+def double_ring(inter: int, intra: int, rank: int) -> Windows:
+    """`inter` windows of `intra` steps (MTraining 4.2): window o works inside the node on the KV that started o nodes back."""
+    node, local_rank = divmod(rank, intra)
+    return [
+        [(node - window) % inter * intra + (local_rank - step) % intra for step in range(intra)]
+        for window in range(inter)
+    ]
+
+
+SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring}
+
+
+def choose(inter: int, intra: int) -> str:
+    """What schedule = "auto" means: nothing to move for one rank, one ring inside a node, two rings across nodes."""
+    if inter * intra == 1:
+        return "local"
+    return "double_ring" if inter > 1 and intra > 1 else "ring"

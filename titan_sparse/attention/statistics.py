@@ -1,0 +1,140 @@
+"""What sparse attention kept: density, recall and budgets at their cap, per layer and head, measured while training.
+
+The forward op calls observe() on every attention; it costs nothing unless a recording is on. Layers are told apart by
+the order of their calls, so that one compiled block serves all layers.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.layout import token_positions
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.tiles import covered_columns
+
+if TYPE_CHECKING:
+    from titan_sparse.attention.ring import Run
+
+_Q_BLOCKS, _KEYS = 16, 8192
+"""Query blocks, and keys, looked at together: bounds the memory."""
+
+
+@dataclass
+class Recording:
+    """One tensor [Hq] a layer, averaged over sequences, the same on all context-parallel ranks.
+
+    visited: pairs of tokens computed per sequence. visible: pairs the mask allows (one number).
+    recall: share of the full softmax mass that the selection kept, over sampled rows; empty unless asked for.
+    capped: share of budgets that their cap kept below the recall target; empty for patterns without budgets.
+    """
+
+    recall_rows: int = 0
+    visited: list[Tensor] = field(default_factory=list)
+    visible: Tensor | None = None
+    recall: list[Tensor] = field(default_factory=list)
+    capped: list[Tensor] = field(default_factory=list)
+
+    def density(self) -> Tensor:
+        """visited / visible, [layers, Hq]."""
+        return torch.stack(self.visited) / self.visible
+
+
+_active: Recording | None = None
+
+
+@contextlib.contextmanager
+def recording(recall_rows: int = 0) -> Iterator[Recording]:
+    """Record every attention inside; with `recall_rows` > 0 sampled query rows a sequence, recall too.
+
+    Collective: all context-parallel ranks record at the same time.
+    """
+    global _active
+    _active = Recording(recall_rows)
+    try:
+        yield _active
+    finally:
+        _active = None
+
+
+def observe(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
+    """Called by the forward op with its padded inputs and its lse [B, Hq, S_local]."""
+    if _active is None:
+        return
+    _active.visited.append(run.cp.all_reduce(visited_pairs(run, len(q))).mean(0))
+    _active.visible = visible_pairs(run.rows).mean()
+    if hasattr(run.index, "capped"):
+        _active.capped.append(run.index.capped.double().mean(dim=(0, 2)))
+    if _active.recall_rows:
+        _active.recall.append(recall(run, q, k, lse, _active.recall_rows))
+
+
+def visible_pairs(rows: Rows) -> Tensor:
+    """Pairs that the mask allows, float64 [Bm]."""
+    return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
+
+
+def visited_pairs(run: "Run", batch: int) -> Tensor:
+    """Pairs computed for this rank's queries, float64 [B, Hq]: whole blocks where seen, and columns outside them."""
+    size, columns = run.index.block_size, run.index.columns
+    first, last = _rows_seeing(run.rows, columns)
+    total = torch.zeros(batch, run.index.heads, dtype=torch.float64, device=columns.device)
+    for q_blocks in run.blocks().split(_Q_BLOCKS):
+        pairs = _pairs_by_block(run.rows, q_blocks, size)
+        selected = run.index.selects(q_blocks, torch.arange(pairs.shape[-1], device=columns.device))
+        total += torch.where(selected, pairs[:, None], 0).sum(dim=(-1, -2), dtype=torch.float64)
+        begin = (q_blocks * size)[:, None]
+        rows = torch.minimum(last[:, :, None], begin + size) - torch.maximum(first[:, :, None], begin)
+        total += rows.clamp(min=0).where(~covered_columns(run.index, q_blocks), 0).sum(dim=(-1, -2), dtype=torch.float64)
+    return total
+
+
+def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last + 1 query that sees each column, int64 like columns [B, H, C]; both vectors of rows are sorted."""
+    flat = columns.flatten(1).contiguous()
+    first, last = (torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True) for x in (rows.stop, rows.start))
+    return first.view(columns.shape), last.view(columns.shape)
+
+
+def _pairs_by_block(rows: Rows, q_blocks: Tensor, size: int) -> Tensor:
+    """Pairs the mask allows between each query block and every key block, int64 [Bm, nq, blocks]."""
+    position = token_positions(q_blocks, size)
+    begin = torch.arange(0, rows.start.shape[1], size, device=rows.start.device)
+    start, stop = (x[:, position, None].long() for x in (rows.start, rows.stop))
+    pairs = (torch.minimum(stop, begin + size) - torch.maximum(start, begin)).clamp(min=0)
+    return pairs.unflatten(1, (len(q_blocks), size)).sum(2)
+
+
+def recall(run: "Run", q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
+    """Mean of exp(lse - lse of all allowed keys) over `samples` evenly spread query rows, fp32 or fp64 [Hq]."""
+    position = token_positions(run.blocks(), run.index.block_size)
+    picked = torch.linspace(0, q.shape[2] - 1, max(1, min(samples // run.cp.size, q.shape[2])), device=q.device).long()
+    queries = _joined(run, q[:, :, picked])
+    sparse = _joined(run, lse[:, :, picked, None])[..., 0]
+    where = run.cp.all_gather(position[picked]).flatten()
+    start, stop = run.rows.start[:, where], run.rows.stop[:, where]
+    own = _lse_of_keys(queries, k, position, start, stop, run.scale)
+    dense = run.cp.all_gather(own).logsumexp(0)
+    seen = (start < stop)[:, None].expand_as(sparse)
+    kept = torch.where(seen, (sparse - dense).exp(), 0)
+    return kept.sum(dim=(0, 2)) / seen.sum(dim=(0, 2)).clamp(min=1)
+
+
+def _joined(run: "Run", x: Tensor) -> Tensor:
+    """All ranks' x [B, H, n, D] one after the other along n."""
+    return torch.cat(list(run.cp.all_gather(x)), dim=2)
+
+
+def _lse_of_keys(q: Tensor, k: Tensor, position: Tensor, start: Tensor, stop: Tensor, scale: float) -> Tensor:
+    """Log of the softmax sum of each query [B, Hq, n, D] over the keys [B, Hkv, S, D] it sees."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    group = q.shape[1] // k.shape[1]
+    for keys, at in zip(k.split(_KEYS, dim=2), position.split(_KEYS)):
+        scores = q.to(dtype) @ keys.to(dtype).repeat_interleave(group, 1).mT * scale
+        seen = (at >= start[..., None]) & (at < stop[..., None])
+        total = torch.logaddexp(total, scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1))
+    return total

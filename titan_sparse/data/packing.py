@@ -1,0 +1,78 @@
+"""Pieces of documents -> one packed sequence. Pure numpy functions.
+
+Documents lie one after the other, each closed by its end-of-document token. A document that does not fit is cut at the
+sequence's end and goes on in the next sequence as a new piece.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED_LABEL = -100
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document; `document` is all of it, int [length], end-of-document token included."""
+
+    document: NDArray[np.integer]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One packed sequence of S tokens; what `lengths` leaves of it is padding."""
+
+    tokens: NDArray[np.int64]
+    """[S]"""
+    labels: NDArray[np.int64]
+    """[S], the next token of the same document, already shifted; -100 at a document's last token and on padding"""
+    positions: NDArray[np.int64]
+    """[S], position in the piece; 0 on padding"""
+    lengths: list[int]
+    """tokens of each piece, in order; the sum is at most S"""
+
+
+def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
+    """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with padding.
+
+    Raises ValueError if the pieces do not fit.
+    """
+    lengths = [piece.stop - piece.start for piece in pieces]
+    if sum(lengths) > seq_len:
+        raise ValueError(f"pieces of {sum(lengths)} tokens do not fit in a sequence of {seq_len}")
+    packed = _padding(seq_len, padding_id)
+    begin = 0
+    for piece, length in zip(pieces, lengths, strict=True):
+        end = begin + length
+        following = piece.document[piece.start + 1 : piece.stop + 1]
+        packed.tokens[begin:end] = piece.document[piece.start : piece.stop]
+        # One label fewer than tokens, at a document's last piece only: its last token keeps the ignored label.
+        packed.labels[begin : begin + len(following)] = following
+        # From 0 in each piece: attention cannot see the earlier ones, they are in another sequence.
+        packed.positions[begin:end] = np.arange(length)
+        begin = end
+    return replace(packed, lengths=lengths)
+
+
+def pad_to_multiple(packed: Packed, multiple: int, padding_id: int) -> Packed:
+    """Add padding tokens until S is a multiple of `multiple`; the lengths stay."""
+    padding = _padding(-len(packed.tokens) % multiple, padding_id)
+    return Packed(
+        tokens=np.concatenate([packed.tokens, padding.tokens]),
+        labels=np.concatenate([packed.labels, padding.labels]),
+        positions=np.concatenate([packed.positions, padding.positions]),
+        lengths=packed.lengths,
+    )
+
+
+def _padding(seq_len: int, padding_id: int) -> Packed:
+    return Packed(
+        tokens=np.full(seq_len, padding_id, dtype=np.int64),
+        labels=np.full(seq_len, IGNORED_LABEL, dtype=np.int64),
+        positions=np.zeros(seq_len, dtype=np.int64),
+        lengths=[],
+    )

@@ -1,0 +1,119 @@
+"""Text <-> token ids: raw bytes, or a local tokenizer.json."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import ArrayLike, NDArray
+
+END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
+PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]
+
+
+class Tokenizer(Protocol):
+    """What the loader needs: all ids are in [0, vocab_size); `encode` adds no special tokens."""
+
+    vocab_size: int
+    end_of_document: int
+    padding: int
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of a text, int32 [length]."""
+        ...
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are left out."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte: 256 bytes, 256 = end of document, 257 = padding."""
+
+    vocab_size = 258
+    end_of_document = 256
+    padding = 257
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes "?"."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are left out, broken UTF-8 is replaced."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json; the special tokens are named by the tokenizer_config.json beside it, else well-known names.
+
+    Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = _read_tokenizer(path)
+        config = _read_config(path.with_name("tokenizer_config.json"))
+        end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
+        if end is None:
+            raise ValueError(
+                f'data.tokenizer = "{path}" has no end-of-document token; '
+                'name one as "eos_token" in a tokenizer_config.json beside it'
+            )
+        padding = _special_token(self._tokenizer, config, "pad_token", PADDING_TOKENS)
+        self.end_of_document: int = end
+        self.padding: int = end if padding is None else padding
+        # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
+        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids of the text, int32 [length], no special tokens added."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are left out."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of its folder).
+
+    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f'data.tokenizer = "{name}": no such file; write "bytes" or the path of a tokenizer.json')
+    return FileTokenizer(path)
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special than Exception
+        raise ValueError(f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}') from error
+    # Files saved from fine-tuning often cut or pad to a fixed length, which would silently damage long documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _special_token(
+    tokenizer: tokenizers.Tokenizer, config: dict[str, Any], key: str, candidates: list[str]
+) -> int | None:
+    """Id of the token that the config names under `key`, else of the first candidate in the vocabulary, else None."""
+    named = config.get(key)
+    if named is None:
+        ids = (tokenizer.token_to_id(token) for token in candidates)
+        return next((token_id for token_id in ids if token_id is not None), None)
+    token = named["content"] if isinstance(named, dict) else named
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        raise ValueError(f'data.tokenizer: {key} "{token}" of tokenizer_config.json is not in tokenizer.json')
+    return token_id

@@ -1,0 +1,112 @@
+"""The decoder, with module names as in Hugging Face so that weights map by name. No parallelism, no kernels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_sparse.loss import linear_cross_entropy
+from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""attend(q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, D], mask) -> [B, Hq, S, D]; mask is opaque to the model."""
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention around `attend`; x [B, S, hidden_size] in and out."""
+
+    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.attend = attend
+        query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
+        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        v = self._heads(self.v_proj(x)).transpose(1, 2)
+        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU; x [B, S, hidden_size] in and out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, hidden_size] -> [B, S, hidden_size]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One pre-norm decoder layer; traces with torch.compile(fullgraph=True) when `attend` does."""
+
+    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.self_attn = Attention(config, attend)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
+        """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is None.
+
+    `attend` computes attention for every layer; see `Attend` for its shapes.
+    """
+
+    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): Block(config, attend) for i in range(config.layers)})
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = None
+        if not config.tied_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Plain attributes, not buffers: to_empty() after a meta-device construction would wipe a buffer, and
+        # .double() or .bfloat16() would convert it.
+        self.inv_freq, self.attention_factor = inverse_frequencies(config.rope, config.head_dim)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, mask: Any, labels: Tensor | None = None, loss_chunk_tokens: int = 2048
+    ) -> Tensor:
+        """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits [B, S, V].
+
+        tokens, positions and labels are int [B, S] (labels already shifted); `mask` is handed to attend unchanged.
+        The loss never holds more than `loss_chunk_tokens` rows of logits.
+        """
+        x = self.embed_tokens(tokens)
+        table_dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = rope_tables(self.inv_freq.to(x.device), self.attention_factor, positions, table_dtype)
+        for block in self.layers.values():
+            x = block(x, cos, sin, mask)
+        hidden = self.norm(x)
+        # Read inside forward: only here is a sharded head unsharded. The head is no module call because the loss
+        # consumes its weight chunk by chunk.
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if labels is None:
+            return F.linear(hidden, weight)
+        return linear_cross_entropy(hidden, weight, labels, loss_chunk_tokens)

@@ -1,0 +1,168 @@
+"""Published model shapes and the overrides of the [model] config section. Imports no torch."""
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+Scaling = Literal["none", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, fields as in Hugging Face `rope_scaling`; lengths in tokens.
+
+    `original_length` is the length the model was trained at before any scaling; with scaling "none" it is not used,
+    but it is what a later "yarn" or "llama3" starts from.
+    """
+
+    theta: float
+    scaling: Scaling
+    factor: float
+    original_length: int
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a decoder; sizes in elements, `max_positions` in tokens (published max_position_embeddings).
+
+    Raises ValueError when the heads cannot be grouped or the head cannot be rotated by halves.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    qkv_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} must be even: rotary embeddings rotate its two halves.")
+
+
+def _qwen2_5(
+    hidden_size: int, layers: int, heads: int, kv_heads: int, intermediate_size: int, max_positions: int,
+    vocab_size: int = 151936, tied_embeddings: bool = True,
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=vocab_size, hidden_size=hidden_size, layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=hidden_size // heads, intermediate_size=intermediate_size, qkv_bias=True, qk_norm=False,
+        tied_embeddings=tied_embeddings, norm_eps=1e-6, max_positions=max_positions, rope=_QWEN_ROPE,
+    )
+
+
+def _qwen3(
+    hidden_size: int, layers: int, heads: int, intermediate_size: int, tied_embeddings: bool
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=151936, hidden_size=hidden_size, layers=layers, heads=heads, kv_heads=8, head_dim=128,
+        intermediate_size=intermediate_size, qkv_bias=False, qk_norm=True, tied_embeddings=tied_embeddings,
+        norm_eps=1e-6, max_positions=40960, rope=_QWEN_ROPE,
+    )
+
+
+# Qwen publishes YaRN with original_max_position_embeddings = 32768 whatever max_position_embeddings says.
+_QWEN_ROPE = RopeConfig(theta=1e6, scaling="none", factor=1.0, original_length=32768)
+
+FLAVOURS: dict[str, DecoderConfig] = {
+    "debug": DecoderConfig(
+        vocab_size=320, hidden_size=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate_size=384,
+        qkv_bias=True, qk_norm=False, tied_embeddings=True, norm_eps=1e-6, max_positions=4096,
+        rope=RopeConfig(theta=1e4, scaling="none", factor=1.0, original_length=4096),
+    ),
+    "qwen2.5-0.5b": _qwen2_5(896, 24, 14, 2, 4864, max_positions=32768),
+    "qwen2.5-1.5b": _qwen2_5(1536, 28, 12, 2, 8960, max_positions=131072),
+    "qwen2.5-3b": _qwen2_5(2048, 36, 16, 2, 11008, max_positions=32768),
+    "qwen2.5-7b": _qwen2_5(
+        3584, 28, 28, 4, 18944, max_positions=131072, vocab_size=152064, tied_embeddings=False
+    ),
+    "llama3.1-8b": DecoderConfig(
+        vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate_size=14336,
+        qkv_bias=False, qk_norm=False, tied_embeddings=False, norm_eps=1e-5, max_positions=131072,
+        rope=RopeConfig(theta=5e5, scaling="llama3", factor=8.0, original_length=8192),
+    ),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tied_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied_embeddings=False),
+}
+
+
+def resolve(
+    flavour: str,
+    vocab_size: int = 0,
+    rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour",
+    rope_factor: float = 1.0,
+    rope_original_length: int = 0,
+    rope_theta: float = 0.0,
+) -> DecoderConfig:
+    """The flavour's config with the overrides of the [model] section; 0 (and "flavour") keep the flavour's value.
+
+    Raises ValueError for an unknown flavour, a negative value, or an override that would have no effect.
+    """
+    if flavour not in FLAVOURS:
+        nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
+        raise ValueError(f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.')
+    if vocab_size < 0:
+        raise ValueError(f"model.vocab_size = {vocab_size} is negative; write 0 for the flavour's own.")
+    base = FLAVOURS[flavour]
+    rope = _override_scaling(base.rope, rope_scaling, rope_factor)
+    rope = _override_numbers(rope, rope_original_length, rope_theta)
+    return replace(base, vocab_size=vocab_size or base.vocab_size, rope=rope)
+
+
+def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConfig:
+    if scaling not in ("flavour", "none", "llama3", "yarn"):
+        raise ValueError(f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or "yarn".')
+    if scaling in ("flavour", "none"):
+        if factor not in (0, 1):
+            raise ValueError(
+                f'model.rope_factor = {factor} has no effect with model.rope_scaling = "{scaling}"; '
+                'write model.rope_scaling = "yarn" or "llama3".'
+            )
+        return rope if scaling == "flavour" else replace(rope, scaling="none", factor=1.0)
+    factor = factor or rope.factor
+    if factor <= 1:
+        raise ValueError(
+            f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got {factor}; '
+            "write the target length divided by the training length."
+        )
+    return replace(rope, scaling=scaling, factor=factor)
+
+
+def _override_numbers(rope: RopeConfig, original_length: int, theta: float) -> RopeConfig:
+    if original_length < 0:
+        raise ValueError(f"model.rope_original_length = {original_length} is negative; write 0 for the flavour's own.")
+    if original_length and rope.scaling == "none":
+        raise ValueError(
+            f"model.rope_original_length = {original_length} has no effect without rope scaling; "
+            'write 0, or model.rope_scaling = "yarn" or "llama3".'
+        )
+    if theta != 0 and theta <= 1:
+        raise ValueError(f"model.rope_theta = {theta} must be above 1; write 0 for the flavour's own.")
+    return replace(
+        rope, original_length=original_length or rope.original_length, theta=float(theta) or rope.theta
+    )
+
+
+def number_of_parameters(config: DecoderConfig) -> int:
+    """Number of trainable parameters; a tied embedding counts once."""
+    query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = 2 * config.hidden_size * (query_size + kv_size)
+    attention += (query_size + 2 * kv_size) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    norms = 2 * config.hidden_size
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
+    return config.layers * (attention + mlp + norms) + config.hidden_size + embeddings

@@ -1,0 +1,59 @@
+"""Initial weights that depend on the seed and the parameter's name only, never on how the model is sharded."""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titan_sparse.models.flavours import DecoderConfig
+
+_STD = 0.02
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int, config: DecoderConfig) -> None:
+    """Fill every parameter of a materialised (to_empty) Decoder, fp32 or fp64, plain or DTensor, in place.
+
+    Draws each full tensor in fp32 on the parameter's device, one at a time, and keeps the local shard without
+    communication. Raises ValueError for a parameter still on the meta device.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) first.")
+        _assign(parameter, _draw(_canonical(name), parameter.shape, parameter.device, seed, config.layers))
+
+
+def _canonical(name: str) -> str:
+    """The name without what activation checkpointing and torch.compile wrap around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _draw(name: str, shape: torch.Size, device: torch.device, seed: int, layers: int) -> Tensor:
+    full = torch.empty(shape, dtype=torch.float32, device=device)
+    if name.endswith(".bias"):
+        return full.zero_()
+    if len(shape) == 1:  # the only vectors besides biases are norm weights
+        return full.fill_(1.0)
+    # Two residual branches per layer add up: their outputs shrink so that the residual stream keeps its variance.
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    std = _STD / math.sqrt(2 * layers) if writes_residual else _STD
+    generator = torch.Generator(device=device).manual_seed(_stable_seed(seed, name))
+    return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+
+def _stable_seed(seed: int, name: str) -> int:
+    """hashlib, because hash() of a string differs from process to process; 63 bits, as manual_seed takes an int64."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _assign(parameter: Tensor, full: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard, nothing is sent.
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)
