@@ -1,5 +1,6 @@
 """The configuration: reading, precedence, errors of one line, impossible combinations."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,8 +9,8 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from titan_sparse.config import (
-    Config, ConfigError, Flags, check, field_docs, load, padding_multiple, resolve_cp_intra, save, to_toml, usage,
-    world_from_environment,
+    Config, ConfigError, Flags, check, field_docs, load, load_and_check, padding_multiple, resolve_cp_intra, save,
+    to_toml, usage, world_from_environment,
 )
 
 
@@ -109,9 +110,9 @@ def test_help_lists_every_key(capsys, word):
     printed = capsys.readouterr().out
     assert caught.value.code == 0 and printed == usage() + "\n"
     for section in sections():
-        for item in fields(section):
-            assert is_dataclass(item.type) or f".{item.name} " in printed
-            assert is_dataclass(item.type) or field_docs(section)[item.name] in printed
+        docs = field_docs(section)
+        for item in (item for item in fields(section) if not is_dataclass(item.type)):
+            assert re.search(rf"\.{item.name} .*: {re.escape(docs[item.name])}\n", printed)
     assert "--attention.schedule auto|local|all_gather|ring|double_ring (default \"auto\")" in printed
 
 
@@ -229,6 +230,8 @@ BAD_COMBINATIONS = [
     ("--data.split test", 1, 'data.split = "test" would be ignored'),
     ("--data.tokenizer=", 1, 'data.tokenizer is empty; write "bytes"'),
     ("--training.steps 0", 1, "training.steps = 0 is too small; write 1 or more"),
+    ("--training.steps 9", 1, "lr_scheduler.warmup_steps = 10 is above training.steps = 9"),
+    ("--training.seed=-1", 1, "training.seed = -1 is too small; write 0 or more"),
     ("--training.seq_len 0", 1, "training.seq_len = 0"),
     ("--training.max_norm -1", 1, "training.max_norm = -1.0"),
     ("--training.dtype float64", 1, 'training.dtype = "float64" needs training.device'),
@@ -314,6 +317,34 @@ def test_world_that_does_not_fit(words, world_size, local_world_size, expected):
     message = message_of(check, load(words.split())[0], world_size, local_world_size)
     for part in ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.cp", f"{world_size} ranks", expected):
         assert part in message
+
+
+def test_load_and_check_returns_what_load_returns(tmp_path):
+    words = ["--config", write(tmp_path, "[training]\nsteps = 20"), "--print-config"]
+    assert load_and_check(words, 1, 1) == load(words)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("[training]\nseed = -1", []),
+    ("", ["--training.seed=-1"]),
+    (None, ["--training.seed=-1"]),
+])
+def test_load_and_check_names_the_file(tmp_path, text, words):
+    path = None if text is None else write(tmp_path, text)
+    words = words if path is None else [*words, "--config", path]
+    message = message_of(load_and_check, words, 1, 1)
+    assert message == f"{path or 'command line'}: training.seed = -1 is too small; write 0 or more"
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("[parallelism]\ncp = 4", "does not fit 6 ranks; start torchrun with --nproc-per-node=4 "),
+    ("[training]\nsteps = 5", "lr_scheduler.warmup_steps = 10 is above training.steps = 5"),
+    ("[training]\nsteps = 'x'", 'training.steps = "x" is not an integer'),
+])
+def test_load_and_check_names_the_file_once(tmp_path, text, expected):
+    path = write(tmp_path, text)
+    message = message_of(load_and_check, [f"--config={path}"], 6, 6)
+    assert message.startswith(f"{path}: ") and message.count(path) == 1 and expected in message
 
 
 def test_check_refuses_wrong_types_set_in_python():

@@ -39,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     world = _world(cp, block_size)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
-    rows = _rows(mask, q, world)
+    rows = _rows(mask, q, world, pattern)
     backend, _ = backends.choose(backend)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows, pattern.key, world.key, backend, scale)
@@ -54,7 +54,7 @@ def select(q: Tensor, k: Tensor, mask: Mask | Rows, pattern: Pattern, cp: Contex
     world = _world(cp, block_size)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, k)
-    rows = _rows(mask, q, world)
+    rows = _rows(mask, q, world, pattern)
     return pattern.index(_select_tensors(q, k, rows, pattern, world, scale), rows, *q.shape[:2], world.block_size)
 
 
@@ -72,8 +72,11 @@ def _world(cp: ContextParallel | None, block_size: int | None) -> ContextParalle
     return cp
 
 
-def _rows(mask: Mask | Rows, q: Tensor, cp: ContextParallel) -> Rows:
+def _rows(mask: Mask | Rows, q: Tensor, cp: ContextParallel, pattern: Pattern) -> Rows:
     seq_len = q.shape[2] * cp.size
+    pattern.check_block_size(cp.block_size)
+    if isinstance(mask, Mask) and pattern.dynamic and not mask.causal:
+        raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     rows = mask.rows(seq_len, q.device) if isinstance(mask, Mask) else mask
     if rows.start.shape[1] != seq_len:
         raise ValueError(f"the mask is for {rows.start.shape[1]} tokens, q and cp make {seq_len}")

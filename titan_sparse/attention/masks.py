@@ -28,6 +28,9 @@ class Rows(NamedTuple):
 class Mask:
     """Base of all masks. Subclasses give rows(); `a & b` sees what both see."""
 
+    causal = True
+    """Whether no query sees a later key, which patterns that select block diagonals need."""
+
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         """The mask for `seq_len` global tokens, as row ranges on `device`."""
         raise NotImplementedError
@@ -45,6 +48,8 @@ class Mask:
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key."""
+
+    causal = False
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
@@ -119,6 +124,10 @@ class Intersection(Mask):
 
     first: Mask
     second: Mask
+
+    @property
+    def causal(self) -> bool:
+        return self.first.causal or self.second.causal
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         a, b = self.first.rows(seq_len, device), self.second.rows(seq_len, device)

@@ -65,6 +65,9 @@ class Pattern:
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
         _PATTERNS[self.key] = self
 
+    def check_block_size(self, block_size: int) -> None:
+        """ValueError if the parameters do not fit this block size."""
+
     def select(self, q: Tensor, k: Tensor, mask: Mask | Rows, cp: "ContextParallel | None" = None,
                scale: float | None = None, block_size: int | None = None) -> BlockIndex:
         """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D]; no gradient.

@@ -19,6 +19,7 @@ class Spans(NamedTuple):
     start, stop: [B, n] global tokens. first_block, last_block: [B, n].
     offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see `entries`).
     dense_from: [B, blocks], the first block that a query block sees whole because of short documents; `blocks` if none.
+    tokens: [B, 1], tokens of the sequence that are not padding.
     """
 
     start: Tensor
@@ -27,6 +28,7 @@ class Spans(NamedTuple):
     last_block: Tensor
     offset: Tensor
     dense_from: Tensor
+    tokens: Tensor
 
     @property
     def diagonals(self) -> Tensor:
@@ -51,11 +53,16 @@ def find_spans(rows: Rows, batch: int, dense_below: int, block_size: int) -> Spa
     count = torch.where(start < stop, last_block - first_block + 1, 0)
     offset = count.cumsum(-1) - count
     dense_from = _dense_from(rows, start, stop, block_size)
-    return Spans(*(x.expand(batch, -1).contiguous() for x in (start, stop, first_block, last_block, offset, dense_from)))
+    fields = (start, stop, first_block, last_block, offset, dense_from, _tokens(rows))
+    return Spans(*(x.expand(batch, -1).contiguous() for x in fields))
+
+
+def _tokens(rows: Rows) -> Tensor:
+    return (rows.start < rows.stop).sum(-1, keepdim=True)
 
 
 def _unpacked(rows: Rows) -> tuple[Tensor, Tensor]:
-    stop = (rows.start < rows.stop).sum(-1, keepdim=True)
+    stop = _tokens(rows)
     return torch.zeros_like(stop), stop
 
 

@@ -109,7 +109,7 @@ class VerticalSlash(Pattern):
         vertical, slash, sequence = probe_masses(q, k, rows, spans, cp, self.probe_queries(block_size), scale)
         spans = Spans(*(x[sequence] for x in spans))
         columns, column_capped = self._columns(vertical, spans)
-        slashes, slash_capped = self._slashes(slash, spans, seq_len)
+        slashes, slash_capped = self._slashes(slash, spans)
         capacity = self.column_capacity(seq_len, block_size, rows.document_start is not None)
         mine = torch.cat([compact(columns, capacity, seq_len), slashes.int(), column_capped.int()[:, None],
                           slash_capped.int()[:, None]], dim=1)
@@ -121,28 +121,21 @@ class VerticalSlash(Pattern):
         """Selected columns bool [N, S] and capped bool [N] from column masses [N, S] of N (sequence, head) pairs."""
         seq_len, n = mass.shape[1], spans.start.shape[1]
         segment = span_of_tokens(spans.start, spans.stop, seq_len)
-        limit = self._share(self.max_columns, self.min_columns, spans, seq_len)
+        limit = _share(self.max_columns, self.min_columns, spans)
         selected, capped = smallest_sets(mass, segment, self.recall, self.min_columns, limit)
         begin = spans.start.gather(1, segment.clamp(max=n - 1))
         position = torch.arange(seq_len, device=mass.device)
         return selected | ((segment < n) & (position < begin + self.sinks)), capped
 
-    def _slashes(self, mass: Tensor, spans: Spans, seq_len: int) -> tuple[Tensor, Tensor]:
+    def _slashes(self, mass: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
         """Selected diagonals bool [N, E] and capped bool [N] from the diagonals' masses [N, E]."""
         n = spans.start.shape[1]
         entry = torch.arange(mass.shape[1], device=mass.device).expand(len(mass), -1).contiguous()
         segment = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
-        limit = self._share(self.max_slashes or mass.shape[1], self.min_slashes, spans, seq_len)
+        limit = _share(self.max_slashes or mass.shape[1], self.min_slashes, spans)
         selected, capped = smallest_sets(mass, segment, self.recall, self.min_slashes, limit)
         delta = entry - spans.offset.gather(1, segment.clamp(max=n - 1))
         return selected | ((segment < n) & (delta < self.local_diagonals)), capped
-
-    def _share(self, most: int, least: int, spans: Spans, seq_len: int) -> Tensor:
-        """The budget's cap of each span, int64 [N, n]: all of it for an unpacked sequence, else in proportion to length."""
-        if spans.start.shape[1] == 1:
-            return torch.full_like(spans.start, most)
-        length = spans.stop - spans.start
-        return torch.maximum((most * length + seq_len - 1) // seq_len, torch.full_like(length, least))
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -160,3 +153,13 @@ class VerticalSlash(Pattern):
     def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> VerticalSlashIndex:
         spans = find_spans(rows, batch, self.dense_below, block_size)
         return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size)
+
+
+def _share(most: int, least: int, spans: Spans) -> Tensor:
+    """A budget's cap for each span, int64 [N, n]: all of it for an unpacked sequence, else in proportion to length.
+
+    Padding does not count as length, so that the number of ranks it depends on does not change the selection.
+    """
+    length = spans.stop - spans.start
+    share = (most * length + spans.tokens - 1) // spans.tokens.clamp(min=1)
+    return torch.maximum(share, torch.full_like(length, least))

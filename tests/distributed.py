@@ -1,0 +1,28 @@
+"""Runs a function in several gloo processes; any failure in any of them fails the test."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_processes(world_size: int, function: Callable, *args) -> None:
+    """function(*args) in `world_size` processes of one gloo group. `function` must be importable (module level)."""
+    mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "titan_sparse.attention"])
+    with tempfile.NamedTemporaryFile() as rendezvous:
+        mp.start_processes(_entry, (world_size, rendezvous.name, function, args), world_size, start_method="forkserver")
+
+
+def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    store = dist.FileStore(rendezvous, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    try:
+        function(*args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""Activation checkpointing: what a decoder block keeps for its backward and what it computes again.
+
+In every mode attention's index, output and LSE are kept (SAVED_OPS): computing them again would repeat the selection
+and the whole ring of collectives.
+"""
+
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from titan_sparse.attention import SAVED_OPS
+
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attention_and_matmuls():
+    """A policy that keeps every second matmul too: half of their memory for half of their recomputation."""
+    seen: Counter = Counter()
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        if op in _MATMULS:
+            seen[context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return _attention_only(context, op)
+
+    return policy
+
+
+def _full_contexts():
+    return create_selective_checkpoint_contexts(_attention_only)
+
+
+def _selective_contexts():
+    return create_selective_checkpoint_contexts(_attention_and_matmuls())
+
+
+def checkpointed(block: nn.Module, mode: str) -> nn.Module:
+    """The block under `mode`: "none" keeps all activations, "full" attention's results and the block's input,
+    "selective" every second matmul besides. Parameter names in state dicts stay as they are."""
+    if mode == "none":
+        return block
+    contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
+    # Nothing in a block draws random numbers.
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)

@@ -1,0 +1,41 @@
+"""The start-up banner: what is about to run, on what, with which attention kernel and why."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from titan_sparse.attention import ContextParallel
+from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
+from titan_sparse.parallel import Meshes
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Config
+
+
+def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, backend: tuple[str, str],
+           device: torch.device, padded_seq_len: int, memory: dict[str, float]) -> str:
+    """Several lines. backend: name and reason as backends.choose() gives them; memory: GiB by part."""
+    training, attention = config.training, config.attention
+    dtype = training.dtype + ("" if training.dtype == "float64" else ", float32 weights and optimizer")
+    window = f", window {attention.sliding_window}" if attention.sliding_window else ""
+    kept = f"activation checkpointing {config.activation_checkpoint.mode}"
+    compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
+    sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
+    pattern = attention.pattern
+    if pattern == "vertical_slash":
+        pattern += f" (recall {attention.vertical_slash.recall:g}, at most {attention.vertical_slash.max_columns} columns)"
+    lines = [
+        ("model", f"{config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
+        ("mesh", f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"
+                 f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {device.type}"),
+        ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, {sequences} sequences a step of {training.seq_len:,}"
+                 f" tokens (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"),
+        ("attention", f"{attention.mask}{window} mask, {pattern}, blocks of {cp.block_size}"),
+        ("layout", f"{cp.layout}, schedule {cp.schedule}"),
+        ("kernel", f"{backend[0]}: {backend[1]}"),
+        ("blocks", f"{kept}, {compiled}"),
+        ("memory", f"expect {sum(memory.values()):.2f} GiB a device: "
+                   + ", ".join(f"{part} {size:.2f}" for part, size in memory.items())),
+        ("output", training.output_dir),
+    ]
+    return "\n".join(f"{name:>10}  {text}" for name, text in lines)

@@ -1,0 +1,109 @@
+"""Saving and resuming: torchtitan's manager over torch.distributed.checkpoint (DCP).
+
+A checkpoint holds model, optimizer, schedule, loader position, step, counters and random-number states. DCP writes its
+metadata file last, so a folder without one is a save that was cut short and is passed over. Tensors are resharded on
+loading: any world size, any context-parallel degree.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import Checkpoint as TorchtitanCheckpoint
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Checkpoint
+    from titan_sparse.data import PackedLoader
+
+FOLDER = "checkpoint"
+
+
+class Progress:
+    """step and tokens_seen of the run, saved with the random-number states. The same on every rank."""
+
+    def __init__(self, device: torch.device):
+        self.step, self.tokens_seen, self.device = 0, 0, device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, and the generators' states as tensors."""
+        state = {"step": self.step, "tokens_seen": self.tokens_seen, "cpu_generator": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda_generator"] = torch.cuda.get_rng_state(self.device)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a saved state."""
+        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        torch.set_rng_state(state["cpu_generator"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_generator"], self.device)
+
+
+class Checkpointer:
+    """The run's checkpoints, in <output_dir>/checkpoint/step-N; does nothing where checkpoint.enable is false."""
+
+    def __init__(self, section: "Checkpoint", output_dir: str, model: nn.Module, optimizers: OptimizersContainer,
+                 schedule: LRSchedulersContainer, loader: "PackedLoader", progress: Progress):
+        self.section, self.model = section, model
+        self.manager = CheckpointManager(
+            loader, [model], optimizers, schedule, {"train_state": progress}, _torchtitan_section(section), None, output_dir
+        )
+
+    def load(self) -> bool:
+        """Resume from checkpoint.load_step, or the newest complete checkpoint. True if there was one.
+
+        If there is none, the weights alone are read from checkpoint.initial_load_path, where that is given.
+        Raises ValueError for a load_step or a path without a complete checkpoint.
+        """
+        if not self.section.enable:
+            return False
+        if self.section.load_step >= 0 and not _complete(self._path(self.section.load_step)):
+            raise ValueError(f"checkpoint.load_step = {self.section.load_step}: no complete checkpoint in {self._path(self.section.load_step)}")
+        if self.manager.load(step=self.section.load_step):
+            return True
+        if self.section.initial_load_path:
+            self._load_weights(self.section.initial_load_path)
+        return False
+
+    def save(self, step: int, last: bool) -> None:
+        """Save if `step` is due, or in any case if it is the run's last."""
+        if self.section.enable:
+            self.manager.save(step, last_step=last)
+
+    def before_update(self) -> None:
+        """Wait until a save in the background has copied the weights, before the optimizer changes them."""
+        if self.section.enable:
+            self.manager.maybe_wait_for_staging()
+
+    def close(self) -> None:
+        """Wait for saves still being written."""
+        if self.section.enable:
+            self.manager._async_wait()
+            self.manager.close()
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.manager.folder, f"step-{step}")
+
+    def _load_weights(self, path: str) -> None:
+        if not _complete(path):
+            raise ValueError(f"checkpoint.initial_load_path = {path} holds no complete checkpoint (a folder step-N with .metadata)")
+        state = get_model_state_dict(self.model)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(self.model, state)
+
+
+def _complete(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, ".metadata"))
+
+
+def _torchtitan_section(section: "Checkpoint") -> TorchtitanCheckpoint:
+    return TorchtitanCheckpoint(
+        enable=section.enable, folder=FOLDER, interval=section.interval, keep_latest_k=section.keep_latest_k,
+        async_mode=section.async_mode, last_save_model_only=False,
+    )

@@ -1,0 +1,19 @@
+"""The TOML configuration. Imports no torch: all of it runs before any process group exists, and errors come at once.
+
+sections.py: the sections as dataclasses, a documented field per key. reading.py: command line and TOML to a Config,
+and back. checking.py: refuses impossible combinations; the sizes that other parts derive from the configuration.
+"""
+
+from titan_sparse.config.checking import check, load_and_check, padding_multiple, resolve_cp_intra, world_from_environment
+from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
+from titan_sparse.config.sections import (
+    ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, LRScheduler, Metrics, Model,
+    Optimizer, Parallelism, Profiling, Training, VerticalSlash, field_docs,
+)
+
+__all__ = [
+    "ActivationCheckpoint", "Attention", "Checkpoint", "Compile", "Config", "ConfigError", "Data", "Dense", "Flags",
+    "LRScheduler", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling", "Training", "VerticalSlash", "check",
+    "field_docs", "load", "load_and_check", "padding_multiple", "resolve_cp_intra", "save", "to_toml", "usage",
+    "world_from_environment",
+]

@@ -1,0 +1,197 @@
+"""What can run and what cannot: check() refuses impossible combinations before any process group exists."""
+
+import math
+import os
+from operator import attrgetter
+
+from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
+from titan_sparse.config.sections import (
+    KINDS, Config, Data, Flags, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
+)
+from titan_sparse.models.flavours import FLAVOURS
+
+_MINIMUMS = {
+    0: ("model.vocab_size", "model.rope_original_length", "model.rope_theta", "data.min_document_length",
+        "training.seed", "training.max_norm", "parallelism.cp_intra", "attention.sliding_window",
+        "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
+        "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
+        "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
+        "metrics.peak_tflops"),
+    1: ("model.rope_factor", "training.steps", "training.seq_len", "training.local_batch_size",
+        "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
+        "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
+        "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
+        "attention.vertical_slash.max_columns", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
+        "profiling.first_step", "profiling.steps"),
+    -1: ("checkpoint.load_step",),
+}
+
+
+def world_from_environment() -> tuple[int, int]:
+    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where unset."""
+    sizes = []
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name, "1")
+        require(text.isdecimal() and int(text) >= 1,
+                 f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it")
+        sizes.append(int(text))
+    return sizes[0], sizes[1]
+
+
+def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
+    """Context-parallel ranks of the inner ring: cp_intra, or as many of cp as a node has ranks."""
+    return parallelism.cp_intra or min(parallelism.cp, local_world_size)
+
+
+def padding_multiple(config: Config) -> int:
+    """Tokens that a padded sequence is a multiple of: a whole block for each rank, two for zigzag's mirrored chunks."""
+    chunks = 2 if config.attention.layout == "zigzag" else 1
+    return config.attention.block_size * config.parallelism.cp * chunks
+
+
+def check(config: Config, world_size: int, local_world_size: int) -> None:
+    """Refuses what cannot run on `world_size` ranks with `local_world_size` on a node: ConfigError, one line that
+    names the keys and what to write instead. Also re-checks types, for a configuration made in Python."""
+    for key in KINDS:
+        typed(key, attrgetter(key)(config), "")
+    for minimum, keys in _MINIMUMS.items():
+        for key in keys:
+            value = attrgetter(key)(config)
+            require(value >= minimum, f"{key} = {show(value)} is too small; write {minimum} or more")
+    for key in ("data.source", "data.tokenizer", "data.text_field", "data.split", "training.output_dir"):
+        require(attrgetter(key)(config) != "", f"{key} is empty; write {show(attrgetter(key)(Config()))} or another")
+    _check_model(config.model, config.data)
+    _check_data(config.data)
+    _check_dtype(config)
+    _check_world(config.parallelism, world_size, local_world_size)
+    _check_attention(config)
+    _check_optimizer(config.optimizer)
+    _check_lr_scheduler(config.lr_scheduler, config.training.steps)
+    _check_run(config)
+
+
+def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
+    """load() and then check(), whose ConfigError gets the name of the --config file in front, or "command line"."""
+    config, flags = load(argv)
+    try:
+        check(config, world_size, local_world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{config_file(argv) or 'command line'}: {error}") from error
+    return config, flags
+
+
+def _check_model(model: Model, data: Data) -> None:
+    one_of("model.flavour", model.flavour, FLAVOURS)
+    require(data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
+             f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more')
+    if model.rope_scaling in ("yarn", "llama3"):
+        require(model.rope_factor > 1, f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
+                 'write the factor, or model.rope_scaling = "none"')
+        return
+    for key, unset in (("rope_factor", 1.0), ("rope_original_length", 0)):
+        value = getattr(model, key)
+        require(value == unset, f"model.{key} = {value} would be ignored with model.rope_scaling = "
+                 f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}')
+
+
+def _check_data(data: Data) -> None:
+    if data.source != "python":
+        require(not data.join_packages,
+                 f"data.join_packages would be ignored with data.source = {show(data.source)}; "
+                 'write data.join_packages = false or data.source = "python"')
+        return
+    for name in ("text_field", "subset", "split"):
+        value, default = getattr(data, name), getattr(Data(), name)
+        require(value == default, f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
+                 f"write data.{name} = {show(default)} or another data.source")
+
+
+def _check_dtype(config: Config) -> None:
+    exact = config.training.device == "cpu" or config.attention.backend == "eager"
+    require(config.training.dtype != "float64" or exact, 'training.dtype = "float64" needs training.device = "cpu" '
+             'or attention.backend = "eager"; write one of them or training.dtype = "float32"')
+
+
+def _check_world(parallelism: Parallelism, world_size: int, local_world_size: int) -> None:
+    replicate, shard, cp = parallelism.dp_replicate, parallelism.dp_shard, parallelism.cp
+    require(shard == -1 or shard >= 1,
+             f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more")
+    unit = replicate * cp * max(shard, 1)
+    fits = world_size % unit == 0 if shard == -1 else world_size == unit
+    if not fits:
+        nodes = max(1, world_size // local_world_size)
+        step = math.lcm(unit, nodes)
+        ranks = step * max(1, world_size // step) if shard == -1 else unit
+        start = f"--nproc-per-node={ranks // nodes}" if ranks % nodes == 0 else f"{ranks} ranks in all"
+        raise ConfigError(f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x parallelism.cp = "
+                          f"{cp} does not fit {world_size} ranks; start torchrun with {start} or change the degrees")
+    intra = resolve_cp_intra(parallelism, local_world_size)
+    divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+    require(cp % intra == 0, f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
+             f"write parallelism.cp_intra as one of {divisors}")
+
+
+def _check_attention(config: Config) -> None:
+    attention, cp = config.attention, config.parallelism.cp
+    size = attention.block_size
+    require(size >= 16 and size & (size - 1) == 0,
+             f"attention.block_size = {size} is not a power of two of at least 16; write 64 or 128")
+    require(attention.schedule != "local" or cp == 1, f'attention.schedule = "local" cannot run with parallelism.cp = '
+             f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1')
+    require(attention.schedule != "double_ring" or cp > 1, 'attention.schedule = "double_ring" needs parallelism.cp '
+             'above 1; write attention.schedule = "auto"')
+    recall = attention.vertical_slash.recall
+    require(0 < recall <= 1, f"attention.vertical_slash.recall = {recall} is not in (0, 1]; write for example 0.95")
+    if attention.pattern == "vertical_slash":
+        _check_vertical_slash(attention.vertical_slash, size, config.training.seq_len)
+
+
+def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int) -> None:
+    table = "attention.vertical_slash"
+    for value, limit, key, bound in (
+            # An unset probe is one block, and the loader pads every sequence to whole blocks: it always fits.
+            (pattern.probe, seq_len, f"{table}.probe", "training.seq_len"),
+            (pattern.probe, pattern.dense_below, f"{table}.probe", f"{table}.dense_below"),
+            (block_size, pattern.dense_below, "attention.block_size", f"{table}.dense_below"),
+            (pattern.min_columns, pattern.max_columns, f"{table}.min_columns", f"{table}.max_columns"),
+            (pattern.min_slashes, pattern.max_slashes or math.inf, f"{table}.min_slashes", f"{table}.max_slashes")):
+        require(value <= limit, f"{key} = {value} is above {bound} = {limit}; write {key} = {limit} or less, "
+                 f"or {bound} = {value} or more")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    require(optimizer.lr > 0, f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4")
+    require(optimizer.eps > 0, f"optimizer.eps = {optimizer.eps} is not positive; write for example 1e-8")
+    for name in ("beta1", "beta2"):
+        value = getattr(optimizer, name)
+        require(0 <= value < 1, f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9")
+    for name in ("beta1", "beta2", "eps"):
+        value, default = getattr(optimizer, name), getattr(Optimizer(), name)
+        require(optimizer.name != "SGD" or value == default, f"optimizer.{name} = {value} would be ignored with "
+                 f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name')
+
+
+def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
+    total, ratio, factor = scheduler.total_steps or steps, scheduler.decay_ratio, scheduler.min_lr_factor
+    require(0 <= factor <= 1, f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1")
+    require(ratio == -1 or 0 <= ratio <= 1,
+             f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2")
+    source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
+    require(scheduler.warmup_steps <= total, f"lr_scheduler.warmup_steps = {scheduler.warmup_steps} is above {source} "
+             f"= {total}; write lr_scheduler.warmup_steps = {total} or less")
+
+
+def _check_run(config: Config) -> None:
+    """The sections about the run itself: compile, checkpoint, profiling."""
+    one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
+    require(config.checkpoint.keep_latest_k != 1, "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
+             "be half-written; write 0 (all) or 2 or more")
+    for name, unset in (("load_step", -1), ("initial_load_path", "")):
+        value = getattr(config.checkpoint, name)
+        require(config.checkpoint.enable or value == unset,
+                 f"checkpoint.{name} = {show(value)} would be ignored with "
+                 f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}")
+    last = config.profiling.first_step + config.profiling.steps - 1
+    require(not config.profiling.enable or last <= config.training.steps,
+             f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
+             f"{config.training.steps}; write a smaller profiling.first_step")

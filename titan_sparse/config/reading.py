@@ -1,0 +1,208 @@
+"""Text to configuration and back: command line over TOML over defaults. The helpers that check() needs too, of types
+and of the wording of messages, are here as well."""
+
+import difflib
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from titan_sparse.config.sections import KINDS, SECTIONS, Config, Flags, field_docs, walk
+
+_OPTIONS = ("config", "print-config", "help")
+_KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+
+
+class ConfigError(ValueError):
+    """A mistake of the user in the configuration; the message is always one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
+
+def load(argv: list[str]) -> tuple[Config, Flags]:
+    """Configuration and flags from the words after the program's name: `--config X.toml`, `--section.key value`,
+    `--section.key=value`, `--print-config`. Prints usage() and exits with status 0 on `--help`. Raises ConfigError."""
+    pairs = _split_words(argv)
+    names = [name for name, _ in pairs]
+    if "help" in names:
+        print(usage())
+        raise SystemExit(0)
+    config = Config()
+    require(names.count("config") <= 1, "command line: --config is given more than once; write one file")
+    # Two passes, as the command line wins over the file wherever --config stands.
+    path = config_file(argv)
+    if path is not None:
+        _apply_file(config, path)
+    for name, text in pairs:
+        if name not in _OPTIONS:
+            _apply_word(config, name, text)
+    return config, Flags(print_config="print-config" in names)
+
+
+def config_file(argv: list[str]) -> str | None:
+    """The file of --config, None without one. Raises ConfigError for words that are no options."""
+    return dict(_split_words(argv)).get("config")
+
+
+def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
+    """Pairs of an option's name and its text, None where it has none."""
+    pairs: list[tuple[str, str | None]] = []
+    words = ["--help" if word == "-h" else word for word in argv]
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        require(word.startswith("--") and name != "",
+                 f"command line: unexpected word {show(word)}; write --section.key value")
+        takes_text = name not in ("print-config", "help")
+        require(takes_text or not equals, f"command line: --{name} takes no value; write --{name}")
+        if equals:
+            pairs.append((name, text))
+        elif takes_text and words and not words[0].startswith("--"):
+            pairs.append((name, words.pop(0)))
+        else:
+            require(name != "config", "command line: --config needs a file; write --config FILE.toml")
+            pairs.append((name, None))
+    return pairs
+
+
+def _apply_word(config: Config, key: str, text: str | None) -> None:
+    near = difflib.get_close_matches(key, _OPTIONS, 1)
+    if "." not in key and key not in SECTIONS and near:
+        raise ConfigError(f"command line: unknown option --{key}; did you mean --{near[0]}?")
+    if text is None and key in KINDS and KINDS[key] is not bool:
+        raise ConfigError(f"command line: {key} needs a value; write --{key} VALUE")
+    _assign(config, key, True if text is None else _from_text(text, KINDS.get(key)), "command line")
+
+
+def _from_text(text: str, kind: Any) -> Any:
+    """The text as a value of the field's type, or the text itself where it is none: typed() refuses it then."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text, text)
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return text
+
+
+def _apply_file(config: Config, path: str) -> None:
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for key, value in _flatten(table):
+        _assign(config, key, value, path)
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested tables; an empty table counts as a value unless it is a section."""
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in KINDS and (value or key in SECTIONS):
+            yield from _flatten(value, key + ".")
+        else:
+            yield key, value
+
+
+def _assign(config: Config, key: str, value: Any, where: str) -> None:
+    if key not in KINDS:
+        raise ConfigError(f"{where}: {_unknown(key)}")
+    section, _, name = key.rpartition(".")
+    setattr(attrgetter(section)(config), name, typed(key, value, f"{where}: "))
+
+
+def typed(key: str, value: Any, where: str) -> Any:
+    """The value in the type of the field of that dotted key; ConfigError, `where` in front, for another type. bool is no
+    int here, and an int is a fine float."""
+    kind = KINDS[key]
+    if get_origin(kind) is Literal:
+        return one_of(key, value, get_args(kind), where)
+    if kind is float:
+        # The comparison refuses nan, inf and integers beyond every float.
+        if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            return float(value)
+    elif type(value) is kind:
+        return value
+    raise ConfigError(f"{where}{key} = {show(value)} is not {_KIND_NAMES[kind]}")
+
+
+def one_of(key: str, value: Any, choices: Collection[str], where: str = "") -> str:
+    """The value, or ConfigError with `where` in front when it is none of the choices."""
+    if value in tuple(choices):
+        return value
+    near = difflib.get_close_matches(str(value), choices, 1)
+    hint = f"; did you mean {show(near[0])}?" if near else ""
+    raise ConfigError(f"{where}{key} = {show(value)} is not one of {', '.join(map(show, choices))}{hint}")
+
+
+def _unknown(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section}
+    if key in SECTIONS:
+        keys = [other for other in KINDS if other.startswith(key + ".")]
+        return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
+    near = [siblings[name] for name in difflib.get_close_matches(name, siblings, 1)]
+    # The right name in the wrong section: the nearest of the keys that end in it, however far.
+    near += difflib.get_close_matches(key, [other for other in KINDS if other.endswith("." + name)], 1, cutoff=0.0)
+    near += [] if siblings else difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
+    hint = f"did you mean {near[0]}?" if near else f"valid here: {', '.join(siblings.values() or SECTIONS)}"
+    missing = f" (no section {section})" if section and section not in SECTIONS else ""
+    return f"unknown key {key}{missing}; {hint}"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+# Writing.
+
+def show(value: Any) -> str:
+    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages only."""
+    if isinstance(value, str):
+        # A JSON string is a TOML string but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as TOML, every key written; load() reads it back equal."""
+    lines: list[str] = []
+    for key, kind in walk(Config):
+        if is_dataclass(kind):
+            lines += ["", f"[{key}]"]
+        else:
+            lines.append(f"{key.rpartition('.')[2]} = {show(attrgetter(key)(config))}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def save(config: Config, folder: str | Path) -> None:
+    """Writes to_toml(config) to `folder`/config.toml; makes the folder. Raises OSError where that is impossible."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def usage() -> str:
+    """What --help prints: every section and key with its type, default and meaning."""
+    lines = ["usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [--print-config] [--help]", "",
+             "The command line wins over the file, the file over the defaults. A key that is true or false may",
+             "stand without a value: true. --print-config prints the resolved configuration and stops."]
+    # walk() gives a section just before its plain fields, so `docs` is always the field's own section.
+    for key, kind in walk(Config):
+        name = key.rpartition(".")[2]
+        if is_dataclass(kind):
+            docs = field_docs(kind)
+            lines += ["", f"[{key}] {' '.join(inspect.getdoc(kind).split())}"]
+        else:
+            choices = "|".join(get_args(kind)) or kind.__name__
+            default = show(attrgetter(key)(Config()))
+            lines.append(f"  --{key} {choices} (default {default}): {docs[name]}")
+    return "\n".join(lines)

@@ -1,0 +1,284 @@
+"""The shape of the configuration: every section a dataclass, every field documented by the string below it."""
+
+import ast
+import inspect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+
+@dataclass
+class Model:
+    """Which decoder is trained."""
+    flavour: str = "debug"
+    "name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"
+    vocab_size: int = 0
+    "rows of the embedding; 0: the flavour's"
+    rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
+    "context extension of the rotary embedding; flavour: as published"
+    rope_factor: float = 1.0
+    "context extension factor of llama3 and yarn, above 1"
+    rope_original_length: int = 0
+    "length before extension in tokens, for llama3 and yarn; 0: the flavour's training length"
+    rope_theta: float = 0.0
+    "base of the rotary frequencies; 0: the flavour's"
+
+
+@dataclass
+class Data:
+    """Where the text comes from and how it becomes documents of tokens."""
+    source: str = "python"
+    "python (the .py files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder, a dataset name"
+    join_packages: bool = False
+    "join the files of a package (folder) to one long document; source = python only"
+    text_field: str = "text"
+    "column that holds the text"
+    subset: str = ""
+    "configuration name of a Hugging Face dataset; empty: its default"
+    split: str = "train"
+    "split of a Hugging Face dataset"
+    tokenizer: str = "bytes"
+    "bytes, or the path of a tokenizer.json"
+    min_document_length: int = 0
+    "shorter documents are skipped; tokens"
+    shuffle: bool = True
+    "permute the documents anew in every epoch"
+
+
+@dataclass
+class Training:
+    """The step loop."""
+    output_dir: str = "outputs/debug"
+    "folder of the run: configuration, logs, checkpoints"
+    seed: int = 0
+    "seed of the weights and of the order of documents"
+    steps: int = 100
+    "optimizer steps in all"
+    seq_len: int = 4096
+    "tokens of a sequence; padded up to a multiple of attention.block_size * parallelism.cp (twice that for zigzag)"
+    local_batch_size: int = 1
+    "sequences per data-parallel rank per forward"
+    gradient_accumulation_steps: int = 1
+    "forwards and backwards per optimizer step"
+    max_norm: float = 1.0
+    "gradients are clipped to this norm; 0: no clipping, the norm is still logged"
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    "compute dtype; weights, reduced gradients and optimizer states stay float32 (float64 for float64)"
+    loss_chunk_tokens: int = 2048
+    "tokens whose logits exist at one time"
+    gc_interval: int = 50
+    "steps between Python garbage collections"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    "auto: cuda where there is one"
+    deterministic: bool = False
+    "deterministic algorithms only; slower"
+
+
+@dataclass
+class Parallelism:
+    """Degrees of the device mesh; dp_replicate * dp_shard * cp is the number of ranks."""
+    dp_replicate: int = 1
+    "replicas of the sharded model"
+    dp_shard: int = -1
+    "ranks that share the parameters (FSDP); -1: what is left of the world"
+    cp: int = 1
+    "context-parallel degree: ranks that share a sequence"
+    cp_intra: int = 0
+    "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
+    first_step_timeout_seconds: int = 1800
+    "collective timeout until the first step is done (compilation, loading); seconds"
+    timeout_seconds: int = 300
+    "collective timeout after the first step; seconds"
+    reshard_after_forward: bool = True
+    "free gathered parameters between forward and backward: less memory, one more all-gather"
+
+
+@dataclass
+class Dense:
+    """Pattern dense: everything the mask allows. No choices."""
+
+
+@dataclass
+class VerticalSlash:
+    """Pattern vertical_slash: columns and block diagonals chosen online from the last queries."""
+    recall: float = 0.95
+    "share of the probe's attention mass that the columns and diagonals must reach, in (0, 1]"
+    probe: int = 0
+    "last queries that choose; tokens; 0: attention.block_size"
+    sinks: int = 30
+    "first columns that are always on; tokens"
+    local_diagonals: int = 2
+    "block diagonals next to the main one that are always on, itself included"
+    min_columns: int = 0
+    "least columns per head"
+    max_columns: int = 4096
+    "most columns per head"
+    min_slashes: int = 0
+    "least block diagonals per head"
+    max_slashes: int = 0
+    "most block diagonals per head; 0: no cap"
+    dense_below: int = 4096
+    "documents shorter than this are dense; tokens"
+
+
+@dataclass
+class Attention:
+    """Mask, pattern, layout, schedule, backend. Only the sub-table that `pattern` names is used: the others may hold
+    changed values and do nothing, so that a sweep over variants changes one line."""
+    mask: Literal["documents", "causal"] = "documents"
+    "what may be seen: documents is causal inside each document, causal ignores document boundaries"
+    sliding_window: int = 0
+    "a query sees this many last tokens, itself included; 0: all"
+    pattern: Literal["dense", "vertical_slash"] = "vertical_slash"
+    "what is worth seeing"
+    layout: Literal["contiguous", "zigzag", "striped"] = "striped"
+    "which context-parallel rank owns which blocks"
+    schedule: Literal["auto", "local", "all_gather", "ring", "double_ring"] = "auto"
+    "in which order keys and values meet the queries"
+    backend: Literal["auto", "eager"] = "auto"
+    "which kernel computes; eager is the slow, exact reference"
+    block_size: int = 128
+    "tokens of a block; a power of two, at least 16"
+    vertical_slash: VerticalSlash = field(default_factory=VerticalSlash)
+    "choices of pattern = vertical_slash"
+    dense: Dense = field(default_factory=Dense)
+    "choices of pattern = dense: none"
+
+
+@dataclass
+class Optimizer:
+    """The optimizer."""
+    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    "class of torch.optim"
+    lr: float = 3e-4
+    "peak learning rate"
+    beta1: float = 0.9
+    "decay of the mean of gradients; Adam and AdamW"
+    beta2: float = 0.95
+    "decay of the mean of squared gradients; Adam and AdamW"
+    eps: float = 1e-8
+    "added to the root of the second moment; Adam and AdamW"
+    weight_decay: float = 0.1
+    "weight decay per unit of learning rate"
+    implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
+    "how torch.optim runs the update; auto: fused where it exists"
+
+
+@dataclass
+class LRScheduler:
+    """Linear warm-up, constant, decay."""
+    warmup_steps: int = 10
+    "steps of linear warm-up"
+    decay_ratio: float = -1.0
+    "share of the steps used for the decay at the end (WSD), in [0, 1]; -1: decay right after warm-up"
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    "shape of the decay"
+    min_lr_factor: float = 0.1
+    "learning rate at the end, as a share of optimizer.lr"
+    total_steps: int = 0
+    "steps the schedule is laid out for; 0: training.steps"
+
+
+@dataclass
+class ActivationCheckpoint:
+    """What is kept for backward and what is recomputed."""
+    mode: Literal["none", "full", "selective"] = "full"
+    "full: recompute each block; selective: keep its costly results; none: keep everything"
+
+
+@dataclass
+class Compile:
+    """torch.compile of each block. Does nothing unless enabled."""
+    enable: bool = False
+    "compile the blocks"
+    backend: str = "inductor"
+    "inductor, aot_eager or eager"
+
+
+@dataclass
+class Checkpoint:
+    """Saving and resuming. Does nothing unless enabled."""
+    enable: bool = False
+    "save, and resume from what was saved"
+    interval: int = 500
+    "steps between saves"
+    keep_latest_k: int = 3
+    "checkpoints kept; 0: all; 1 is refused, as the last one may be half-written"
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    "write while training goes on"
+    load_step: int = -1
+    "step to resume from; -1: the newest complete one"
+    initial_load_path: str = ""
+    "checkpoint to start from when the run has none of its own"
+
+
+@dataclass
+class Metrics:
+    """What is measured and where it is written."""
+    log_every: int = 1
+    "steps between log lines"
+    recall_every: int = 50
+    "steps between measurements of recall; 0: never"
+    recall_rows: int = 64
+    "sampled query rows per sequence in a measurement of recall"
+    tensorboard: bool = True
+    "write TensorBoard events to the run folder"
+    peak_tflops: float = 0.0
+    "peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"
+
+
+@dataclass
+class Profiling:
+    """torch.profiler. Does nothing unless enabled."""
+    enable: bool = False
+    "write a trace"
+    first_step: int = 5
+    "first traced step, counted from 1"
+    steps: int = 2
+    "traced steps"
+    with_stack: bool = False
+    "record Python stacks"
+
+
+@dataclass
+class Config:
+    """The whole configuration; each field is a TOML section."""
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    attention: Attention = field(default_factory=Attention)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Command-line options that are not configuration."""
+    print_config: bool = False
+    "print the resolved configuration and stop"
+
+
+def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below a section with its type; sub-sections come after the plain fields and before their own."""
+    for item in sorted(fields(section), key=lambda item: is_dataclass(item.type)):
+        yield prefix + item.name, item.type
+        if is_dataclass(item.type):
+            yield from walk(item.type, f"{prefix}{item.name}.")
+
+
+SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
+KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """The docstring below each field of a section class, by field name; a field without one is left out."""
+    body = ast.parse(inspect.getsource(section)).body[0].body
+    return {item.target.id: doc.value.value for item, doc in itertools.pairwise(body)
+            if isinstance(item, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)}

@@ -1,0 +1,140 @@
+"""What a run tells: a progress line, TensorBoard, and one JSON object a logged step in <output_dir>/metrics.jsonl."""
+
+import json
+import logging
+import math
+import os
+import resource
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from titan_sparse.attention.statistics import Recording
+from titan_sparse.flops import attention_flops, matmul_flops_per_token, peak_flops
+from titan_sparse.models.flavours import DecoderConfig
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Metrics
+
+logger = logging.getLogger("titan_sparse")
+
+
+class MetricsLog:
+    """Writes the metrics of logged steps; on every rank but the first it only keeps the time.
+
+    steps: of the whole run, for percent and ETA. world_size: devices that share the throughput.
+    """
+
+    def __init__(self, section: "Metrics", output_dir: str, steps: int, model: DecoderConfig, device: torch.device,
+                 world_size: int, writes: bool):
+        self.section, self.steps, self.model, self.device, self.world_size = section, steps, model, device, world_size
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self.peak = peak_flops(name, section.peak_tflops)
+        self.json = self.board = None
+        if writes:
+            os.makedirs(output_dir, exist_ok=True)
+            self.json = open(os.path.join(output_dir, "metrics.jsonl"), "a", buffering=1)
+            self.board = SummaryWriter(os.path.join(output_dir, "tensorboard")) if section.tensorboard else None
+            if self.peak is None and device.type == "cuda":
+                logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
+        self.start_interval()
+
+    def start_interval(self) -> None:
+        """Begin to count time and tokens anew: after the start, and after pauses that are no training."""
+        self.began, self.tokens, self.counted_steps = time.perf_counter(), 0, 0
+
+    def count(self, tokens: int) -> None:
+        """A step has consumed `tokens`, over all ranks and each once."""
+        self.tokens += tokens
+        self.counted_steps += 1
+
+    def should_log(self, step: int) -> bool:
+        """Whether `step` (from 1) is one that is logged: every metrics.log_every, the first and the last."""
+        return step == 1 or step == self.steps or step % self.section.log_every == 0
+
+    def recall_rows(self, step: int) -> int:
+        """Query rows a sequence to measure recall on at a logged step; 0 where it is not measured."""
+        every = self.section.recall_every
+        return self.section.recall_rows if every and (step == 1 or step % every == 0) else 0
+
+    def log(self, step: int, tokens_seen: int, values: dict[str, float], seen: Recording, sequence_tokens: float) -> None:
+        """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on one micro-batch, whose sequences
+        held `sequence_tokens` tokens on average."""
+        seconds = time.perf_counter() - self.began
+        per_device = self.tokens / seconds / self.world_size
+        record = {
+            "step": step, **values, "tokens_seen": tokens_seen, "tokens_per_second_per_device": per_device,
+            "step_seconds": seconds / max(self.counted_steps, 1), "mfu": self._mfu(per_device, seen, sequence_tokens),
+            "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen),
+        }
+        if self.json is not None:
+            self.json.write(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+            self._write_board(step, record, seen)
+            logger.info(progress_line(record, self.steps))
+        self.start_interval()
+
+    def _mfu(self, tokens_per_second: float, seen: Recording, sequence_tokens: float) -> float | None:
+        if self.peak is None:
+            return None
+        pairs = float(torch.stack(seen.visited).sum())
+        per_token = matmul_flops_per_token(self.model) + attention_flops(self.model, pairs) / sequence_tokens
+        return per_token * tokens_per_second / self.peak
+
+    def _write_board(self, step: int, record: dict[str, Any], seen: Recording) -> None:
+        if self.board is None:
+            return
+        for key, value in record.items():
+            if key != "step" and value is not None:
+                self.board.add_scalar(key, value, step)
+        for name, layers in (("density", seen.density()), ("recall", seen.recall), ("capped", seen.capped)):
+            for number, heads in enumerate(layers):
+                self.board.add_scalar(f"{name}_by_layer/{number}", heads.mean().item(), step)
+
+    def close(self) -> None:
+        """Flush the files."""
+        if self.json is not None:
+            self.json.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def attention_averages(seen: Recording) -> dict[str, float]:
+    """density, and recall and capped (share of budgets kept short by a cap) where recorded, over layers and heads."""
+    averages = {"density": seen.density().mean().item()}
+    for name, layers in (("recall", seen.recall), ("capped", seen.capped)):
+        if layers:
+            averages[name] = torch.stack(layers).double().mean().item()
+    return averages
+
+
+def progress_line(record: dict[str, Any], steps: int) -> str:
+    """One line for people: percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity."""
+    step = record["step"]
+    left = time.strftime("%H:%M:%S", time.gmtime((steps - step) * record["step_seconds"]))
+    parts = [
+        f"step {step}/{steps} {100 * step / steps:3.0f} %", f"ETA {left}", f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}",
+        f"{record['tokens_per_second_per_device']:,.0f} tokens/s/device",
+    ]
+    if record["mfu"] is not None:
+        parts.append(f"MFU {100 * record['mfu']:.1f} %")
+    parts += [f"{record['memory_gib']:.2f} GiB", f"density {100 * record['density']:.1f} %"]
+    if "recall" in record:
+        parts.append(f"recall {100 * record['recall']:.1f} %")
+    return "  ".join(parts)
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    """Most memory held since the start: allocated on a GPU, resident in RAM on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN or infinity: null stands for them."""
+    value = value.item() if isinstance(value, Tensor) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,48 @@
+"""Optimizer and learning-rate schedule: torchtitan's containers, with no weight decay on norms and biases."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import LRScheduler as TorchtitanLRScheduler
+
+if TYPE_CHECKING:
+    from titan_sparse.config import LRScheduler, Optimizer
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norm weights and biases) do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def build_optimizer(model: nn.Module, optimizer: "Optimizer", device_type: str) -> OptimizersContainer:
+    """The [optimizer] section's optimizer over the (sharded) model's parameters."""
+    implementation = optimizer.implementation
+    if implementation == "auto":
+        implementation = "fused" if device_type == "cuda" else "foreach"
+    options: dict[str, Any] = {"lr": optimizer.lr, "fused": implementation == "fused", "foreach": implementation == "foreach"}
+    if optimizer.name != "SGD":
+        options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
+
+    def create(_, **options) -> torch.optim.Optimizer:
+        return getattr(torch.optim, optimizer.name)(parameter_groups(model, optimizer.weight_decay), **options)
+
+    return OptimizersContainer([model], create, options)
+
+
+def build_schedule(optimizers: OptimizersContainer, lr_scheduler: "LRScheduler", steps: int) -> LRSchedulersContainer:
+    """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`."""
+    section = TorchtitanLRScheduler(
+        warmup_steps=lr_scheduler.warmup_steps,
+        total_steps=lr_scheduler.total_steps or steps,
+        decay_ratio=None if lr_scheduler.decay_ratio < 0 else lr_scheduler.decay_ratio,
+        decay_type=lr_scheduler.decay_type,
+        min_lr_factor=lr_scheduler.min_lr_factor,
+    )
+    return build_lr_schedulers(optimizers, section, steps)

@@ -1,0 +1,32 @@
+"""A profiler trace of a few steps, for chrome://tracing or Perfetto."""
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Profiling
+
+
+def profiler(profiling: "Profiling", output_dir: str, rank: int):
+    """A context manager with step(); writes <output_dir>/profile/rank<r>.json after the steps asked for."""
+    if not profiling.enable:
+        return contextlib.nullcontext()
+
+    def write(profile) -> None:
+        folder = os.path.join(output_dir, "profile")
+        os.makedirs(folder, exist_ok=True)
+        profile.export_chrome_trace(os.path.join(folder, f"rank{rank}.json"))
+
+    warmup = min(1, profiling.first_step - 1)
+    schedule = torch.profiler.schedule(
+        wait=profiling.first_step - 1 - warmup, warmup=warmup, active=profiling.steps, repeat=1
+    )
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=write, with_stack=profiling.with_stack
+    )

@@ -1,0 +1,233 @@
+"""Wires the parts (Trainer.__init__) and runs the steps (Trainer.train). No parallelism details, no kernels."""
+
+import dataclasses
+import functools
+import gc
+import logging
+import os
+import signal
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_sparse.attention import ContextParallel, attend, backends
+from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.statistics import Recording, recording
+from titan_sparse.banner import banner
+from titan_sparse.checkpoint import Checkpointer, Progress
+from titan_sparse.config import padding_multiple, resolve_cp_intra, save
+from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.loss import count_valid
+from titan_sparse.memory import expected_memory
+from titan_sparse.metrics import MetricsLog
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import DecoderConfig, resolve
+from titan_sparse.models.initialization import initialize
+from titan_sparse.optimizer import build_optimizer, build_schedule
+from titan_sparse.parallel import build_meshes, choose_device, init_distributed, materialize, parallelize, set_timeout
+from titan_sparse.profiling import profiler
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Attention, Config
+
+logger = logging.getLogger("titan_sparse")
+
+
+class Trainer:
+    """A training run. The config has passed config.check(); data is opened before any process group is.
+
+    Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
+    """
+
+    def __init__(self, config: "Config"):
+        self.config, training = config, config.training
+        self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
+        self.model_config = resolve(**dataclasses.asdict(config.model))
+        self.loader = _open_data(config, self.model_config)
+        self.stop_signals = 0
+        torch.manual_seed(training.seed)
+        if training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+        if not dist.is_initialized():
+            init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
+        cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
+        self.cp = ContextParallel(
+            self.meshes.cp, config.attention.layout, config.attention.schedule, config.attention.block_size
+        )
+        self.loader.shard = self.cp.shard
+        self.model = self._build_model()
+        self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
+        self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
+        self.progress = Progress(self.device)
+        self.checkpointer = Checkpointer(
+            config.checkpoint, training.output_dir, self.model, self.optimizers, self.schedule, self.loader, self.progress
+        )
+        self.metrics = MetricsLog(
+            config.metrics, training.output_dir, training.steps, self.model_config, self.device,
+            dist.get_world_size(), writes=dist.get_rank() == 0,
+        )
+
+    def _build_model(self) -> Decoder:
+        config = self.config
+        call = functools.partial(
+            _attend, pattern=build_pattern(config.attention), cp=self.cp, backend=config.attention.backend
+        )
+        with torch.device("meta"):
+            model = Decoder(self.model_config, call).to(torch.promote_types(self.dtype, torch.float32))
+        parallelize(model, self.meshes.fsdp, self.dtype, config.parallelism.reshard_after_forward,
+                    config.activation_checkpoint, config.compile)
+        materialize(model, self.device)
+        initialize(model, config.training.seed, self.model_config)
+        return model
+
+    def train(self) -> None:
+        """From the newest checkpoint to training.steps, or until SIGINT or SIGTERM: then the step ends, is saved."""
+        config = self.config
+        self._announce()
+        if self.checkpointer.load():
+            logger.info("resumed at step %d", self.progress.step)
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
+        stopped = False
+        with profiler(config.profiling, config.training.output_dir, dist.get_rank()) as profile:
+            while self.progress.step < config.training.steps and not stopped:
+                stopped = self.step()
+                self._after_step(stopped, profile)
+        gc.enable()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        self.checkpointer.close()
+        self.metrics.close()
+        logger.info("stopped by a signal after step %d" if stopped else "finished %d steps", self.progress.step)
+
+    def step(self) -> bool:
+        """One optimizer step. Returns whether any rank was asked to stop."""
+        batches = [next(self.loader) for _ in range(self.config.training.gradient_accumulation_steps)]
+        valid, tokens, stop = self._totals(batches)
+        step = self.progress.step + 1
+        logged, loss = self.metrics.should_log(step), torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, batch in enumerate(batches):
+            watch = logged and number == len(batches) - 1
+            with recording(self.metrics.recall_rows(step)) if watch else nullcontext() as seen:
+                loss += self._forward_backward(batch, valid)
+        grad_norm = self._clip()
+        learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
+        self.checkpointer.before_update()
+        self.optimizers.step()
+        self.schedule.step()
+        self.optimizers.zero_grad()
+        self.progress.step, self.progress.tokens_seen = step, self.progress.tokens_seen + tokens
+        self.metrics.count(tokens)
+        if logged:
+            dist.all_reduce(loss)
+            values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": learning_rate}
+            self._log(values, seen, batches[-1])
+        return stop
+
+    def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
+        """Over the world: labels that count, tokens consumed (each once), and whether any rank was asked to stop.
+
+        On the CPU, so that no GPU is waited for.
+        """
+        labels = sum(int(count_valid(batch.labels)) for batch in batches)
+        tokens = sum(sum(lengths) for batch in batches for lengths in batch.lengths)
+        # All ranks of a context-parallel group see the same sequences: one of them counts their tokens.
+        totals = torch.tensor([labels, tokens if self.cp.rank == 0 else 0, self.stop_signals])
+        dist.all_reduce(totals)
+        labels, tokens, signals = totals.tolist()
+        return max(labels, 1), tokens, signals > 0
+
+    def _forward_backward(self, batch: Batch, valid: int) -> Tensor:
+        """This rank's share of the mean loss over `valid` labels, gradients left in the parameters."""
+        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
+        seq_len = tokens.shape[1] * self.cp.size
+        rows = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
+        positions = batch.positions
+        if self.config.attention.mask == "causal":
+            positions = self.cp.shard(torch.arange(seq_len).expand(tokens.shape[0], -1), 1)
+        loss = self.model(tokens, positions.to(self.device), rows, labels, self.config.training.loss_chunk_tokens) / valid
+        loss.backward()
+        return loss.detach()
+
+    def _clip(self) -> Tensor:
+        """Scale gradients down to training.max_norm; returns their norm before that."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.config.training.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.training.max_norm, norm)
+        return norm
+
+    def _log(self, values: dict[str, float], seen: Recording, batch: Batch) -> None:
+        sequence_tokens = sum(map(sum, batch.lengths)) / len(batch.lengths)
+        self.metrics.log(self.progress.step, self.progress.tokens_seen, values, seen, sequence_tokens)
+
+    def _after_step(self, stopped: bool, profile) -> None:
+        step, training = self.progress.step, self.config.training
+        self.checkpointer.save(step, last=stopped or step == training.steps)
+        if step % training.gc_interval == 0:
+            gc.collect(1)
+        if profile is not None:
+            profile.step()
+        if step == 1:
+            set_timeout(self.config.parallelism.timeout_seconds)
+
+    def _on_signal(self, number: int, _) -> None:
+        self.stop_signals += 1
+        logger.info("signal %d: stopping after this step", number)
+
+    def _announce(self) -> None:
+        """Rank 0: the banner, and the resolved config in the run's folder."""
+        config, training = self.config, self.config.training
+        if dist.get_rank() > 0:
+            return
+        padded = -(-training.seq_len // padding_multiple(config)) * padding_multiple(config)
+        memory = expected_memory(
+            self.model_config, shards=dist.get_world_size() // config.parallelism.dp_replicate,
+            optimizer_states=0 if config.optimizer.name == "SGD" else 2, batch=training.local_batch_size,
+            local_tokens=padded // self.cp.size, dtype=self.dtype, checkpoint_mode=config.activation_checkpoint.mode,
+            loss_chunk_tokens=training.loss_chunk_tokens,
+        )
+        kernel = backends.choose(config.attention.backend)
+        print(banner(config, self.model_config, self.meshes, self.cp, kernel, self.device, padded, memory), flush=True)
+        save(config, training.output_dir)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str) -> Tensor:
+    return attend(q, k, v, mask, pattern, cp, backend)
+
+
+def build_pattern(attention: "Attention") -> Pattern:
+    """The pattern that the [attention] section names, with its sub-table's parameters."""
+    if attention.pattern == "dense":
+        return Dense()
+    return VerticalSlash(**dataclasses.asdict(attention.vertical_slash))
+
+
+def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
+    """The mask of one batch of packed sequences, from their documents' lengths."""
+    mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
+    return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
+
+
+def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
+            f"write {tokenizer.vocab_size} or more"
+        )
+    cp = config.parallelism.cp
+    return build_loader(
+        config.data, config.training.seq_len, config.training.local_batch_size, config.training.seed,
+        dp_rank=int(os.environ.get("RANK", 0)) // cp, dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
+        padding_multiple=padding_multiple(config), tokenizer=tokenizer,
+    )
