@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
@@ -61,8 +62,9 @@ class MetricsLog:
         return self.section.recall_rows if every and (step == 1 or step % every == 0) else 0
 
     def log(self, step: int, tokens_seen: int, values: dict[str, float], seen: Recording, sequence_tokens: float) -> None:
-        """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on one micro-batch, whose sequences
-        held `sequence_tokens` tokens on average."""
+        """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on this rank's last micro-batch,
+        whose sequences held `sequence_tokens` tokens on average. Collective."""
+        sequence_tokens = average_over_ranks(seen, sequence_tokens)
         seconds = time.perf_counter() - self.began
         per_device = self.tokens / seconds / self.world_size
         record = {
@@ -99,6 +101,19 @@ class MetricsLog:
             self.json.close()
         if self.board is not None:
             self.board.close()
+
+
+def average_over_ranks(seen: Recording, sequence_tokens: float) -> float:
+    """Make a recording the mean over all ranks' data, in place; returns the mean of `sequence_tokens`. Collective."""
+    parts = [*seen.visited, *seen.recall, *seen.capped, seen.visible.view(1), seen.visible.new_tensor([sequence_tokens])]
+    means = torch.cat([part.double() for part in parts])
+    dist.all_reduce(means)
+    means = list((means / dist.get_world_size()).split([len(part) for part in parts]))
+    tokens, seen.visible = means.pop().item(), means.pop()[0]
+    layers = len(seen.visited)
+    seen.visited, means = means[:layers], means[layers:]
+    seen.recall, seen.capped = means[: len(seen.recall)], means[len(seen.recall) :]
+    return tokens
 
 
 def attention_averages(seen: Recording) -> dict[str, float]:

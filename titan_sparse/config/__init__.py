@@ -4,7 +4,9 @@ sections.py: the sections as dataclasses, a documented field per key. reading.py
 and back. checking.py: refuses impossible combinations; the sizes that other parts derive from the configuration.
 """
 
-from titan_sparse.config.checking import check, load_and_check, padding_multiple, resolve_cp_intra, world_from_environment
+from titan_sparse.config.checking import (
+    check, load_and_check, padding_multiple, resolve_cp_intra, world_from_environment,
+)
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, LRScheduler, Metrics, Model,

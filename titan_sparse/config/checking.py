@@ -33,7 +33,7 @@ def world_from_environment() -> tuple[int, int]:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, "1")
         require(text.isdecimal() and int(text) >= 1,
-                 f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it")
+                f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it")
         sizes.append(int(text))
     return sizes[0], sizes[1]
 
@@ -83,39 +83,39 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
 def _check_model(model: Model, data: Data) -> None:
     one_of("model.flavour", model.flavour, FLAVOURS)
     require(data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
-             f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more')
+            f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more')
     if model.rope_scaling in ("yarn", "llama3"):
         require(model.rope_factor > 1, f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
-                 'write the factor, or model.rope_scaling = "none"')
+                'write the factor, or model.rope_scaling = "none"')
         return
     for key, unset in (("rope_factor", 1.0), ("rope_original_length", 0)):
         value = getattr(model, key)
         require(value == unset, f"model.{key} = {value} would be ignored with model.rope_scaling = "
-                 f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}')
+                f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}')
 
 
 def _check_data(data: Data) -> None:
     if data.source != "python":
         require(not data.join_packages,
-                 f"data.join_packages would be ignored with data.source = {show(data.source)}; "
-                 'write data.join_packages = false or data.source = "python"')
+                f"data.join_packages would be ignored with data.source = {show(data.source)}; "
+                'write data.join_packages = false or data.source = "python"')
         return
     for name in ("text_field", "subset", "split"):
         value, default = getattr(data, name), getattr(Data(), name)
         require(value == default, f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
-                 f"write data.{name} = {show(default)} or another data.source")
+                f"write data.{name} = {show(default)} or another data.source")
 
 
 def _check_dtype(config: Config) -> None:
     exact = config.training.device == "cpu" or config.attention.backend == "eager"
     require(config.training.dtype != "float64" or exact, 'training.dtype = "float64" needs training.device = "cpu" '
-             'or attention.backend = "eager"; write one of them or training.dtype = "float32"')
+            'or attention.backend = "eager"; write one of them or training.dtype = "float32"')
 
 
 def _check_world(parallelism: Parallelism, world_size: int, local_world_size: int) -> None:
     replicate, shard, cp = parallelism.dp_replicate, parallelism.dp_shard, parallelism.cp
     require(shard == -1 or shard >= 1,
-             f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more")
+            f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more")
     unit = replicate * cp * max(shard, 1)
     fits = world_size % unit == 0 if shard == -1 else world_size == unit
     if not fits:
@@ -128,18 +128,18 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
     intra = resolve_cp_intra(parallelism, local_world_size)
     divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
     require(cp % intra == 0, f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
-             f"write parallelism.cp_intra as one of {divisors}")
+            f"write parallelism.cp_intra as one of {divisors}")
 
 
 def _check_attention(config: Config) -> None:
     attention, cp = config.attention, config.parallelism.cp
     size = attention.block_size
     require(size >= 16 and size & (size - 1) == 0,
-             f"attention.block_size = {size} is not a power of two of at least 16; write 64 or 128")
+            f"attention.block_size = {size} is not a power of two of at least 16; write 64 or 128")
     require(attention.schedule != "local" or cp == 1, f'attention.schedule = "local" cannot run with parallelism.cp = '
-             f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1')
+            f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1')
     require(attention.schedule != "double_ring" or cp > 1, 'attention.schedule = "double_ring" needs parallelism.cp '
-             'above 1; write attention.schedule = "auto"')
+            'above 1; write attention.schedule = "auto"')
     recall = attention.vertical_slash.recall
     require(0 < recall <= 1, f"attention.vertical_slash.recall = {recall} is not in (0, 1]; write for example 0.95")
     if attention.pattern == "vertical_slash":
@@ -156,7 +156,7 @@ def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int)
             (pattern.min_columns, pattern.max_columns, f"{table}.min_columns", f"{table}.max_columns"),
             (pattern.min_slashes, pattern.max_slashes or math.inf, f"{table}.min_slashes", f"{table}.max_slashes")):
         require(value <= limit, f"{key} = {value} is above {bound} = {limit}; write {key} = {limit} or less, "
-                 f"or {bound} = {value} or more")
+                f"or {bound} = {value} or more")
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -168,30 +168,30 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     for name in ("beta1", "beta2", "eps"):
         value, default = getattr(optimizer, name), getattr(Optimizer(), name)
         require(optimizer.name != "SGD" or value == default, f"optimizer.{name} = {value} would be ignored with "
-                 f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name')
+                f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name')
 
 
 def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
     total, ratio, factor = scheduler.total_steps or steps, scheduler.decay_ratio, scheduler.min_lr_factor
     require(0 <= factor <= 1, f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1")
     require(ratio == -1 or 0 <= ratio <= 1,
-             f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2")
+            f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2")
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     require(scheduler.warmup_steps <= total, f"lr_scheduler.warmup_steps = {scheduler.warmup_steps} is above {source} "
-             f"= {total}; write lr_scheduler.warmup_steps = {total} or less")
+            f"= {total}; write lr_scheduler.warmup_steps = {total} or less")
 
 
 def _check_run(config: Config) -> None:
     """The sections about the run itself: compile, checkpoint, profiling."""
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     require(config.checkpoint.keep_latest_k != 1, "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
-             "be half-written; write 0 (all) or 2 or more")
+            "be half-written; write 0 (all) or 2 or more")
     for name, unset in (("load_step", -1), ("initial_load_path", "")):
         value = getattr(config.checkpoint, name)
         require(config.checkpoint.enable or value == unset,
-                 f"checkpoint.{name} = {show(value)} would be ignored with "
-                 f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}")
+                f"checkpoint.{name} = {show(value)} would be ignored with "
+                f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}")
     last = config.profiling.first_step + config.profiling.steps - 1
     require(not config.profiling.enable or last <= config.training.steps,
-             f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
-             f"{config.training.steps}; write a smaller profiling.first_step")
+            f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
+            f"{config.training.steps}; write a smaller profiling.first_step")

@@ -58,7 +58,7 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         require(word.startswith("--") and name != "",
-                 f"command line: unexpected word {show(word)}; write --section.key value")
+                f"command line: unexpected word {show(word)}; write --section.key value")
         takes_text = name not in ("print-config", "help")
         require(takes_text or not equals, f"command line: --{name} takes no value; write --{name}")
         if equals:
@@ -119,8 +119,8 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
 
 
 def typed(key: str, value: Any, where: str) -> Any:
-    """The value in the type of the field of that dotted key; ConfigError, `where` in front, for another type. bool is no
-    int here, and an int is a fine float."""
+    """The value in the type of the field with that dotted key; ConfigError, `where` in front, for another type.
+    bool is no int here, and an int is a fine float."""
     kind = KINDS[key]
     if get_origin(kind) is Literal:
         return one_of(key, value, get_args(kind), where)
@@ -162,8 +162,6 @@ def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
 
-
-# Writing.
 
 def show(value: Any) -> str:
     """A value as TOML writes it; other objects (tables, dates) as Python does, for messages only."""

@@ -1,0 +1,87 @@
+"""The same training run on 1, 2, 3 and 4 processes: loss, gradient norm and weights after 5 SGD steps agree."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
+
+PATTERNS = ("dense", "vertical_slash")
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def _run(folder: Path, output: str, overrides: dict) -> dict:
+    config = tiny_config(folder, output, **overrides)
+    trainer = train(config)
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.state_dict().items()}
+    dist.barrier()
+    lines = metrics_of(config)
+    keys = ["loss", "grad_norm", "lr", "tokens_seen"]
+    if config.training.gradient_accumulation_steps == 1:  # else density is that of the last micro-batch
+        keys.append("density")
+    return {"weights": weights, "metrics": [[line[key] for key in keys] for line in lines],
+            "recall": [line["recall"] for line in lines if "recall" in line]}
+
+
+def _single(folder: Path, batch: int) -> None:
+    for pattern in PATTERNS:
+        result = _run(folder, f"single_{pattern}_{batch}", {"attention__pattern": pattern, "training__local_batch_size": batch})
+        torch.save(result, folder / f"{pattern}_{batch}.pt")
+
+
+def _compare(folder: Path, cases: list[dict]) -> None:
+    for number, case in enumerate(cases):
+        batch = case.pop("batch")
+        wanted = torch.load(folder / f"{case['attention__pattern']}_{batch}.pt")
+        got = _run(folder, f"run_{dist.get_world_size()}_{number}", case)
+        width = len(got["metrics"][0])
+        wanted["metrics"] = [line[:width] for line in wanted["metrics"]]
+        torch.testing.assert_close(got["metrics"], wanted["metrics"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(got["recall"], wanted["recall"], rtol=0.2, atol=0.1)
+        torch.testing.assert_close(got["weights"], wanted["weights"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+
+
+def _cases(world_size: int) -> list[dict]:
+    cases = []
+    for pattern, layout, schedule in itertools.product(PATTERNS, LAYOUTS, ("all_gather", "ring")):
+        cases.append({"attention__pattern": pattern, "attention__layout": layout, "attention__schedule": schedule,
+                      "parallelism__cp": world_size, "parallelism__cp_intra": world_size, "batch": 1})
+    return cases
+
+
+FOUR = [
+    {"attention__pattern": pattern, "attention__layout": layout, "attention__schedule": "double_ring",
+     "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1}
+    for pattern, layout in itertools.product(PATTERNS, LAYOUTS)
+] + [
+    # Two context-parallel groups on data of their own, sharded, replicated, and by accumulation.
+    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "batch": 2},
+    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "parallelism__dp_replicate": 2, "batch": 2},
+    {"attention__pattern": "vertical_slash", "parallelism__cp": 4, "training__gradient_accumulation_steps": 2, "batch": 2},
+    {"attention__pattern": "dense", "parallelism__cp": 2, "activation_checkpoint__mode": "none", "batch": 2},
+    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "activation_checkpoint__mode": "selective", "batch": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Texts, and the results of one process to compare with."""
+    folder = tmp_path_factory.mktemp("parity")
+    write_texts(folder / "texts")
+    for batch in (1, 2):
+        run_processes(1, _single, folder, batch)
+    return folder
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_layouts_and_schedules(folder, world_size):
+    run_processes(world_size, _compare, folder, _cases(world_size))
+
+
+def test_four_processes(folder):
+    run_processes(4, _compare, folder, FOUR)
