@@ -25,8 +25,9 @@ def main() -> int:
 
     from titan_sparse.trainer import Trainer
 
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("titan_sparse").setLevel(logging.INFO)
     try:
         Trainer(config).train()
     except ValueError as error:

@@ -5,7 +5,9 @@ metadata file last, so a folder without one is a save that was cut short and is 
 loading: any world size, any context-parallel degree.
 """
 
+import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,8 @@ from torchtitan.config import Checkpoint as TorchtitanCheckpoint
 if TYPE_CHECKING:
     from titan_sparse.config import Checkpoint
     from titan_sparse.data import PackedLoader
+
+logger = logging.getLogger("titan_sparse")
 
 FOLDER = "checkpoint"
 
@@ -73,8 +77,10 @@ class Checkpointer:
 
     def save(self, step: int, last: bool) -> None:
         """Save if `step` is due, or in any case if it is the run's last."""
-        if self.section.enable:
+        if self.section.enable and (last or step % self.section.interval == 0):
+            began = time.perf_counter()
             self.manager.save(step, last_step=last)
+            logger.info("saved %s in %.1f s", self._path(step), time.perf_counter() - began)
 
     def before_update(self) -> None:
         """Wait until a save in the background has copied the weights, before the optimizer changes them."""

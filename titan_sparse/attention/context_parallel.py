@@ -14,6 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_sparse.attention import layout as layouts
 from titan_sparse.attention import schedule as schedules
 
+# Renamed in torch 2.13, where the old names warn; 2.11 has only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _CONTEXTS: dict[str, "ContextParallel"] = {}
 
 
@@ -98,7 +102,7 @@ class ContextParallel:
         if self.size == 1:
             return x[None]
         out = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(out.flatten(0, 1) if x.ndim else out, x.contiguous(), group=self.group)
+        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.group)
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ class ContextParallel:
         if self.size == 1:
             return x[0]
         out = torch.empty_like(x[0])
-        dist.reduce_scatter_tensor(out.flatten(), x.contiguous().flatten(), group=self.group)
+        _reduce_scatter(out.flatten(), x.contiguous().flatten(), group=self.group)
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:

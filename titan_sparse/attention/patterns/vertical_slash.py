@@ -132,7 +132,9 @@ class VerticalSlash(Pattern):
         n = spans.start.shape[1]
         entry = torch.arange(mass.shape[1], device=mass.device).expand(len(mass), -1).contiguous()
         segment = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
-        limit = _share(self.max_slashes or mass.shape[1], self.min_slashes, spans)
+        # No cap must not be shared out: a short span can touch more diagonals than its part of the list's length.
+        most = torch.full_like(spans.start, mass.shape[1])
+        limit = _share(self.max_slashes, self.min_slashes, spans) if self.max_slashes else most
         selected, capped = smallest_sets(mass, segment, self.recall, self.min_slashes, limit)
         delta = entry - spans.offset.gather(1, segment.clamp(max=n - 1))
         return selected | ((segment < n) & (delta < self.local_diagonals)), capped
