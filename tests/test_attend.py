@@ -129,7 +129,8 @@ def test_rows_that_see_nothing(mask, pattern):
         assert (grad.transpose(1, 2)[zero] == 0).all() and grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+                         ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_lower_precision(dtype, bound, pattern):
     p = _problem(SHAPES[1], "documents", PATTERNS[pattern])
@@ -210,13 +211,14 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     skipping = _skipping_rows(p, seen, index.columns, poisoned)
     function = lambda *x: _with_index(p, index.tensors(), *x)
     clean, (clean_dq, _, _) = gradients(function, torch.ones_like(p.q), *p.qkv)
-    k, v = p.k.clone(), p.v.clone()
-    k[:, :, 4 * 16:5 * 16], v[:, :, 4 * 16:5 * 16] = torch.nan, torch.nan
+    here, k, v = slice(4 * 16, 5 * 16), p.k.clone(), p.v.clone()
+    k[:, :, here], v[:, :, here] = torch.nan, torch.nan
     out, (dq, _, _) = gradients(function, torch.ones_like(p.q), p.q, k, v)
-    later = skipping & (torch.arange(157) >= 5 * 16)
-    assert later.any() or pattern == "dense" and mask == "causal", "the case proves nothing"
+    # In a dense causal problem only the rows before the block skip it; otherwise some after it do as well.
+    assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (pattern == "dense" and mask == "causal")
+    assert skipping.any(), "the case proves nothing"
     assert torch.equal(out[skipping], clean[skipping]) and torch.equal(dq[skipping], clean_dq[skipping])
-    assert out[seen[..., 4 * 16:5 * 16].any(-1)].isnan().all()
+    assert out[seen[..., here].any(-1)].isnan().all()
 
 
 # Statistics ---------------------------------------------------------------------------------------------------------
@@ -313,6 +315,21 @@ def test_options_that_do_not_fit(options, words):
     q = _x(2, 2, 16, 8)
     with pytest.raises(ValueError, match=words):
         attend(q, q, q, **options)
+
+
+@pytest.mark.xfail(strict=True, reason="causality is asked of a Mask only; its Rows pass, and later keys are dropped")
+def test_rows_that_see_the_future_do_not_fit_a_sparse_pattern():
+    q = _x(2, 2, 16, 8)
+    with pytest.raises(ValueError, match="causal"):
+        attend(q, q, q, mask=Full().rows(16), pattern=SPARSE, block_size=16)
+
+
+@pytest.mark.xfail(strict=True, raises=(ZeroDivisionError, RuntimeError), reason="unchecked where cp=None")
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_block_size_out_of_range(block_size):
+    q = _x(2, 2, 16, 8)
+    with pytest.raises(ValueError, match="block_size"):
+        attend(q, q, q, block_size=block_size)
 
 
 @pytest.mark.parametrize("options, words", [

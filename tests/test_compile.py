@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan_sparse.attention import SAVED_OPS, attend, ring
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, ring
 from titan_sparse.attention.masks import Causal, Documents, Rows
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
+ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
 PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32)}
 LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
 
@@ -21,17 +22,17 @@ LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
 class Layer(nn.Module):
     """Attention with its projections: 4 query heads, 2 KV heads."""
 
-    def __init__(self, pattern: Pattern):
+    def __init__(self, pattern: Pattern, cp: ContextParallel | None = ONE_RANK):
         super().__init__()
         torch.manual_seed(0)
-        self.pattern = pattern
+        self.pattern, self.cp = pattern, cp
         self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]"""
         q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=1)
-        out = attend(q, k, v, rows, self.pattern, block_size=BLOCK)
+        out = attend(q, k, v, rows, self.pattern, cp=self.cp, block_size=BLOCK)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -74,6 +75,15 @@ def test_compiled_once_equal_to_eager_for_all_documents(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiled_with_an_unpacked_mask(pattern):
     layer = Layer(PATTERNS[pattern])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    rows = Causal().rows(SEQ_LEN)
+    _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
+
+
+@pytest.mark.xfail(strict=True, raises=torch._dynamo.exc.Unsupported,
+                   reason="Dynamo sees through lru_cache and traces the creation of the context that cp=None means")
+def test_compiled_without_context_parallelism():
+    layer = Layer(PATTERNS["dense"], cp=None)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     rows = Causal().rows(SEQ_LEN)
     _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))

@@ -47,7 +47,8 @@ def test_zigzag_owns_a_run_and_its_mirror_image(size):
 
 
 @pytest.mark.parametrize("layout, size, seq_len, multiple", [
-    ("contiguous", 2, 24, 16), ("striped", 3, 32, 24), ("striped", 2, 20, 16), ("zigzag", 2, 48, 32), ("zigzag", 1, 8, 16),
+    ("contiguous", 2, 24, 16), ("striped", 3, 32, 24), ("striped", 2, 20, 16), ("zigzag", 2, 48, 32),
+    ("zigzag", 1, 8, 16),
 ])
 def test_a_length_that_does_not_divide_is_refused(layout, size, seq_len, multiple):
     with pytest.raises(ValueError, match=f"multiple of {multiple}$"):

@@ -110,3 +110,9 @@ def test_document_starts():
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="other numbers of sequences fail in broadcasting")
+def test_masks_for_other_batches_do_not_intersect():
+    with pytest.raises(ValueError, match="sequences"):
+        (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN)

@@ -1,0 +1,125 @@
+"""On CUDA: bf16 attention against fp64, one GPU and several (NCCL), and a short training run. `make test-gpu`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.reference import dense_attention, gradients, structured_qkv
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks import Causal, Documents
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent
+SEQ_LEN = 2048
+PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def _errors(cp, mask, pattern) -> list[float]:
+    """Relative Frobenius errors of out, dq, dk, dv in bf16 against fp64 over the pairs that were chosen."""
+    q, k, v = (x.cuda() for x in structured_qkv(1, 8, 2, SEQ_LEN, 64, dtype=torch.bfloat16))
+    d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+    local = [cp.shard(x, 2) for x in (q, k, v)]
+    _, aux = attend(*local, mask, pattern, cp=cp, return_aux=True)
+    seen = aux.index.dense(mask)
+    wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
+    got, grads = gradients(lambda *x: attend(*x, mask, pattern, cp=cp), cp.shard(d_out, 2), *local)
+    return [_relative(cp.unshard(x, 2), want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
+
+
+def _flash_errors(mask) -> list[float]:
+    """The same errors of torch's dense flash attention in bf16, with the mask's documents as separate calls."""
+    q, k, v = (x.cuda() for x in structured_qkv(1, 8, 2, SEQ_LEN, 64, dtype=torch.bfloat16))
+    d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
+    lengths = mask.lengths[0] if isinstance(mask, Documents) else [SEQ_LEN]
+
+    def flash(*qkv):
+        pieces = zip(*(x.split([*lengths, SEQ_LEN - sum(lengths)], dim=2) for x in qkv))
+        return torch.cat([_sdpa(*piece) if n < len(lengths) else piece[0] * 0 for n, piece in enumerate(pieces)], dim=2)
+
+    seen = mask.dense(SEQ_LEN, "cuda")[:, None].expand(1, 8, -1, -1)
+    wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
+    got, grads = gradients(flash, d_out, q, k, v)
+    return [_relative(x, want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
+
+
+def _sdpa(q, k, v):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+@pytest.mark.parametrize("mask", [Causal(), Documents([[700, 9, 1000, 301]])], ids=["causal", "documents"])
+def test_bf16_on_one_gpu(mask, pattern):
+    bounds = [2 * error for error in _flash_errors(mask)]
+    errors = _errors(ContextParallel(None, "contiguous", "local"), mask, pattern)
+    assert all(error <= bound for error, bound in zip(errors, bounds)), (errors, bounds)
+
+
+@needs_two
+def test_bf16_over_nccl(tmp_path):
+    """Every schedule over all GPUs: errors as on one GPU."""
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torch.cuda.device_count()),
+         "-m", "tests.test_gpu", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    bounds = [2 * error for error in _flash_errors(Documents([[700, 9, 1000, 301]]))]
+    assert len(errors) == 6
+    for case, got in errors.items():
+        assert all(error <= bound for error, bound in zip(got, bounds)), (case, got, bounds)
+
+
+@needs_gpu
+def test_training_run(tmp_path):
+    """The demo on all GPUs, compiled, in bf16."""
+    gpus = torch.cuda.device_count()
+    gpus = gpus if gpus & (gpus - 1) == 0 else 1
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "train.py", "--config",
+         "train_configs/demo_gpu.toml", "--parallelism.cp", str(gpus), "--training.steps", "20", "--training.seq_len", "8192",
+         "--metrics.recall_every", "10", "--training.output_dir", str(tmp_path), "--checkpoint.enable"],
+        cwd=ROOT, capture_output=True, text=True,
+    )
+    print(result.stdout, result.stderr)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"] and 0 < lines[-1]["mfu"] < 1
+    assert (tmp_path / "checkpoint/step-20/.metadata").is_file()
+
+
+def _main(folder: str) -> None:
+    """What each process of test_bf16_over_nccl runs."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
+    errors = {}
+    for schedule in ("all_gather", "ring", "double_ring"):
+        cp = ContextParallel(mesh, "striped", schedule)
+        for pattern in PATTERNS:
+            errors[f"{schedule} {pattern.name}"] = _errors(cp, Documents([[700, 9, 1000, 301]]), pattern)
+    if dist.get_rank() == 0:
+        (Path(folder) / "errors.json").write_text(json.dumps(errors))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
