@@ -80,8 +80,6 @@ def test_compiled_with_an_unpacked_mask(pattern):
     _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
 
 
-@pytest.mark.xfail(strict=True, raises=torch._dynamo.exc.Unsupported,
-                   reason="Dynamo sees through lru_cache and traces the creation of the context that cp=None means")
 def test_compiled_without_context_parallelism():
     layer = Layer(PATTERNS["dense"], cp=None)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

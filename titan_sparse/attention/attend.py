@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import backends, ring, statistics
-from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single
+from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single_key
 from titan_sparse.attention.masks import Causal, Mask, Rows
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, pattern_by_key
 
@@ -42,7 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     rows = _rows(mask, q, world, pattern)
     backend, _ = backends.choose(backend)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
-    out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows, pattern.key, world.key, backend, scale)
+    out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale)
     if not return_aux:
         return out
     return out, Auxiliary(lse, pattern.index(tensors, rows, *q.shape[:2], world.block_size))
@@ -58,26 +58,37 @@ def select(q: Tensor, k: Tensor, mask: Mask | Rows, pattern: Pattern, cp: Contex
     return pattern.index(_select_tensors(q, k, rows, pattern, world, scale), rows, *q.shape[:2], world.block_size)
 
 
-def _select_tensors(q: Tensor, k: Tensor, rows: Rows, pattern: Pattern, cp: ContextParallel, scale: float) -> list[Tensor]:
-    if not pattern.dynamic:
-        return []
-    return torch.ops.titan_sparse.select(q.detach(), k.detach(), *rows, pattern.key, cp.key, scale)
+class _World(NamedTuple):
+    """What tracing may know of a ContextParallel, or of its absence."""
+
+    key: str
+    size: int
+    block_size: int
 
 
-def _world(cp: ContextParallel | None, block_size: int | None) -> ContextParallel:
+def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
     if cp is None:
-        return single(DEFAULT_BLOCK_SIZE if block_size is None else block_size)
+        size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+        if size < 1:
+            raise ValueError(f"block_size={size}: a block holds at least one token")
+        return _World(single_key(size), 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out")
-    return cp
+    return _World(cp.key, cp.size, cp.block_size)
 
 
-def _rows(mask: Mask | Rows, q: Tensor, cp: ContextParallel, pattern: Pattern) -> Rows:
+def _select_tensors(q: Tensor, k: Tensor, rows: Rows, pattern: Pattern, world: _World, scale: float) -> list[Tensor]:
+    if not pattern.dynamic:
+        return []
+    return torch.ops.titan_sparse.select(q.detach(), k.detach(), *rows[:3], pattern.key, world.key, scale)
+
+
+def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
     seq_len = q.shape[2] * cp.size
     pattern.check_block_size(cp.block_size)
-    if isinstance(mask, Mask) and pattern.dynamic and not mask.causal:
-        raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     rows = mask.rows(seq_len, q.device) if isinstance(mask, Mask) else mask
+    if pattern.dynamic and not rows.causal:
+        raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     if rows.start.shape[1] != seq_len:
         raise ValueError(f"the mask is for {rows.start.shape[1]} tokens, q and cp make {seq_len}")
     if rows.start.shape[0] not in (1, q.shape[0]):

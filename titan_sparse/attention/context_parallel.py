@@ -34,21 +34,21 @@ class ContextParallel:
             raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.LAYOUTS)}')
         if schedule != "auto" and schedule not in schedules.SCHEDULES:
             raise ValueError(f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}')
-        ranks = torch.zeros(1, 1, dtype=torch.int) if mesh is None else _two_axes(mesh, schedule)
-        self.inter, self.intra = ranks.shape
-        self.size = ranks.numel()
+        ranks = [[0]] if mesh is None else _two_axes(mesh, schedule)
+        self.inter, self.intra = len(ranks), len(ranks[0])
+        self.size = self.inter * self.intra
         self.layout, self.block_size = layout, block_size
         self.schedule = schedules.choose(self.inter, self.intra) if schedule == "auto" else schedule
-        self.ranks = ranks.flatten().tolist()
+        self.ranks = [rank for node in ranks for rank in node]
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.windows = schedules.SCHEDULES[self.schedule](self.inter, self.intra, self.rank)
         self._create_groups(ranks)
         self.key = f"{len(_CONTEXTS)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         _CONTEXTS[self.key] = self
 
-    def _create_groups(self, ranks: Tensor) -> None:
+    def _create_groups(self, ranks: list[list[int]]) -> None:
         node, local_rank = divmod(self.rank, self.intra)
-        inner, outer = ranks[node].tolist(), ranks[:, local_rank].tolist()
+        inner, outer = ranks[node], [other[local_rank] for other in ranks]
         if self.schedule != "double_ring":
             inner, outer = self.ranks, [self.ranks[self.rank]]
         self.group = _new_group(self.ranks, "cp")
@@ -150,27 +150,28 @@ class Transfer:
         return self.received
 
 
+def single_key(block_size: int) -> str:
+    """The key of what cp=None means: one rank that owns everything, in blocks of `block_size`."""
+    return f"single:{block_size}"
+
+
 def context_by_key(key: str) -> ContextParallel:
     """The ContextParallel whose `key` this is: custom ops take strings, not objects."""
+    if key not in _CONTEXTS:
+        _CONTEXTS[key] = ContextParallel(None, "contiguous", "local", int(key.removeprefix("single:")))
     return _CONTEXTS[key]
 
 
-@functools.lru_cache
-def single(block_size: int) -> ContextParallel:
-    """What cp=None means: one rank that owns everything."""
-    return ContextParallel(None, "contiguous", "local", block_size)
-
-
-def _two_axes(mesh: DeviceMesh, schedule: str) -> Tensor:
-    """Global ranks int [inter, intra] of a cp mesh."""
+def _two_axes(mesh: DeviceMesh, schedule: str) -> list[list[int]]:
+    """Global ranks [inter][intra] of a cp mesh."""
     names = mesh.mesh_dim_names
     if names == ("cp_inter", "cp_intra"):
-        return mesh.mesh.cpu()
+        return mesh.mesh.tolist()
     if names != ("cp",):
         raise ValueError(f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}')
     if schedule == "double_ring":
         raise ValueError('schedule "double_ring" needs mesh axes ("cp_inter", "cp_intra"); write "ring" for ("cp",)')
-    return mesh.mesh.cpu()[None]
+    return [mesh.mesh.tolist()]
 
 
 def _new_group(ranks: list[int], description: str) -> dist.ProcessGroup | None:

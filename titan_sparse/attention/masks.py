@@ -18,18 +18,17 @@ class Rows(NamedTuple):
 
     start, stop: [Bm, S], both nondecreasing; query i sees keys start[i] <= j < stop[i] (none where they are equal).
     document_start: [Bm, S], where the query's document begins, -1 on padding; None for an unpacked sequence.
+    causal: no query sees a later key, which patterns that select block diagonals need.
     """
 
     start: Tensor
     stop: Tensor
     document_start: Tensor | None
+    causal: bool = True
 
 
 class Mask:
     """Base of all masks. Subclasses give rows(); `a & b` sees what both see."""
-
-    causal = True
-    """Whether no query sees a later key, which patterns that select block diagonals need."""
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         """The mask for `seq_len` global tokens, as row ranges on `device`."""
@@ -40,20 +39,18 @@ class Mask:
 
     def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
-        start, stop, _ = self.rows(seq_len, device)
+        rows = self.rows(seq_len, device)
         keys = torch.arange(seq_len, device=device)
-        return (keys >= start[..., None]) & (keys < stop[..., None])
+        return (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
 
 
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key."""
 
-    causal = False
-
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
-        return Rows(start, torch.full_like(start, seq_len), None)
+        return Rows(start, torch.full_like(start, seq_len), None, causal=False)
 
 
 @dataclass(frozen=True)
@@ -125,14 +122,12 @@ class Intersection(Mask):
     first: Mask
     second: Mask
 
-    @property
-    def causal(self) -> bool:
-        return self.first.causal or self.second.causal
-
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         a, b = self.first.rows(seq_len, device), self.second.rows(seq_len, device)
         if a.document_start is not None and b.document_start is not None:
             raise ValueError("Documents & Documents: give the finer of the two document lists alone")
+        if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
+            raise ValueError(f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together")
         start, stop = torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)
         documents = a.document_start if b.document_start is None else b.document_start
-        return Rows(start, torch.maximum(start, stop), documents)
+        return Rows(start, torch.maximum(start, stop), documents, a.causal or b.causal)
