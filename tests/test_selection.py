@@ -296,3 +296,12 @@ def test_the_share_of_a_cap_goes_by_length_and_padding_is_no_length(seq_len):
     _check(case, q, k)
     columns = case.pattern.select(q, k, case.mask, block_size=16).columns
     assert ((columns < seq_len).sum(-1) == 9).all()
+
+
+def test_padding_known_from_another_mask_ends_the_span():
+    """Documents & Causal(valid): the probe is the last queries that see something."""
+    q, k, _ = structured_qkv(1, 2, 1, 128, 8)
+    pattern = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=16)
+    masks = Documents([128]) & Causal(valid=(100,)), Documents([100])
+    first, second = (pattern.select(q, k, mask, block_size=16).dense(mask) for mask in masks)
+    assert torch.equal(first, second)

@@ -94,8 +94,8 @@ class Documents(Mask):
     """
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
-        nested = len(lengths) > 0 and not isinstance(lengths[0], int)
-        self.lengths = [list(row) for row in lengths] if nested else [list(lengths)]
+        nested = len(lengths) > 0 and isinstance(lengths[0], Sequence)
+        self.lengths = [[int(length) for length in row] for row in (lengths if nested else [lengths])]
         if any(length < 1 for row in self.lengths for length in row):
             raise ValueError("Documents(lengths): every document has at least 1 token")
 
@@ -130,4 +130,6 @@ class Intersection(Mask):
             raise ValueError(f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together")
         start, stop = torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)
         documents = a.document_start if b.document_start is None else b.document_start
+        if documents is not None:  # what sees nothing is padding, also where the other mask says so
+            documents = torch.where(start < stop, documents, -1)
         return Rows(start, torch.maximum(start, stop), documents, a.causal or b.causal)

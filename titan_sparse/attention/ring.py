@@ -37,9 +37,13 @@ class Run(NamedTuple):
         """Global blocks of `rank` (default: this rank) on the data's device."""
         return self.cp.blocks(self.seq_len, rank).to(self.rows.start.device)
 
-    def tiles(self, source: int, batch: int) -> Tiles:
-        """Tiles of this rank's queries and the KV chunk of rank `source`."""
-        return block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch)
+    def tiles(self, source: int, batch: int, transpose: bool = False) -> Tiles:
+        """Tiles of this rank's queries and the KV chunk of rank `source`; by_key too if `transpose`."""
+        return block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch, transpose)
+
+    def column_tiles(self, transpose: bool = False) -> Tiles:
+        """Tiles of this rank's queries and the gathered columns."""
+        return column_tiles(self.rows, self.index, self.blocks(), transpose)
 
 
 def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +69,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     dq, d_kv = _column_backward(run, d_out, q, k, out, lse, column_kv)
 
     def piece(source: int, kv: Tensor) -> Tensor:
-        dq_piece, *d_piece = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, run.tiles(source, len(q)), run.scale)
+        dq_piece, *d_piece = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, run.tiles(source, len(q), True), run.scale)
         dq.add_(dq_piece)
         return torch.stack(d_piece)
 
@@ -148,8 +152,7 @@ def _column_forward(run: Run, q: Tensor, column_kv: Tensor) -> tuple[Tensor, Ten
         dtype = accumulation_dtype(q.dtype)
         return (torch.zeros(q.shape, dtype=dtype, device=q.device),
                 torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device))
-    tiles = column_tiles(run.rows, run.index, run.blocks())
-    return run.backend.forward(q, column_kv[0], column_kv[1], tiles, run.scale)
+    return run.backend.forward(q, column_kv[0], column_kv[1], run.column_tiles(), run.scale)
 
 
 def _column_backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
@@ -159,7 +162,7 @@ def _column_backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor,
     d_kv = torch.zeros(2, *k.shape, dtype=dtype, device=k.device)
     if column_kv.shape[3] == 0:
         return torch.zeros(q.shape, dtype=dtype, device=q.device), d_kv
-    tiles = column_tiles(run.rows, run.index, run.blocks())
+    tiles = run.column_tiles(transpose=True)
     dq, *pieces = run.backend.backward(d_out, q, column_kv[0], column_kv[1], out, lse, tiles, run.scale)
     local, mine = _local_columns(run)
     gathered = run.cp.all_reduce(torch.stack(pieces)) * mine[..., None]

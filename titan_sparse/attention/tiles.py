@@ -10,18 +10,31 @@ from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
 
 
+class BlockLists(NamedTuple):
+    """For each of n blocks of one side the blocks of the other side that it meets, int32 and contiguous.
+
+    full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], local block numbers, ascending, filled up with 0.
+    Of a full tile every pair is seen; in a partial one start, stop and covered decide. No tile is in both.
+    """
+
+    full_count: Tensor
+    full: Tensor
+    partial_count: Tensor
+    partial: Tensor
+
+
 class Tiles(NamedTuple):
     """Which KV blocks each query block meets, and which pairs inside them are seen.
 
-    kv_count: int32 [B, Hq, nq]. kv_blocks: int32 [B, Hq, nq, K], local block numbers, ascending, filled up with 0.
-    start, stop: int32 [B or 1, Sq]: the query sees keys at positions start <= p < stop.
-    k_positions: int32 [Sk], or [B, Hq, Sk] where every head has keys of its own.
+    by_query: KV blocks of each query block. by_key: query blocks of each KV block, where asked for (backward).
+    start, stop: int32 [B, Sq]: the query sees keys at positions start <= p < stop.
+    k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
     covered: bool [B, Hq, nq, Sk] or None: keys that query block already met elsewhere, not to be counted again.
     block_size: tokens in a block of queries and of keys.
     """
 
-    kv_count: Tensor
-    kv_blocks: Tensor
+    by_query: BlockLists
+    by_key: BlockLists | None
     start: Tensor
     stop: Tensor
     k_positions: Tensor
@@ -29,49 +42,80 @@ class Tiles(NamedTuple):
     block_size: int
 
 
-def block_reach(rows: Rows, q_positions: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """First and last + 1 key position that each local query block sees, int32 [Bm, nq]; an empty range if none."""
-    start, stop = rows.start[:, q_positions], rows.stop[:, q_positions]
+class Reach(NamedTuple):
+    """Key positions seen by the queries of each block, int32 [Bm, nq]: by any from `first` to before `last`, by every
+    one from `all_first` to before `all_last`. Empty ranges where there are none."""
+
+    first: Tensor
+    last: Tensor
+    all_first: Tensor
+    all_last: Tensor
+
+
+def block_reach(rows: Rows, q_positions: Tensor, block_size: int) -> Reach:
+    """Reach of this rank's query blocks, from int [Sq] global positions of its queries."""
+    start, stop = (x[:, q_positions].unflatten(1, (-1, block_size)) for x in (rows.start, rows.stop))
     seen = start < stop
-    first = torch.where(seen, start, torch.iinfo(torch.int32).max).unflatten(1, (-1, block_size)).amin(-1)
-    last = torch.where(seen, stop, 0).unflatten(1, (-1, block_size)).amax(-1)
-    return first, last
+    first = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(-1)
+    last = torch.where(seen, stop, 0).amax(-1)
+    return Reach(first, last, start.amax(-1), torch.where(seen, stop, 0).amin(-1))
 
 
-def _table(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, H, nq, nk] -> counts int32 [B, H, nq] and ascending block numbers int32 [B, H, nq, K], K the largest count."""
+def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K], K the largest count."""
     count = listed.sum(-1, dtype=torch.int32)
     widest = max(int(count.max()), 1) if count.numel() else 1
     order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :widest]
     inside = torch.arange(widest, device=listed.device) < count[..., None]
-    return count, torch.where(inside, order, 0).int()
+    return count, torch.where(inside, order, 0).int().contiguous()
 
 
-def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int) -> Tiles:
-    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk]."""
+def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
+    """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally wide."""
+    (full_count, full), (partial_count, partial) = _list(full), _list(partial)
+    width = max(full.shape[-1], partial.shape[-1])
+    full, partial = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (full, partial))
+    return BlockLists(full_count, full, partial_count, partial)
+
+
+def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int, transpose: bool) -> Tiles:
+    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk].
+
+    With `transpose` by_key is made too.
+    """
     size = index.block_size
     q_positions, k_positions = token_positions(q_blocks, size), token_positions(k_blocks, size)
-    first, last = block_reach(rows, q_positions, size)
+    reach = block_reach(rows, q_positions, size)
     begin = k_blocks * size
-    reached = (first[..., None] < begin + size) & (last[..., None] > begin)
-    listed = index.selects(q_blocks, k_blocks) & reached[:, None]
-    count, table = _table(listed.expand(batch, index.heads, -1, -1))
-    return Tiles(count, table, rows.start[:, q_positions], rows.stop[:, q_positions], k_positions.int(), None, size)
+    reached = (reach.first[..., None] < begin + size) & (reach.last[..., None] > begin)
+    whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
+    listed = (index.selects(q_blocks, k_blocks) & reached[:, None]).expand(batch, index.heads, -1, -1)
+    full, partial = listed & whole[:, None], listed & ~whole[:, None]
+    by_key = block_lists(full.mT, partial.mT) if transpose else None
+    return Tiles(block_lists(full, partial), by_key, *_query_ranges(rows, q_positions, batch),
+                 k_positions.int().view(1, 1, -1), None, size)
 
 
-def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor) -> Tiles:
+def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: bool) -> Tiles:
     """Tiles between this rank's query blocks and the gathered columns, which are cut into blocks as they come.
 
     A column inside a block that the query block meets anyway is marked as covered.
     """
     size, columns = index.block_size, index.columns
     q_positions = token_positions(q_blocks, size)
-    first, last = block_reach(rows, q_positions, size)
-    runs = columns.unflatten(-1, (-1, size))
-    reached = (first[:, None, :, None] <= runs[:, :, None, :, -1]) & (last[:, None, :, None] > runs[:, :, None, :, 0])
-    count, table = _table(reached)
+    reach = Reach(*(x[:, None, :, None] for x in block_reach(rows, q_positions, size)))
+    runs = columns.unflatten(-1, (-1, size))[:, :, None]
     covered = covered_columns(index, q_blocks)
-    return Tiles(count, table, rows.start[:, q_positions], rows.stop[:, q_positions], columns, covered, size)
+    reached = (reach.first <= runs[..., -1]) & (reach.last > runs[..., 0])
+    whole = (reach.all_first <= runs[..., 0]) & (reach.all_last > runs[..., -1])
+    whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
+    full, partial = reached & whole, reached & ~whole
+    by_key = block_lists(full.mT, partial.mT) if transpose else None
+    return Tiles(block_lists(full, partial), by_key, *_query_ranges(rows, q_positions, len(columns)), columns, covered, size)
+
+
+def _query_ranges(rows: Rows, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    return tuple(x[:, q_positions].expand(batch, -1).contiguous() for x in (rows.start, rows.stop))
 
 
 def covered_columns(index: BlockIndex, q_blocks: Tensor) -> Tensor:

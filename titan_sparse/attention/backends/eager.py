@@ -15,27 +15,33 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _kv_rows(tiles: Tiles, q_block: int, kv_heads: int, kv_length: int) -> Tensor:
-    """Rows of [B * Hkv * nk] KV blocks that one query block meets: int64 [B, Hq, K]."""
-    table = tiles.kv_blocks[:, :, q_block, : int(tiles.kv_count[:, :, q_block].max())].long()
+def _met(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """KV blocks that one query block meets, int64 [B, Hq, K], and which of the K entries are real, bool alike."""
+    lists, tables, real = tiles.by_query, [], []
+    for count, table in ((lists.full_count, lists.full), (lists.partial_count, lists.partial)):
+        count = count[:, :, q_block, None]
+        table = table[:, :, q_block, : int(count.max())].long()
+        tables.append(table)
+        real.append(torch.arange(table.shape[-1], device=table.device) < count)
+    return torch.cat(tables, dim=-1), torch.cat(real, dim=-1)
+
+
+def _kv_rows(table: Tensor, kv_heads: int, kv_blocks: int) -> Tensor:
+    """Rows of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
     batch, heads = table.shape[:2]
-    device = table.device
-    kv_head = torch.arange(heads, device=device) // (heads // kv_heads)
-    owner = torch.arange(batch, device=device)[:, None] * kv_heads + kv_head
-    return owner[..., None] * (kv_length // tiles.block_size) + table
+    kv_head = torch.arange(heads, device=table.device) // (heads // kv_heads)
+    owner = torch.arange(batch, device=table.device)[:, None] * kv_heads + kv_head
+    return owner[..., None] * kv_blocks + table
 
 
-def _seen(tiles: Tiles, q_block: int) -> Tensor:
+def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
     """bool [B, Hq, block, K * block]: pairs of one query block that are computed."""
     size = tiles.block_size
-    count = tiles.kv_count[:, :, q_block]
-    table = tiles.kv_blocks[:, :, q_block, : int(count.max())].long()
     position = _of_blocks(tiles.k_positions.expand(*table.shape[:2], -1), table, size)
     rows = slice(q_block * size, (q_block + 1) * size)
     start, stop = tiles.start[:, None, rows, None], tiles.stop[:, None, rows, None]
     seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
-    listed = torch.arange(table.shape[-1], device=table.device) < count[..., None]
-    seen &= listed.repeat_interleave(size, dim=-1)[:, :, None]
+    seen &= real.repeat_interleave(size, dim=-1)[:, :, None]
     if tiles.covered is not None:
         seen &= ~_of_blocks(tiles.covered[:, :, q_block], table, size)[:, :, None]
     return seen
@@ -54,7 +60,8 @@ def _blocks(x: Tensor, size: int) -> Tensor:
 
 def _busy(tiles: Tiles) -> list[int]:
     """Query blocks that meet anything."""
-    return torch.nonzero(tiles.kv_count.amax(dim=(0, 1))).flatten().tolist()
+    count = tiles.by_query.full_count + tiles.by_query.partial_count
+    return torch.nonzero(count.amax(dim=(0, 1))).flatten().tolist()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
@@ -68,10 +75,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     k_blocks, v_blocks = _blocks(k, size), _blocks(v, size)
     for block in _busy(tiles):
-        rows = _kv_rows(tiles, block, k.shape[1], k.shape[2])
+        table, real = _met(tiles, block)
+        rows = _kv_rows(table, k.shape[1], k.shape[2] // size)
         here = slice(block * size, (block + 1) * size)
         scores = q[:, :, here].to(dtype) @ k_blocks[rows].to(dtype).flatten(2, 3).mT * scale
-        scores = scores.masked_fill(~_seen(tiles, block), -torch.inf)
+        scores = scores.masked_fill(~_seen(tiles, block, table, real), -torch.inf)
         lse[:, :, here] = scores.logsumexp(-1)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         out[:, :, here] = p @ v_blocks[rows].to(dtype).flatten(2, 3)
@@ -89,11 +97,12 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     k_blocks, v_blocks, dk_blocks, dv_blocks = (_blocks(x, size) for x in (k, v, dk, dv))
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for block in _busy(tiles):
-        rows = _kv_rows(tiles, block, k.shape[1], k.shape[2])
+        table, real = _met(tiles, block)
+        rows = _kv_rows(table, k.shape[1], k.shape[2] // size)
         here = slice(block * size, (block + 1) * size)
         q_here, d_here = q[:, :, here].to(dtype), d_out[:, :, here].to(dtype)
         keys, values = (x[rows].to(dtype).flatten(2, 3) for x in (k_blocks, v_blocks))
-        scores = (q_here @ keys.mT * scale).masked_fill(~_seen(tiles, block), -torch.inf)
+        scores = (q_here @ keys.mT * scale).masked_fill(~_seen(tiles, block, table, real), -torch.inf)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
         dq[:, :, here] = d_scores @ keys

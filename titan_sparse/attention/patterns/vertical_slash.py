@@ -55,8 +55,8 @@ class VerticalSlash(Pattern):
     recall: share of the probe's attention mass that verticals, and slashes, each have to reach, in (0, 1].
     probe: last queries of each span that are looked at; 0 means block_size.
     sinks: first tokens of each span that are always columns. local_diagonals: nearest block diagonals always on.
-    min_columns, max_columns, min_slashes, max_slashes (0: no cap): bounds on the budgets, sinks and local diagonals not
-    counted. Of the maxima a document in a packed sequence gets its share by length (at least the minimum).
+    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local diagonals not counted;
+    max_slashes = 0 means no cap, max_columns = 0 no columns but the sinks. Of the maxima a document in a packed sequence gets its share by length (at least the minimum).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
