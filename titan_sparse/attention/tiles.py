@@ -92,7 +92,7 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     listed = (index.selects(q_blocks, k_blocks) & reached[:, None]).expand(batch, index.heads, -1, -1)
     full, partial = listed & whole[:, None], listed & ~whole[:, None]
     by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(block_lists(full, partial), by_key, *_query_ranges(rows, q_positions, batch),
+    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, batch),
                  k_positions.int().view(1, 1, -1), None, size)
 
 
@@ -111,10 +111,11 @@ def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: boo
     whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
     full, partial = reached & whole, reached & ~whole
     by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(block_lists(full, partial), by_key, *_query_ranges(rows, q_positions, len(columns)), columns, covered, size)
+    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, len(columns)), columns, covered, size)
 
 
-def _query_ranges(rows: Rows, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def query_ranges(rows: Rows, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """start and stop of this rank's queries, int32 [B, Sq]."""
     return tuple(x[:, q_positions].expand(batch, -1).contiguous() for x in (rows.start, rows.stop))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.spans import Spans, entries, spans_of_blocks
+from titan_sparse.kernels import probe as kernels
 
 if TYPE_CHECKING:
     from titan_sparse.attention.context_parallel import ContextParallel
@@ -23,14 +24,15 @@ _CHUNK_ELEMENTS = 1 << 26
 class Probe(NamedTuple):
     """The last P queries of each of n spans; a span shorter than P has rows that see nothing.
 
-    q: [B, Hq, n, P, D] in fp32 (fp64 for fp64). start, stop: [B, n, P], keys that each row sees.
-    block_back: int64 [B, n, P], how many blocks the row lies before the span's last block.
+    q: [B, Hq, n, P, D] in its own dtype. start, stop: int32 [B, n, P], keys that each row sees.
+    block_back: int64 [B, n, P], how many blocks the row lies before the span's last block. scale: of the scores.
     """
 
     q: Tensor
     start: Tensor
     stop: Tensor
     block_back: Tensor
+    scale: float
 
 
 def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, cp: "ContextParallel", queries: int,
@@ -70,8 +72,8 @@ def _gather_probe(q: Tensor, rows: Rows, spans: Spans, cp: "ContextParallel", qu
     picked = cp.all_reduce(picked * (local >= 0)[:, None, :, None])
     start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
     block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0)
-    q_probe = picked.to(torch.promote_types(q.dtype, torch.float32)) * scale
-    return Probe(q_probe.view(batch, heads, *position.shape[1:], dim), start, torch.where(exists, stop, start), block_back)
+    picked = picked.view(batch, heads, *position.shape[1:], dim)
+    return Probe(picked, start, torch.where(exists, stop, start), block_back, scale)
 
 
 def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int):
@@ -85,8 +87,9 @@ def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: i
         last = min(first + step, len(blocks))
         span = slot[:, first:last].clamp(min=0)
         q = probe.q.transpose(1, 2)[which, span].permute(0, 3, 1, 2, 4, 5).unflatten(1, (kv_heads, -1))
-        keys = k_blocks[:, :, None, first:last].to(q.dtype)
-        scores = (q @ keys.transpose(-1, -2)).flatten(1, 2)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        keys = k_blocks[:, :, None, first:last].to(dtype)
+        scores = (q.to(dtype) * probe.scale @ keys.transpose(-1, -2)).flatten(1, 2)
         key = (blocks[first:last, None] * block_size + torch.arange(block_size, device=k.device))[:, None, None]
         seen = (key >= probe.start[which, span][..., None]) & (key < probe.stop[which, span][..., None])
         seen &= (slot[:, first:last] >= 0)[..., None, None]
@@ -96,8 +99,7 @@ def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: i
 def _normaliser(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, cp: "ContextParallel") -> Tensor:
     """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see nothing."""
     batch, heads, n, queries, _ = probe.q.shape
-    piece = torch.cat([s.logsumexp(-1) for _, _, s in _scores(probe, k, blocks, slot, cp.block_size)], dim=2)
-    piece = piece.flatten(2, 3)
+    piece = _block_lse(probe, k, blocks, slot, cp.block_size).flatten(2, 3)
     where = slot.clamp(min=0).flatten(1)[:, None, :, None].expand_as(piece)
     top = torch.full((batch, heads, n, queries), -torch.inf, dtype=piece.dtype, device=k.device)
     top = top.scatter_reduce(2, where, piece, "amax").clamp(min=torch.finfo(piece.dtype).min)
@@ -105,10 +107,24 @@ def _normaliser(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, cp: "Cont
     return cp.all_gather(top + total.log()).logsumexp(0)
 
 
+def _block_lse(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> Tensor:
+    """Log of each row's softmax sum over each of this rank's blocks, [B, Hq, n_local, T, P]."""
+    if k.is_cuda and k.dtype != torch.float64:
+        return kernels.block_lse(*_kernel_inputs(probe, k, blocks, slot, block_size))
+    return torch.cat([s.logsumexp(-1) for _, _, s in _scores(probe, k, blocks, slot, block_size)], dim=2)
+
+
+def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple:
+    return probe.q, k, probe.start, probe.stop, slot.int(), blocks.int(), probe.scale, block_size
+
+
 def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Masses of this rank's keys: by column [B, Hq, n_local, b], by tile and probe block back [B, Hq, n_local, T, U]."""
     batch, heads, n, queries, _ = probe.q.shape
     back = (queries + block_size - 2) // block_size + 1
+    if k.is_cuda and k.dtype != torch.float64:
+        inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
+        return kernels.block_masses(*inputs, lse, probe.block_back.int(), back)
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(1, 2)
     which = torch.arange(batch, device=k.device)[:, None, None]
     columns, tiles = [], []

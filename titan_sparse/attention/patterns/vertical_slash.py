@@ -24,12 +24,13 @@ class VerticalSlashIndex(BlockIndex):
     """Block diagonals per span (slashes) and key columns (verticals), for every query head.
 
     slashes: bool [B, Hq, E], entry spans.offset[d] + delta is the diagonal of block pairs delta apart in span d.
-    columns: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on columns, on slashes kept a budget short.
+    most_blocks: bound on the KV blocks that a query block meets. columns: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on columns, on slashes kept a budget short.
     """
 
-    def __init__(self, slashes: Tensor, columns: Tensor, capped: Tensor, spans: Spans, seq_len: int, block_size: int):
+    def __init__(self, slashes: Tensor, columns: Tensor, capped: Tensor, spans: Spans, seq_len: int, block_size: int,
+                 most_blocks: int):
         super().__init__(columns.shape[1], seq_len, block_size, columns)
-        self.slashes, self.capped, self.spans = slashes, capped, spans
+        self.slashes, self.capped, self.spans, self.most_blocks = slashes, capped, spans, most_blocks
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         q_blocks, k_blocks = q_blocks.long(), k_blocks.long()
@@ -46,6 +47,15 @@ class VerticalSlashIndex(BlockIndex):
 
     def tensors(self) -> list[Tensor]:
         return [self.slashes, self.columns, self.capped]
+
+    def block_spans(self, q_blocks: Tensor) -> Tensor:
+        """int32 [B, nq, 5], what selects() looks up for each query block, as kernels/block_tables.py takes it."""
+        slot = spans_of_blocks(self.spans, q_blocks, self.block_size)
+        slot = torch.nn.functional.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
+        known = slot.clamp(min=0).flatten(1)
+        offset, first = (x.gather(1, known).view_as(slot) for x in (self.spans.offset, self.spans.first_block))
+        fields = torch.stack([offset.where(slot >= 0, -1), first], dim=-1).flatten(2)
+        return torch.cat([fields, self.spans.dense_from[:, q_blocks, None]], dim=-1).int()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +164,18 @@ class VerticalSlash(Pattern):
 
     def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> VerticalSlashIndex:
         spans = find_spans(rows, batch, self.dense_below, block_size)
-        return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size)
+        most_blocks = self.most_blocks(rows.start.shape[1], block_size, rows.document_start is not None)
+        return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size, most_blocks)
+
+    def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
+        """A bound, known without looking, on the KV blocks that one query block can meet by slashes: both spans that it
+        may touch at their cap, and short documents. All blocks where there is no cap."""
+        blocks = -(-seq_len // block_size)
+        if not self.max_slashes:
+            return blocks
+        slashes = self.max_slashes + self.min_slashes + self.local_diagonals + 1
+        short = -(-self.dense_below // block_size) + 1 if packed else 0
+        return min(blocks, (2 if packed else 1) * slashes + short)
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:

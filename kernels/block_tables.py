@@ -1,0 +1,130 @@
+"""Block lists of a set of block diagonals, made on the GPU without a dense block mask and without waiting for the host.
+
+A query block a and a KV block c meet if the diagonal a - c is on in one of the (at most two) spans that a touches, or
+if c lies in a's dense range. A tile that the mask empties is left out; one that it leaves whole is listed apart.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 1024
+
+
+@triton.jit
+def _selected(slashes, a, c, offset0, first0, offset1, first1, dense_from, valid):
+    """Whether blocks a and c (vectors or scalars, broadcast) are computed whole; slashes points at one head's list."""
+    delta = a - c
+    past = valid & (delta >= 0)
+    on0 = tl.load(slashes + offset0 + delta, mask=past & (offset0 >= 0) & (c >= first0), other=0)
+    on1 = tl.load(slashes + offset1 + delta, mask=past & (offset1 >= 0) & (c >= first1), other=0)
+    return past & ((c >= dense_from) | (on0 != 0) | (on1 != 0))
+
+
+@triton.jit
+def _append(table, count, flags, numbers, capacity):
+    """Write the numbers whose flag is set behind the `count` entries already in table; returns the new count."""
+    place = count + tl.cumsum(flags.to(tl.int32), 0) - 1
+    tl.store(table + place, numbers, mask=flags & (place < capacity))
+    return count + tl.sum(flags.to(tl.int32), 0)
+
+
+@triton.jit
+def _lists_kernel(
+    slashes, spans, reach, q_blocks, k_blocks, full_count, full, partial_count, partial,
+    heads, entries, nq, nk, capacity, size, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
+):
+    i_row, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b = i_bh // heads
+    slashes += i_bh * entries
+    spans += i_b * nq * 5
+    reach += i_b * nq * 4
+    rows, others = (nk, nq) if BY_KEY else (nq, nk)
+    full += (i_bh * rows + i_row) * capacity
+    partial += (i_bh * rows + i_row) * capacity
+    n_full, n_partial = 0, 0
+    for start in range(0, others, CHUNK):
+        o_other = start + tl.arange(0, CHUNK)
+        valid = o_other < others
+        if BY_KEY:
+            i_q, a = o_other, tl.load(q_blocks + o_other, mask=valid, other=0)
+            c = tl.load(k_blocks + i_row) + tl.zeros_like(a)
+        else:
+            i_q = i_row + tl.zeros_like(o_other)
+            c = tl.load(k_blocks + o_other, mask=valid, other=0)
+            a = tl.load(q_blocks + i_row) + tl.zeros_like(c)
+        s = spans + i_q * 5
+        selected = _selected(
+            slashes, a, c, tl.load(s, mask=valid, other=-1), tl.load(s + 1, mask=valid, other=0),
+            tl.load(s + 2, mask=valid, other=-1), tl.load(s + 3, mask=valid, other=0), tl.load(s + 4, mask=valid, other=0), valid,
+        )
+        r = reach + i_q * 4
+        begin = c * size
+        seen = selected & (tl.load(r, mask=valid, other=0) < begin + size) & (tl.load(r + 1, mask=valid, other=0) > begin)
+        whole = (tl.load(r + 2, mask=valid, other=0) <= begin) & (tl.load(r + 3, mask=valid, other=0) >= begin + size)
+        n_full = _append(full, n_full, seen & whole, o_other, capacity)
+        n_partial = _append(partial, n_partial, seen & (whole == 0), o_other, capacity)
+    tl.store(full_count + i_bh * rows + i_row, tl.minimum(n_full, capacity))
+    tl.store(partial_count + i_bh * rows + i_row, tl.minimum(n_partial, capacity))
+
+
+def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, k_blocks: Tensor, size: int,
+                capacity: int, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """full_count, full, partial_count, partial: int32 [B, H, n], [B, H, n, capacity], for query or (by_key) KV blocks.
+
+    slashes: bool [B, H, E]. spans: int32 [B, nq, 5]: for both spans that a query block touches where its diagonals begin
+    in slashes (-1: no span) and its first block, then the first block of the dense range. reach: int32 [B, nq, 4]: keys
+    seen by any query of the block from..to, by all from..to. q_blocks [nq], k_blocks [nk]: int32 global numbers.
+    More than `capacity` entries of a row are cut off: the caller knows a bound.
+    """
+    batch, heads, entries = slashes.shape
+    nq, nk = len(q_blocks), len(k_blocks)
+    n = nk if by_key else nq
+    new = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=slashes.device)
+    counts, tables = (new(batch, heads, n), new(batch, heads, n)), (new(batch, heads, n, capacity), new(batch, heads, n, capacity))
+    chunk = min(_CHUNK, triton.next_power_of_2(nq if by_key else nk))
+    _lists_kernel[(n, batch * heads)](
+        slashes.view(torch.uint8), spans, reach, q_blocks, k_blocks, counts[0], tables[0], counts[1], tables[1],
+        heads, entries, nq, nk, capacity, size, BY_KEY=by_key, CHUNK=chunk, num_warps=4,
+    )
+    return counts[0], tables[0], counts[1], tables[1]
+
+
+@triton.jit
+def _columns_kernel(slashes, spans, reach, q_blocks, columns, covered, kind, heads, entries, nq, count,
+                    size, SIZE: tl.constexpr):
+    i_tile, i_q, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b = i_bh // heads
+    o_column = i_tile * SIZE + tl.arange(0, SIZE)
+    inside = o_column < count
+    position = tl.load(columns + i_bh * count + o_column, mask=inside, other=0)
+    s, r = spans + (i_b * nq + i_q) * 5, reach + (i_b * nq + i_q) * 4
+    zero = tl.zeros_like(position)
+    b_covered = _selected(
+        slashes + i_bh * entries, tl.load(q_blocks + i_q) + zero, position // size, tl.load(s) + zero, tl.load(s + 1) + zero,
+        tl.load(s + 2) + zero, tl.load(s + 3) + zero, tl.load(s + 4) + zero, inside,
+    )
+    tl.store(covered + (i_bh * nq + i_q) * count + o_column, b_covered.to(tl.uint8), mask=inside)
+    first, last = tl.min(position, 0), tl.max(position, 0)
+    reached = (tl.load(r) <= last) & (tl.load(r + 1) > first)
+    whole = (tl.load(r + 2) <= first) & (tl.load(r + 3) > last) & (tl.sum(b_covered.to(tl.int32), 0) == 0)
+    tiles = tl.num_programs(0)
+    tl.store(kind + (i_bh * nq + i_q) * tiles + i_tile, tl.where(reached, tl.where(whole, 2, 1), 0).to(tl.int8))
+
+
+def covered_columns(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, columns: Tensor,
+                    size: int) -> tuple[Tensor, Tensor]:
+    """covered: bool [B, H, nq, C], the column lies in a block that the query block computes whole; kind: int8
+    [B, H, nq, C / size] of each tile of columns, 0 not seen, 1 partly, 2 wholly seen and not covered.
+
+    columns: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
+    """
+    batch, heads, count = columns.shape
+    covered = torch.empty(batch, heads, len(q_blocks), count, dtype=torch.uint8, device=columns.device)
+    kind = torch.empty(batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=columns.device)
+    _columns_kernel[(count // size, len(q_blocks), batch * heads)](
+        slashes.view(torch.uint8), spans, reach, q_blocks, columns, covered, kind, heads, slashes.shape[-1], len(q_blocks), count,
+        size, SIZE=size, num_warps=1,
+    )
+    return covered.view(torch.bool), kind

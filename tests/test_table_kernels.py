@@ -1,0 +1,89 @@
+"""Kernels around attention against their plain-torch twins: block lists, covered columns, merge, probe masses."""
+
+import pytest
+import torch
+
+from tests.reference import structured_qkv
+from titan_sparse.attention import slash_tiles, tiles
+from titan_sparse.attention.layout import block_ids
+from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash, probe
+from titan_sparse.kernels import merge
+from titan_sparse.kernels import probe as probe_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE, SEQ_LEN = 16, 384
+MASKS = {
+    "causal": Causal(),
+    "window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(100),
+    "documents": Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
+    "long and short": Documents([[SEQ_LEN], [3, 200, 60, 17, 40]]),
+}
+PATTERNS = [VerticalSlash(recall=0.7, sinks=3, max_columns=60, dense_below=48),
+            VerticalSlash(recall=0.5, sinks=0, max_columns=20, max_slashes=4, dense_below=64)]
+
+
+def _same_lists(got: tiles.BlockLists, want: tiles.BlockLists) -> None:
+    for count, table, wanted_count, wanted_table in ((*got[:2], *want[:2]), (*got[2:], *want[2:])):
+        assert torch.equal(count, wanted_count)
+        width = wanted_table.shape[-1]
+        inside = torch.arange(width, device=count.device) < count[..., None]
+        assert table.shape[-1] >= int(count.max())
+        table = torch.nn.functional.pad(table, (0, max(0, width - table.shape[-1])))[..., :width]
+        assert torch.equal(table.where(inside, 0), wanted_table)
+
+
+@pytest.mark.parametrize("pattern, layout", [(PATTERNS[0], "striped"), (PATTERNS[1], "zigzag")], ids=["open", "capped"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_lists(mask, pattern, layout):
+    q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 2, 1, SEQ_LEN, 16, seed=5))
+    rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
+    index = pattern.select(q, k, rows, block_size=SIZE)
+    table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
+    got, want = (module.block_tiles(rows, index, table[1], table[2], 2, True) for module in (slash_tiles, tiles))
+    _same_lists(got.by_query, want.by_query)
+    _same_lists(got.by_key, want.by_key)
+    assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
+    got, want = (module.column_tiles(rows, index, table[1], True) for module in (slash_tiles, tiles))
+    _same_lists(got.by_query, want.by_query)
+    _same_lists(got.by_key, want.by_key)
+    real = (index.columns < SEQ_LEN)[:, :, None]
+    assert torch.equal(got.covered & real, want.covered & real)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 7, 24), (2, 3, 65, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_merge(shape, dtype):
+    g = torch.Generator().manual_seed(0)
+    out, piece = (torch.randn(shape, generator=g).to(DEVICE, dtype) for _ in range(2))
+    lse, lse_piece = (torch.randn(shape[:-1], generator=g).to(DEVICE) * 50 for _ in range(2))
+    lse[..., 0] = lse_piece[..., 0] = lse[..., 1] = lse_piece[..., 2] = -torch.inf
+    for x, l in ((out, lse), (piece, lse_piece)):
+        x[l.isinf()] = 0
+    got, got_lse = merge.merge(out, lse, piece, lse_piece, torch.float32)
+    want, want_lse = merge.merge_naive(out.float(), lse, piece.float(), lse_piece)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got_lse, want_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask, queries", [("causal", 16), ("window", 9), ("documents", 24), ("long and short", 16)])
+def test_probe(mask, queries):
+    """The kernels and the twin, which is fp32 here, on the same probe."""
+    from titan_sparse.attention.context_parallel import context_by_key, single_key
+    from titan_sparse.attention.patterns.spans import find_spans, spans_of_blocks
+
+    q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 24, seed=6, dtype=torch.float32))
+    cp, rows = context_by_key(single_key(SIZE)), MASKS[mask].rows(SEQ_LEN, DEVICE)
+    spans = find_spans(rows, 2, 48, SIZE)
+    blocks = cp.blocks(SEQ_LEN).to(DEVICE)
+    slot = spans_of_blocks(spans, blocks, SIZE)
+    seen = probe._gather_probe(q, rows, spans, cp, queries, 24 ** -0.5)
+    lse = torch.cat([s.logsumexp(-1) for _, _, s in probe._scores(seen, k, blocks, slot, SIZE)], dim=2)
+    inputs = probe._kernel_inputs(seen, k, blocks, slot, SIZE)
+    torch.testing.assert_close(probe_kernels.block_lse(*inputs), lse, atol=1e-3, rtol=1e-3)
+    whole = probe._normaliser(seen, k, blocks, slot, cp)
+    back = (queries + SIZE - 2) // SIZE + 1
+    got = probe_kernels.block_masses(*inputs, whole, seen.block_back.int(), back)
+    want = probe._pooled(seen, whole, k, blocks, slot, SIZE)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,65 @@
+"""Triton kernels over the block lists; where there are columns too, one fused pass over blocks and columns.
+
+The kernels want CUDA; on the CPU they run in Triton's interpreter, for tests.
+"""
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.tiles import Tiles
+from titan_sparse.kernels import block_sparse
+from titan_sparse.kernels.block_sparse import Lists, Piece
+
+
+def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why training with these inputs is not possible on this backend, in one sentence; None if it is."""
+    interpreted = block_sparse.INTERPRETED
+    if device_type != "cuda" and not interpreted:
+        return f'attention.backend = "triton" needs CUDA, not {device_type}; write "eager"'
+    if dtype == torch.float64 or (interpreted and dtype == torch.bfloat16):
+        where = " in Triton's interpreter" if interpreted else ""
+        return f'attention.backend = "triton" does not compute {dtype}{where}; write "eager"'
+    if block_size not in ((16, 32, 64, 128) if interpreted else (64, 128)):
+        return f'attention.backend = "triton" takes attention.block_size 64 or 128, not {block_size}'
+    if head_dim % 16 or not 16 <= head_dim <= 128:
+        return f'attention.backend = "triton" trains head_dim 16 to 128 in steps of 16, not {head_dim}; write "eager"'
+    return None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D].
+
+    Returns out in q's shape and dtype and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
+    """
+    return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale)
+
+
+def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+                         scale: float) -> tuple[Tensor, Tensor]:
+    """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with tiles of their own."""
+    pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
+    return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+
+
+def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles, fp32, with the out and lse of the whole attention; needs by_key."""
+    pieces = [_piece(k, v, tiles)]
+    dq, [(dk, dv)] = block_sparse.backward(
+        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+    return dq, dk, dv
+
+
+def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+                          k2: Tensor, v2: Tensor, tiles2: Tiles,
+                          scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, k2 and v2, fp32; dq through blocks and columns in one pass."""
+    pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
+    dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(
+        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+    return dq, dk, dv, dk2, dv2
+
+
+def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
+    by_key = None if tiles.by_key is None else Lists(*tiles.by_key)
+    return Piece(k, v, Lists(*tiles.by_query), by_key, tiles.k_positions, tiles.covered)
