@@ -62,17 +62,17 @@ class ContextParallel:
     # Layout ---------------------------------------------------------------------------------------------------------
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  a ContextParallel lives as long as the program
-    def block_table(self, seq_len: int) -> Tensor:
+    def block_table(self, seq_len: int, device: torch.device = torch.device("cpu")) -> Tensor:
         """int64 [ranks, n]: the global blocks of every rank; ValueError if `seq_len` does not divide."""
-        return layouts.block_ids(self.layout, self.size, seq_len, self.block_size)
+        return layouts.block_ids(self.layout, self.size, seq_len, self.block_size).to(device)
 
-    def blocks(self, seq_len: int, rank: int | None = None) -> Tensor:
+    def blocks(self, seq_len: int, rank: int | None = None, device: torch.device = torch.device("cpu")) -> Tensor:
         """int64 [n]: the global blocks of `rank`, or of this rank, in local order."""
-        return self.block_table(seq_len)[self.rank if rank is None else rank]
+        return self.block_table(seq_len, device)[self.rank if rank is None else rank]
 
     def local_position(self, positions: Tensor, seq_len: int) -> Tensor:
         """int64, shape of `positions` (global; seq_len allowed): where this rank holds the token, -1 if it does not."""
-        here = layouts.token_positions(self.blocks(seq_len), self.block_size).to(positions.device)
+        here = layouts.token_positions(self.blocks(seq_len, device=positions.device), self.block_size)
         lookup = torch.full((seq_len + 1,), -1, device=positions.device)
         lookup[here] = torch.arange(len(here), device=positions.device)
         return lookup[positions.long()]

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_sparse.attention import slash_tiles, tiles
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.attention.tiles import Tiles, block_tiles, column_tiles
+from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
+from titan_sparse.attention.tiles import Tiles
+from titan_sparse.kernels import merge as merge_kernel
 
 
 class Run(NamedTuple):
@@ -35,55 +38,105 @@ class Run(NamedTuple):
 
     def blocks(self, rank: int | None = None) -> Tensor:
         """Global blocks of `rank` (default: this rank) on the data's device."""
-        return self.cp.blocks(self.seq_len, rank).to(self.rows.start.device)
+        return self.cp.blocks(self.seq_len, rank, self.rows.start.device)
 
     def tiles(self, source: int, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the KV chunk of rank `source`; by_key too if `transpose`."""
-        return block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch, transpose)
+        return self._tile_maker.block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch, transpose)
 
     def column_tiles(self, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the gathered columns."""
-        return column_tiles(self.rows, self.index, self.blocks(), transpose)
+        return self._tile_maker.column_tiles(self.rows, self.index, self.blocks(), transpose)
+
+    @property
+    def _tile_maker(self) -> ModuleType:
+        return slash_tiles if self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex) else tiles
 
 
-def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attentions over each; rows that see nothing yet have lse -inf."""
-    total = torch.logaddexp(lse, lse_piece)
-    finite = total.clamp(min=torch.finfo(total.dtype).min)
-    return out * (lse - finite).exp()[..., None] + out_piece * (lse_piece - finite).exp()[..., None], total
+def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the attentions over each; out in `dtype`, lse as it comes."""
+    if out.is_cuda and lse.dtype == torch.float32:
+        return merge_kernel.merge(out, lse, out_piece, lse_piece, dtype)
+    merged, total = merge_kernel.merge_naive(out, lse, out_piece, lse_piece)
+    return merged.to(dtype), total
 
 
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D] and lse [B, Hq, S_local] in the accumulation dtype, and the gathered columns' KV."""
+    """out [B, Hq, S_local, D] and lse [B, Hq, S_local], and the gathered columns' KV.
+
+    With several ranks the running sum over pieces is fp32 (fp64 for fp64): rounding it at every step would add up.
+    """
     column_kv = gather_columns(run, k, v)
-    out, lse = _column_forward(run, q, column_kv)
-    for source, kv in _circulate(run.cp, torch.stack([k, v])):
-        piece = run.backend.forward(q, kv[0], kv[1], run.tiles(source, len(q)), run.scale)
-        out, lse = merge(out, lse, *piece)
-    return out, lse, column_kv
+    dtype = q.dtype if run.cp.size == 1 else accumulation_dtype(q.dtype)
+    total = None
+    for source, kv in _circulate(run.cp, _travelling(run.cp, k, v)):
+        tiles = run.tiles(source, len(q))
+        if total is None:
+            total = _first_forward(run, q, kv, tiles, column_kv, dtype)
+        else:
+            total = merge(*total, *run.backend.forward(q, kv[0], kv[1], tiles, run.scale), dtype)
+    return *total, column_kv
+
+
+def _first_forward(run: Run, q: Tensor, kv, tiles: Tiles, column_kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first chunk's blocks together with the columns, in one launch where the backend can."""
+    if column_kv.shape[3] == 0:
+        out, lse = run.backend.forward(q, kv[0], kv[1], tiles, run.scale)
+        return out.to(dtype), lse
+    columns = (column_kv[0], column_kv[1], run.column_tiles())
+    if hasattr(run.backend, "forward_with_columns"):
+        out, lse = run.backend.forward_with_columns(q, kv[0], kv[1], tiles, *columns, run.scale)
+        return out.to(dtype), lse
+    pieces = (run.backend.forward(q, *piece, run.scale) for piece in ((kv[0], kv[1], tiles), columns))
+    return merge(*next(pieces), *next(pieces), dtype)
 
 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
              column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v, in the accumulation dtype."""
-    dq, d_kv = _column_backward(run, d_out, q, k, out, lse, column_kv)
+    """Gradients of this rank's q, k and v, in the accumulation dtype or, from a single piece, the backend's."""
+    dq, d_columns = [], None
 
-    def piece(source: int, kv: Tensor) -> Tensor:
-        dq_piece, *d_piece = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, run.tiles(source, len(q), True), run.scale)
-        dq.add_(dq_piece)
-        return torch.stack(d_piece)
+    def piece(source: int, kv) -> list[Tensor]:
+        nonlocal d_columns
+        tiles = run.tiles(source, len(q), transpose=True)
+        if dq or column_kv.shape[3] == 0:
+            dq_piece, *d_kv = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, tiles, run.scale)
+        else:
+            dq_piece, d_kv, d_columns = _first_backward(run, d_out, q, kv, out, lse, tiles, column_kv)
+        dq[:] = [dq_piece if not dq else dq[0].to(accumulation_dtype(q.dtype)) + dq_piece]
+        return d_kv
 
-    reverse = _all_gather_backward if run.cp.schedule == "all_gather" else _ring_backward
-    d_kv += reverse(run.cp, torch.stack([k, v]), piece)
-    return dq, d_kv[0], d_kv[1]
+    d_kv = _reverse(run.cp, _travelling(run.cp, k, v), piece)
+    if d_columns is not None:
+        d_kv = _add_columns(run, d_kv, d_columns)
+    return dq[0], d_kv[0], d_kv[1]
+
+
+def _first_backward(run: Run, d_out: Tensor, q: Tensor, kv, out: Tensor, lse: Tensor, tiles: Tiles,
+                    column_kv: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """dq of the first chunk and the columns together, [dk, dv] of the chunk, [dk, dv] of the columns."""
+    columns = (column_kv[0], column_kv[1], run.column_tiles(transpose=True))
+    if hasattr(run.backend, "backward_with_columns"):
+        dq, dk, dv, *d_columns = run.backend.backward_with_columns(
+            d_out, q, kv[0], kv[1], out, lse, tiles, *columns, run.scale
+        )
+        return dq, [dk, dv], d_columns
+    dq, dk, dv = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, tiles, run.scale)
+    dq_columns, *d_columns = run.backend.backward(d_out, q, columns[0], columns[1], out, lse, columns[2], run.scale)
+    return dq + dq_columns, [dk, dv], d_columns
 
 
 # Schedules ----------------------------------------------------------------------------------------------------------
 
 
-def _circulate(cp: ContextParallel, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _travelling(cp: ContextParallel, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """K and V as one tensor to be sent, or as they are where nothing is."""
+    return (k, v) if cp.size == 1 else torch.stack([k, v])
+
+
+def _circulate(cp: ContextParallel, kv) -> Iterator[tuple[int, Tensor]]:
     """(source rank, its KV) in the schedule's order; the next transfers run while the caller computes."""
-    if cp.schedule == "all_gather":
+    if cp.schedule == "all_gather" and cp.size > 1:
         chunks = cp.all_gather(kv)
         yield from ((source, chunks[source]) for window in cp.windows for source in window)
         return
@@ -94,6 +147,17 @@ def _circulate(cp: ContextParallel, kv: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield source, kv
             kv = inner.wait() if inner else kv
         kv = outer.wait() if outer else kv
+
+
+def _reverse(cp: ContextParallel, kv, piece) -> Tensor | list[Tensor]:
+    """[dk, dv] of this rank's KV; piece(source, its KV) gives this rank's share of a chunk's [dk, dv]."""
+    if cp.size == 1:
+        return piece(0, kv)
+
+    def stacked(source: int, kv: Tensor) -> Tensor:
+        return torch.stack(piece(source, kv)).to(accumulation_dtype(kv.dtype))
+
+    return (_all_gather_backward if cp.schedule == "all_gather" else _ring_backward)(cp, kv, stacked)
 
 
 def _ring_backward(cp: ContextParallel, kv: Tensor, piece) -> Tensor:
@@ -147,28 +211,13 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Tensor:
     return run.cp.all_reduce(picked * mine[..., None])
 
 
-def _column_forward(run: Run, q: Tensor, column_kv: Tensor) -> tuple[Tensor, Tensor]:
-    if column_kv.shape[3] == 0:
-        dtype = accumulation_dtype(q.dtype)
-        return (torch.zeros(q.shape, dtype=dtype, device=q.device),
-                torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device))
-    return run.backend.forward(q, column_kv[0], column_kv[1], run.column_tiles(), run.scale)
-
-
-def _column_backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
-                     column_kv: Tensor) -> tuple[Tensor, Tensor]:
-    """dq [B, Hq, S_local, D] and d_kv [2, B, Hkv, S_local, D] through the columns."""
-    dtype = accumulation_dtype(q.dtype)
-    d_kv = torch.zeros(2, *k.shape, dtype=dtype, device=k.device)
-    if column_kv.shape[3] == 0:
-        return torch.zeros(q.shape, dtype=dtype, device=q.device), d_kv
-    tiles = run.column_tiles(transpose=True)
-    dq, *pieces = run.backend.backward(d_out, q, column_kv[0], column_kv[1], out, lse, tiles, run.scale)
+def _add_columns(run: Run, d_kv: Tensor | list[Tensor], d_columns: list[Tensor]) -> list[Tensor]:
+    """[dk, dv] [B, Hkv, S_local, D] with those of the columns [B, Hq, C, D] added where the columns came from."""
+    dtype = accumulation_dtype(d_columns[0].dtype)
     local, mine = _local_columns(run)
-    gathered = run.cp.all_reduce(torch.stack(pieces)) * mine[..., None]
+    gathered = run.cp.all_reduce(torch.stack(d_columns).to(dtype)) * mine[..., None]
     # Query heads of one group add up in their KV head.
-    kv_heads = k.shape[1]
-    rows = local.unflatten(1, (kv_heads, -1)).flatten(2, 3)[..., None].expand(-1, -1, -1, k.shape[-1])
-    for total, piece in zip(d_kv, gathered):
-        total.scatter_add_(2, rows, piece.unflatten(1, (kv_heads, -1)).flatten(2, 3))
-    return dq, d_kv
+    kv_heads = d_kv[0].shape[1]
+    rows = local.unflatten(1, (kv_heads, -1)).flatten(2, 3)[..., None].expand(-1, -1, -1, d_kv[0].shape[-1])
+    return [total.to(dtype, copy=True).scatter_add_(2, rows, part.unflatten(1, (kv_heads, -1)).flatten(2, 3))
+            for total, part in zip(d_kv, gathered)]

@@ -43,7 +43,7 @@ def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, cp: "ContextPar
     head) pairs come back: vertical [N, S], slash [N, E], and int64 [N] the sequence each pair belongs to.
     """
     batch, heads = q.shape[:2]
-    blocks = cp.blocks(rows.start.shape[1]).to(q.device)
+    blocks = cp.blocks(rows.start.shape[1], device=q.device)
     slot = spans_of_blocks(spans, blocks, cp.block_size)
     probe = _gather_probe(q, rows, spans, cp, queries, scale)
     lse = _normaliser(probe, k, blocks, slot, cp)
@@ -53,7 +53,7 @@ def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, cp: "ContextPar
     pooled = torch.nn.functional.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs))).transpose(0, 1)
     columns, tiles = received.split([column[0, 0].numel(), tile[0, 0].numel()], dim=-1)
-    order = torch.argsort(cp.block_table(rows.start.shape[1]).flatten()).to(q.device)
+    order = torch.argsort(cp.block_table(rows.start.shape[1], q.device).flatten())
     columns = columns.reshape(pairs, -1, cp.block_size)[:, order].flatten(1)
     tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, order]
     sequence = (torch.arange(pairs, device=q.device) + cp.rank * pairs).clamp(max=batch * heads - 1) // heads
