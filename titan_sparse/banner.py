@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from titan_sparse.config import Config
 
 
-def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, backend: tuple[str, str],
+def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
            device: torch.device, padded_seq_len: int, memory: dict[str, float]) -> str:
-    """Several lines. backend: name and reason as backends.choose() gives them; memory: GiB by part."""
+    """Several lines. kernel: what backends.explain() says; memory: GiB by part."""
     training, attention = config.training, config.attention
     dtype = training.dtype + ("" if training.dtype == "float64" else ", float32 weights and optimizer")
     window = f", window {attention.sliding_window}" if attention.sliding_window else ""
@@ -32,7 +32,7 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
                  f" tokens (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)"),
         ("attention", f"{attention.mask}{window} mask, {pattern}, blocks of {cp.block_size}"),
         ("layout", f"{cp.layout}, schedule {cp.schedule}"),
-        ("kernel", f"{backend[0]}: {backend[1]}"),
+        ("kernel", kernel),
         ("blocks", f"{kept}, {compiled}"),
         ("memory", f"expect {sum(memory.values()):.2f} GiB a device: "
                    + ", ".join(f"{part} {size:.2f}" for part, size in memory.items())),

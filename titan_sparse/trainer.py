@@ -49,6 +49,9 @@ class Trainer:
         self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         self.loader = _open_data(config, self.model_config)
+        self.kernel = backends.explain(
+            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size
+        )
         self.stop_signals = 0
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -96,11 +99,13 @@ class Trainer:
             logger.info("resumed at step %d", self.progress.step)
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
-        stopped = False
+        stopped, first = False, self.progress.step + 1
         with profiler(config.profiling, config.training.output_dir, dist.get_rank()) as profile:
             while self.progress.step < config.training.steps and not stopped:
                 stopped = self.step()
                 self._after_step(stopped, profile)
+                if self.progress.step == first:
+                    set_timeout(config.parallelism.timeout_seconds)
         gc.enable()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -177,8 +182,6 @@ class Trainer:
             gc.collect(1)
         if profile is not None:
             profile.step()
-        if step == 1:
-            set_timeout(self.config.parallelism.timeout_seconds)
 
     def _on_signal(self, number: int, _) -> None:
         self.stop_signals += 1
@@ -196,8 +199,7 @@ class Trainer:
             local_tokens=padded // self.cp.size, dtype=self.dtype, checkpoint_mode=config.activation_checkpoint.mode,
             loss_chunk_tokens=training.loss_chunk_tokens,
         )
-        kernel = backends.choose(config.attention.backend)
-        print(banner(config, self.model_config, self.meshes, self.cp, kernel, self.device, padded, memory), flush=True)
+        print(banner(config, self.model_config, self.meshes, self.cp, self.kernel, self.device, padded, memory), flush=True)
         save(config, training.output_dir)
 
 

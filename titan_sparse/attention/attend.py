@@ -40,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend, _ = backends.choose(backend)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale)
     if not return_aux:

@@ -136,7 +136,7 @@ class Attention:
     "which context-parallel rank owns which blocks"
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring"] = "auto"
     "in which order keys and values meet the queries"
-    backend: Literal["auto", "eager"] = "auto"
+    backend: Literal["auto", "eager", "flex", "triton"] = "auto"
     "which kernel computes; eager is the slow, exact reference"
     block_size: int = 128
     "tokens of a block; a power of two, at least 16"

@@ -10,6 +10,16 @@ from torch import Tensor
 from titan_sparse.attention.tiles import Tiles
 
 
+def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """Why this backend cannot serve a case: it serves all."""
+    return None
+
+
+def describe() -> str:
+    """What computes, for the banner."""
+    return "eager: plain PyTorch over the selected KV blocks"
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 stays fp64, everything else is computed in fp32."""
     return torch.promote_types(dtype, torch.float32)

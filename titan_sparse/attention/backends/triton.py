@@ -26,6 +26,11 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
     return None
 
 
+def describe() -> str:
+    """What computes, for the banner."""
+    return "triton: own block-sparse kernels, blocks and columns in one pass"
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D].
 

@@ -1,0 +1,122 @@
+"""A piece of block-sparse attention: keys, values and the lists of blocks that meet; how kernels see it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 when they were imported)."""
+
+LOG2_E = 1.4426950408889634
+
+
+class Lists(NamedTuple):
+    """For each of n blocks of one side the blocks of the other side that it meets, int32 and contiguous.
+
+    full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], K being any width from the largest count on.
+    Of a full tile every pair is seen; in a partial one positions and `covered` decide.
+    """
+
+    full_count: Tensor
+    full: Tensor
+    partial_count: Tensor
+    partial: Tensor
+
+
+class Piece(NamedTuple):
+    """Keys and values [B, Hkv, Sk, D] (Hq a multiple of Hkv) and which query blocks meet which of their blocks.
+
+    by_query: KV blocks of each query block. by_key: query blocks of each KV block, needed in backward only.
+    k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees positions start <= p < stop.
+    covered: bool [B, Hq, nq, Sk] or None: keys that the query block does not see in a partial tile.
+    """
+
+    k: Tensor
+    v: Tensor
+    by_query: Lists
+    by_key: Lists | None
+    k_positions: Tensor
+    covered: Tensor | None
+
+
+class Operand(NamedTuple):
+    """A Piece as a kernel gets it; *_stride: elements per batch, head and (k, v) token; blocks: rows of a table."""
+
+    k: Tensor
+    k_stride: tuple[int, int, int]
+    v: Tensor
+    v_stride: tuple[int, int, int]
+    group: int
+    k_len: int
+    full_count: Tensor
+    full: Tensor
+    full_width: int
+    partial_count: Tensor
+    partial: Tensor
+    partial_width: int
+    blocks: int
+    positions: Tensor
+    positions_stride: tuple[int, int]
+    covered: Tensor | None
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """[B, H, S, D] with neighbouring elements along D, any strides else."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
+    """What a kernel walking `lists` (one of the piece's two) needs, for `heads` query heads."""
+    k, v = dense_rows(piece.k), dense_rows(piece.v)
+    full_count, full, partial_count, partial = (x.contiguous() for x in lists)
+    positions = piece.k_positions.contiguous()
+    shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
+    covered = None if piece.covered is None else piece.covered.contiguous().view(torch.uint8)
+    return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
+                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], full.shape[2],
+                   positions, shared, covered)
+
+
+@triton.jit
+def slice_of(pointer, stride, batch, head):
+    """Where the [S, D] of one batch and head begins."""
+    return pointer + batch.to(tl.int64) * stride[0] + head.to(tl.int64) * stride[1]
+
+
+@triton.jit
+def load_rows(pointer, stride, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """[ROWS, D] from row `first` on; D is HEAD_DIM padded with zeros to a power of two."""
+    dims = tl.arange(0, D)[None, :]
+    at = pointer + first.to(tl.int64) * stride + (tl.arange(0, ROWS)[:, None] * stride + dims)
+    if D == HEAD_DIM:
+        return tl.load(at)
+    return tl.load(at, mask=dims < HEAD_DIM, other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr):
+    """Write [ROWS, D] to contiguous rows of HEAD_DIM elements."""
+    dims = tl.arange(0, D)[None, :]
+    at = pointer + first.to(tl.int64) * HEAD_DIM + (tl.arange(0, ROWS)[:, None] * HEAD_DIM + dims)
+    tl.store(at, x.to(pointer.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def list_row(piece, batch, head, heads, block):
+    """Counts and tables of one block: full count, full table, partial count, partial table."""
+    row = (batch.to(tl.int64) * heads + head) * piece.blocks + block
+    full, partial = piece.full + row * piece.full_width, piece.partial + row * piece.partial_width
+    return tl.load(piece.full_count + row), full, tl.load(piece.partial_count + row), partial
+
+
+@triton.jit
+def load_positions(positions, covered, first, COUNT: tl.constexpr):
+    """int32 [COUNT] positions of keys; covered ones get a position that no query sees."""
+    keys = first + tl.arange(0, COUNT)
+    position = tl.load(positions + keys)
+    if covered is not None:
+        position = tl.where(tl.load(covered + keys) != 0, 2147483647, position)
+    return position

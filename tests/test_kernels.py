@@ -1,0 +1,192 @@
+"""Block-sparse attention kernels and the triton backend against their plain-torch twin and the eager backend.
+
+Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
+"""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.backends import eager, triton
+from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.tiles import Tiles, block_tiles, column_tiles
+from titan_sparse.kernels import block_sparse
+from titan_sparse.kernels.block_sparse import Lists, Piece, naive
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
+needs_interpreter = pytest.mark.skipif(not block_sparse.INTERPRETED, reason="small blocks are for the interpreter")
+
+
+class RandomIndex(BlockIndex):
+    """Every block pair is selected with some probability, the last query block selects none; random columns."""
+
+    def __init__(self, heads: int, blocks: int, block_size: int, batch: int, columns: int, seed: int = 0):
+        g = torch.Generator().manual_seed(seed)
+        seq_len, wanted = blocks * block_size, max(1, columns - 5)
+        picked = torch.stack([torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)]).sort(-1).values
+        padded = torch.nn.functional.pad(picked, (0, columns - wanted), value=seq_len)
+        super().__init__(heads, seq_len, block_size, padded.int().view(batch, heads, columns).to(DEVICE))
+        self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
+        self.table[:, :, -1] = False
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        return self.table[:, :, q_blocks][..., k_blocks]
+
+
+class Case:
+    """Inputs of one rank: it has every second query block and the KV chunk of the others, or all if `whole`."""
+
+    def __init__(self, mask, heads=(4, 2), dim=64, size=64, blocks=5, batch=2, columns=1, whole=False, dtype=torch.float32):
+        rows = mask.rows(blocks * size, DEVICE)
+        index = RandomIndex(heads[0], blocks, size, batch, columns * size)
+        numbers = torch.arange(blocks, device=DEVICE)
+        q_blocks, k_blocks = (numbers, numbers) if whole else (numbers[::2], numbers[1::2])
+        self.tiles = block_tiles(rows, index, q_blocks, k_blocks, batch, True)
+        self.column_tiles = column_tiles(rows, index, q_blocks, True)
+        self.scale = 0.9 / math.sqrt(dim)
+        g = torch.Generator().manual_seed(1)
+        lengths = (len(q_blocks) * size, len(k_blocks) * size, columns * size)
+        shapes = [(heads[0], lengths[0])] * 2 + [(heads[1], lengths[1])] * 2 + [(heads[0], lengths[2])] * 2
+        tensors = [torch.randn(batch, n, h, dim, generator=g).transpose(1, 2).to(DEVICE, dtype) for h, n in shapes]
+        self.q, self.d_out, self.k, self.v, self.k2, self.v2 = tensors
+
+    def pieces(self) -> list[Piece]:
+        """Both pieces in fp64."""
+        return [_piece(k.double(), v.double(), t) for k, v, t in
+                ((self.k, self.v, self.tiles), (self.k2, self.v2, self.column_tiles))]
+
+    def truth(self, pieces: list[Piece]) -> list[Tensor]:
+        """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
+        t = (self.tiles.start, self.tiles.stop, self.tiles.block_size, self.scale)
+        out, lse = naive.forward(self.q.double(), pieces, *t)
+        dq, rest = naive.backward(self.d_out.double(), self.q.double(), out, lse, pieces, *t)
+        return [out, lse, dq, *(x for both in rest for x in both)]
+
+    def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
+        """The same by the triton backend, blocks and columns fused; gradients with its own out and lse unless given."""
+        args = (self.k, self.v, self.tiles, self.k2, self.v2, self.column_tiles, self.scale)
+        own = triton.forward_with_columns(self.q, *args)
+        out, lse = own if out is None else (out, lse)
+        gradients = triton.backward_with_columns(self.d_out, self.q, self.k, self.v, out, lse, *args[2:])
+        return [*own, *gradients]
+
+
+def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
+    return Piece(k, v, Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, tiles.covered)
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm().clamp(min=1e-9)).item()
+
+
+def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    assert torch.equal(got[1].isinf(), want[1].isinf())
+    assert bool((got[0][want[1].isinf()] == 0).all())
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and not a.isnan().any()
+        assert _relative(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
+
+
+DOCUMENTS = Documents([[130, 70, 3, 100], [20, 290]])
+CASES = {
+    "causal": dict(mask=Causal()),
+    "window": dict(mask=Causal(valid=(300, 170)) & SlidingWindow(90)),
+    "documents": dict(mask=DOCUMENTS, whole=True),
+    "group of 5": dict(mask=Causal(), heads=(5, 1), batch=1),
+    "heads of their own": dict(mask=DOCUMENTS, heads=(3, 3), dim=32),
+    "head_dim 96": dict(mask=Causal(), heads=(2, 1), dim=96, batch=1, columns=2),
+    "head_dim 128": dict(mask=Causal(), heads=(2, 1), dim=128, size=128, blocks=3, batch=1, whole=True),
+    "fp16": dict(mask=Causal(), heads=(2, 1), batch=1, dtype=torch.float16),
+    "all blocks": dict(mask=Causal(), heads=(2, 1), blocks=8, batch=1, whole=True),
+}
+SMALL = {
+    "blocks of 32": dict(mask=DOCUMENTS, size=32, blocks=10, heads=(2, 1)),
+    "blocks of 16": dict(mask=Causal(valid=(80,)), size=16, blocks=6, heads=(2, 1), batch=1, dim=16),
+}
+
+
+def _check(case: Case) -> None:
+    want = case.truth(case.pieces())
+    assert float(want[0].abs().max()) > 0
+    _assert_close(case.fused(), want, 2e-3 if case.q.dtype == torch.float16 else 2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_and_columns(name):
+    _check(Case(**CASES[name]))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", SMALL)
+def test_small_blocks(name):
+    _check(Case(**SMALL[name]))
+
+
+@pytest.mark.parametrize("name", ["window", "documents"])
+def test_pieces_alone(name):
+    """forward() and backward() of the backend, piece by piece; gradients with the whole attention's out and lse."""
+    case = Case(**CASES[name])
+    out, lse, dq, *rest = case.truth(case.pieces())
+    total = torch.zeros_like(dq)
+    for number, (k, v, tiles) in enumerate([(case.k, case.v, case.tiles), (case.k2, case.v2, case.column_tiles)]):
+        alone = case.truth(case.pieces()[number : number + 1])[:2]
+        _assert_close(list(triton.forward(case.q, k, v, tiles, case.scale)), alone, 2e-5)
+        dq_piece, *d_piece = triton.backward(
+            case.d_out, case.q, k, v, out.float(), lse.float(), tiles, case.scale)
+        total += dq_piece
+        assert all(_relative(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
+    assert _relative(total, dq) < 2e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twin_is_eager(name):
+    """The twin against the eager backend, both fp64."""
+    case = Case(**CASES[name])
+    want = case.truth(case.pieces())
+    q, d_out = case.q.double(), case.d_out.double()
+    parts = [(p.k, p.v, t) for p, t in zip(case.pieces(), (case.tiles, case.column_tiles))]
+    (out_1, lse_1), (out_2, lse_2) = (eager.forward(q, *part, case.scale) for part in parts)
+    lse = torch.logaddexp(lse_1, lse_2)
+    out = sum(o * (x - lse.clamp(min=-1e300)).exp()[..., None] for o, x in ((out_1, lse_1), (out_2, lse_2)))
+    got = [eager.backward(d_out, q, k, v, out, lse, tiles, case.scale) for k, v, tiles in parts]
+    _assert_close([out, lse, got[0][0] + got[1][0], *got[0][1:], *got[1][1:]], want, 1e-12)
+
+
+def test_nothing_listed():
+    """Empty lists: out 0, lse -inf, gradients 0, and entries behind the counts are never looked at."""
+    case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
+    for tiles in (case.tiles, case.column_tiles):
+        for lists in (tiles.by_query, tiles.by_key):
+            lists.full_count.zero_(), lists.partial_count.zero_(), lists.full.fill_(2**30), lists.partial.fill_(2**30)
+    out, lse, *gradients = case.fused()
+    assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
+    assert all(bool((x == 0).all()) for x in gradients)
+
+
+def test_split_query_lists(monkeypatch):
+    """Cutting the query lists of a KV block into parts changes nothing but the order of the sum."""
+    monkeypatch.setattr(sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3)
+    case = Case(Causal(), heads=(2, 1), blocks=8, batch=2, whole=True)
+    _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (("cpu", torch.float64, 64, 64), "float64"), (("cpu", torch.float32, 64, 48), "block_size"),
+    (("cpu", torch.float32, 72, 64), "head_dim"), (("cpu", torch.float32, 256, 64), "head_dim"),
+])
+@needs_interpreter
+def test_refusal(arguments, word):
+    assert word in triton.refusal(*arguments)
+
+
+def test_accepted(monkeypatch):
+    assert all(triton.refusal(DEVICE, torch.float16, dim, size) is None for dim in (64, 96, 128) for size in (64, 128))
+    monkeypatch.setattr(block_sparse, "INTERPRETED", False)
+    assert triton.refusal("cuda", torch.bfloat16, 128, 128) is None
+    assert "CUDA" in triton.refusal("cpu", torch.float32, 64, 64)
+    assert "block_size" in triton.refusal("cuda", torch.bfloat16, 128, 32)
