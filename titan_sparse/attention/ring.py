@@ -149,7 +149,7 @@ def _circulate(cp: ContextParallel, kv) -> Iterator[tuple[int, Tensor]]:
         kv = outer.wait() if outer else kv
 
 
-def _reverse(cp: ContextParallel, kv, piece) -> Tensor | list[Tensor]:
+def _reverse(cp: ContextParallel, kv, piece) -> list[Tensor]:
     """[dk, dv] of this rank's KV; piece(source, its KV) gives this rank's share of a chunk's [dk, dv]."""
     if cp.size == 1:
         return piece(0, kv)
@@ -157,7 +157,8 @@ def _reverse(cp: ContextParallel, kv, piece) -> Tensor | list[Tensor]:
     def stacked(source: int, kv: Tensor) -> Tensor:
         return torch.stack(piece(source, kv)).to(accumulation_dtype(kv.dtype))
 
-    return (_all_gather_backward if cp.schedule == "all_gather" else _ring_backward)(cp, kv, stacked)
+    d_kv = (_all_gather_backward if cp.schedule == "all_gather" else _ring_backward)(cp, kv, stacked)
+    return [x.clone() for x in d_kv]  # outputs of an op may not share memory
 
 
 def _ring_backward(cp: ContextParallel, kv: Tensor, piece) -> Tensor:
@@ -205,13 +206,14 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Tensor:
     group = run.index.heads // k.shape[1]
     if run.index.columns.shape[-1] == 0:
         return k.new_empty(2, *local.shape, k.shape[-1])
-    rows = local[..., None].expand(*local.shape, k.shape[-1])
-    picked = torch.stack([x.repeat_interleave(group, 1).gather(2, rows) for x in (k, v)])
+    # Heads are expanded, not repeated: one KV head's rows are read for all query heads of its group.
+    rows = local.unflatten(1, (-1, group))[..., None].expand(-1, -1, -1, -1, k.shape[-1])
+    picked = torch.stack([x[:, :, None].expand(-1, -1, group, -1, -1).gather(3, rows).flatten(1, 2) for x in (k, v)])
     # Absent columns are added as zeros, which is exact in any dtype and needs no counts on the host.
     return run.cp.all_reduce(picked * mine[..., None])
 
 
-def _add_columns(run: Run, d_kv: Tensor | list[Tensor], d_columns: list[Tensor]) -> list[Tensor]:
+def _add_columns(run: Run, d_kv: list[Tensor], d_columns: list[Tensor]) -> list[Tensor]:
     """[dk, dv] [B, Hkv, S_local, D] with those of the columns [B, Hq, C, D] added where the columns came from."""
     dtype = accumulation_dtype(d_columns[0].dtype)
     local, mine = _local_columns(run)

@@ -56,35 +56,35 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
     Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
     The first call with a shape compiles, which takes some ten seconds.
     """
-    kernel, (mask, operands) = _kernel(q), _mask(tiles, q.shape[1])
+    kernel, operands = _kernel(q), _operands(tiles, q.shape[1])
 
     def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        block_mask = _block_mask(q, k, tiles.block_size, mask, rest[:4], (None,) * 4)
+        block_mask = _block_mask(q, k, tiles.block_size, rest[:4], (None,) * 4)
         options = _options(kernel, q.shape[-1])
         return flex_attention(q, k, v, _identity, block_mask, scale, options, (), rest[4:])[:2]
 
-    key = ("forward", kernel, mask, scale, tiles.block_size)
+    key = ("forward", kernel, scale, tiles.block_size)
     out, lse = _call(key, piece, q, k, v, *_tables(tiles.by_query, k.shape[2] // tiles.block_size), *operands)
     return out, lse * LSE_UNIT[kernel]
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
              scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles, fp32, in the shapes of q, k and v.
+    """Gradients of q, k and v through these tiles, in the shapes and dtype of q, k and v.
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
     """
-    kernel, (mask, operands) = _kernel(q), _mask(tiles, q.shape[1])
+    kernel, operands = _kernel(q), _operands(tiles, q.shape[1])
 
     def piece(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        block_mask = _block_mask(q, k, tiles.block_size, mask, rest[:4], rest[4:8])
+        block_mask = _block_mask(q, k, tiles.block_size, rest[:4], rest[4:8])
         score, options = _score_graphs(q), _options(kernel, q.shape[-1])
         return flex_attention_backward(q, k, v, out, lse, d_out, None, *score, block_mask, scale, options, (), rest[8:])[:3]
 
-    key = ("backward", kernel, mask, scale, tiles.block_size)
+    key = ("backward", kernel, scale, tiles.block_size)
     tables = (*_tables(tiles.by_query, k.shape[2] // tiles.block_size), *_tables(tiles.by_key, q.shape[2] // tiles.block_size))
     whole = (out.to(q.dtype), lse.float() / LSE_UNIT[kernel], d_out.to(q.dtype))
-    return tuple(x.float() for x in _call(key, piece, q, k, v, *whole, *tables, *operands))
+    return _call(key, piece, q, k, v, *whole, *tables, *operands)
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
@@ -131,25 +131,19 @@ def _options(kernel: str, head_dim: int) -> dict[str, Any]:
 # Operands of the ops ------------------------------------------------------------------------------------------------
 
 
-def _in_range(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor) -> Tensor:
-    """The mask of one pair: start, stop [B, Sq], position [B, Hq, Sk]."""
-    return (start[b, i] <= position[b, h, j]) & (position[b, h, j] < stop[b, i])
+def _seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor) -> Tensor:
+    """The mask of one pair in a partial tile: start, stop [B, Sq]; position [B, Hq, 1 or nq, Sk]."""
+    key = position[b, h, i // (start.shape[1] // position.shape[2]), j]
+    return (start[b, i] <= key) & (key < stop[b, i])
 
 
-def _in_range_uncovered(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor,
-                        covered: Tensor) -> Tensor:
-    """_in_range() without pairs met elsewhere: covered [B, Hq, nq, Sk]."""
-    block = i // (start.shape[1] // covered.shape[2])
-    return _in_range(b, h, i, j, start, stop, position) & (covered[b, h, block, j] == 0)
-
-
-def _mask(tiles: Tiles, heads: int) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """The mask of partial tiles and its operands."""
-    position = tiles.k_positions.expand(len(tiles.start), heads, -1)
-    ranges = (tiles.start, tiles.stop, position)
-    if tiles.covered is None:
-        return _in_range, ranges
-    return _in_range_uncovered, (*ranges, tiles.covered.view(torch.uint8))
+def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What _seen() looks up, all int32. Covered keys are nowhere, for the query block that they are covered for: one
+    look-up less in the inner loop of the kernels."""
+    position = tiles.k_positions.expand(len(tiles.start), heads, -1)[:, :, None]
+    if tiles.covered is not None:
+        position = torch.where(tiles.covered, torch.iinfo(torch.int32).max, position)
+    return tiles.start, tiles.stop, position
 
 
 def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
@@ -162,14 +156,14 @@ def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
     return lists.partial_count, partial, lists.full_count, full
 
 
-def _block_mask(q: Tensor, k: Tensor, block_size: int, mask: Callable[..., Tensor], by_query: tuple[Tensor, ...],
+def _block_mask(q: Tensor, k: Tensor, block_size: int, by_query: tuple[Tensor, ...],
                 by_key: tuple[Tensor | None, ...]) -> tuple:
     """What the ops take as block_mask. BlockMask lays it out, as that differs between torch versions."""
     names = ("num_blocks", "indices")
     tables = {f"{side}_{name}": table for side, pair in (
         ("kv", by_query[:2]), ("full_kv", by_query[2:]), ("q", by_key[:2]), ("full_q", by_key[2:])
     ) for name, table in zip(names, pair)}
-    return BlockMask(seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(block_size, block_size), mask_mod=mask, **tables).as_tuple()
+    return BlockMask(seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(block_size, block_size), mask_mod=_seen, **tables).as_tuple()
 
 
 def _score_graphs(q: Tensor) -> tuple[Callable, Callable]:
