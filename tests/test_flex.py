@@ -1,4 +1,6 @@
-"""The flex backend against the eager one. Without a GPU the ops run as plain PyTorch, uncompiled; see EagerOps."""
+"""The flex backend against the eager one. Without a GPU the ops run as plain PyTorch, uncompiled; see `compiled`."""
+
+import itertools
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from titan_sparse.attention.backends import eager, flex
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import BlockLists, Tiles, block_tiles, column_tiles
+from titan_sparse.attention.tiles import BlockLists, Tiles, block_lists, block_tiles, column_tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -42,7 +44,8 @@ def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the columns. Tiles of blocks, then of columns."""
     rows, device = mask.rows(index.seq_len, index.columns.device), index.columns.device
     q_blocks, k_blocks = (torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0))
-    return [block_tiles(rows, index, q_blocks, k_blocks, len(index.columns), True), column_tiles(rows, index, q_blocks, True)]
+    blocks = block_tiles(rows, index, q_blocks, k_blocks, len(index.columns), True)
+    return [blocks, column_tiles(rows, index, q_blocks, True)]
 
 
 def _inputs(batch: int, heads: int, kv_heads: int, seq_len: int, columns: int, head_dim: int, dtype: torch.dtype,
@@ -68,10 +71,11 @@ def _check_piece(tiles: Tiles, q: Tensor, d_out: Tensor, kv: tuple[Tensor, Tenso
     assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), "rows that see nothing"
     assert _relative(out, want_out) <= tolerance, "out"
     assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
-    got, want = (backend.backward(d_out, q, *kv, whole[0].to(q.dtype), whole[1], tiles, scale) for backend in (flex, eager))
+    out, lse = whole[0].to(q.dtype), whole[1]
+    got, want = (backend.backward(d_out, q, *kv, out, lse, tiles, scale) for backend in (flex, eager))
     unseen = (want[2] == 0).all(-1)
     for name, x, y, nothing in zip(("dq", "dk", "dv"), got, want, (blind, unseen, unseen)):
-        assert x.shape == y.shape and x.isfinite().all(), name
+        assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
         assert _relative(x, y) <= tolerance, (name, _relative(x, y))
         assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
 
@@ -108,10 +112,10 @@ def compiled(monkeypatch) -> list:
     return graphs
 
 
-@pytest.mark.parametrize("heads, kv_heads, columns", [(4, 2, 37), (3, 3, 16)])
-def test_pieces_uncompiled(compiled, heads, kv_heads, columns):
+@pytest.mark.parametrize("heads, kv_heads, columns, seq_len", [(4, 2, 37, 160), (3, 3, 16, 160), (2, 1, 20, 512)])
+def test_pieces_uncompiled(compiled, heads, kv_heads, columns, seq_len):
     torch.set_num_threads(1)
-    seq_len, size = 160, 16
+    size = 16
     index = Chosen(2, heads, seq_len, size, columns, "cpu")
     q, d_out, kv = _inputs(2, heads, kv_heads, seq_len, index.columns.shape[-1], 16, torch.float64, "cpu")
     for mask in _ragged(seq_len):
@@ -142,17 +146,43 @@ def test_shared_positions_uncompiled(compiled):
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("width, blocks, want", [(1, 1, 1), (3, 7, 7), (3, 500, 32), (33, 500, 64), (64, 500, 64), (65, 100, 100)])
+@pytest.mark.parametrize("width, blocks, want", [(1, 1, 1), (3, 7, 7), (3, 500, 32), (33, 500, 64), (65, 100, 100)])
 def test_table_widths(width, blocks, want):
     """Few widths, so that lists of other lengths do not compile anew; the numbers stay."""
     g = torch.Generator().manual_seed(width)
     numbers = torch.randint(blocks, (2, 1, 3, 4, width), generator=g, dtype=torch.int32)
     count = torch.full((1, 3, 4), width, dtype=torch.int32)
-    partial_count, partial, full_count, full = flex._tables(BlockLists(count, numbers[0], count + 1, numbers[1]), blocks)
+    lists = BlockLists(count, numbers[0], count + 1, numbers[1])
+    partial_count, partial, full_count, full = flex._tables(lists, blocks)
     assert (partial_count == width + 1).all() and (full_count == width).all()
     for got, numbers_in in ((full, numbers[0]), (partial, numbers[1])):
         assert got.shape == (1, 3, 4, want) and got.dtype == torch.int32
         assert torch.equal(got[..., :width], numbers_in) and (got[..., width:] == 0).all()
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_queries_in_groups(groups):
+    """The lists of a group are its part of the whole table, counted from its first query block."""
+    met = torch.rand(2, 3, 5, 16, generator=torch.Generator().manual_seed(groups)) < 0.3
+    met[0, 0, 0], met[0, 0, 1] = False, True
+    lists = block_lists(met, met.flip(-1))
+    got = flex._split_lists(lists, 16, groups)
+    for table, split in ((met, got[:2]), (met.flip(-1), got[2:])):
+        want = table.unflatten(3, (groups, -1)).movedim(3, 2).flatten(1, 2)
+        count, numbers = split
+        assert torch.equal(count, want.sum(-1, dtype=torch.int32)) and numbers.dtype == torch.int32
+        for place in itertools.product(*map(range, count.shape)):
+            assert numbers[place][: count[place]].tolist() == want[place].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("heads, q_blocks, columns, covered, want", [
+    (16, 1024, 768, True, 16), (16, 1024, 768, False, 1), (2, 24, 128, True, 2), (4, 7, 128, True, 1)
+])
+def test_group_counts(heads, q_blocks, columns, covered, want):
+    q, k = (torch.empty(1, heads, n, 1, device="meta") for n in (q_blocks * 128, columns))
+    tiles = Tiles(None, None, None, None, None, torch.empty(0) if covered else None, 128)
+    assert flex._query_groups(q, k, tiles) == want
+    assert flex._query_groups(q, k[:, :1], tiles) == (want if heads == 1 else 1)
 
 
 @pytest.mark.parametrize("case, word", [
@@ -179,7 +209,8 @@ def test_describe_names_the_kernels(monkeypatch, reason):
     assert kernel == ("TRITON" if reason else "FLASH")
     assert ("FlashAttention-4" in flex.describe()) == (kernel == "FLASH")
     assert reason is None or reason in flex.describe()
-    assert flex._kernel(torch.empty(1, 1, 1, 64)) == flex._kernel(torch.empty(1, 1, 1, 80, dtype=torch.float16)) == "TRITON"
+    for dtype, head_dim in ((torch.float32, 64), (torch.float16, 80)):
+        assert flex._kernel(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == "TRITON"
 
 
 # On a GPU -----------------------------------------------------------------------------------------------------------
@@ -215,7 +246,7 @@ def test_pieces(kernel, heads, kv_heads, head_dim):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_long_pieces(kernel, head_dim):
     """Errors that grow with the length: FlashAttention-4 has had such in its gradients for head_dim 64."""
     _check_on_gpu(16, 2, head_dim, 16384, torch.bfloat16, 5e-3)
@@ -234,7 +265,7 @@ def test_other_shapes(kernel, head_dim, dtype, tolerance):
 @pytest.mark.gpu
 @needs_gpu
 def test_inside_a_compiled_attend(kernel, monkeypatch):
-    """The ops compile inside attend()'s own ops, below an outer torch.compile and on autograd's thread, and only once."""
+    """The ops compile inside attend()'s own, below an outer torch.compile and on autograd's thread, and only once."""
     monkeypatch.setitem(backends.BACKENDS, "flex", flex)
     pattern = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
     q, k, v, d_out = (torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))

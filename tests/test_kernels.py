@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import dense_attention, gradients
 from titan_sparse.attention.backends import eager, triton
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -28,8 +29,8 @@ class RandomIndex(BlockIndex):
     def __init__(self, heads: int, blocks: int, block_size: int, batch: int, columns: int, seed: int = 0):
         g = torch.Generator().manual_seed(seed)
         seq_len, wanted = blocks * block_size, max(1, columns - 5)
-        picked = torch.stack([torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)]).sort(-1).values
-        padded = torch.nn.functional.pad(picked, (0, columns - wanted), value=seq_len)
+        picked = torch.stack([torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)])
+        padded = torch.nn.functional.pad(picked.sort(-1).values, (0, columns - wanted), value=seq_len)
         super().__init__(heads, seq_len, block_size, padded.int().view(batch, heads, columns).to(DEVICE))
         self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
         self.table[:, :, -1] = False
@@ -41,7 +42,8 @@ class RandomIndex(BlockIndex):
 class Case:
     """Inputs of one rank: it has every second query block and the KV chunk of the others, or all if `whole`."""
 
-    def __init__(self, mask, heads=(4, 2), dim=64, size=64, blocks=5, batch=2, columns=1, whole=False, dtype=torch.float32):
+    def __init__(self, mask, heads=(4, 2), dim=64, size=64, blocks=5, batch=2, columns=1, whole=False,
+                 dtype=torch.float32):
         rows = mask.rows(blocks * size, DEVICE)
         index = RandomIndex(heads[0], blocks, size, batch, columns * size)
         numbers = torch.arange(blocks, device=DEVICE)
@@ -173,6 +175,42 @@ def test_split_query_lists(monkeypatch):
     monkeypatch.setattr(sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3)
     case = Case(Causal(), heads=(2, 1), blocks=8, batch=2, whole=True)
     _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dim, heads", [(64, (8, 2)), (96, (4, 4)), (128, (8, 1))])
+def test_bf16_against_flash(dim, heads, size):
+    """Errors against fp64 are small, and at most twice those of torch's dense flash attention on the same tensors."""
+    case = Case(Causal(), heads, dim, size, blocks=1024 // size, columns=2, whole=True, dtype=torch.bfloat16)
+    errors = [_relative(a, b) for a, b in zip(case.fused(), case.truth(case.pieces())) if not b.isinf().any()]
+    q, k, v, d_out = case.q, case.k, case.v, case.d_out
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=DEVICE).tril().expand(*q.shape[:2], -1, -1)
+    wanted = gradients(lambda *x: dense_attention(*x, seen, case.scale)[0], *(x.double() for x in (d_out, q, k, v)))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        flash = gradients(lambda *x: torch.nn.functional.scaled_dot_product_attention(
+            *x, is_causal=True, enable_gqa=True, scale=case.scale), d_out, q, k, v)
+    allowed = 2 * max(_relative(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1])))
+    assert len(errors) >= 6 and max(errors) <= min(5e-3, allowed), (errors, allowed)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_head_dim_256_forward():
+    case = Case(Causal(), dim=256, size=128, blocks=8, whole=True, dtype=torch.bfloat16)
+    tiles = case.tiles
+    out, lse = naive.forward(case.q.double(), case.pieces()[:1], tiles.start, tiles.stop, tiles.block_size, case.scale)
+    got, got_lse = triton.forward(case.q, case.k, case.v, tiles, case.scale)
+    assert _relative(got, out) < 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_deterministic():
+    """The same bits twice, with query lists cut into parts too."""
+    case = Case(Causal(), heads=(8, 2), dim=128, size=128, blocks=16, whole=True, dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(case.fused(), case.fused()))
 
 
 @pytest.mark.parametrize("arguments, word", [

@@ -1,4 +1,4 @@
-"""Block-sparse attention over lists of blocks: forward and backward for one piece of keys or two, and a plain-torch twin.
+"""Block-sparse attention over lists of blocks, for one piece of keys or two fused: kernels and a plain-torch twin.
 
 forward(q, pieces, start, stop, block_size, scale) -> out, lse
 backward(d_out, q, out, lse, pieces, start, stop, block_size, scale) -> dq, [(dk, dv) of each piece]

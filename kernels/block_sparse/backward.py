@@ -8,8 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import candidates, key_splits, key_tile, query_tile
-from .piece import LOG2_E, Piece, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows
+from .launch import key_splits, key_tile, options, query_tile
+from .piece import (
+    LOG2_E,
+    Piece,
+    dense_rows,
+    hide_covered,
+    list_row,
+    load_positions,
+    load_rows,
+    operand,
+    slice_of,
+    store_rows,
+)
 
 _DELTA_ROWS = 16  # divides every block, hence every number of queries
 
@@ -61,7 +72,7 @@ def _query_gradient(
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.k_len
+        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * (piece.k_len // 4)
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, full, full_count, start, stop, positions, covered,
                     scale, BLOCK, N, HEAD_DIM, D, False)
@@ -69,11 +80,11 @@ def _query_gradient(
                       covered, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
-@triton.autotune(candidates("query"), key=["HEAD_DIM", "BLOCK", "M", "N", "two"])
 @triton.jit
 def _query_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, dq, piece, other, two, start, stop, q_len, heads, scale, logit_scale,
+    q, q_stride, d_out, d_out_stride, lse, delta, dq, piece, other, start, stop, q_len, heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -89,7 +100,7 @@ def _query_kernel(
     total = tl.zeros([M, D], tl.float32)
     total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, piece, batch, head, heads, q_block,
                             q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
-    if other is not None:
+    if TWO:
         total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, other, batch, head, heads, q_block,
                                 q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     store_rows(dq + row * HEAD_DIM, total * logit_scale, first, M, HEAD_DIM, D)
@@ -98,7 +109,7 @@ def _query_kernel(
 @triton.jit
 def _walk_queries(
     dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, table, begin, end, start, stop, position,
-    covered, covered_step, scale,
+    covered, covered_step, keys, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / logit scale and dv over the listed query blocks, M queries at a time; scores are [keys, queries]."""
@@ -111,11 +122,11 @@ def _walk_queries(
         d_tile = load_rows(d_out, d_out_step, first, M, HEAD_DIM, D)
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if MASKED:
-            visible = position[:, None]
+            visible = position
             if covered is not None:
-                hidden = tl.load(covered + q_block.to(tl.int64) * covered_step) != 0
-                visible = tl.where(hidden, 2147483647, position)[:, None]
-            seen = (visible >= tl.load(start + rows)[None, :]) & (visible < tl.load(stop + rows)[None, :])
+                visible = hide_covered(position, covered + q_block.to(tl.int64) * covered_step, keys)
+            seen_from, seen_until = tl.load(start + rows)[None, :], tl.load(stop + rows)[None, :]
+            seen = (visible[:, None] >= seen_from) & (visible[:, None] < seen_until)
             scores = tl.where(seen, scores, float("-inf"))
         p = tl.math.exp2(scores * scale - tl.load(lse + rows)[None, :])
         dv = tl.dot(p.to(d_tile.dtype), d_tile, dv, input_precision="ieee")
@@ -125,7 +136,6 @@ def _walk_queries(
     return dk, dv
 
 
-@triton.autotune(candidates("key"), key=["HEAD_DIM", "BLOCK", "M", "N"])
 @triton.jit
 def _key_kernel(
     q, q_stride, d_out, d_out_stride, lse, delta, dk, dv, piece, start, stop, q_len, heads, batches, splits, scale,
@@ -148,16 +158,16 @@ def _key_kernel(
         position = tl.load(slice_of(piece.positions, piece.positions_stride, batch, head) + keys)
         covered = piece.covered
         if piece.covered is not None:
-            covered += row * (q_len // BLOCK) * piece.k_len + keys
+            covered += row * (q_len // BLOCK) * (piece.k_len // 4)
         full_count, full, partial_count, partial = list_row(piece, batch, head, heads, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, full, full_count * split // splits, full_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.k_len, scale, BLOCK, M, HEAD_DIM, D, False)
+            row_start, row_stop, position, covered, piece.k_len // 4, keys, scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, partial, partial_count * split // splits, partial_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.k_len, scale, BLOCK, M, HEAD_DIM, D, True)
+            row_start, row_stop, position, covered, piece.k_len // 4, keys, scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
     store_rows(dk + at, dk_sum * logit_scale, first, N, HEAD_DIM, D)
@@ -181,12 +191,14 @@ def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: li
     """dq, fp32, through all pieces in one launch."""
     batch, heads, q_len, dim = q.shape
     dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _query_kernel[q_len // m, heads, batch](
-        q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dq, operands[0], operands[1] if operands[1:] else None,
-        len(pieces), start, stop, q_len, heads, scale * LOG2_E, scale,
-        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=triton.next_power_of_2(dim),
+        q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dq, operands[0],
+        operands[1] if operands[1:] else None, start, stop, q_len, heads, scale * LOG2_E, scale,
+        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2,
+        **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return dq
 
@@ -195,6 +207,7 @@ def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece
               block_size: int, scale: float) -> tuple[Tensor, Tensor]:
     """dk and dv of one piece, fp32."""
     batch, heads, q_len, dim = q.shape
+    padded_dim = triton.next_power_of_2(dim)
     m, n = key_tile(dim, block_size, q.element_size())
     _, kv_heads, k_len, _ = piece.k.shape
     splits = key_splits(k_len // n * kv_heads * batch)
@@ -202,7 +215,7 @@ def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece
     _key_kernel[k_len // n, kv_heads, batch * splits](
         q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dk, dv, operand(piece, piece.by_key, heads),
         start, stop, q_len, heads, batch, splits, scale * LOG2_E, scale,
-        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=triton.next_power_of_2(dim),
+        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
 
@@ -211,7 +224,8 @@ def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Pi
              block_size: int, scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
-    d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop: int32 [B, Sq].
+    d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
+    int32 [B, Sq], contiguous.
     Returns dq in q's shape and (dk, dv) per piece in the shape of its k, all fp32.
     """
     q, d_out = dense_rows(q), dense_rows(d_out)

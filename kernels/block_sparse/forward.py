@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import candidates, forward_tile
+from .launch import forward_tile, options
 from .piece import LOG2_E, Piece, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows
 
 
@@ -45,7 +45,7 @@ def _attend(
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.k_len
+        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * (piece.k_len // 4)
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
                              scale, BLOCK, N, HEAD_DIM, D, False)
@@ -53,11 +53,11 @@ def _attend(
                  scale, BLOCK, N, HEAD_DIM, D, True)
 
 
-@triton.autotune(candidates("forward"), key=["HEAD_DIM", "BLOCK", "M", "N", "two"])
 @triton.jit
 def _forward_kernel(
-    q, q_stride, out, lse, piece, other, two, start, stop, q_len, heads, scale,
+    q, q_stride, out, lse, piece, other, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -71,7 +71,7 @@ def _forward_kernel(
     top = tl.full([M], float("-inf"), tl.float32)
     acc, weight, top = _attend(acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_len // BLOCK,
                                seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
-    if other is not None:
+    if TWO:
         acc, weight, top = _attend(acc, weight, top, q_tile, other, batch, head, heads, q_block, q_len // BLOCK,
                                    seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     row = (batch.to(tl.int64) * heads + head) * q_len
@@ -91,11 +91,13 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     batch, heads, q_len, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    padded_dim = triton.next_power_of_2(dim)
     m, n = forward_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
-        q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, len(pieces), start, stop,
+        q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
         q_len, heads, scale * LOG2_E,
-        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=triton.next_power_of_2(dim),
+        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2,
+        **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return out, lse

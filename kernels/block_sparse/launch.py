@@ -1,31 +1,25 @@
-"""Tile sizes and launch options, measured on an H200."""
+"""Tile sizes and launch options, measured on an H200 at 128K tokens.
 
-import triton
+A fixed choice for each shape, no tuning at run time: sums are taken in the same order on every run, hence results are
+the same to the bit, and a short search on a cold GPU was seen to pick slower options.
+"""
+
+import torch
 
 from .piece import INTERPRETED
 
-# num_warps and num_stages to try once per shape. Tiles are fixed, not tuned: sums are taken in the same order on every run.
-_OPTIONS = {
-    "forward": [(8, 2), (8, 3), (4, 3)],
-    "query": [(8, 2), (8, 3), (4, 2)],
-    "key": [(8, 2), (8, 3), (4, 2)],
-}
-
-
-def candidates(kernel: str) -> list[triton.Config]:
-    """What triton.autotune tries for "forward", "query" (dq) and "key" (dk and dv); the interpreter cannot choose."""
-    options = _OPTIONS[kernel][:1] if INTERPRETED else _OPTIONS[kernel]
-    return [triton.Config({}, num_warps=warps, num_stages=stages) for warps, stages in options]
+_HOPPER_SHARED_MEMORY = 232448  # bytes a program can have; smaller GPUs take the shallow prefetching
 
 
 def _tile(wanted: tuple[int, int], block_size: int, element_size: int) -> tuple[int, int]:
+    # fp32 has no tensor cores at full precision: large tiles would only spill.
     largest = min(block_size, 32) if element_size == 4 and not INTERPRETED else block_size
     return min(wanted[0], largest), min(wanted[1], largest)
 
 
 def forward_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a forward tile."""
-    return _tile((128, 128) if head_dim <= 128 else (64, 64), block_size, element_size)
+    return _tile((128, 128) if 64 < head_dim <= 128 else (128, 64), block_size, element_size)
 
 
 def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
@@ -35,9 +29,21 @@ def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, 
 
 def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dk and dv kernel."""
-    return _tile((64, 128), block_size, element_size)
+    return _tile((64, 128) if head_dim > 64 else (64, 64), block_size, element_size)
+
+
+def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
+    """num_warps and num_stages for a tile of m queries and n keys. The index load takes two of the stages."""
+    warps = 4 if max(m, n) * padded_dim <= 8192 else 8
+    # At head_dim 128 two programs of 4 warps share an SM, which hides more than a third buffer; at 256 it has no room.
+    deep = padded_dim <= 64 or (padded_dim == 128 and warps == 8)
+    return {"num_warps": warps, "num_stages": 5 if deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 3}
+
+
+def _shared_memory(device: torch.device) -> int:
+    return 0 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def key_splits(programs: int) -> int:
     """Into how many parts to cut the query lists of each KV block, so that few KV blocks still fill a GPU."""
-    return 1 if INTERPRETED else min(max(1, 1024 // programs), 16)
+    return 1 if INTERPRETED else min(max(1, 1024 // max(1, programs)), 16)

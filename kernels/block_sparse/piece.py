@@ -60,7 +60,7 @@ class Operand(NamedTuple):
     blocks: int
     positions: Tensor
     positions_stride: tuple[int, int]
-    covered: Tensor | None
+    covered: Tensor | None  # int32 words of four flags
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     full_count, full, partial_count, partial = (x.contiguous() for x in lists)
     positions = piece.k_positions.contiguous()
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
-    covered = None if piece.covered is None else piece.covered.contiguous().view(torch.uint8)
+    covered = None if piece.covered is None else piece.covered.contiguous().view(torch.int32)
     return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
                    full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], full.shape[2],
                    positions, shared, covered)
@@ -113,10 +113,17 @@ def list_row(piece, batch, head, heads, block):
 
 
 @triton.jit
+def hide_covered(position, covered, keys):
+    """Give covered keys a position that no query sees. Bytes are read as words: Triton prefetches nothing smaller."""
+    word = tl.load(covered + (keys >> 2))
+    return tl.where((word >> ((keys & 3) << 3)) & 255 != 0, 2147483647, position)
+
+
+@triton.jit
 def load_positions(positions, covered, first, COUNT: tl.constexpr):
-    """int32 [COUNT] positions of keys; covered ones get a position that no query sees."""
+    """int32 [COUNT] positions of keys from `first` on."""
     keys = first + tl.arange(0, COUNT)
     position = tl.load(positions + keys)
     if covered is not None:
-        position = tl.where(tl.load(covered + keys) != 0, 2147483647, position)
+        position = hide_covered(position, covered, keys)
     return position

@@ -1,4 +1,4 @@
-"""FlexAttention over Tiles: its two higher-order ops, compiled once for each shape, as Triton or FlashAttention-4 kernels.
+"""FlexAttention over Tiles: its two higher-order ops, compiled once a shape, as Triton or FlashAttention-4 kernels.
 
 The ops are used without the public flex_attention(), because only the backward op itself takes the out and lse of the
 whole attention, with which pieces add up exactly. They are traced with the mask's tensors as operands and given to
@@ -8,7 +8,7 @@ inductor without Dynamo: Dynamo takes neither op in this form on every torch ver
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
     if block_size != BLOCK_SIZE:
-        return f"flex computes blocks of {BLOCK_SIZE} tokens, not {block_size}; write attention.block_size = {BLOCK_SIZE}"
+        return f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; write attention.block_size = {BLOCK_SIZE}"
     if head_dim % 16 or not 16 <= head_dim <= 256:
         return f'flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; write attention.backend = "eager"'
     return None
@@ -56,15 +56,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
     Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
     The first call with a shape compiles, which takes some ten seconds.
     """
-    kernel, operands = _kernel(q), _operands(tiles, q.shape[1])
+    kernel, size = _kernel(q), tiles.block_size
 
-    def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        block_mask = _block_mask(q, k, tiles.block_size, rest[:4], (None,) * 4)
+    def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        block_mask = _block_mask(q, k, size, rest[:4], (None,) * 4)
         options = _options(kernel, q.shape[-1])
         return flex_attention(q, k, v, _identity, block_mask, scale, options, (), rest[4:])[:2]
 
-    key = ("forward", kernel, scale, tiles.block_size)
-    out, lse = _call(key, piece, q, k, v, *_tables(tiles.by_query, k.shape[2] // tiles.block_size), *operands)
+    tables = _tables(tiles.by_query, k.shape[2] // size)
+    out, lse = _call(("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1]))
     return out, lse * LSE_UNIT[kernel]
 
 
@@ -74,17 +74,35 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
     """
-    kernel, operands = _kernel(q), _operands(tiles, q.shape[1])
+    groups, by_key = _query_groups(q, k, tiles), tiles.by_key
+    split = functools.partial(_split_queries, groups=groups)
+    by_query = [split(x) for x in _tables(tiles.by_query, k.shape[2] // tiles.block_size)]
+    rows = [split(x) for x in (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))]
+    operands = [split(x) for x in _operands(tiles, q.shape[1])]
+    if groups > 1:
+        by_key = _split_lists(by_key, q.shape[2] // tiles.block_size, groups)
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    by_key = _tables(by_key, rows[0].shape[2] // tiles.block_size)
+    dq, *d_kv = _backward(rows, k, v, (*by_query, *by_key), operands, scale, tiles.block_size)
+    if groups > 1:
+        d_kv = [x.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(x.dtype) for x in d_kv]
+    return dq.view(q.shape), d_kv[0], d_kv[1]
 
-    def piece(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        block_mask = _block_mask(q, k, tiles.block_size, rest[:4], rest[4:8])
-        score, options = _score_graphs(q), _options(kernel, q.shape[-1])
-        return flex_attention_backward(q, k, v, out, lse, d_out, None, *score, block_mask, scale, options, (), rest[8:])[:3]
 
-    key = ("backward", kernel, scale, tiles.block_size)
-    tables = (*_tables(tiles.by_query, k.shape[2] // tiles.block_size), *_tables(tiles.by_key, q.shape[2] // tiles.block_size))
-    whole = (out.to(q.dtype), lse.float() / LSE_UNIT[kernel], d_out.to(q.dtype))
-    return _call(key, piece, q, k, v, *whole, *tables, *operands)
+def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Tensor], operands: Sequence[Tensor],
+              scale: float, size: int) -> tuple[Tensor, ...]:
+    """dq, dk and dv from rows (q, out, lse, d_out), tables by query and by key, and the mask's operands."""
+    kernel = _kernel(rows[0])
+
+    def piece(*arguments: Tensor) -> tuple[Tensor, ...]:
+        q, out, lse, d_out, k, v, *rest = arguments
+        block_mask = _block_mask(q, k, size, rest[:4], rest[4:8])
+        graphs, options = _score_graphs(q), _options(kernel, q.shape[-1])
+        return flex_attention_backward(
+            q, k, v, out, lse, d_out, None, *graphs, block_mask, scale, options, (), tuple(rest[8:])
+        )[:3]
+
+    return _call(("backward", kernel, scale, size), piece, *rows, k, v, *tables, *operands)
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
@@ -128,22 +146,70 @@ def _options(kernel: str, head_dim: int) -> dict[str, Any]:
     return options
 
 
+# Queries in groups --------------------------------------------------------------------------------------------------
+# The backward kernels give the query blocks of one KV block to one multiprocessor. Columns make few KV blocks, so their
+# queries are cut into groups, each taken for a head of its own.
+
+KV_BLOCKS = 1024
+"""So many KV blocks, over all heads, keep every multiprocessor busy."""
+GROUP_BLOCKS = 8
+"""A group's query blocks at the least."""
+
+
+def _query_groups(q: Tensor, k: Tensor, tiles: Tiles) -> int:
+    """Groups to cut the queries into, a power of two; 1 where heads share keys or every head has enough of them."""
+    groups, kv_blocks, q_blocks = 1, k[..., 0].numel() // tiles.block_size, q.shape[2] // tiles.block_size
+    if tiles.covered is None or q.shape[1] != k.shape[1]:
+        return 1
+    while kv_blocks * groups < KV_BLOCKS and q_blocks % (2 * groups) == 0 and q_blocks // (2 * groups) >= GROUP_BLOCKS:
+        groups *= 2
+    return groups
+
+
+def _split_queries(x: Tensor, groups: int) -> Tensor:
+    """[B, H, n, ...] -> [B, H * groups, n / groups, ...]."""
+    return x.unflatten(2, (groups, -1)).flatten(1, 2) if groups > 1 else x
+
+
+def _split_lists(by_key: BlockLists, q_blocks: int, groups: int) -> BlockLists:
+    """Lists of all query blocks -> lists of each group's, [B, H * groups, n, at most q_blocks / groups]."""
+    lists = (by_key.full_count, by_key.full), (by_key.partial_count, by_key.partial)
+    return BlockLists(*(x for count, table in lists for x in _split_list(count, table, q_blocks, groups)))
+
+
+def _split_list(count: Tensor, table: Tensor, q_blocks: int, groups: int) -> tuple[Tensor, Tensor]:
+    size, width = q_blocks // groups, table.shape[-1]
+    place, begin = (torch.arange(n, device=table.device, dtype=torch.int32) for n in (width, groups + 1))
+    begin = begin * size
+    ascending = torch.where(place < count[..., None], table, q_blocks)
+    # Numbers ascend, so that a group's are a run of them.
+    first = torch.searchsorted(ascending, begin.expand(*count.shape, -1).contiguous())
+    place = place[: min(size, width)]
+    run = (first[..., :-1, None] + place).clamp(max=width - 1)
+    numbers = ascending[..., None, :].expand(*run.shape[:-1], -1).gather(-1, run) - begin[:-1, None]
+    count = first.diff(dim=-1).int()
+    numbers = torch.where(place < count[..., None], numbers, 0)
+    return count.movedim(3, 2).flatten(1, 2), numbers.movedim(3, 2).flatten(1, 2)
+
+
 # Operands of the ops ------------------------------------------------------------------------------------------------
 
 
 def _seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor) -> Tensor:
-    """The mask of one pair in a partial tile: start, stop [B, Sq]; position [B, Hq, 1 or nq, Sk]."""
-    key = position[b, h, i // (start.shape[1] // position.shape[2]), j]
-    return (start[b, i] <= key) & (key < stop[b, i])
+    """The mask of one pair in a partial tile: start, stop [B, Hq, Sq]; position [B, Hq, 1 or nq, Sk]."""
+    key = position[b, h, i // (start.shape[2] // position.shape[2]), j]
+    return (start[b, h, i] <= key) & (key < stop[b, h, i])
 
 
 def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """What _seen() looks up, all int32. Covered keys are nowhere, for the query block that they are covered for: one
     look-up less in the inner loop of the kernels."""
-    position = tiles.k_positions.expand(len(tiles.start), heads, -1)[:, :, None]
+    shape = (len(tiles.start), heads, -1)
+    start, stop, position = (x.expand(shape) for x in (tiles.start[:, None], tiles.stop[:, None], tiles.k_positions))
+    position = position[:, :, None]
     if tiles.covered is not None:
         position = torch.where(tiles.covered, torch.iinfo(torch.int32).max, position)
-    return tiles.start, tiles.stop, position
+    return start, stop, position
 
 
 def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
@@ -156,14 +222,12 @@ def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
     return lists.partial_count, partial, lists.full_count, full
 
 
-def _block_mask(q: Tensor, k: Tensor, block_size: int, by_query: tuple[Tensor, ...],
-                by_key: tuple[Tensor | None, ...]) -> tuple:
+def _block_mask(q: Tensor, k: Tensor, size: int, by_query: Sequence[Tensor], by_key: Sequence[Tensor | None]) -> tuple:
     """What the ops take as block_mask. BlockMask lays it out, as that differs between torch versions."""
-    names = ("num_blocks", "indices")
-    tables = {f"{side}_{name}": table for side, pair in (
-        ("kv", by_query[:2]), ("full_kv", by_query[2:]), ("q", by_key[:2]), ("full_q", by_key[2:])
-    ) for name, table in zip(names, pair)}
-    return BlockMask(seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(block_size, block_size), mask_mod=_seen, **tables).as_tuple()
+    names = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+    tables = dict(zip(names, (*by_query, *by_key)))
+    lengths = (q.shape[2], k.shape[2])
+    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=(size, size), mask_mod=_seen, **tables).as_tuple()
 
 
 def _score_graphs(q: Tensor) -> tuple[Callable, Callable]:

@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
 
 def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float) -> tuple[Tensor, Tensor]:
-    """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with tiles of their own."""
+    """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
     pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
     return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
 
