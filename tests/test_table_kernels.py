@@ -40,11 +40,13 @@ def test_lists(mask, pattern, layout):
     rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
-    got, want = (module.block_tiles(rows, index, table[1], table[2], 2, True) for module in (slash_tiles, tiles))
+    side = slash_tiles.query_side(rows, index, table[1], 2)
+    got = slash_tiles.block_tiles(side, index, table[2], True)
+    want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
-    got, want = (module.column_tiles(rows, index, table[1], True) for module in (slash_tiles, tiles))
+    got, want = slash_tiles.column_tiles(side, index, True), tiles.column_tiles(rows, index, table[1], True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     real = (index.columns < SEQ_LEN)[:, :, None]
@@ -70,14 +72,14 @@ def test_merge(shape, dtype):
 def test_probe(mask, queries):
     """The kernels and the twin, which is fp32 here, on the same probe."""
     from titan_sparse.attention.context_parallel import context_by_key, single_key
-    from titan_sparse.attention.patterns.spans import find_spans, spans_of_blocks
+    from titan_sparse.attention.patterns.spans import find_spans
 
     q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 24, seed=6, dtype=torch.float32))
     cp, rows = context_by_key(single_key(SIZE)), MASKS[mask].rows(SEQ_LEN, DEVICE)
     spans = find_spans(rows, 2, 48, SIZE)
-    blocks = cp.blocks(SEQ_LEN).to(DEVICE)
-    slot = spans_of_blocks(spans, blocks, SIZE)
-    seen = probe._gather_probe(q, rows, spans, cp, queries, 24 ** -0.5)
+    geometry = probe._geometry(rows, spans, cp, queries, 2, 4)
+    blocks, slot = geometry.blocks, geometry.slot
+    seen = probe._gather_probe(q, geometry, cp, queries, 24 ** -0.5)
     lse = torch.cat([s.logsumexp(-1) for _, _, s in probe._scores(seen, k, blocks, slot, SIZE)], dim=2)
     inputs = probe._kernel_inputs(seen, k, blocks, slot, SIZE)
     torch.testing.assert_close(probe_kernels.block_lse(*inputs), lse, atol=1e-3, rtol=1e-3)

@@ -50,7 +50,8 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         self.loader = _open_data(config, self.model_config)
         self.kernel = backends.explain(
-            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size
+            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
+            dense=config.attention.pattern == "dense",
         )
         self.stop_signals = 0
         torch.manual_seed(training.seed)

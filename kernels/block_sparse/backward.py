@@ -188,9 +188,9 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: list[Piece], start: Tensor,
                 stop: Tensor, block_size: int, scale: float) -> Tensor:
-    """dq, fp32, through all pieces in one launch."""
+    """dq, in q's dtype, through all pieces in one launch."""
     batch, heads, q_len, dim = q.shape
-    dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
@@ -226,7 +226,7 @@ def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Pi
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
     int32 [B, Sq], contiguous.
-    Returns dq in q's shape and (dk, dv) per piece in the shape of its k, all fp32.
+    Returns dq in q's shape and dtype, and (dk, dv) per piece in the shape of its k, fp32.
     """
     q, d_out = dense_rows(q), dense_rows(d_out)
     lse_2, delta = _prepare(d_out, out, lse)

@@ -40,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, not pattern.dynamic)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale)
     if not return_aux:
@@ -122,8 +122,10 @@ def _whole_blocks(x: Tensor, dim: int, block_size: int, value: int = 0) -> Tenso
 
 def _padded_rows(rows: Rows, block_size: int) -> Rows:
     """Padding tokens see nothing: start = stop, and at the end of the padded sequence to stay nondecreasing."""
-    length = rows.start.shape[1] + -rows.start.shape[1] % block_size
-    documents = rows.document_start
+    missing = -rows.start.shape[1] % block_size
+    if missing == 0:
+        return rows
+    length, documents = rows.start.shape[1] + missing, rows.document_start
     return Rows(_whole_blocks(rows.start, 1, block_size, length), _whole_blocks(rows.stop, 1, block_size, length),
                 None if documents is None else _whole_blocks(documents, 1, block_size, -1))
 
@@ -148,7 +150,7 @@ def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, back
     world = context_by_key(cp)
     rows = _padded_rows(rows, world.block_size)
     chosen = pattern_by_key(pattern).index(index, rows, *q.shape[:2], world.block_size)
-    return ring.Run(rows, chosen, world, backends.BACKENDS[backend], scale)
+    return ring.Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale)
 
 
 @torch.library.custom_op("titan_sparse::attend_forward", mutates_args=())

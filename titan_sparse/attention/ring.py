@@ -16,6 +16,7 @@ from titan_sparse.attention import slash_tiles, tiles
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.tiles import Tiles
@@ -23,9 +24,10 @@ from titan_sparse.kernels import merge as merge_kernel
 
 
 class Run(NamedTuple):
-    """What one attention call computes with: rows and index are global, the same on every rank."""
+    """What one attention call computes with: rows and index are global, the same on every rank. pattern: its key."""
 
     rows: Rows
+    pattern: str
     index: BlockIndex
     cp: ContextParallel
     backend: ModuleType
@@ -42,15 +44,22 @@ class Run(NamedTuple):
 
     def tiles(self, source: int, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the KV chunk of rank `source`; by_key too if `transpose`."""
-        return self._tile_maker.block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch, transpose)
+        if self._has_table_kernels():
+            return slash_tiles.block_tiles(self._query_side(batch), self.index, self.blocks(source), transpose)
+        return tiles.block_tiles(self.rows, self.index, self.blocks(), self.blocks(source), batch, transpose)
 
-    def column_tiles(self, transpose: bool = False) -> Tiles:
+    def column_tiles(self, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the gathered columns."""
-        return self._tile_maker.column_tiles(self.rows, self.index, self.blocks(), transpose)
+        if self._has_table_kernels():
+            return slash_tiles.column_tiles(self._query_side(batch), self.index, transpose)
+        return tiles.column_tiles(self.rows, self.index, self.blocks(), transpose)
 
-    @property
-    def _tile_maker(self) -> ModuleType:
-        return slash_tiles if self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex) else tiles
+    def _has_table_kernels(self) -> bool:
+        return self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex)
+
+    def _query_side(self, batch: int) -> slash_tiles.QuerySide:
+        key = ("query side", self.pattern, self.cp.key, batch)
+        return once_per_mask(self.rows, key, lambda: slash_tiles.query_side(self.rows, self.index, self.blocks(), batch))
 
 
 def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,7 +92,7 @@ def _first_forward(run: Run, q: Tensor, kv, tiles: Tiles, column_kv: Tensor, dty
     if column_kv.shape[3] == 0:
         out, lse = run.backend.forward(q, kv[0], kv[1], tiles, run.scale)
         return out.to(dtype), lse
-    columns = (column_kv[0], column_kv[1], run.column_tiles())
+    columns = (column_kv[0], column_kv[1], run.column_tiles(len(q)))
     if hasattr(run.backend, "forward_with_columns"):
         out, lse = run.backend.forward_with_columns(q, kv[0], kv[1], tiles, *columns, run.scale)
         return out.to(dtype), lse
@@ -115,7 +124,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 def _first_backward(run: Run, d_out: Tensor, q: Tensor, kv, out: Tensor, lse: Tensor, tiles: Tiles,
                     column_kv: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dq of the first chunk and the columns together, [dk, dv] of the chunk, [dk, dv] of the columns."""
-    columns = (column_kv[0], column_kv[1], run.column_tiles(transpose=True))
+    columns = (column_kv[0], column_kv[1], run.column_tiles(len(q), transpose=True))
     if hasattr(run.backend, "backward_with_columns"):
         dq, dk, dv, *d_columns = run.backend.backward_with_columns(
             d_out, q, kv[0], kv[1], out, lse, tiles, *columns, run.scale

@@ -3,6 +3,8 @@
 No [blocks, blocks] mask is made and the host waits for nothing: the lists are as wide as the index's bound says.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,36 +15,45 @@ from titan_sparse.attention.tiles import BlockLists, Tiles, block_reach, query_r
 from titan_sparse.kernels import block_tables
 
 
-def block_tiles(rows: Rows, index: VerticalSlashIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int,
-                transpose: bool) -> Tiles:
+class QuerySide(NamedTuple):
+    """What tiles need to know of this rank's query blocks, for every layer the same.
+
+    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them. blocks: int32 [nq].
+    start, stop: int32 [B, Sq].
+    """
+
+    spans: Tensor
+    reach: Tensor
+    blocks: Tensor
+    start: Tensor
+    stop: Tensor
+
+
+def query_side(rows: Rows, index: VerticalSlashIndex, q_blocks: Tensor, batch: int) -> QuerySide:
+    """For this rank's query blocks, global numbers int [nq]; depends on the mask, the pattern and the layout only."""
+    q_positions = token_positions(q_blocks, index.block_size)
+    reach = torch.stack(block_reach(rows, q_positions, index.block_size), dim=-1).expand(batch, -1, -1).int().contiguous()
+    return QuerySide(index.block_spans(q_blocks), reach, q_blocks.int(), *query_ranges(rows, q_positions, batch))
+
+
+def block_tiles(side: QuerySide, index: VerticalSlashIndex, k_blocks: Tensor, transpose: bool) -> Tiles:
     """As tiles.block_tiles()."""
     size = index.block_size
-    q_positions, k_positions = token_positions(q_blocks, size), token_positions(k_blocks, size)
-    q_blocks, k_blocks, reach = q_blocks.int(), k_blocks.int(), _reach(rows, q_positions, size, batch)
-    common = (index.slashes, index.block_spans(q_blocks), reach, q_blocks, k_blocks, size)
-    lists = [
-        BlockLists(*block_tables.slash_lists(*common, min(index.most_blocks, n), by_key))
-        for by_key, n in ((False, len(k_blocks)), (True, len(q_blocks)))[: 2 if transpose else 1]
-    ]
-    by_key = lists[1] if transpose else None
-    return Tiles(lists[0], by_key, *query_ranges(rows, q_positions, batch), k_positions.int().view(1, 1, -1), None, size)
+    k_positions = token_positions(k_blocks, size).int().view(1, 1, -1)
+    common = (index.slashes, side.spans, side.reach, side.blocks, k_blocks.int(), size)
+    by_query = BlockLists(*block_tables.slash_lists(*common, min(index.most_blocks, len(k_blocks)), False))
+    by_key = None
+    if transpose:
+        by_key = BlockLists(*block_tables.slash_lists(*common, min(index.most_blocks, len(side.blocks)), True))
+    return Tiles(by_query, by_key, side.start, side.stop, k_positions, None, size)
 
 
-def column_tiles(rows: Rows, index: VerticalSlashIndex, q_blocks: Tensor, transpose: bool) -> Tiles:
+def column_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
     """As tiles.column_tiles()."""
     size, columns = index.block_size, index.columns
-    q_positions = token_positions(q_blocks, size)
-    reach = _reach(rows, q_positions, size, len(columns))
-    covered, kind = block_tables.covered_columns(
-        index.slashes, index.block_spans(q_blocks), reach, q_blocks.int(), columns, size
-    )
+    covered, kind = block_tables.covered_columns(index.slashes, side.spans, side.reach, side.blocks, columns, size)
     by_key = _lists(kind.mT) if transpose else None
-    return Tiles(_lists(kind), by_key, *query_ranges(rows, q_positions, len(columns)), columns, covered, size)
-
-
-def _reach(rows: Rows, q_positions: Tensor, size: int, batch: int) -> Tensor:
-    """int32 [B, nq, 4]"""
-    return torch.stack(block_reach(rows, q_positions, size), dim=-1).expand(batch, -1, -1).int().contiguous()
+    return Tiles(_lists(kind), by_key, side.start, side.stop, columns, covered, size)
 
 
 def _lists(kind: Tensor) -> BlockLists:

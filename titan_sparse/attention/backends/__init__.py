@@ -17,14 +17,16 @@ BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": trito
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
+def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, dense: bool) -> str:
     """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them.
+
+    dense: whether the pattern is dense.
 
     Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
-        return next(backend for backend in _by_speed(device_type) if BACKENDS[backend].refusal(*case) is None)
+        return next(backend for backend in _by_speed(device_type, dense) if BACKENDS[backend].refusal(*case) is None)
     if name not in BACKENDS:
         raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
     refused = BACKENDS[name].refusal(*case)
@@ -33,13 +35,13 @@ def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block
     return name
 
 
-def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
+def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, dense: bool) -> str:
     """What choose() gives and why, for the banner."""
     case = (device_type, dtype, head_dim, block_size)
-    chosen = choose(name, *case)
+    chosen = choose(name, *case, dense)
     if name != "auto":
         return f"{BACKENDS[chosen].describe()}; asked for"
-    order = _by_speed(device_type)
+    order = _by_speed(device_type, dense)
     faster = order[: order.index(chosen)]
     refused = "".join(f"; not {other}, since {BACKENDS[other].refusal(*case)}" for other in faster)
     return BACKENDS[chosen].describe() + refused
@@ -50,8 +52,9 @@ def has_flash_attention_4() -> bool:
     return flex._flash_missing() is None
 
 
-def _by_speed(device_type: str) -> tuple[str, ...]:
-    """Fastest first, as measured on an H200 (docs/benchmarks.md). On the CPU kernels are for tests, by interpretation."""
+def _by_speed(device_type: str, dense: bool) -> tuple[str, ...]:
+    """Fastest first, as measured on an H200 (docs/benchmarks.md): FlashAttention-4 where everything is computed, our
+    fused kernels where little is. On the CPU kernels are for tests, by interpretation."""
     if device_type != "cuda":
         return ("eager",)
-    return ("flex", "triton", "eager") if has_flash_attention_4() else ("triton", "flex", "eager")
+    return ("flex", "triton", "eager") if dense and has_flash_attention_4() else ("triton", "flex", "eager")

@@ -48,7 +48,7 @@ def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tens
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
              scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles, fp32, with the out and lse of the whole attention; needs by_key."""
+    """Gradients through these tiles, dq in q's dtype, dk and dv fp32, with the out and lse of the whole attention; needs by_key."""
     pieces = [_piece(k, v, tiles)]
     dq, [(dk, dv)] = block_sparse.backward(
         d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
@@ -58,7 +58,7 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles,
                           scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, k2 and v2, fp32; dq through blocks and columns in one pass."""
+    """Gradients, dq in q's dtype, those of k, v, k2 and v2 fp32; dq through blocks and columns in one pass."""
     pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
     dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(
         d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.spans import Spans, entries, spans_of_blocks
 from titan_sparse.kernels import probe as kernels
 
@@ -35,45 +36,87 @@ class Probe(NamedTuple):
     scale: float
 
 
+class Geometry(NamedTuple):
+    """What a probe needs to know of spans and layout, for every layer the same.
+
+    blocks: int64 [n_local], this rank's. slot: int64 [B, n_local, T], spans that touch them. order: global order of the
+    blocks of all ranks. local, mine: where this rank holds each probe row [B, n P] and whether. start, stop, block_back:
+    as in Probe. diagonal, valid: [N, blocks T U], entry of each tile in the list of diagonals, and whether it has one.
+    entries: length of that list.
+    """
+
+    blocks: Tensor
+    slot: Tensor
+    order: Tensor
+    local: Tensor
+    mine: Tensor
+    start: Tensor
+    stop: Tensor
+    block_back: Tensor
+    diagonal: Tensor
+    valid: Tensor
+    entries: int
+
+
 def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, cp: "ContextParallel", queries: int,
-                 scale: float) -> tuple[Tensor, Tensor, Tensor]:
+                 scale: float) -> tuple[Tensor, Tensor]:
     """Attention masses that the probe gives to columns and to block diagonals, for this rank's share of the heads.
 
     q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. Collective over cp. N = ceil(B Hq / ranks) (sequence,
-    head) pairs come back: vertical [N, S], slash [N, E], and int64 [N] the sequence each pair belongs to.
+    head) pairs come back: vertical [N, S], slash [N, E]; sequences_of_pairs() tells their sequences.
     """
     batch, heads = q.shape[:2]
-    blocks = cp.blocks(rows.start.shape[1], device=q.device)
-    slot = spans_of_blocks(spans, blocks, cp.block_size)
-    probe = _gather_probe(q, rows, spans, cp, queries, scale)
-    lse = _normaliser(probe, k, blocks, slot, cp)
-    column, tile = _pooled(probe, lse, k, blocks, slot, cp.block_size)
+    key = ("probe", cp.key, queries, batch, heads, spans.start.shape[1])
+    geometry = once_per_mask(rows, key, lambda: _geometry(rows, spans, cp, queries, batch, heads))
+    probe = _gather_probe(q, geometry, cp, queries, scale)
+    lse = _normaliser(probe, k, geometry.blocks, geometry.slot, cp)
+    column, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size)
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([column.flatten(2), tile.flatten(2)], dim=-1).flatten(0, 1)
     pooled = torch.nn.functional.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs))).transpose(0, 1)
     columns, tiles = received.split([column[0, 0].numel(), tile[0, 0].numel()], dim=-1)
-    order = torch.argsort(cp.block_table(rows.start.shape[1], q.device).flatten())
-    columns = columns.reshape(pairs, -1, cp.block_size)[:, order].flatten(1)
-    tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, order]
-    sequence = (torch.arange(pairs, device=q.device) + cp.rank * pairs).clamp(max=batch * heads - 1) // heads
-    return columns, _by_diagonal(tiles, Spans(*(x[sequence] for x in spans)), cp.block_size), sequence
+    columns = columns.reshape(pairs, -1, cp.block_size)[:, geometry.order].flatten(1)
+    tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
+    slash = tiles.new_zeros(pairs, geometry.entries)
+    return columns, slash.scatter_add_(1, geometry.diagonal, tiles * geometry.valid)
 
 
-def _gather_probe(q: Tensor, rows: Rows, spans: Spans, cp: "ContextParallel", queries: int, scale: float) -> Probe:
-    batch, heads, _, dim = q.shape
-    seq_len = rows.start.shape[1]
-    position = spans.stop[..., None] - queries + torch.arange(queries, device=q.device)
-    exists = position >= spans.start[..., None]
-    exists &= (spans.start < spans.stop)[..., None]
+def sequences_of_pairs(batch: int, heads: int, cp: "ContextParallel", device: torch.device) -> Tensor:
+    """int64 [N]: the sequence of each (sequence, head) pair that this rank chooses for."""
+    pairs = -(-batch * heads // cp.size)
+    return (torch.arange(pairs, device=device) + cp.rank * pairs).clamp(max=batch * heads - 1) // heads
+
+
+def _geometry(rows: Rows, spans: Spans, cp: "ContextParallel", queries: int, batch: int, heads: int) -> Geometry:
+    seq_len, device = rows.start.shape[1], rows.start.device
+    blocks = cp.blocks(seq_len, device=device)
+    order = torch.argsort(cp.block_table(seq_len, device).flatten())
+    position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
+    exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
     position = position.clamp(min=0, max=seq_len - 1)
     local = cp.local_position(position.flatten(1), seq_len)
-    picked = q.gather(2, local.clamp(min=0)[:, None, :, None].expand(-1, heads, -1, dim))
-    picked = cp.all_reduce(picked * (local >= 0)[:, None, :, None])
     start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
     block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0)
-    picked = picked.view(batch, heads, *position.shape[1:], dim)
-    return Probe(picked, start, torch.where(exists, stop, start), block_back, scale)
+    back = _blocks_back(queries, cp.block_size)
+    own = Spans(*(x[sequences_of_pairs(batch, heads, cp, device)] for x in spans))
+    diagonal, valid = _diagonals(own, seq_len // cp.block_size, back, cp.block_size)
+    return Geometry(blocks, spans_of_blocks(spans, blocks, cp.block_size), order, local.clamp(min=0), local >= 0, start,
+                    torch.where(exists, stop, start), block_back, diagonal, valid,
+                    entries(seq_len, cp.block_size, spans.start.shape[1]))
+
+
+def _blocks_back(queries: int, block_size: int) -> int:
+    """Query blocks that `queries` last queries can lie in."""
+    return (queries + block_size - 2) // block_size + 1
+
+
+def _gather_probe(q: Tensor, geometry: Geometry, cp: "ContextParallel", queries: int, scale: float) -> Probe:
+    batch, heads, _, dim = q.shape
+    picked = q.gather(2, geometry.local[:, None, :, None].expand(-1, heads, -1, dim))
+    picked = cp.all_reduce(picked * geometry.mine[:, None, :, None])
+    picked = picked.view(batch, heads, -1, queries, dim)
+    return Probe(picked, geometry.start, geometry.stop, geometry.block_back, scale)
 
 
 def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int):
@@ -121,7 +164,7 @@ def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_
 def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Masses of this rank's keys: by column [B, Hq, n_local, b], by tile and probe block back [B, Hq, n_local, T, U]."""
     batch, heads, n, queries, _ = probe.q.shape
-    back = (queries + block_size - 2) // block_size + 1
+    back = _blocks_back(queries, block_size)
     if k.is_cuda and k.dtype != torch.float64:
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
         return kernels.block_masses(*inputs, lse, probe.block_back.int(), back)
@@ -137,14 +180,13 @@ def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, 
     return torch.cat(columns, dim=2), torch.cat(tiles, dim=2)
 
 
-def _by_diagonal(tile: Tensor, spans: Spans, block_size: int) -> Tensor:
-    """Masses [N, E] of the block diagonals from those of the tiles [N, blocks, T, U] in global order."""
-    pairs, blocks, _, back = tile.shape
-    key_block = torch.arange(blocks, device=tile.device)
+def _diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The block diagonal of every tile (key block, span touching it, blocks back): its entry in the list of all spans'
+    diagonals, int64 [N, blocks T U], and whether there is one."""
+    key_block = torch.arange(blocks, device=spans.start.device)
     slot = spans_of_blocks(spans, key_block, block_size)
     known = slot.clamp(min=0).flatten(1)
     last, offset = (x.gather(1, known).view_as(slot)[..., None] for x in (spans.last_block, spans.offset))
-    delta = last - torch.arange(back, device=tile.device) - key_block[:, None, None]
+    delta = last - torch.arange(back, device=key_block.device) - key_block[:, None, None]
     valid = (slot >= 0)[..., None] & (delta >= 0)
-    out = tile.new_zeros(pairs, entries(blocks * block_size, block_size, spans.start.shape[1]))
-    return out.scatter_add_(1, torch.where(valid, offset + delta, 0).flatten(1), (tile * valid).flatten(1))
+    return torch.where(valid, offset + delta, 0).flatten(1), valid.flatten(1)

@@ -5,15 +5,16 @@ carry the target share of the attention mass seen there. A slash is one entry of
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.budget import compact, smallest_sets
-from titan_sparse.attention.patterns.probe import probe_masses
+from titan_sparse.attention.patterns.probe import probe_masses, sequences_of_pairs
 from titan_sparse.attention.patterns.spans import Spans, entries, find_spans, slots, span_of_tokens, spans_of_blocks
 
 if TYPE_CHECKING:
@@ -56,6 +57,17 @@ class VerticalSlashIndex(BlockIndex):
         offset, first = (x.gather(1, known).view_as(slot) for x in (self.spans.offset, self.spans.first_block))
         fields = torch.stack([offset.where(slot >= 0, -1), first], dim=-1).flatten(2)
         return torch.cat([fields, self.spans.dense_from[:, q_blocks, None]], dim=-1).int()
+
+
+class Limits(NamedTuple):
+    """Bounds on one kind of choice for N (sequence, head) pairs, over L columns or diagonals in n spans.
+
+    segment: int64 [N, L], the span of each, n for none. most: int64 [N, n]. always: bool [N, L], on whatever the mass.
+    """
+
+    segment: Tensor
+    most: Tensor
+    always: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +127,12 @@ class VerticalSlash(Pattern):
     def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
         batch, heads = q.shape[:2]
         seq_len, block_size = rows.start.shape[1], cp.block_size
-        spans = find_spans(rows, batch, self.dense_below, block_size)
-        vertical, slash, sequence = probe_masses(q, k, rows, spans, cp, self.probe_queries(block_size), scale)
-        spans = Spans(*(x[sequence] for x in spans))
-        columns, column_capped = self._columns(vertical, spans)
-        slashes, slash_capped = self._slashes(slash, spans)
+        spans = self._spans(rows, batch, block_size)
+        vertical, slash = probe_masses(q, k, rows, spans, cp, self.probe_queries(block_size), scale)
+        limits = once_per_mask(rows, ("limits", self.key, cp.key, batch, heads), lambda: self._limits(
+            Spans(*(x[sequences_of_pairs(batch, heads, cp, q.device)] for x in spans)), vertical.shape[1], slash.shape[1]))
+        columns, column_capped = self._chosen(vertical, limits[0], self.min_columns)
+        slashes, slash_capped = self._chosen(slash, limits[1], self.min_slashes)
         capacity = self.column_capacity(seq_len, block_size, rows.document_start is not None)
         mine = torch.cat([compact(columns, capacity, seq_len), slashes.int(), column_capped.int()[:, None],
                           slash_capped.int()[:, None]], dim=1)
@@ -127,27 +140,29 @@ class VerticalSlash(Pattern):
         columns, slashes, capped = every.split([capacity, slashes.shape[1], 2], dim=-1)
         return [slashes.bool(), columns.contiguous(), capped.bool()]
 
-    def _columns(self, mass: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Selected columns bool [N, S] and capped bool [N] from column masses [N, S] of N (sequence, head) pairs."""
-        seq_len, n = mass.shape[1], spans.start.shape[1]
-        segment = span_of_tokens(spans.start, spans.stop, seq_len)
-        limit = _share(self.max_columns, self.min_columns, spans)
-        selected, capped = smallest_sets(mass, segment, self.recall, self.min_columns, limit)
-        begin = spans.start.gather(1, segment.clamp(max=n - 1))
-        position = torch.arange(seq_len, device=mass.device)
-        return selected | ((segment < n) & (position < begin + self.sinks)), capped
+    def _spans(self, rows: Rows, batch: int, block_size: int) -> Spans:
+        key = ("spans", batch, self.dense_below, block_size)
+        return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size))
 
-    def _slashes(self, mass: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Selected diagonals bool [N, E] and capped bool [N] from the diagonals' masses [N, E]."""
-        n = spans.start.shape[1]
-        entry = torch.arange(mass.shape[1], device=mass.device).expand(len(mass), -1).contiguous()
+    def _limits(self, spans: Spans, seq_len: int, diagonals: int) -> tuple["Limits", "Limits"]:
+        """Bounds on the choice of columns [N, seq_len] and of diagonals [N, diagonals] of N (sequence, head) pairs."""
+        n, device = spans.start.shape[1], spans.start.device
+        segment = span_of_tokens(spans.start, spans.stop, seq_len)
+        begin = spans.start.gather(1, segment.clamp(max=n - 1))
+        sinks = (segment < n) & (torch.arange(seq_len, device=device) < begin + self.sinks)
+        columns = Limits(segment, _share(self.max_columns, self.min_columns, spans), sinks)
+        entry = torch.arange(diagonals, device=device).expand(len(segment), -1).contiguous()
         segment = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
+        local = entry - spans.offset.gather(1, segment.clamp(max=n - 1)) < self.local_diagonals
         # No cap must not be shared out: a short span can touch more diagonals than its part of the list's length.
-        most = torch.full_like(spans.start, mass.shape[1])
+        most = torch.full_like(spans.start, diagonals)
         limit = _share(self.max_slashes, self.min_slashes, spans) if self.max_slashes else most
-        selected, capped = smallest_sets(mass, segment, self.recall, self.min_slashes, limit)
-        delta = entry - spans.offset.gather(1, segment.clamp(max=n - 1))
-        return selected | ((segment < n) & (delta < self.local_diagonals)), capped
+        return columns, Limits(segment, limit, (segment < n) & local)
+
+    def _chosen(self, mass: Tensor, limits: "Limits", minimum: int) -> tuple[Tensor, Tensor]:
+        """Selected bool [N, L] and capped bool [N] from masses [N, L]."""
+        selected, capped = smallest_sets(mass, limits.segment, self.recall, minimum, limits.most)
+        return selected | limits.always, capped
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -163,7 +178,7 @@ class VerticalSlash(Pattern):
         return tensors[1].shape[-1]
 
     def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> VerticalSlashIndex:
-        spans = find_spans(rows, batch, self.dense_below, block_size)
+        spans = self._spans(rows, batch, block_size)
         most_blocks = self.most_blocks(rows.start.shape[1], block_size, rows.document_start is not None)
         return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size, most_blocks)
 

@@ -1,0 +1,29 @@
+"""What is remembered for a mask is forgotten with it, or when it changes."""
+
+import gc
+
+import torch
+
+from titan_sparse.attention.masks import Causal, Rows
+from titan_sparse.attention.memo import _known, once_per_mask
+
+
+def test_once_per_mask():
+    rows, calls = Causal().rows(8), []
+    compute = lambda: calls.append(1) or len(calls)
+    assert [once_per_mask(rows, "a", compute) for _ in range(3)] == [1, 1, 1]
+    assert once_per_mask(rows, "b", compute) == 2
+    assert once_per_mask(Causal().rows(8), "a", compute) == 3
+    assert once_per_mask(Rows(rows.start, rows.stop.clone(), None), "a", compute) == 4
+    rows.stop.sub_(1)
+    assert once_per_mask(rows, "a", compute) == 5
+
+
+def test_nothing_outlives_its_mask():
+    before = len(_known)
+    rows = Causal().rows(8)
+    once_per_mask(rows, "a", lambda: torch.zeros(1))
+    assert len(_known) == before + 1
+    del rows
+    gc.collect()
+    assert len(_known) == before
