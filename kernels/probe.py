@@ -25,7 +25,7 @@ def _scores(q, k, start, stop, slot, blocks, scale, i_b, i_h, i_c, i_t, heads, g
     b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=m_d[None, :], other=0.0)
     if UPCAST:
         b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
-    b_s = tl.dot(b_q, tl.trans(b_k)) * scale
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
     position = tl.load(blocks + i_c) * SIZE + o_k
     b_start = tl.load(start + row, mask=m_p, other=0)
     b_stop = tl.load(stop + row, mask=m_p, other=0)
