@@ -14,13 +14,14 @@ from torch import Tensor
 
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
-from titan_sparse.attention.tiles import covered_columns
+from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.tiles import all_blocks, covered_columns
 
 if TYPE_CHECKING:
     from titan_sparse.attention.ring import Run
 
-_Q_BLOCKS, _KEYS = 16, 8192
-"""Query blocks, and keys, looked at together: bounds the memory."""
+_Q_BLOCKS, _MASK_BLOCKS, _KEYS = 256, 16, 8192
+"""Query blocks of the index, of the mask, and keys, that are looked at together: bounds the memory."""
 
 
 @dataclass
@@ -79,16 +80,16 @@ def visible_pairs(rows: Rows) -> Tensor:
 
 def visited_pairs(run: "Run", batch: int) -> Tensor:
     """Pairs computed for this rank's queries, float64 [B, Hq]: whole blocks where seen, and columns outside them."""
-    size, columns = run.index.block_size, run.index.columns
-    first, last = _rows_seeing(run.rows, columns)
-    total = torch.zeros(batch, run.index.heads, dtype=torch.float64, device=columns.device)
-    for q_blocks in run.blocks().split(_Q_BLOCKS):
-        pairs = _pairs_by_block(run.rows, q_blocks, size)
-        selected = run.index.selects(q_blocks, torch.arange(pairs.shape[-1], device=columns.device))
-        total += torch.where(selected, pairs[:, None], 0).sum(dim=(-1, -2), dtype=torch.float64)
-        begin = (q_blocks * size)[:, None]
-        rows = torch.minimum(last[:, :, None], begin + size) - torch.maximum(first[:, :, None], begin)
-        total += rows.clamp(min=0).where(~covered_columns(run.index, q_blocks), 0).sum(dim=(-1, -2), dtype=torch.float64)
+    index, blocks, key = run.index, run.blocks(), ("pairs by block", run.cp.key)
+    pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
+    first, last = _rows_seeing(run.rows, index.columns)
+    total = torch.zeros(batch, index.heads, dtype=torch.float64, device=index.columns.device)
+    for q_blocks, seen in zip(blocks.split(_Q_BLOCKS), pairs.split(_Q_BLOCKS, dim=1)):
+        selected = index.selects(q_blocks, all_blocks(index))
+        total += torch.where(selected, seen[:, None], 0).sum(dim=(-1, -2))
+        begin = (q_blocks * index.block_size)[:, None]
+        rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
+        total += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=(-1, -2))
     return total
 
 
@@ -100,12 +101,15 @@ def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs_by_block(rows: Rows, q_blocks: Tensor, size: int) -> Tensor:
-    """Pairs the mask allows between each query block and every key block, int64 [Bm, nq, blocks]."""
-    position = token_positions(q_blocks, size)
-    begin = torch.arange(0, rows.start.shape[1], size, device=rows.start.device)
-    start, stop = (x[:, position, None].long() for x in (rows.start, rows.stop))
-    pairs = (torch.minimum(stop, begin + size) - torch.maximum(start, begin)).clamp(min=0)
-    return pairs.unflatten(1, (len(q_blocks), size)).sum(2)
+    """Pairs the mask allows between each query block and every key block, int32 [Bm, nq, blocks]."""
+    begin = torch.arange(0, rows.start.shape[1], size, device=rows.start.device, dtype=torch.int32)
+    tables = []
+    for some in q_blocks.split(_MASK_BLOCKS):
+        position = token_positions(some, size)
+        start, stop = (x[:, position, None] for x in (rows.start, rows.stop))
+        pairs = (torch.minimum(stop, begin + size) - torch.maximum(start, begin)).clamp(min=0)
+        tables.append(pairs.unflatten(1, (len(some), size)).sum(2, dtype=torch.int32))
+    return torch.cat(tables, dim=1)
 
 
 def recall(run: "Run", q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:

@@ -105,7 +105,7 @@ def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: boo
     q_positions = token_positions(q_blocks, size)
     reach = Reach(*(x[:, None, :, None] for x in block_reach(rows, q_positions, size)))
     runs = columns.unflatten(-1, (-1, size))[:, :, None]
-    covered = covered_columns(index, q_blocks)
+    covered = covered_columns(index, index.selects(q_blocks, all_blocks(index)))
     reached = (reach.first <= runs[..., -1]) & (reach.last > runs[..., 0])
     whole = (reach.all_first <= runs[..., 0]) & (reach.all_last > runs[..., -1])
     whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
@@ -119,10 +119,17 @@ def query_ranges(rows: Rows, q_positions: Tensor, batch: int) -> tuple[Tensor, T
     return tuple(x[:, q_positions].expand(batch, -1).contiguous() for x in (rows.start, rows.stop))
 
 
-def covered_columns(index: BlockIndex, q_blocks: Tensor) -> Tensor:
-    """bool [B, Hq, nq, C]: the column lies in a block that this query block computes whole."""
-    batch, heads, capacity = index.columns.shape
-    blocks = torch.arange(-(-index.seq_len // index.block_size), device=index.columns.device)
-    selected = index.selects(q_blocks, blocks).expand(batch, heads, -1, -1)
-    block = (index.columns.long() // index.block_size).clamp(max=len(blocks) - 1)
-    return selected.gather(3, block[:, :, None].expand(-1, -1, len(q_blocks), -1))
+def covered_columns(index: BlockIndex, selected: Tensor) -> Tensor:
+    """bool [B, Hq, nq, C]: the column lies in a block that the query block computes whole.
+
+    selected: bool, what index.selects() says of nq query blocks and all key blocks.
+    """
+    batch, heads, _ = index.columns.shape
+    block = (index.columns.long() // index.block_size).clamp(max=selected.shape[-1] - 1)
+    selected = selected.expand(batch, heads, -1, -1)
+    return selected.gather(3, block[:, :, None].expand(-1, -1, selected.shape[2], -1))
+
+
+def all_blocks(index: BlockIndex) -> Tensor:
+    """int64 [blocks]: all blocks of the sequence."""
+    return torch.arange(-(-index.seq_len // index.block_size), device=index.columns.device)
