@@ -305,3 +305,14 @@ def test_padding_known_from_another_mask_ends_the_span():
     masks = Documents([128]) & Causal(valid=(100,)), Documents([100])
     first, second = (pattern.select(q, k, mask, block_size=16).dense(mask) for mask in masks)
     assert torch.equal(first, second)
+
+
+def test_patterns_on_one_mask_do_not_share_what_is_remembered():
+    """Two patterns with other spans, on the very same rows: each as on rows of its own."""
+    q, k, _ = structured_qkv(1, 2, 1, 192, 8)
+    mask = Documents([70, 50, 72])
+    shared = mask.rows(192)
+    for dense_below in (65, 71, 65):
+        pattern = VerticalSlash(recall=0.6, sinks=1, local_diagonals=1, dense_below=dense_below)
+        together = pattern.select(q, k, shared, block_size=16).dense(mask)
+        assert torch.equal(together, pattern.select(q, k, mask, block_size=16).dense(mask))

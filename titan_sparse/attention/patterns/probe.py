@@ -58,15 +58,16 @@ class Geometry(NamedTuple):
     entries: int
 
 
-def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, cp: "ContextParallel", queries: int,
+def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, pattern: str, cp: "ContextParallel", queries: int,
                  scale: float) -> tuple[Tensor, Tensor]:
     """Attention masses that the probe gives to columns and to block diagonals, for this rank's share of the heads.
 
-    q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. Collective over cp. N = ceil(B Hq / ranks) (sequence,
-    head) pairs come back: vertical [N, S], slash [N, E]; sequences_of_pairs() tells their sequences.
+    q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. pattern: key of the pattern, which decides the spans.
+    Collective over cp. N = ceil(B Hq / ranks) (sequence, head) pairs come back: vertical [N, S], slash [N, E];
+    sequences_of_pairs() tells their sequences.
     """
     batch, heads = q.shape[:2]
-    key = ("probe", cp.key, queries, batch, heads, spans.start.shape[1])
+    key = ("probe", pattern, cp.key, batch, heads)
     geometry = once_per_mask(rows, key, lambda: _geometry(rows, spans, cp, queries, batch, heads))
     probe = _gather_probe(q, geometry, cp, queries, scale)
     lse = _normaliser(probe, k, geometry.blocks, geometry.slot, cp)

@@ -25,7 +25,8 @@ class VerticalSlashIndex(BlockIndex):
     """Block diagonals per span (slashes) and key columns (verticals), for every query head.
 
     slashes: bool [B, Hq, E], entry spans.offset[d] + delta is the diagonal of block pairs delta apart in span d.
-    most_blocks: bound on the KV blocks that a query block meets. columns: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on columns, on slashes kept a budget short.
+    columns: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on columns, on slashes kept a budget short.
+    most_blocks: bound on the KV blocks that a query block meets.
     """
 
     def __init__(self, slashes: Tensor, columns: Tensor, capped: Tensor, spans: Spans, seq_len: int, block_size: int,
@@ -128,7 +129,7 @@ class VerticalSlash(Pattern):
         batch, heads = q.shape[:2]
         seq_len, block_size = rows.start.shape[1], cp.block_size
         spans = self._spans(rows, batch, block_size)
-        vertical, slash = probe_masses(q, k, rows, spans, cp, self.probe_queries(block_size), scale)
+        vertical, slash = probe_masses(q, k, rows, spans, self.key, cp, self.probe_queries(block_size), scale)
         limits = once_per_mask(rows, ("limits", self.key, cp.key, batch, heads), lambda: self._limits(
             Spans(*(x[sequences_of_pairs(batch, heads, cp, q.device)] for x in spans)), vertical.shape[1], slash.shape[1]))
         columns, column_capped = self._chosen(vertical, limits[0], self.min_columns)
