@@ -133,7 +133,7 @@ def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
     return [torch.stack(outs, 1), *grads]
 
 
-def check(args: argparse.Namespace, peers: dict) -> dict:
+def check(args: argparse.Namespace) -> dict:
     """Errors of every backend at 4096 tokens beside dense cuDNN's; exits if a backend is off by more than twice that."""
     seq_len, results = 4096, {}
     rows = Causal().rows(seq_len, "cuda")
@@ -224,7 +224,7 @@ def main() -> None:
     peers = {"cudnn": cudnn} | ({"flash-attn-4": flash4} if backends.has_flash_attention_4() else {})
     result = {
         "command": " ".join(sys.argv), "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "errors_at_4096": check(args, peers), "shape": vars(args),
+        "torch": torch.__version__, "errors_at_4096": check(args), "shape": vars(args),
         "rows": [row for seq_len in args.seq_lens for row in measure(seq_len, args, peers)],
     }
     if args.out:

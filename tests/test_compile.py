@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, ring
 from titan_sparse.attention.masks import Causal, Documents, Rows
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -142,3 +143,11 @@ def test_plain_checkpointing_would_run_them_twice(calls):
     want = _step(layer, layer, _input(0), rows)
     _assert_equal(_step(layer, _recomputing(layer), _input(0), rows), want)
     assert calls == {"forward": 3, "select": 3}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_trainers_checkpointing_runs_attention_once(calls, mode):
+    """activation_checkpoint.checkpointed() as parallel.py uses it, on the layer of this file."""
+    layer, rows = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
+    _step(layer, checkpointed(layer, mode), _input(0), rows)
+    assert calls == {"forward": 1, "select": 1}

@@ -4,8 +4,10 @@ import gc
 
 import torch
 
+from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, Rows
 from titan_sparse.attention.memo import _known, once_per_mask
+from titan_sparse.attention.patterns import VerticalSlash
 
 
 def test_once_per_mask():
@@ -27,3 +29,12 @@ def test_nothing_outlives_its_mask():
     del rows
     gc.collect()
     assert len(_known) == before
+
+
+def test_inference_mode():
+    """Tensors made there have no version counter; attention remembers for their mask all the same."""
+    with torch.inference_mode():
+        q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)
+        inside = attend(q, q, q, Causal(), pattern, block_size=16)
+    assert torch.equal(inside, attend(q.clone(), q.clone(), q.clone(), Causal(), pattern, block_size=16))

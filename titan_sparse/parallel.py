@@ -97,8 +97,3 @@ def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_af
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
-
-
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded meta-device model memory on `device`; initialize() or a checkpoint fills it."""
-    model.to_empty(device=device)

@@ -29,7 +29,7 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.optimizer import build_optimizer, build_schedule
-from titan_sparse.parallel import build_meshes, choose_device, init_distributed, materialize, parallelize, set_timeout
+from titan_sparse.parallel import build_meshes, choose_device, init_distributed, parallelize, set_timeout
 from titan_sparse.profiling import profiler
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Trainer:
             model = Decoder(self.model_config, call).to(torch.promote_types(self.dtype, torch.float32))
         parallelize(model, self.meshes.fsdp, self.dtype, config.parallelism.reshard_after_forward,
                     config.activation_checkpoint, config.compile)
-        materialize(model, self.device)
+        model.to_empty(device=self.device)
         initialize(model, config.training.seed, self.model_config)
         return model
 

@@ -107,7 +107,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 
     def piece(source: int, kv) -> list[Tensor]:
         nonlocal d_columns
-        tiles = run.tiles(source, len(q), transpose=True)
+        tiles = run.tiles(source, len(q), transpose=run.backend.READS_BY_KEY)
         if dq or column_kv.shape[3] == 0:
             dq_piece, *d_kv = run.backend.backward(d_out, q, kv[0], kv[1], out, lse, tiles, run.scale)
         else:
@@ -124,7 +124,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 def _first_backward(run: Run, d_out: Tensor, q: Tensor, kv, out: Tensor, lse: Tensor, tiles: Tiles,
                     column_kv: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dq of the first chunk and the columns together, [dk, dv] of the chunk, [dk, dv] of the columns."""
-    columns = (column_kv[0], column_kv[1], run.column_tiles(len(q), transpose=True))
+    columns = (column_kv[0], column_kv[1], run.column_tiles(len(q), transpose=run.backend.READS_BY_KEY))
     if hasattr(run.backend, "backward_with_columns"):
         dq, dk, dv, *d_columns = run.backend.backward_with_columns(
             d_out, q, kv[0], kv[1], out, lse, tiles, *columns, run.scale

@@ -5,6 +5,7 @@ backward(d_out, q, k, v, out, lse, tiles, scale) -> dq, dk, dv           with th
 forward_with_columns, backward_with_columns             both pieces in one launch, where the backend can (triton)
 refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case
 describe() -> str                                       what computes, for the banner
+READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
 """
 
 from types import ModuleType

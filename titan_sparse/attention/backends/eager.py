@@ -10,6 +10,10 @@ from torch import Tensor
 from titan_sparse.attention.tiles import Tiles
 
 
+READS_BY_KEY = False
+"""Whether backward reads Tiles.by_key: here it goes query block by query block throughout."""
+
+
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why this backend cannot serve a case: it serves all."""
     return None

@@ -28,6 +28,10 @@ _compiled: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 _compile = torch._inductor.compile
 
 
+READS_BY_KEY = True
+"""Whether backward reads Tiles.by_key."""
+
+
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why this backend cannot serve such a case, None if it can."""
     if device_type != "cuda":

@@ -11,6 +11,10 @@ from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Lists, Piece
 
 
+READS_BY_KEY = True
+"""Whether backward reads Tiles.by_key."""
+
+
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why training with these inputs is not possible on this backend, in one sentence; None if it is."""
     interpreted = block_sparse.INTERPRETED
