@@ -49,6 +49,27 @@ def _lse_kernel(q, k, start, stop, slot, blocks, lse, scale, heads, group, n, lo
 
 
 @triton.jit
+def _span_kernel(block_lse, slot, run, lse, heads, n, local, queries, T: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCKS: tl.constexpr):
+    i_span, i_bh = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_b = i_bh // heads
+    o_p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first, last = tl.load(run + (i_b * n + i_span) * 2), tl.load(run + (i_b * n + i_span) * 2 + 1)
+    top, total = tl.full([ROWS], -3.0e38, tl.float32), tl.zeros([ROWS], tl.float32)
+    for start in range(first, last, BLOCKS):
+        o_c = start + tl.arange(0, BLOCKS)
+        for i_t in tl.static_range(T):
+            touches = tl.load(slot + (i_b * local + o_c) * T + i_t, mask=o_c < last, other=-1) == i_span
+            at = ((i_bh * local + o_c) * T + i_t)[:, None] * queries + o_p[None, :]
+            piece = tl.load(block_lse + at, mask=touches[:, None] & (o_p < queries)[None, :], other=float("-inf"))
+            higher = tl.maximum(top, tl.max(piece, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(piece - higher[None, :]), 0)
+            top = higher
+    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    tl.store(lse + (i_bh * n + i_span) * queries + o_p, value, mask=o_p < queries)
+
+
+@triton.jit
 def _mass_kernel(q, k, start, stop, slot, blocks, lse, block_back, column, tile, scale, heads, group, n, local, queries, dim,
                  T: tl.constexpr, U: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
                  UPCAST: tl.constexpr):
@@ -89,6 +110,21 @@ def block_lse(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, slot: Tensor, b
     _lse_kernel[(local, touched, batch * heads)](
         q.contiguous(), k.contiguous(), start.contiguous(), stop.contiguous(), slot.contiguous(), blocks, lse, scale,
         heads, heads // k.shape[1], n, local, queries, dim, T=touched, **_sizes(q, block_size),
+    )
+    return lse
+
+
+def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
+    """Log of each probe row's softmax sum over the blocks of its span, fp32 [B, Hq, n, P]; -inf where nothing is seen.
+
+    block_lse: of block_lse(), slot as there. run: int32 [B, n, 2], the first block that touches a span and the one
+    behind the last.
+    """
+    batch, heads, local, touched, queries = block_lse.shape
+    n = run.shape[1]
+    lse = block_lse.new_empty(batch, heads, n, queries)
+    _span_kernel[(triton.cdiv(queries, 32), n, batch * heads)](
+        block_lse.contiguous(), slot, run, lse, heads, n, local, queries, T=touched, ROWS=32, BLOCKS=64, num_warps=4,
     )
     return lse
 

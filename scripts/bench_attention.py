@@ -1,235 +1,312 @@
 """Sparse attention against dense peers on one GPU: forward + backward in one process, medians, JSON out.
 
-    python scripts/bench_attention.py --seq-lens 131072 262144 --out benchmarks/results/attention_h200.json
+    python scripts/bench_attention.py --seq-lens 131072 262144 \\
+        --densities 0.05 0.2 --head-sets 16:2 32:8 --out benchmarks/results/attention_h200.json
 
-Pattern per query head: `--sinks` first columns, `--columns` of the sequence as random columns, two local block diagonals
-and random ones up to `--density`. Times of our backends include building the block tables, forward and backward, but
-not the selection, which is timed beside. Before anything is timed, every backend is checked at 4096 tokens against
-fp32. TFLOP/s count the pairs visited: 4 D forward and 10 D backward per pair and head.
+Pattern per query head: `--sinks` first columns, `--columns` of the sequence as random columns, two local block
+diagonals and random ones up to each of `--densities`. Times of our backends include building the block tables, forward
+and backward, but not the selection, which is timed beside.
+
+In training the host runs ahead of the GPU, so that launches cost nothing. It is timed like that: before each call the
+GPU is told to sleep for some 10 ms, in which the host queues the call. A call that waits for the GPU gains nothing by
+it. `alone_ms` is the time without the sleep, which is what one call on an idle GPU takes.
+
+Before anything is timed, all that is timed with a causal mask is checked at 4096 tokens against fp32, and our backends
+over packed documents of ragged lengths too: a wrong one ends the run. TFLOP/s count the pairs visited: 4 D forward and
+10 D backward per pair and head. The last lines say where sparse stops paying (scripts/break_even.py).
 """
 
 import argparse
 import datetime
 import functools
+import importlib.metadata
 import json
 import statistics
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from bench_attention_cases import (
+    CUDNN,
+    FLASH4,
+    OURS_DENSE,
+    Attention,
+    ReadyIndex,
+    Shape,
+    dense_peers,
+    draw,
+    ours,
+    random_index,
+)
+from bench_attention_errors import cases_to_check, check
+from break_even import break_even, in_words
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.autograd import DeviceType
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.masks import Causal, Rows
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.statistics import recording
 
 MATMUL_PEAK = 790.0
 """TFLOP/s of a large bf16 matmul on random data, measured on an H200: the roofline of every row."""
+LEAD_CYCLES = 20_000_000
+"""GPU cycles of sleep before a timed call, about 10 ms: more than the host takes to queue a forward and a backward."""
+LONG = 262144
+"""Dense attention over more tokens than this is timed once: it takes seconds."""
+CHECKED_LENGTH = 4096
 
 
-def random_index(heads: int, seq_len: int, block: int, args: argparse.Namespace) -> tuple[VerticalSlash, list[Tensor]]:
-    """A pattern whose caps hold the index, and the index as the tensors that the ops take."""
-    g = torch.Generator().manual_seed(0)
-    blocks, columns = seq_len // block, max(args.sinks, round(args.columns * seq_len))
-    slashes, picked = torch.zeros(heads, blocks, dtype=torch.bool), []
-    for head in range(heads):
-        random = torch.randperm(seq_len - args.sinks, generator=g)[: columns - args.sinks] + args.sinks
-        picked.append(torch.cat([torch.arange(args.sinks), random.sort().values]))
-        slashes[head, :2] = True
-        area, total = 2 * blocks - 1, blocks * (blocks + 1) / 2
-        for delta in (torch.randperm(blocks - 2, generator=g) + 2).tolist():
-            if area / total + (1 - area / total) * columns / seq_len >= args.density:
-                break
-            slashes[head, delta], area = True, area + blocks - delta
-    most = int(slashes.sum(-1).max())
-    pattern = VerticalSlash(sinks=args.sinks, max_columns=columns, max_slashes=most)
-    padded = torch.full((heads, pattern.column_capacity(seq_len, block, False)), seq_len, dtype=torch.int32)
-    padded[:, :columns] = torch.stack(picked)
-    return pattern, [x[None].cuda() for x in (slashes, padded, torch.zeros(heads, 2, dtype=torch.bool))]
+# Measuring ----------------------------------------------------------------------------------------------------------
 
 
-def draw(seq_len: int, args: argparse.Namespace) -> list[Tensor]:
-    """q, k, v that want a gradient, and the upstream gradient, all bf16."""
-    torch.manual_seed(1)
-    shape = lambda heads: (1, heads, seq_len, args.head_dim)
-    q, k, v, d_out = (torch.randn(shape(h), device="cuda", dtype=torch.bfloat16)
-                      for h in (args.heads, args.kv_heads, args.kv_heads, args.heads))
-    return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out]
+def training_call(call: Attention, leaves: list[Tensor], d_out: Tensor) -> list[Callable[[], None]]:
+    """The two steps of one call: the forward, and the backward of what the forward gave."""
+    kept = {}
+
+    def forward() -> None:
+        kept["out"] = call(*leaves)
+
+    def backward() -> None:
+        torch.autograd.grad(kept.pop("out"), leaves, d_out)
+
+    return [forward, backward]
 
 
-def sparse(backend: str, pattern: VerticalSlash, index: list[Tensor], rows, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our attention on a ready index."""
-    return torch.ops.titan_sparse.attend_forward(
-        q, k, v, index, *rows[:3], pattern.key, f"single:{block}", backend, q.shape[-1] ** -0.5
-    )[0]
+def times(steps: Sequence[Callable[[], object]], repeats: int, lead: bool) -> list[float]:
+    """Median milliseconds of each step, run after each other `repeats` times; lead: the host runs ahead of the GPU."""
+    spent = []
+    for _ in range(repeats):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
+        torch.cuda.synchronize()
+        if lead:
+            torch.cuda._sleep(LEAD_CYCLES)
+        events[0].record()
+        for step, event in zip(steps, events[1:]):
+            step()
+            event.record()
+        events[-1].synchronize()
+        spent.append([a.elapsed_time(b) for a, b in zip(events, events[1:])])
+    return [statistics.median(step) for step in zip(*spent)]
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's SDPA on cuDNN, causal: the denominator of every ratio."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-4 (CuTe) called directly, causal."""
-    from flash_attn.cute import flash_attn_func
-
-    out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-
-def times(function, leaves: list[Tensor], d_out: Tensor, repeats: int) -> tuple[float, float]:
-    """Median milliseconds of the forward and of the backward."""
-    forward, backward = [], []
-    for number in range(repeats + 2):
-        a, b, c = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        a.record()
-        out = function(*leaves)
-        b.record()
-        torch.autograd.grad(out, leaves, d_out)
-        c.record()
-        c.synchronize()
-        if number >= 2:
-            forward.append(a.elapsed_time(b))
-            backward.append(b.elapsed_time(c))
-    return statistics.median(forward), statistics.median(backward)
-
-
-def peak_extra(function, leaves: list[Tensor], d_out: Tensor) -> float:
+def peak_extra(call: Attention, leaves: list[Tensor], d_out: Tensor) -> float:
     """Peak bytes above inputs, outputs and gradients, as a share of q + k + v + out."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = function(*leaves)
+    out = call(*leaves)
     gradients = torch.autograd.grad(out, leaves, d_out)
     torch.cuda.synchronize()
     held = sum(x.nbytes for x in (out, *gradients))
     return (torch.cuda.max_memory_allocated() - before - held) / sum(x.nbytes for x in (*leaves, out))
 
 
-def errors(function, seq_len: int, args: argparse.Namespace, seen: Tensor) -> dict[str, float]:
-    """Relative Frobenius errors against fp32 over bool `seen` [Hq, S, S]."""
-    *leaves, d_out = draw(seq_len, args)
-    got = function(*leaves)
-    gradients = torch.autograd.grad(got, leaves, d_out)
-    wanted = _reference([x.detach().float() for x in leaves], d_out.float(), seen)
-    names = ("out", "dq", "dk", "dv")
-    return {n: ((a.float() - b).norm() / b.norm()).item() for n, a, b in zip(names, (got, *gradients), wanted)}
-
-
-def _reference(qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> list[Tensor]:
-    q, k, v = qkv
-    group, outs = q.shape[1] // k.shape[1], []
-    grads = [torch.zeros_like(x) for x in qkv]
-    for head in range(q.shape[1]):
-        leaves = [x[:, i].clone().requires_grad_() for x, i in ((q, head), (k, head // group), (v, head // group))]
-        scores = (leaves[0] @ leaves[1].mT * q.shape[-1] ** -0.5).masked_fill(~seen[head], -torch.inf)
-        outs.append(scores.softmax(-1) @ leaves[2])
-        parts = torch.autograd.grad(outs[-1], leaves, d_out[:, head])
-        grads[0][:, head], outs[-1] = parts[0], outs[-1].detach()
-        grads[1][:, head // group] += parts[1]
-        grads[2][:, head // group] += parts[2]
-    return [torch.stack(outs, 1), *grads]
-
-
-def check(args: argparse.Namespace) -> dict:
-    """Errors of every backend at 4096 tokens beside dense cuDNN's; exits if a backend is off by more than twice that."""
-    seq_len, results = 4096, {}
-    rows = Causal().rows(seq_len, "cuda")
-    causal = Causal().dense(seq_len, "cuda").expand(args.heads, -1, -1)
-    results["cudnn"] = errors(cudnn, seq_len, args, causal)
-    for backend in args.backends:
-        pattern, index = random_index(args.heads, seq_len, args.block_size, argparse.Namespace(**vars(args) | {"density": 0.3, "columns": 0.03}))
-        seen = pattern.index(index, rows, 1, args.heads, args.block_size).dense(Causal())[0]
-        call = functools.partial(sparse, backend, pattern, index, rows, args.block_size)
-        results[backend] = errors(call, seq_len, args, seen)
-        worse = {n: e for n, e in results[backend].items() if not (e <= 5e-3 and e <= 2 * results["cudnn"][n])}
-        if worse:
-            print(json.dumps(results, indent=1))
-            sys.exit(f"{backend} is wrong at {seq_len} tokens: {worse}")
-    return results
-
-
-def visited_share(seq_len: int, call, leaves: list[Tensor]) -> float:
+def visited_share(call: Attention, leaves: list[Tensor]) -> float:
     """Density of the index by our own count."""
     with recording() as seen, torch.no_grad():
         call(*leaves)
     return seen.density().mean().item()
 
 
-def measure(seq_len: int, args: argparse.Namespace, peers: dict) -> list[dict]:
-    """One row a backend and peer at this length."""
-    *leaves, d_out = draw(seq_len, args)
-    rows, results = Causal().rows(seq_len, "cuda"), []
-    pairs = seq_len * (seq_len + 1) / 2
-    dense = None
-    for name, function in peers.items():
-        forward, backward = times(function, leaves, d_out, args.repeats if seq_len <= 262144 else 1)
-        dense = dense or forward + backward
-        results.append(_row(name, seq_len, forward, backward, dense, 1.0, pairs, args))
-    pattern, index = random_index(args.heads, seq_len, args.block_size, args)
-    for backend in args.backends:
-        call = functools.partial(sparse, backend, pattern, index, rows, args.block_size)
-        forward, backward = times(call, leaves, d_out, args.repeats)
-        density = visited_share(seq_len, call, leaves)
-        row = _row(backend, seq_len, forward, backward, dense, density, pairs, args)
-        row["peak_extra_of_qkvo"] = round(peak_extra(call, leaves, d_out), 4)
-        results.append(row)
-    results.append({"name": "selection", "seq_len": seq_len, "ms": round(selection_time(leaves, pattern, rows, args), 3)})
-    for row in results:
-        print(json.dumps(row), flush=True)
-    return results
+def longest_kernels(steps: Sequence[Callable[[], object]], most: int = 15) -> list[dict]:
+    """The CUDA kernels of one call, by their total time: name, number of launches, milliseconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+    return by_total_time(trace.key_averages(), most)
 
 
-def selection_time(leaves: list[Tensor], pattern: VerticalSlash, rows, args: argparse.Namespace) -> float:
-    """Median milliseconds of choosing an index with this pattern's caps."""
-    q, k = (x.detach() for x in leaves[:2])
-    spent = []
-    for number in range(args.repeats + 2):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        torch.ops.titan_sparse.select(q, k, *rows[:3], pattern.key, f"single:{args.block_size}", args.head_dim ** -0.5)
-        b.record()
-        b.synchronize()
-        spent.append(a.elapsed_time(b))
-    return statistics.median(spent[2:])
+def by_total_time(events: Sequence, most: int) -> list[dict]:
+    """The longest CUDA kernels among the profiler's averaged events, at most `most`."""
+    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    longest = sorted(((e.self_device_time_total / 1e3, e.count, e.key[:100]) for e in kernels), reverse=True)[:most]
+    return [{"kernel": key, "launches": count, "ms": round(ms, 3)} for ms, count, key in longest]
 
 
-def _row(name: str, seq_len: int, forward: float, backward: float, dense: float, density: float, pairs: float,
-         args: argparse.Namespace) -> dict:
-    flops = 14 * args.head_dim * args.heads * pairs * density
+def measure(name: str, call: Attention, tensors: list[Tensor], repeats: int, args: argparse.Namespace) -> dict:
+    """Times, peak memory and, with --profile, kernels of one backend or peer, after two calls to warm up."""
+    *leaves, d_out = tensors
+    steps = training_call(call, leaves, d_out)
+    for step in steps:
+        step()
+    found = {"peak_extra_of_qkvo": round(peak_extra(call, leaves, d_out), 4)}
+    found["forward_ms"], found["backward_ms"] = (round(ms, 3) for ms in times(steps, repeats, lead=True))
+    if name in (*backends.BACKENDS, OURS_DENSE):
+        found["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
+        if args.profile:
+            found["kernels"] = longest_kernels(steps)
+    return found
+
+
+def row(name: str, shape: Shape, target: float | None, density: float, found: dict, dense: dict[str, dict]) -> dict:
+    """What is written of one measurement.
+
+    target: the density asked for, None for dense rows; density: the one counted. dense: what was found for the dense
+    peers, to whose forward + backward the ratios are; null for a peer not timed.
+    """
+    flops = 14 * shape.head_dim * shape.heads * shape.seq_len * (shape.seq_len + 1) / 2 * density
+    spent = _milliseconds(found)
+    ratio = {peer: round(spent / _milliseconds(dense[peer]), 4) if peer in dense else None for peer in (CUDNN, FLASH4)}
+    about = {key: value for key, value in shape._asdict().items() if key != "device"}
     return {
-        "name": name, "seq_len": seq_len, "forward_ms": round(forward, 2), "backward_ms": round(backward, 2),
-        "ratio_to_dense": round((forward + backward) / dense, 4), "density": round(density, 4),
-        "visited_tflops": round(flops / (forward + backward) / 1e9, 1),
-        "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 2),
+        "name": name, **about, "target_density": target, "density": round(density, 4),
+        "ratio_to_cudnn": ratio[CUDNN], "ratio_to_flash_attn_4": ratio[FLASH4],
+        "visited_tflops": round(flops / spent / 1e9, 1), "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 3), **found,
+    }
+
+
+def _milliseconds(found: dict) -> float:
+    return found["forward_ms"] + found["backward_ms"]
+
+
+def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
+    """A row for each dense peer, then for each density and backend."""
+    tensors, rows = draw(shape), Causal().rows(shape.seq_len, shape.device)
+    repeats = 1 if shape.seq_len > LONG else args.repeats
+    dense = {name: measure(name, call, tensors, repeats, args)
+             for name, call in dense_peers(args.peers, rows, shape.block_size).items()}
+    for name, found in dense.items():
+        yield row(name, shape, None, 1.0, found, dense)
+    for target in args.densities:
+        pattern, index = random_index(shape, target, args.columns, args.sinks)
+        ready = ReadyIndex.of(pattern, index)
+        calls = {backend: functools.partial(ours, backend, ready, rows, shape.block_size) for backend in args.backends}
+        density = visited_share(calls[args.backends[0]], tensors[:3])
+        selection = selection_times(tensors, pattern, rows, shape.block_size, args.repeats)
+        for name, call in calls.items():
+            found = measure(name, call, tensors, args.repeats, args) | selection
+            yield row(name, shape, target, density, found, dense)
+
+
+def selection_times(tensors: list[Tensor], pattern: VerticalSlash, rows: Rows, block_size: int, repeats: int) -> dict:
+    """Median milliseconds of choosing an index with this pattern's caps."""
+    step = functools.partial(pattern.select, *tensors[:2], rows, block_size=block_size)
+    times([step], 2, lead=False)
+    return {"selection_ms": round(times([step], repeats, lead=True)[0], 3),
+            "selection_alone_ms": round(times([step], repeats, lead=False)[0], 3)}
+
+
+# The run ------------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str | None]:
+    """Of what the numbers depend on; null for what is not there."""
+    driver = subprocess.run("nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1", shell=True,
+                            capture_output=True, text=True).stdout.strip()
+    return {"torch": torch.__version__, "triton": _version("triton"), "flash-attn-4": _version("flash-attn-4"),
+            "cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "driver": driver or None}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line. Ends the program, in one line and with status 2, for what cannot run here."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seq-lens", type=int, nargs="+", default=[131072])
+    add("--backends", nargs="+", default=["flex", "triton"], choices=list(backends.BACKENDS))
+    add("--peers", nargs="*", choices=[CUDNN, FLASH4, OURS_DENSE], help="default: all that can run here")
+    add("--head-sets", type=head_set, nargs="+", default=[(16, 2)], help="query heads:KV heads, as 16:2")
+    add("--head-dim", type=int, default=128)
+    add("--block-size", type=int, default=128)
+    add("--densities", type=share, nargs="+", default=[0.05], help="shares of the causal pairs")
+    add("--columns", type=share, default=0.005, help="share of the sequence that is columns")
+    add("--sinks", type=int, default=30)
+    add("--repeats", type=int, default=5)
+    add("--profile", action="store_true", help="also print the longest CUDA kernels of each of our rows")
+    add("--out", default="", help="JSON file, written anew after each length")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_attention.py times kernels on a CUDA GPU, and there is none here\n")
+    if args.peers is None:
+        args.peers = [CUDNN, *[FLASH4] * backends.has_flash_attention_4(), OURS_DENSE]
+    refused = refusal(args)
+    if refused:
+        parser.exit(2, f"bench_attention.py: {refused}\n")
+    return args
+
+
+def refusal(args: argparse.Namespace) -> str | None:
+    """Why these options cannot run on this GPU, None if they can."""
+    if any(seq_len % args.block_size or seq_len < 4 * args.block_size for seq_len in args.seq_lens):
+        return f"--seq-lens: write multiples of --block-size ({args.block_size}), four blocks or more"
+    if args.repeats < 1 or args.sinks < 0:
+        return "--repeats is 1 or more, --sinks 0 or more"
+    if FLASH4 in args.peers and not backends.has_flash_attention_4():
+        return '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU, or leave it out'
+    used = dict.fromkeys([*args.backends, *["flex"] * (OURS_DENSE in args.peers)])
+    refused = (backends.BACKENDS[name].refusal("cuda", torch.bfloat16, args.head_dim, args.block_size) for name in used)
+    return next(filter(None, refused), None)
+
+
+def head_set(text: str) -> tuple[int, int]:
+    """"16:2" -> (16, 2)."""
+    heads, kv_heads = (int(x) if x.isdigit() else 0 for x in (text.partition(":")[0], text.partition(":")[2]))
+    if not heads or not kv_heads or heads % kv_heads:
+        raise argparse.ArgumentTypeError(f"{text}: write query heads:KV heads, a multiple and its divisor, as 16:2")
+    return heads, kv_heads
+
+
+def share(text: str) -> float:
+    """A number in (0, 1]."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: write a share above 0 and at most 1, as 0.05")
+    return number
+
+
+def shapes(args: argparse.Namespace) -> Iterator[Shape]:
+    """Head sets, and in each of them the lengths: each shape once, as flex compiles for each."""
+    for heads, kv_heads in dict.fromkeys(args.head_sets):
+        for seq_len in dict.fromkeys(args.seq_lens):
+            yield Shape(heads, kv_heads, args.head_dim, args.block_size, seq_len)
+
+
+def report(found: dict) -> None:
+    """Print a row, and its kernels below it, a line each."""
+    print(json.dumps({key: value for key, value in found.items() if key != "kernels"}), flush=True)
+    for kernel in found.get("kernels", []):
+        print(f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}", flush=True)
+
+
+def about_run(args: argparse.Namespace) -> dict:
+    """What the numbers belong to: command, date, GPU, versions, options, kernels behind each backend."""
+    return {
+        "command": " ".join(sys.argv), "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
+        "versions": versions(), "options": vars(args),
+        "backends": {name: backends.BACKENDS[name].describe() for name in dict.fromkeys([*args.backends, "flex"])},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[131072])
-    parser.add_argument("--backends", nargs="+", default=["flex", "triton"], choices=[b for b in backends.BACKENDS])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--density", type=float, default=0.05)
-    parser.add_argument("--columns", type=float, default=0.005, help="share of the sequence that is columns")
-    parser.add_argument("--sinks", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", default="")
-    args = parser.parse_args()
-    peers = {"cudnn": cudnn} | ({"flash-attn-4": flash4} if backends.has_flash_attention_4() else {})
-    result = {
-        "command": " ".join(sys.argv), "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "errors_at_4096": check(args), "shape": vars(args),
-        "rows": [row for seq_len in args.seq_lens for row in measure(seq_len, args, peers)],
-    }
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump(result, file, indent=1)
+    args = parse(sys.argv[1:])
+    result = about_run(args) | {f"errors_at_{CHECKED_LENGTH}": {}, "rows": [], "break_even": []}
+    for heads, kv_heads in dict.fromkeys(args.head_sets):
+        shape = Shape(heads, kv_heads, args.head_dim, args.block_size, CHECKED_LENGTH)
+        found = check(cases_to_check(shape, args.backends, args.peers), shape)
+        result[f"errors_at_{CHECKED_LENGTH}"][f"{heads}:{kv_heads}"] = found
+    for shape in shapes(args):
+        for found in measure_length(shape, args):
+            report(found)
+            result["rows"].append(found)
+        result["break_even"] = break_even(result["rows"])
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(result, file, indent=1)
+    for answer in result["break_even"]:
+        print(in_words(answer))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ def _check_everything(axes: tuple[int, ...]) -> None:
     d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     contexts = [ContextParallel(mesh, layout, schedule, BLOCK)
                 for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)]
+    contexts += [ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")]
     for mask, pattern in itertools.product(MASKS, PATTERNS):
         wanted = _single(full, d_out, mask, pattern)
         for cp in contexts:

@@ -1,17 +1,15 @@
 """The flex backend against the eager one. Without a GPU the ops run as plain PyTorch, uncompiled; see `compiled`."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from titan_sparse.attention import attend, backends
-from titan_sparse.attention.backends import eager, flex
+from titan_sparse.attention.backends import eager, flash, flex
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles import BlockLists, Tiles, block_lists, block_tiles, column_tiles
+from titan_sparse.attention.tiles import BlockLists, Tiles, block_tiles, column_tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -160,31 +158,6 @@ def test_table_widths(width, blocks, want):
         assert torch.equal(got[..., :width], numbers_in) and (got[..., width:] == 0).all()
 
 
-@pytest.mark.parametrize("groups", [2, 4, 8])
-def test_queries_in_groups(groups):
-    """The lists of a group are its part of the whole table, counted from its first query block."""
-    met = torch.rand(2, 3, 5, 16, generator=torch.Generator().manual_seed(groups)) < 0.3
-    met[0, 0, 0], met[0, 0, 1] = False, True
-    lists = block_lists(met, met.flip(-1))
-    got = flex._split_lists(lists, 16, groups)
-    for table, split in ((met, got[:2]), (met.flip(-1), got[2:])):
-        want = table.unflatten(3, (groups, -1)).movedim(3, 2).flatten(1, 2)
-        count, numbers = split
-        assert torch.equal(count, want.sum(-1, dtype=torch.int32)) and numbers.dtype == torch.int32
-        for place in itertools.product(*map(range, count.shape)):
-            assert numbers[place][: count[place]].tolist() == want[place].nonzero().flatten().tolist()
-
-
-@pytest.mark.parametrize("heads, q_blocks, columns, covered, want", [
-    (16, 1024, 768, True, 16), (16, 1024, 768, False, 1), (2, 24, 128, True, 2), (4, 7, 128, True, 1)
-])
-def test_group_counts(heads, q_blocks, columns, covered, want):
-    q, k = (torch.empty(1, heads, n, 1, device="meta") for n in (q_blocks * 128, columns))
-    tiles = Tiles(None, None, None, None, None, torch.empty(0) if covered else None, 128)
-    assert flex._query_groups(q, k, tiles) == want
-    assert flex._query_groups(q, k[:, :1], tiles) == (want if heads == 1 else 1)
-
-
 @pytest.mark.parametrize("case, word", [
     (("cpu", torch.bfloat16, 128, 128), "CUDA"),
     (("cuda", torch.float64, 128, 128), "float64"),
@@ -204,7 +177,7 @@ def test_served(dtype, head_dim):
 
 @pytest.mark.parametrize("reason", [None, "no CUDA GPU"])
 def test_describe_names_the_kernels(monkeypatch, reason):
-    monkeypatch.setattr(flex, "_flash_missing", lambda: reason)
+    monkeypatch.setattr(flash, "missing", lambda: reason)
     kernel = flex._kernel(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
     assert kernel == ("TRITON" if reason else "FLASH")
     assert ("FlashAttention-4" in flex.describe()) == (kernel == "FLASH")
@@ -221,7 +194,7 @@ SHAPES = [(16, 2, 64), (32, 8, 64), (16, 16, 64), (16, 2, 96), (16, 2, 128), (32
 @pytest.fixture(params=["FLASH", "TRITON"])
 def kernel(request, monkeypatch) -> str:
     """Each kind of kernel that this GPU has."""
-    missing = flex._flash_missing()
+    missing = flash.missing()
     if request.param == "FLASH" and missing:
         pytest.skip(missing)
     monkeypatch.setattr(flex, "_kernel", lambda q: request.param)
@@ -242,6 +215,44 @@ def _check_on_gpu(heads: int, kv_heads: int, head_dim: int, seq_len: int, dtype:
 def test_pieces(kernel, heads, kv_heads, head_dim):
     _check_on_gpu(heads, kv_heads, head_dim, 2048, torch.bfloat16, 5e-3)
     assert len(flex._compiled) == 4, "two pieces forward and backward compile once, whatever the mask"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 2, 64), (3, 3, 128)])
+def test_columns_by_our_kernels(kernel, heads, kv_heads, head_dim):
+    """Blocks by flex, columns by the Triton kernels on top: forward, dq and both pieces' dk and dv."""
+    index = Chosen(2, heads, 2048, 128, 105, "cuda")
+    q, d_out, kv = _inputs(2, heads, kv_heads, 2048, index.columns.shape[-1], head_dim, torch.bfloat16, "cuda")
+    for mask in _ragged(2048):
+        blocks, columns = _pieces(mask, index)
+        args, scale = (*kv[0], blocks, *kv[1], columns), head_dim**-0.5
+        want_out, lse = eager.forward_with_columns(q, *args, scale)
+        out, got_lse = flex.forward_with_columns(q, *args, scale)
+        assert _relative(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
+        args = (d_out, q, *kv[0], want_out.bfloat16(), lse, blocks, *kv[1], columns, scale)
+        got, want = flex.backward_with_columns(*args), eager.backward_with_columns(*args)
+        assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
+        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_dense_causal_as_a_whole(head_dim):
+    """FlashAttention-4 called directly where the mask is causal and nothing else, and only there."""
+    if flash.missing():
+        pytest.skip(flash.missing())
+    q, k, v, d_out = (torch.randn(2, h, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    for mask in (Causal(), Causal(valid=(2048, 1900))):
+        got, want = (_with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager"))
+        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+
+
+def _with_gradients(mask: Mask, backend: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, mask, backend=backend)
+    return [out, *torch.autograd.grad(out, leaves, d_out)]
 
 
 @pytest.mark.gpu
@@ -279,4 +290,4 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
         for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
             assert _relative(got, want) <= 1e-2, name
         count = len(flex._compiled)
-    assert count == 4
+    assert count == 2

@@ -40,13 +40,13 @@ def _brute(name: str) -> torch.Tensor:
 
 
 def _from_rows(mask: Mask) -> torch.Tensor:
-    start, stop, _, _ = mask.rows(SEQ_LEN)
+    start, stop = mask.rows(SEQ_LEN)[:2]
     return torch.tensor([[[a <= j < b for j in range(SEQ_LEN)] for a, b in zip(*pair)]
                          for pair in zip(start.tolist(), stop.tolist())])
 
 
 def _check_rows(mask: Mask) -> None:
-    start, stop, documents, _ = mask.rows(SEQ_LEN)
+    start, stop, documents = mask.rows(SEQ_LEN)[:3]
     assert start.shape == stop.shape and start.shape[1] == SEQ_LEN
     for x in (start, stop) if documents is None else (start, stop, documents):
         assert x.dtype == torch.int32
@@ -65,6 +65,17 @@ def test_rows_are_the_definition(name):
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_causal_says_whether_the_future_is_seen(name):
     assert DEFINITIONS[name][0].rows(SEQ_LEN).causal == (not _brute(name).triu(1).any())
+
+
+@pytest.mark.parametrize("mask, plain", [
+    (Causal(), True), (Causal(valid=(37, 37)), True), (Causal(valid=(37, 36)), False), (Full(), False),
+    (Documents([37]), False), (Documents([36]), False),
+    (SlidingWindow(8), False), (Causal() & SlidingWindow(8), False),
+])
+def test_plain_is_causal_and_nothing_else(mask, plain):
+    assert mask.rows(37).plain == plain
+    if plain:
+        assert torch.equal(mask.dense(37), Causal().dense(37).expand(len(mask.rows(37).start), -1, -1))
 
 
 COMPATIBLE = [pair for pair in itertools.product(DEFINITIONS, repeat=2) if not set(pair) <= {"documents", "packed"}]

@@ -83,9 +83,11 @@ def test_probe(mask, queries):
     lse = torch.cat([s.logsumexp(-1) for _, _, s in probe._scores(seen, k, blocks, slot, SIZE)], dim=2)
     inputs = probe._kernel_inputs(seen, k, blocks, slot, SIZE)
     torch.testing.assert_close(probe_kernels.block_lse(*inputs), lse, atol=1e-3, rtol=1e-3)
-    whole = probe._normaliser(seen, k, blocks, slot, cp)
+    want = probe._span_lse(lse, slot, spans.start.shape[1])
+    torch.testing.assert_close(probe_kernels.span_lse(lse, slot, geometry.run), want, atol=1e-5, rtol=1e-5)
+    whole = probe._normaliser(seen, k, geometry, cp)
     back = (queries + SIZE - 2) // SIZE + 1
-    got = probe_kernels.block_masses(*inputs, whole, seen.block_back.int(), back)
+    got = probe_kernels.block_masses(*inputs, whole, seen.block_back, back)
     want = probe._pooled(seen, whole, k, blocks, slot, SIZE)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)

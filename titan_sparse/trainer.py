@@ -49,15 +49,14 @@ class Trainer:
         self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         self.loader = _open_data(config, self.model_config)
-        self.kernel = backends.explain(
-            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
-            dense=config.attention.pattern == "dense",
-        )
         self.stop_signals = 0
         torch.manual_seed(training.seed)
         if training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        self.kernel = backends.explain(
+            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size
+        )
 
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)

@@ -84,7 +84,7 @@ def _query_gradient(
 def _query_kernel(
     q, q_stride, d_out, d_out_stride, lse, delta, dq, piece, other, start, stop, q_len, heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    TWO: tl.constexpr,
+    TWO: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -103,7 +103,10 @@ def _query_kernel(
     if TWO:
         total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, other, batch, head, heads, q_block,
                                 q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
-    store_rows(dq + row * HEAD_DIM, total * logit_scale, first, M, HEAD_DIM, D)
+    total *= logit_scale
+    if ADD:
+        total += load_rows(dq + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
+    store_rows(dq + row * HEAD_DIM, total, first, M, HEAD_DIM, D)
 
 
 @triton.jit
@@ -187,10 +190,10 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: list[Piece], start: Tensor,
-                stop: Tensor, block_size: int, scale: float) -> Tensor:
-    """dq, in q's dtype, through all pieces in one launch."""
+                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, total: Tensor | None) -> Tensor:
+    """dq through all pieces in one launch, in `dtype`, or added to `total`."""
     batch, heads, q_len, dim = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=dtype, device=q.device) if total is None else total
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
@@ -198,37 +201,41 @@ def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: li
         q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dq, operands[0],
         operands[1] if operands[1:] else None, start, stop, q_len, heads, scale * LOG2_E, scale,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2,
-        **options(m, n, padded_dim, q.device),
+        ADD=total is not None, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return dq
 
 
 def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece, start: Tensor, stop: Tensor,
-              block_size: int, scale: float) -> tuple[Tensor, Tensor]:
-    """dk and dv of one piece, fp32."""
+              block_size: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dk and dv of one piece."""
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
     m, n = key_tile(dim, block_size, q.element_size())
     _, kv_heads, k_len, _ = piece.k.shape
     splits = key_splits(k_len // n * kv_heads * batch)
-    dk, dv = (torch.empty(splits, *piece.k.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    kept = dtype if splits == 1 else torch.float32
+    dk, dv = (torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device) for _ in range(2))
     _key_kernel[k_len // n, kv_heads, batch * splits](
         q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dk, dv, operand(piece, piece.by_key, heads),
         start, stop, q_len, heads, batch, splits, scale * LOG2_E, scale,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
-    return (dk[0], dv[0]) if splits == 1 else (dk.sum(0), dv.sum(0))
+    return (dk[0], dv[0]) if splits == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
 def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor,
-             block_size: int, scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+             block_size: int, scale: float, dtypes: list[torch.dtype],
+             dq: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
-    int32 [B, Sq], contiguous.
-    Returns dq in q's shape and dtype, and (dk, dv) per piece in the shape of its k, fp32.
+    int32 [B, Sq], contiguous. dtypes: of dq, then of the dk and dv of each piece. dq: contiguous, what was found
+    through other keys, added to in place.
+    Returns dq in q's shape, and (dk, dv) per piece in the shape of its k.
     """
     q, d_out = dense_rows(q), dense_rows(d_out)
     lse_2, delta = _prepare(d_out, out, lse)
-    dq = _query_side(q, d_out, lse_2, delta, pieces, start, stop, block_size, scale)
-    return dq, [_key_side(q, d_out, lse_2, delta, piece, start, stop, block_size, scale) for piece in pieces]
+    dq = _query_side(q, d_out, lse_2, delta, pieces, start, stop, block_size, scale, dtypes[0], dq)
+    return dq, [_key_side(q, d_out, lse_2, delta, piece, start, stop, block_size, scale, dtype)
+                for piece, dtype in zip(pieces, dtypes[1:], strict=True)]

@@ -57,7 +57,7 @@ def _attend(
 def _forward_kernel(
     q, q_stride, out, lse, piece, other, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    TWO: tl.constexpr,
+    TWO: tl.constexpr, CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
     # Under causal masks the last query blocks have the most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -67,37 +67,47 @@ def _forward_kernel(
     seen_from = tl.load(start + batch.to(tl.int64) * q_len + rows)
     seen_until = tl.load(stop + batch.to(tl.int64) * q_len + rows)
     q_tile = load_rows(slice_of(q, q_stride, batch, head), q_stride[2], first, M, HEAD_DIM, D)
-    acc, weight = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
+    row = (batch.to(tl.int64) * heads + head) * q_len
+    if CONTINUE:
+        # A finished softmax is one whose weights add up to 1 at top = lse.
+        acc = load_rows(out + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
+        top = tl.load(lse + row + rows) * LOG2_E
+        weight = tl.where(top == float("-inf"), 0.0, 1.0)
+    else:
+        acc, weight = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
+        top = tl.full([M], float("-inf"), tl.float32)
     acc, weight, top = _attend(acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_len // BLOCK,
                                seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     if TWO:
         acc, weight, top = _attend(acc, weight, top, q_tile, other, batch, head, heads, q_block, q_len // BLOCK,
                                    seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
-    row = (batch.to(tl.int64) * heads + head) * q_len
     weight_or_one = tl.where(weight == 0.0, 1.0, weight)
     store_rows(out + row * HEAD_DIM, acc / weight_or_one[:, None], first, M, HEAD_DIM, D)
     tl.store(lse + row + rows, (top + tl.math.log2(weight_or_one)) * 0.6931471805599453)
 
 
-def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_size: int,
-            scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_size: int, scale: float,
+            dtype: torch.dtype | None = None, total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
-    start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0.
-    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
+    start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0. dtype: of out, default q's.
+    total: contiguous (out, lse) over other keys, which is continued: both are overwritten and returned.
+    Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
     """
     q = dense_rows(q)
     batch, heads, q_len, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if total is None:
+        out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    else:
+        out, lse = total
     padded_dim = triton.next_power_of_2(dim)
     m, n = forward_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
         q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
         q_len, heads, scale * LOG2_E,
-        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2,
-        **options(m, n, padded_dim, q.device),
+        BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2, CONTINUE=total is not None,
+        LOG2_E=LOG2_E, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return out, lse

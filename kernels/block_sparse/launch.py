@@ -24,11 +24,13 @@ def forward_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int
 
 def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dq kernel."""
-    return _tile((128, 64), block_size, element_size)
+    return _tile((128, 64) if head_dim <= 128 else (64, 32), block_size, element_size)
 
 
 def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dk and dv kernel."""
+    if head_dim > 128:
+        return _tile((32, 64), block_size, element_size)
     return _tile((64, 128) if head_dim > 64 else (64, 64), block_size, element_size)
 
 

@@ -5,15 +5,17 @@ Three ops: select (no gradient), forward, backward. Activation checkpointing kee
 only; pattern and context-parallel group are handed over by their keys.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import backends, ring, statistics
+from titan_sparse.attention import backends, gathered, ring, statistics
 from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single_key
 from titan_sparse.attention.masks import Causal, Mask, Rows
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, pattern_by_key
+from titan_sparse.attention.run import Run
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -40,9 +42,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, not pattern.dynamic)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
-    out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale)
+    out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale,
+                                                        rows.plain)
     if not return_aux:
         return out
     return out, Auxiliary(lse, pattern.index(tensors, rows, *q.shape[:2], world.block_size))
@@ -121,7 +124,9 @@ def _whole_blocks(x: Tensor, dim: int, block_size: int, value: int = 0) -> Tenso
 
 
 def _padded_rows(rows: Rows, block_size: int) -> Rows:
-    """Padding tokens see nothing: start = stop, and at the end of the padded sequence to stay nondecreasing."""
+    """Padding tokens see nothing: start = stop, and at the end of the padded sequence to stay nondecreasing.
+
+    A mask with padding is no longer plain."""
     missing = -rows.start.shape[1] % block_size
     if missing == 0:
         return rows
@@ -146,27 +151,33 @@ def _(q, k, start, stop, document_start, pattern, cp, scale):
     return pattern_by_key(pattern).empty_tensors(q, seq_len, world.block_size, document_start is not None)
 
 
-def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, backend: str, scale: float) -> ring.Run:
+def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, backend: str, scale: float) -> Run:
     world = context_by_key(cp)
     rows = _padded_rows(rows, world.block_size)
+    plain = rows.plain and not pattern_by_key(pattern).dynamic
     chosen = pattern_by_key(pattern).index(index, rows, *q.shape[:2], world.block_size)
-    return ring.Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale)
+    return Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale, plain)
+
+
+def _executor(run: Run) -> ModuleType:
+    """The module whose forward() and backward() carry out the schedule."""
+    return gathered if run.cp.schedule == "all_gather" and run.cp.size > 1 else ring
 
 
 @torch.library.custom_op("titan_sparse::attend_forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
-             document_start: Tensor | None, pattern: str, cp: str, backend: str,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start), pattern, cp, backend, scale)
+             document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float,
+             plain: bool) -> tuple[Tensor, Tensor, Tensor]:
+    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
     padded = [_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)]
-    out, lse, column_kv = ring.forward(run, *padded)
+    out, lse, column_kv = _executor(run).forward(run, *padded)
     statistics.observe(run, padded[0], padded[1], lse)
     length = q.shape[2]
     return out[:, :, :length].to(q.dtype).contiguous(), lse[:, :, :length].contiguous(), column_kv
 
 
 @_forward.register_fake
-def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale):
+def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain):
     dtype = torch.promote_types(q.dtype, torch.float32)
     capacity = pattern_by_key(pattern).column_count(index)
     return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=dtype),
@@ -176,12 +187,12 @@ def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale):
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-              backend: str, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start), pattern, cp, backend, scale)
+              backend: str, scale: float, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
+    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
     lse = torch.nn.functional.pad(lse, (0, -length % size), value=-torch.inf)
-    gradients = ring.backward(run, d_out, q, k, v, out, lse, column_kv)
+    gradients = _executor(run).backward(run, d_out, q, k, v, out, lse, column_kv)
     return tuple(g[:, :, :length].to(q.dtype).contiguous() for g in gradients)
 
 
@@ -201,13 +212,13 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 11
+        return (None,) * 12
     q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
     rows, index = rows[:3], rows[3:]
     gradients = torch.ops.titan_sparse.attend_backward(
         d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options
     )
-    return (*gradients, [None] * ctx.index_size, *(None,) * 7)
+    return (*gradients, [None] * ctx.index_size, *(None,) * 8)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -26,10 +26,15 @@ class ContextParallel:
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for a single process. layout: contiguous,
     zigzag or striped. schedule: auto, local, all_gather, ring or double_ring (two axes needed). block_size: tokens.
+    backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
+    wire, default the fp32 (fp64 for fp64) that they are summed in.
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, layout: str = "striped", schedule: str = "auto", block_size: int = 128):
+    def __init__(self, mesh: DeviceMesh | None, layout: str = "striped", schedule: str = "auto", block_size: int = 128,
+                 backward_circulates: str = "auto", gradient_dtype: torch.dtype | None = None):
+        if backward_circulates not in ("auto", "kv", "q"):
+            raise ValueError(f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"')
         if layout not in layouts.LAYOUTS:
             raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.LAYOUTS)}')
         if schedule != "auto" and schedule not in schedules.SCHEDULES:
@@ -38,11 +43,15 @@ class ContextParallel:
         self.inter, self.intra = len(ranks), len(ranks[0])
         self.size = self.inter * self.intra
         self.layout, self.block_size = layout, block_size
+        self.backward_circulates, self.gradient_dtype = backward_circulates, gradient_dtype
+        self.bytes_sent, self.plain_ring_bytes = 0, 0
+        self._buffers: dict[tuple, list[Tensor]] = {}
         self.schedule = schedules.choose(self.inter, self.intra) if schedule == "auto" else schedule
         self.ranks = [rank for node in ranks for rank in node]
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.windows = schedules.SCHEDULES[self.schedule](self.inter, self.intra, self.rank)
         self._create_groups(ranks)
+        # The number makes the key this object's own.
         self.key = f"{len(_CONTEXTS)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         _CONTEXTS[self.key] = self
 
@@ -57,6 +66,7 @@ class ContextParallel:
             "outer": _new_group(outer, "cp outer"),
             "inner_gradient": _new_group(inner, "cp inner gradient"),
             "outer_gradient": _new_group(outer, "cp outer gradient"),
+            "columns": _new_group(self.ranks, "cp columns"),
         }
 
     # Layout ---------------------------------------------------------------------------------------------------------
@@ -105,14 +115,6 @@ class ContextParallel:
         _all_gather(out.flatten(0, 1), x.contiguous(), group=self.group)
         return out
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum over ranks of x[r], on rank r: [ranks, ...] -> [...]."""
-        if self.size == 1:
-            return x[0]
-        out = torch.empty_like(x[0])
-        _reduce_scatter(out.flatten(), x.contiguous().flatten(), group=self.group)
-        return out
-
     def all_to_all(self, x: Tensor) -> Tensor:
         """x[r] goes to rank r; returns what came, by sender: [ranks, ...] -> [ranks, ...]."""
         if self.size == 1:
@@ -121,32 +123,71 @@ class ContextParallel:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
+    def start_all_reduce(self, x: Tensor) -> "Pending":
+        """Begin to sum x, contiguous, over ranks in place."""
+        return Pending(x, dist.all_reduce(x, group=self.groups["columns"], async_op=True) if self.size > 1 else None)
+
+    def start_all_gather(self, x: Tensor, slot: str) -> "Pending":
+        """Begin to gather [ranks, *x.shape] into the buffer `slot`."""
+        [out] = self.buffer(slot, [x], self.size)
+        self.bytes_sent += x.nbytes * (self.size - 1)
+        return Pending(out, _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["inner"], async_op=True))
+
+    def start_reduce_scatter(self, x: Tensor) -> "Pending":
+        """Begin to sum x[r] over ranks on rank r: [ranks, ...] -> [...]."""
+        out = torch.empty_like(x[0])
+        self.bytes_sent += x[0].nbytes * (self.size - 1)
+        work = _reduce_scatter(out.flatten(), x.flatten(), group=self.groups["inner_gradient"], async_op=True)
+        return Pending(out, work, x)
+
     # Rings ----------------------------------------------------------------------------------------------------------
 
-    def shift(self, x: Tensor, axis: str) -> "Transfer":
-        """Start sending x to the next rank of an axis ("inner", "outer", "inner_gradient", "outer_gradient")."""
-        return Transfer(x, self.groups[axis])
+    def shift(self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True) -> "Transfer":
+        """Start sending a chunk to the next rank of an axis ("inner", "outer", "inner_gradient", "outer_gradient").
+
+        What the previous rank sends comes into the buffers `slot`. sends, receives: whether this rank does, which its
+        neighbours have to agree on.
+        """
+        self.bytes_sent += sum(x.nbytes for x in chunk) if sends else 0
+        return Transfer(chunk, self.buffer(slot, chunk) if receives else [], self.groups[axis], sends)
+
+    def buffer(self, slot: str, like: list[Tensor], ranks: int | None = None) -> list[Tensor]:
+        """Memory for tensors like these (for `ranks` of each), the same for the same slot, shapes and dtypes."""
+        key = (slot, ranks, *((x.shape, x.dtype, x.device) for x in like))
+        if key not in self._buffers:
+            self._buffers[key] = [x.new_empty(*([ranks] if ranks else []), *x.shape) for x in like]
+        return self._buffers[key]
+
+
+class Pending:
+    """A collective in flight, or what needed none. `kept` lives as long as the collective reads it."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, kept: Tensor | None = None):
+        self.result, self.work, self.kept = result, work, kept
+
+    def wait(self) -> Tensor:
+        """The result."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.kept = None
+        return self.result
 
 
 class Transfer:
     """A send to the next rank of a ring and the matching receive from the previous one, in flight."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup | None):
-        self.sent, self.works = x.contiguous(), []
-        if group is None:
-            self.received = self.sent
-            return
+    def __init__(self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool):
+        self.sent, self.received = [x.contiguous() for x in chunk], received
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.received = torch.empty_like(self.sent)
-        self.works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
-        ])
+        operations = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size) for x in self.sent if sends]
+        operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size) for x in received]
+        self.works = dist.batch_isend_irecv(operations) if operations else []
 
-    def wait(self) -> Tensor:
-        """What the previous rank sent."""
+    def wait(self) -> list[Tensor]:
+        """What the previous rank sent; empty if it sent nothing."""
         for work in self.works:
             work.wait()
+        self.works, self.sent = [], []
         return self.received
 
 
@@ -179,4 +220,11 @@ def _new_group(ranks: list[int], description: str) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     # Only the members take part, so that other context-parallel groups of the world may come at another time.
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description)
+    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description, pg_options=_options())
+
+
+def _options():
+    """NCCL's kernels need a few multiprocessors at once, not when the compute kernels that fill the GPU are done."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -19,12 +19,15 @@ class Rows(NamedTuple):
     start, stop: [Bm, S], both nondecreasing; query i sees keys start[i] <= j < stop[i] (none where they are equal).
     document_start: [Bm, S], where the query's document begins, -1 on padding; None for an unpacked sequence.
     causal: no query sees a later key, which patterns that select block diagonals need.
+    plain: known to let every query see all keys up to its own, which some kernels compute faster. Packed documents are
+    never said to be, since torch.compile would compile anew for a sequence that happens to hold a single one.
     """
 
     start: Tensor
     stop: Tensor
     document_start: Tensor | None
     causal: bool = True
+    plain: bool = False
 
 
 class Mask:
@@ -62,12 +65,13 @@ class Causal(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> Rows:
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         if self.valid is None:
-            return Rows(torch.zeros_like(position), position + 1, None)
+            return Rows(torch.zeros_like(position), position + 1, None, plain=True)
         valid = torch.tensor(self.valid, dtype=torch.int32, device=device)[:, None]
         if max(self.valid) > seq_len or min(self.valid) < 0:
             raise ValueError(f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens")
         real = position < valid
-        return Rows(torch.where(real, 0, seq_len).int(), torch.where(real, position + 1, seq_len).int(), None)
+        return Rows(torch.where(real, 0, seq_len).int(), torch.where(real, position + 1, seq_len).int(), None,
+                    plain=min(self.valid) == seq_len)
 
 
 @dataclass(frozen=True)

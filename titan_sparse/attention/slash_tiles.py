@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
-from titan_sparse.attention.tiles import BlockLists, Tiles, block_reach, query_ranges
+from titan_sparse.attention.tiles import BlockLists, Tiles, block_reach, list_width, query_ranges
 from titan_sparse.kernels import block_tables
 
 
@@ -41,10 +41,10 @@ def block_tiles(side: QuerySide, index: VerticalSlashIndex, k_blocks: Tensor, tr
     size = index.block_size
     k_positions = token_positions(k_blocks, size).int().view(1, 1, -1)
     common = (index.slashes, side.spans, side.reach, side.blocks, k_blocks.int(), size)
-    by_query = BlockLists(*block_tables.slash_lists(*common, min(index.most_blocks, len(k_blocks)), False))
+    by_query = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(k_blocks)), False))
     by_key = None
     if transpose:
-        by_key = BlockLists(*block_tables.slash_lists(*common, min(index.most_blocks, len(side.blocks)), True))
+        by_key = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(side.blocks)), True))
     return Tiles(by_query, by_key, side.start, side.stop, k_positions, None, size)
 
 

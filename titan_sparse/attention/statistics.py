@@ -18,7 +18,7 @@ from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.tiles import all_blocks, covered_columns
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.ring import Run
+    from titan_sparse.attention.run import Run
 
 _Q_BLOCKS, _MASK_BLOCKS, _KEYS = 256, 16, 8192
 """Query blocks of the index, of the mask, and keys, that are looked at together: bounds the memory."""

@@ -70,6 +70,12 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
     return count, torch.where(inside, order, 0).int().contiguous()
 
 
+def list_width(most: int, blocks: int) -> int:
+    """Width of lists of at most `most` out of `blocks`: widths that followed the data would compile kernels anew all
+    the time, so they are powers of two, or all blocks where that is less."""
+    return min(blocks, max(32, 1 << (most - 1).bit_length()))
+
+
 def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
     """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally wide."""
     (full_count, full), (partial_count, partial) = _list(full), _list(partial)

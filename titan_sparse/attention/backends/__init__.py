@@ -1,8 +1,10 @@
 """Which kernel computes a piece of attention. A backend is a module with these functions over Tiles:
 
-forward(q, k, v, tiles, scale) -> out, lse              one piece: a KV chunk's blocks, or the gathered columns
-backward(d_out, q, k, v, out, lse, tiles, scale) -> dq, dk, dv           with the global out and lse
-forward_with_columns, backward_with_columns             both pieces in one launch, where the backend can (triton)
+forward(q, k, v, tiles, scale, dtype, total) -> out, lse                 one piece: a KV chunk's blocks, or the gathered columns;
+                                                        out in dtype; total: out and lse of other pieces, to go on from
+backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq) -> dq, dk, dv       with the global out and lse; dq: to add to
+forward_with_columns, backward_with_columns             a chunk's blocks and the columns, in the cheapest way
+serves_causal(q) -> bool, forward_causal, backward_causal               dense causal attention as a whole, where it can
 refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case
 describe() -> str                                       what computes, for the banner
 READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
@@ -12,22 +14,20 @@ from types import ModuleType
 
 import torch
 
-from titan_sparse.attention.backends import eager, flex, triton
+from titan_sparse.attention.backends import eager, flash, flex, triton
 
 BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": triton}
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, dense: bool) -> str:
+def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them.
-
-    dense: whether the pattern is dense.
 
     Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
-        return next(backend for backend in _by_speed(device_type, dense) if BACKENDS[backend].refusal(*case) is None)
+        return next(backend for backend in _by_speed(*case[:3]) if BACKENDS[backend].refusal(*case) is None)
     if name not in BACKENDS:
         raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
     refused = BACKENDS[name].refusal(*case)
@@ -36,26 +36,26 @@ def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block
     return name
 
 
-def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, dense: bool) -> str:
+def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
     """What choose() gives and why, for the banner."""
     case = (device_type, dtype, head_dim, block_size)
-    chosen = choose(name, *case, dense)
+    chosen = choose(name, *case)
     if name != "auto":
         return f"{BACKENDS[chosen].describe()}; asked for"
-    order = _by_speed(device_type, dense)
+    order = _by_speed(*case[:3])
     faster = order[: order.index(chosen)]
     refused = "".join(f"; not {other}, since {BACKENDS[other].refusal(*case)}" for other in faster)
-    return BACKENDS[chosen].describe() + refused
+    slower = f"; flex would be faster, but {flash.missing()}" if chosen == "triton" and flash.missing() else ""
+    return BACKENDS[chosen].describe() + refused + slower
 
 
 def has_flash_attention_4() -> bool:
-    """Whether flex computes with FlashAttention-4 here."""
-    return flex._flash_missing() is None
+    """Whether FlashAttention-4 is installed and computes on this GPU."""
+    return flash.missing() is None
 
 
-def _by_speed(device_type: str, dense: bool) -> tuple[str, ...]:
-    """Fastest first, as measured on an H200 (docs/benchmarks.md): FlashAttention-4 where everything is computed, our
-    fused kernels where little is. On the CPU kernels are for tests, by interpretation."""
+def _by_speed(device_type: str, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    """Fastest first, as measured on an H200 (docs/benchmarks.md). On the CPU kernels are for tests, by interpretation."""
     if device_type != "cuda":
         return ("eager",)
-    return ("flex", "triton", "eager") if dense and has_flash_attention_4() else ("triton", "flex", "eager")
+    return ("flex", "triton", "eager") if flash.serves(dtype, head_dim) else ("triton", "flex", "eager")

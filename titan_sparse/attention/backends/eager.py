@@ -7,6 +7,7 @@ backward. Arithmetic and results are fp32, or fp64 for fp64 inputs.
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import Tiles
 
 
@@ -78,11 +79,17 @@ def _busy(tiles: Tiles) -> list[int]:
     return torch.nonzero(count.amax(dim=(0, 1))).flatten().tolist()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D].
+def serves_causal(q: Tensor) -> bool:
+    """No kernel of its own for dense causal attention."""
+    return False
 
-    Returns out [B, Hq, Sq, D] and natural-log lse [B, Hq, Sq], fp32 (fp64 for fp64); 0 and -inf for rows that see
-    nothing.
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dtype: torch.dtype | None = None,
+            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], and over what `total` = (out, lse) is of.
+
+    Returns out [B, Hq, Sq, D] in out_dtype and natural-log lse [B, Hq, Sq], both fp32 (fp64 for fp64) by default; 0 and
+    -inf for rows that see nothing.
     """
     dtype, size = accumulation_dtype(q.dtype), tiles.block_size
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -97,12 +104,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
         lse[:, :, here] = scores.logsumexp(-1)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         out[:, :, here] = p @ v_blocks[rows].to(dtype).flatten(2, 3)
-    return out, lse
+    return merge(total, out, lse, out_dtype or dtype)
+
+
+def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+                         scale: float, out_dtype: torch.dtype | None = None,
+                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """forward() over blocks and over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
+    return forward(q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total))
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles, fp32 (fp64 for fp64), in the shapes of q, k and v.
+             scale: float, out_dtype: torch.dtype | None = None,
+             dq_total: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles in out_dtype (default fp32, fp64 for fp64); dq is added to dq_total.
 
     out and lse are those of the whole attention, over all tiles of all chunks: with them the pieces add up exactly.
     """
@@ -122,7 +137,17 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
         dq[:, :, here] = d_scores @ keys
         dk_blocks.index_add_(0, rows.flatten(), _blocks(d_scores.mT @ q_here, size))
         dv_blocks.index_add_(0, rows.flatten(), _blocks(p.mT @ d_here, size))
-    return dq, dk, dv
+    if dq_total is not None:
+        dq += dq_total
+    return tuple(x.to(out_dtype or dtype) for x in (dq, dk, dv))
+
+
+def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+                          k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, out_dtype: torch.dtype | None = None,
+                          dq_total: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in out_dtype through blocks and columns, then dk and dv of the columns, fp32 (fp64 for fp64)."""
+    dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
+    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq), dk2, dv2
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ whole attention, with which pieces add up exactly. They are traced with the mask
 inductor without Dynamo: Dynamo takes neither op in this form on every torch version, and counts shapes against a limit.
 """
 
-import functools
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +15,12 @@ from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_atte
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
-from titan_sparse.attention.tiles import BlockLists, Tiles
+from titan_sparse.attention.backends import flash, triton
+from titan_sparse.attention.backends.flash import backward_causal, forward_causal  # noqa: F401, part of the interface
+from titan_sparse.attention.merge import merge
+from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
 
 BLOCK_SIZE = 128
-FLASH_HEAD_DIMS = (64, 96, 128)
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
 """What one unit of the op's lse is as a natural logarithm: Triton kernels count in base 2."""
 
@@ -47,17 +47,25 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
 
 def describe() -> str:
     """Which kernels compute, and why, in words for the start banner."""
-    missing = _flash_missing()
+    missing = flash.missing()
     if missing:
         return f"flex: Triton kernels ({missing})"
-    head_dims = ", ".join(map(str, FLASH_HEAD_DIMS))
+    head_dims = ", ".join(map(str, flash.HEAD_DIMS))
     return f"flex: FlashAttention-4 kernels for bf16 and fp16 with head_dim {head_dims}, Triton kernels otherwise"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32.
+def serves_causal(q: Tensor) -> bool:
+    """Whether forward_causal() and backward_causal() take these inputs."""
+    return _kernel(q) == "FLASH"
 
-    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: torch.dtype | None = None,
+            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32; with `total`
+    = (out, lse) over other keys, over both.
+
+    Returns out [B, Hq, Sq, D] in dtype (default q's) and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that
+    see nothing.
     The first call with a shape compiles, which takes some ten seconds.
     """
     kernel, size = _kernel(q), tiles.block_size
@@ -69,28 +77,42 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tupl
 
     tables = _tables(tiles.by_query, k.shape[2] // size)
     out, lse = _call(("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1]))
-    return out, lse * LSE_UNIT[kernel]
+    return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype)
 
 
-def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles, in the shapes and dtype of q, k and v.
+def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+                         scale: float, dtype: torch.dtype | None = None,
+                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """forward() over blocks, then over gathered columns k2, v2 [B, Hq, C, D] with their own tiles.
+
+    Columns are for our own kernels: in FlexAttention's every single pair of a column tile looks up whether it is
+    covered, which takes two to three times as long, and the results would have to be merged.
+    """
+    blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, dtype, total))
+    return triton.forward(q, k2, v2, tiles2, scale, total=blocks)
+
+
+def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
+             dtype: torch.dtype | None = None, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles in dtype (default q's); dq is added to the one given, in place.
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
     """
-    groups, by_key = _query_groups(q, k, tiles), tiles.by_key
-    split = functools.partial(_split_queries, groups=groups)
-    by_query = [split(x) for x in _tables(tiles.by_query, k.shape[2] // tiles.block_size)]
-    rows = [split(x) for x in (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))]
-    operands = [split(x) for x in _operands(tiles, q.shape[1])]
-    if groups > 1:
-        by_key = _split_lists(by_key, q.shape[2] // tiles.block_size, groups)
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    by_key = _tables(by_key, rows[0].shape[2] // tiles.block_size)
-    dq, *d_kv = _backward(rows, k, v, (*by_query, *by_key), operands, scale, tiles.block_size)
-    if groups > 1:
-        d_kv = [x.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(x.dtype) for x in d_kv]
-    return dq.view(q.shape), d_kv[0], d_kv[1]
+    by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
+    by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
+    rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))
+    dq_piece, dk, dv = _backward(rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size)
+    dtype = dtype or q.dtype
+    return (dq_piece.to(dtype) if dq is None else dq.add_(dq_piece)), dk.to(dtype), dv.to(dtype)
+
+
+def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+                          k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
+                          dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in dtype (default q's) through blocks and columns, then dk and dv of the columns, fp32."""
+    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq)
+    d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq.contiguous())
+    return d_columns[0], dk, dv, *d_columns[1:]
 
 
 def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Tensor], operands: Sequence[Tensor],
@@ -112,32 +134,9 @@ def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Ten
 # Kernels ------------------------------------------------------------------------------------------------------------
 
 
-def _flash_missing() -> str | None:
-    """Why FlashAttention-4 cannot be used, in words."""
-    if not torch.cuda.is_available():
-        return "no CUDA GPU"
-    # Its block lists have other block sizes from Blackwell on, and none of them before Hopper.
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
-    if not _flash_installed():
-        return "flash-attn-4 is not installed"
-    if torch.are_deterministic_algorithms_enabled():
-        return "the backward of FlashAttention-4 is not deterministic"
-    return None
-
-
-@functools.cache
-def _flash_installed() -> bool:
-    try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
-    except ImportError:
-        return False
-
-
 def _kernel(q: Tensor) -> str:
     """"FLASH" or "TRITON", as FlexAttention names them."""
-    suits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] in FLASH_HEAD_DIMS
-    return "FLASH" if suits and _flash_missing() is None else "TRITON"
+    return "FLASH" if flash.serves(q.dtype, q.shape[-1]) else "TRITON"
 
 
 def _options(kernel: str, head_dim: int) -> dict[str, Any]:
@@ -148,52 +147,6 @@ def _options(kernel: str, head_dim: int) -> dict[str, Any]:
         # By default keys come in tiles of 128, for which the mask's operands do not fit into shared memory.
         options |= {"fwd_BLOCK_N": 64}
     return options
-
-
-# Queries in groups --------------------------------------------------------------------------------------------------
-# The backward kernels give the query blocks of one KV block to one multiprocessor. Columns make few KV blocks, so their
-# queries are cut into groups, each taken for a head of its own.
-
-KV_BLOCKS = 1024
-"""So many KV blocks, over all heads, keep every multiprocessor busy."""
-GROUP_BLOCKS = 8
-"""A group's query blocks at the least."""
-
-
-def _query_groups(q: Tensor, k: Tensor, tiles: Tiles) -> int:
-    """Groups to cut the queries into, a power of two; 1 where heads share keys or every head has enough of them."""
-    groups, kv_blocks, q_blocks = 1, k[..., 0].numel() // tiles.block_size, q.shape[2] // tiles.block_size
-    if tiles.covered is None or q.shape[1] != k.shape[1]:
-        return 1
-    while kv_blocks * groups < KV_BLOCKS and q_blocks % (2 * groups) == 0 and q_blocks // (2 * groups) >= GROUP_BLOCKS:
-        groups *= 2
-    return groups
-
-
-def _split_queries(x: Tensor, groups: int) -> Tensor:
-    """[B, H, n, ...] -> [B, H * groups, n / groups, ...]."""
-    return x.unflatten(2, (groups, -1)).flatten(1, 2) if groups > 1 else x
-
-
-def _split_lists(by_key: BlockLists, q_blocks: int, groups: int) -> BlockLists:
-    """Lists of all query blocks -> lists of each group's, [B, H * groups, n, at most q_blocks / groups]."""
-    lists = (by_key.full_count, by_key.full), (by_key.partial_count, by_key.partial)
-    return BlockLists(*(x for count, table in lists for x in _split_list(count, table, q_blocks, groups)))
-
-
-def _split_list(count: Tensor, table: Tensor, q_blocks: int, groups: int) -> tuple[Tensor, Tensor]:
-    size, width = q_blocks // groups, table.shape[-1]
-    place, begin = (torch.arange(n, device=table.device, dtype=torch.int32) for n in (width, groups + 1))
-    begin = begin * size
-    ascending = torch.where(place < count[..., None], table, q_blocks)
-    # Numbers ascend, so that a group's are a run of them.
-    first = torch.searchsorted(ascending, begin.expand(*count.shape, -1).contiguous())
-    place = place[: min(size, width)]
-    run = (first[..., :-1, None] + place).clamp(max=width - 1)
-    numbers = ascending[..., None, :].expand(*run.shape[:-1], -1).gather(-1, run) - begin[:-1, None]
-    count = first.diff(dim=-1).int()
-    numbers = torch.where(place < count[..., None], numbers, 0)
-    return count.movedim(3, 2).flatten(1, 2), numbers.movedim(3, 2).flatten(1, 2)
 
 
 # Operands of the ops ------------------------------------------------------------------------------------------------
@@ -217,12 +170,9 @@ def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
-    """Counts and numbers of partial tiles, then of full ones, with the numbers widened for `blocks` on the other side.
-
-    Widths that follow the data would compile anew all the time: they are powers of two, or `blocks` where that is less.
-    """
-    width = min(blocks, max(32, 1 << (lists.partial.shape[-1] - 1).bit_length()))
-    partial, full = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (lists.partial, lists.full))
+    """Counts and numbers of partial tiles, then of full ones, as wide as list_width() wants them."""
+    missing = list_width(lists.partial.shape[-1], blocks) - lists.partial.shape[-1]
+    partial, full = (torch.nn.functional.pad(x, (0, missing)) if missing else x for x in (lists.partial, lists.full))
     return lists.partial_count, partial, lists.full_count, full
 
 

@@ -25,8 +25,8 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
         return f'attention.backend = "triton" does not compute {dtype}{where}; write "eager"'
     if block_size not in ((16, 32, 64, 128) if interpreted else (64, 128)):
         return f'attention.backend = "triton" takes attention.block_size 64 or 128, not {block_size}'
-    if head_dim % 16 or not 16 <= head_dim <= 128:
-        return f'attention.backend = "triton" trains head_dim 16 to 128 in steps of 16, not {head_dim}; write "eager"'
+    if head_dim % 16 or not 16 <= head_dim <= 256:
+        return f'attention.backend = "triton" takes head_dim 16 to 256 in steps of 16, not {head_dim}; write "eager"'
     return None
 
 
@@ -35,37 +35,49 @@ def describe() -> str:
     return "triton: own block-sparse kernels, blocks and columns in one pass"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D].
+def serves_causal(q: Tensor) -> bool:
+    """No kernel of its own for dense causal attention."""
+    return False
 
-    Returns out in q's shape and dtype and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
+
+def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: torch.dtype | None = None,
+            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D]; with `total` = (out, lse) over other keys
+    the attention over both, in total's own memory.
+
+    Returns out in q's shape and in dtype (default q's), and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that
+    see nothing.
     """
-    return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale)
+    return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale, dtype, total)
 
 
 def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
-                         scale: float) -> tuple[Tensor, Tensor]:
+                         scale: float, dtype: torch.dtype | None = None,
+                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
     pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
-    return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+    return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale, dtype, total)
 
 
-def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through these tiles, dq in q's dtype, dk and dv fp32, with the out and lse of the whole attention; needs by_key."""
-    pieces = [_piece(k, v, tiles)]
-    dq, [(dk, dv)] = block_sparse.backward(
-        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
+             dtype: torch.dtype | None = None, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients through these tiles in dtype (default q's), with the out and lse of the whole attention; needs by_key.
+
+    dq: what came through other keys, which is added to in place.
+    """
+    dtype = dtype or q.dtype
+    dq, [(dk, dv)] = block_sparse.backward(d_out, q, out, lse, [_piece(k, v, tiles)], tiles.start, tiles.stop,
+                                           tiles.block_size, scale, [dtype, dtype], dq)
     return dq, dk, dv
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-                          k2: Tensor, v2: Tensor, tiles2: Tiles,
-                          scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients, dq in q's dtype, those of k, v, k2 and v2 fp32; dq through blocks and columns in one pass."""
-    pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
-    dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(
-        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale)
+                          k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
+                          dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv in dtype (default q's) and dk, dv of the columns in fp32; dq through blocks and columns in one pass."""
+    dtype, pieces = dtype or q.dtype, [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
+    dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(d_out, q, out, lse, pieces, tiles.start, tiles.stop,
+                                                       tiles.block_size, scale, [dtype, dtype, torch.float32], dq)
     return dq, dk, dv, dk2, dv2
 
 

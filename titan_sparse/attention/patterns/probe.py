@@ -26,7 +26,7 @@ class Probe(NamedTuple):
     """The last P queries of each of n spans; a span shorter than P has rows that see nothing.
 
     q: [B, Hq, n, P, D] in its own dtype. start, stop: int32 [B, n, P], keys that each row sees.
-    block_back: int64 [B, n, P], how many blocks the row lies before the span's last block. scale: of the scores.
+    block_back: int32 [B, n, P], how many blocks the row lies before the span's last block. scale: of the scores.
     """
 
     q: Tensor
@@ -37,40 +37,40 @@ class Probe(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What a probe needs to know of spans and layout, for every layer the same.
+    """What a probe needs to know of spans and layout, for every layer the same; int32 where a kernel reads it.
 
-    blocks: int64 [n_local], this rank's. slot: int64 [B, n_local, T], spans that touch them. order: global order of the
-    blocks of all ranks. local, mine: where this rank holds each probe row [B, n P] and whether. start, stop, block_back:
-    as in Probe. diagonal, valid: [N, blocks T U], entry of each tile in the list of diagonals, and whether it has one.
-    entries: length of that list.
+    blocks: int32 [n_local], this rank's. slot: int32 [B, n_local, T], spans that touch them, -1 for none.
+    run: int32 [B, n, 2], first local block that touches a span and the one behind the last.
+    order: int64, global order of the blocks of all ranks. start, stop, block_back: as in Probe.
+    local: int64 [B, n P], where this rank holds each probe row. mine: bool [B, n P], whether it does.
+    tile: int64 [N, E U], the tiles that make up each diagonal, the one behind the last for none.
     """
 
     blocks: Tensor
     slot: Tensor
+    run: Tensor
     order: Tensor
     local: Tensor
     mine: Tensor
     start: Tensor
     stop: Tensor
     block_back: Tensor
-    diagonal: Tensor
-    valid: Tensor
-    entries: int
+    tile: Tensor
 
 
 def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, pattern: str, cp: "ContextParallel", queries: int,
-                 scale: float) -> tuple[Tensor, Tensor]:
+                 scale: float) -> Tensor:
     """Attention masses that the probe gives to columns and to block diagonals, for this rank's share of the heads.
 
     q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. pattern: key of the pattern, which decides the spans.
-    Collective over cp. N = ceil(B Hq / ranks) (sequence, head) pairs come back: vertical [N, S], slash [N, E];
-    sequences_of_pairs() tells their sequences.
+    Collective over cp. N = ceil(B Hq / ranks) (sequence, head) pairs come back, [N, S + E]: all columns, then all
+    diagonals; sequences_of_pairs() tells their sequences. fp32, for fp64 inputs fp64.
     """
     batch, heads = q.shape[:2]
     key = ("probe", pattern, cp.key, batch, heads)
     geometry = once_per_mask(rows, key, lambda: _geometry(rows, spans, cp, queries, batch, heads))
     probe = _gather_probe(q, geometry, cp, queries, scale)
-    lse = _normaliser(probe, k, geometry.blocks, geometry.slot, cp)
+    lse = _normaliser(probe, k, geometry, cp)
     column, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size)
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([column.flatten(2), tile.flatten(2)], dim=-1).flatten(0, 1)
@@ -79,8 +79,9 @@ def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, pattern: str, c
     columns, tiles = received.split([column[0, 0].numel(), tile[0, 0].numel()], dim=-1)
     columns = columns.reshape(pairs, -1, cp.block_size)[:, geometry.order].flatten(1)
     tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
-    slash = tiles.new_zeros(pairs, geometry.entries)
-    return columns, slash.scatter_add_(1, geometry.diagonal, tiles * geometry.valid)
+    # Gathered, not scattered: with atomic additions a diagonal's mass would depend on their order.
+    slash = torch.nn.functional.pad(tiles, (0, 1)).gather(1, geometry.tile).unflatten(1, (-1, tile.shape[4])).sum(-1)
+    return torch.cat([columns, slash], dim=1)
 
 
 def sequences_of_pairs(batch: int, heads: int, cp: "ContextParallel", device: torch.device) -> Tensor:
@@ -98,13 +99,22 @@ def _geometry(rows: Rows, spans: Spans, cp: "ContextParallel", queries: int, bat
     position = position.clamp(min=0, max=seq_len - 1)
     local = cp.local_position(position.flatten(1), seq_len)
     start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
-    block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0)
-    back = _blocks_back(queries, cp.block_size)
+    block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0).int()
     own = Spans(*(x[sequences_of_pairs(batch, heads, cp, device)] for x in spans))
-    diagonal, valid = _diagonals(own, seq_len // cp.block_size, back, cp.block_size)
-    return Geometry(blocks, spans_of_blocks(spans, blocks, cp.block_size), order, local.clamp(min=0), local >= 0, start,
-                    torch.where(exists, stop, start), block_back, diagonal, valid,
-                    entries(seq_len, cp.block_size, spans.start.shape[1]))
+    tile = _tiles_of_diagonals(own, seq_len // cp.block_size, _blocks_back(queries, cp.block_size), cp.block_size)
+    slot = spans_of_blocks(spans, blocks, cp.block_size)
+    return Geometry(blocks.int(), slot.int(), _runs(slot, spans.start.shape[1]), order, local.clamp(min=0), local >= 0,
+                    start, torch.where(exists, stop, start), block_back, tile)
+
+
+def _runs(slot: Tensor, n: int) -> Tensor:
+    """int32 [B, n, 2]: from the first to behind the last local block that touches each span; [B, n_local, T] slots."""
+    batch, local = slot.shape[:2]
+    place = torch.arange(local, device=slot.device)[:, None].expand_as(slot).flatten(1)
+    slot = torch.where(slot >= 0, slot, n).flatten(1)
+    first = torch.full((batch, n + 1), local, device=slot.device).scatter_reduce(1, slot, place, "amin")
+    last = torch.full((batch, n + 1), -1, device=slot.device).scatter_reduce(1, slot, place, "amax")
+    return torch.stack([first, last + 1], dim=-1)[:, :n].int().contiguous()
 
 
 def _blocks_back(queries: int, block_size: int) -> int:
@@ -121,7 +131,7 @@ def _gather_probe(q: Tensor, geometry: Geometry, cp: "ContextParallel", queries:
 
 
 def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int):
-    """Chunk by chunk: (first, last) of m local blocks and their scores [B, Hq, m, T, P, b], -inf where nothing is seen."""
+    """Chunk by chunk: (first, last) of m local blocks, their scores [B, Hq, m, T, P, b], -inf where nothing is seen."""
     batch, heads, n, queries, dim = probe.q.shape
     kv_heads, touched = k.shape[1], slot.shape[-1]
     k_blocks = k.view(batch, kv_heads, -1, 1, block_size, dim)
@@ -140,26 +150,30 @@ def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: i
         yield first, last, scores.masked_fill(~seen[:, None], -torch.inf)
 
 
-def _normaliser(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, cp: "ContextParallel") -> Tensor:
+def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: "ContextParallel") -> Tensor:
     """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see nothing."""
-    batch, heads, n, queries, _ = probe.q.shape
-    piece = _block_lse(probe, k, blocks, slot, cp.block_size).flatten(2, 3)
-    where = slot.clamp(min=0).flatten(1)[:, None, :, None].expand_as(piece)
-    top = torch.full((batch, heads, n, queries), -torch.inf, dtype=piece.dtype, device=k.device)
+    if k.is_cuda and k.dtype != torch.float64:
+        piece = kernels.block_lse(*_kernel_inputs(probe, k, geometry.blocks, geometry.slot, cp.block_size))
+        own = kernels.span_lse(piece, geometry.slot, geometry.run)
+    else:
+        scores = _scores(probe, k, geometry.blocks, geometry.slot, cp.block_size)
+        own = _span_lse(torch.cat([s.logsumexp(-1) for _, _, s in scores], dim=2), geometry.slot, probe.q.shape[2])
+    every = cp.all_gather(own)
+    return every.logsumexp(0) if len(every) > 1 else every[0]
+
+
+def _span_lse(block_lse: Tensor, slot: Tensor, n: int) -> Tensor:
+    """Twin of kernels.span_lse(): [B, Hq, n, P] from [B, Hq, n_local, T, P]."""
+    piece = block_lse.flatten(2, 3)
+    where = slot.long().clamp(min=0).flatten(1)[:, None, :, None].expand_as(piece)
+    top = piece.new_full((*piece.shape[:2], n, piece.shape[3]), -torch.inf)
     top = top.scatter_reduce(2, where, piece, "amax").clamp(min=torch.finfo(piece.dtype).min)
     total = torch.zeros_like(top).scatter_add(2, where, (piece - top.gather(2, where)).exp())
-    return cp.all_gather(top + total.log()).logsumexp(0)
-
-
-def _block_lse(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> Tensor:
-    """Log of each row's softmax sum over each of this rank's blocks, [B, Hq, n_local, T, P]."""
-    if k.is_cuda and k.dtype != torch.float64:
-        return kernels.block_lse(*_kernel_inputs(probe, k, blocks, slot, block_size))
-    return torch.cat([s.logsumexp(-1) for _, _, s in _scores(probe, k, blocks, slot, block_size)], dim=2)
+    return top + total.log()
 
 
 def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple:
-    return probe.q, k, probe.start, probe.stop, slot.int(), blocks.int(), probe.scale, block_size
+    return probe.q, k, probe.start, probe.stop, slot, blocks, probe.scale, block_size
 
 
 def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +182,7 @@ def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, 
     back = _blocks_back(queries, block_size)
     if k.is_cuda and k.dtype != torch.float64:
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
-        return kernels.block_masses(*inputs, lse, probe.block_back.int(), back)
+        return kernels.block_masses(*inputs, lse, probe.block_back, back)
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(1, 2)
     which = torch.arange(batch, device=k.device)[:, None, None]
     columns, tiles = [], []
@@ -176,18 +190,27 @@ def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, 
         span = slot[:, first:last].clamp(min=0)
         mass = (scores - finite[which, span].permute(0, 3, 1, 2, 4)[..., None]).exp()
         columns.append(mass.sum(dim=(3, 4)))
-        row_block = torch.nn.functional.one_hot(probe.block_back[which, span].clamp(max=back - 1), back).to(mass.dtype)
+        row_back = probe.block_back[which, span].long().clamp(max=back - 1)
+        row_block = torch.nn.functional.one_hot(row_back, back).to(mass.dtype)
         tiles.append((mass.sum(-1)[..., None, :] @ row_block[:, None]).squeeze(-2))
     return torch.cat(columns, dim=2), torch.cat(tiles, dim=2)
 
 
-def _diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """The block diagonal of every tile (key block, span touching it, blocks back): its entry in the list of all spans'
-    diagonals, int64 [N, blocks T U], and whether there is one."""
-    key_block = torch.arange(blocks, device=spans.start.device)
-    slot = spans_of_blocks(spans, key_block, block_size)
-    known = slot.clamp(min=0).flatten(1)
-    last, offset = (x.gather(1, known).view_as(slot)[..., None] for x in (spans.last_block, spans.offset))
-    delta = last - torch.arange(back, device=key_block.device) - key_block[:, None, None]
-    valid = (slot >= 0)[..., None] & (delta >= 0)
-    return torch.where(valid, offset + delta, 0).flatten(1), valid.flatten(1)
+def _tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
+    """int64 [N, E U]: entry e of the list of all spans' diagonals is the sum of tiles U e .. U e + U - 1 of these.
+
+    Tiles are numbered (key block, span touching it, probe blocks back); the one behind the last stands for none.
+    """
+    n, device = spans.start.shape[1], spans.start.device
+    count = entries(blocks * block_size, block_size, n)
+    entry = torch.arange(count, device=device).expand(len(spans.start), -1).contiguous()
+    span = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
+    known = span.clamp(max=n - 1)
+    last, offset = spans.last_block.gather(1, known), spans.offset.gather(1, known)
+    block = (last - entry + offset)[..., None] - torch.arange(back, device=device)
+    touching = spans_of_blocks(spans, torch.arange(blocks, device=device), block_size)
+    slots = touching.shape[-1]
+    slot = known[..., None] - touching[..., 0].gather(1, block.clamp(0, blocks - 1).flatten(1)).view_as(block)
+    valid = (span < n)[..., None] & (block >= spans.first_block.gather(1, known)[..., None])
+    tile = (block * slots + slot) * back + torch.arange(back, device=device)
+    return torch.where(valid, tile, blocks * slots * back).flatten(1)

@@ -5,7 +5,7 @@ carry the target share of the attention mass seen there. A slash is one entry of
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
-from titan_sparse.attention.patterns.budget import compact, smallest_sets
+from titan_sparse.attention.patterns.budget import Segments, compact, smallest_sets
 from titan_sparse.attention.patterns.probe import probe_masses, sequences_of_pairs
 from titan_sparse.attention.patterns.spans import Spans, entries, find_spans, slots, span_of_tokens, spans_of_blocks
 
@@ -58,17 +58,6 @@ class VerticalSlashIndex(BlockIndex):
         offset, first = (x.gather(1, known).view_as(slot) for x in (self.spans.offset, self.spans.first_block))
         fields = torch.stack([offset.where(slot >= 0, -1), first], dim=-1).flatten(2)
         return torch.cat([fields, self.spans.dense_from[:, q_blocks, None]], dim=-1).int()
-
-
-class Limits(NamedTuple):
-    """Bounds on one kind of choice for N (sequence, head) pairs, over L columns or diagonals in n spans.
-
-    segment: int64 [N, L], the span of each, n for none. most: int64 [N, n]. always: bool [N, L], on whatever the mass.
-    """
-
-    segment: Tensor
-    most: Tensor
-    always: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,42 +117,38 @@ class VerticalSlash(Pattern):
     def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
         batch, heads = q.shape[:2]
         seq_len, block_size = rows.start.shape[1], cp.block_size
-        spans = self._spans(rows, batch, block_size)
-        vertical, slash = probe_masses(q, k, rows, spans, self.key, cp, self.probe_queries(block_size), scale)
-        limits = once_per_mask(rows, ("limits", self.key, cp.key, batch, heads), lambda: self._limits(
-            Spans(*(x[sequences_of_pairs(batch, heads, cp, q.device)] for x in spans)), vertical.shape[1], slash.shape[1]))
-        columns, column_capped = self._chosen(vertical, limits[0], self.min_columns)
-        slashes, slash_capped = self._chosen(slash, limits[1], self.min_slashes)
+        spans, queries = self._spans(rows, batch, block_size), self.probe_queries(block_size)
+        mass = probe_masses(q, k, rows, spans, self.key, cp, queries, scale)
+        segments = once_per_mask(rows, ("segments", self.key, cp.key, batch, heads), lambda: self._segments(
+            spans, seq_len, mass.shape[1] - seq_len, sequences_of_pairs(batch, heads, cp, q.device)))
+        selected, capped = smallest_sets(mass, segments, self.recall, queries)
         capacity = self.column_capacity(seq_len, block_size, rows.document_start is not None)
-        mine = torch.cat([compact(columns, capacity, seq_len), slashes.int(), column_capped.int()[:, None],
-                          slash_capped.int()[:, None]], dim=1)
+        columns = compact(selected[:, :seq_len], capacity, seq_len)
+        mine = torch.cat([columns, selected[:, seq_len:].int(), capped.unflatten(1, (2, -1)).any(-1).int()], dim=1)
         every = cp.all_gather(mine).flatten(0, 1)[: batch * heads].view(batch, heads, -1)
-        columns, slashes, capped = every.split([capacity, slashes.shape[1], 2], dim=-1)
+        columns, slashes, capped = every.split([capacity, mass.shape[1] - seq_len, 2], dim=-1)
         return [slashes.bool(), columns.contiguous(), capped.bool()]
 
     def _spans(self, rows: Rows, batch: int, block_size: int) -> Spans:
         key = ("spans", batch, self.dense_below, block_size)
         return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size))
 
-    def _limits(self, spans: Spans, seq_len: int, diagonals: int) -> tuple["Limits", "Limits"]:
-        """Bounds on the choice of columns [N, seq_len] and of diagonals [N, diagonals] of N (sequence, head) pairs."""
-        n, device = spans.start.shape[1], spans.start.device
-        segment = span_of_tokens(spans.start, spans.stop, seq_len)
-        begin = spans.start.gather(1, segment.clamp(max=n - 1))
-        sinks = (segment < n) & (torch.arange(seq_len, device=device) < begin + self.sinks)
-        columns = Limits(segment, _share(self.max_columns, self.min_columns, spans), sinks)
-        entry = torch.arange(diagonals, device=device).expand(len(segment), -1).contiguous()
-        segment = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
-        local = entry - spans.offset.gather(1, segment.clamp(max=n - 1)) < self.local_diagonals
+    def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
+        """What is chosen from in a row of probe_masses(): each span's columns, then its diagonals, 2 n segments."""
+        n = spans.start.shape[1]
+        column = span_of_tokens(spans.start, spans.stop, seq_len)
+        entry = torch.arange(diagonals, device=spans.start.device).expand(len(column), -1).contiguous()
+        diagonal = n + torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
         # No cap must not be shared out: a short span can touch more diagonals than its part of the list's length.
-        most = torch.full_like(spans.start, diagonals)
-        limit = _share(self.max_slashes, self.min_slashes, spans) if self.max_slashes else most
-        return columns, Limits(segment, limit, (segment < n) & local)
-
-    def _chosen(self, mass: Tensor, limits: "Limits", minimum: int) -> tuple[Tensor, Tensor]:
-        """Selected bool [N, L] and capped bool [N] from masses [N, L]."""
-        selected, capped = smallest_sets(mass, limits.segment, self.recall, minimum, limits.most)
-        return selected | limits.always, capped
+        most = _share(self.max_slashes, self.min_slashes, spans) if self.max_slashes else spans.diagonals
+        begin = seq_len + spans.offset
+        most_columns = _share(self.max_columns, self.min_columns, spans)
+        bounds = torch.cat([
+            _bounds(spans.start, spans.stop, self.min_columns, most_columns, self.sinks),
+            _bounds(begin, begin + spans.diagonals, self.min_slashes, most, self.local_diagonals),
+        ], dim=1).clamp(max=seq_len + diagonals)
+        segment = torch.cat([column.where(column < n, 2 * n), diagonal], dim=1)
+        return Segments(sequence.int(), segment.int(), bounds.int())
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -192,6 +177,11 @@ class VerticalSlash(Pattern):
         slashes = self.max_slashes + self.min_slashes + self.local_diagonals + 1
         short = -(-self.dense_below // block_size) + 1 if packed else 0
         return min(blocks, (2 if packed else 1) * slashes + short)
+
+
+def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) -> Tensor:
+    """int64 [B, n, 5], as Segments holds them."""
+    return torch.stack([begin, stop, torch.full_like(begin, least), most, torch.full_like(begin, always)], dim=-1)
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:

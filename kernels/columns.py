@@ -1,0 +1,69 @@
+"""Adding the gradients of gathered columns to the keys and values that they came from, in place and in a fixed order."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_columns_naive(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, block_size: int) -> None:
+    """The twin of add_columns(), for any floating dtype."""
+    batch, heads = columns.shape[:2]
+    kv_heads, length, dim = total.shape[1:]
+    place = torch.full((int(blocks.max()) + 1,), -1, dtype=torch.long, device=columns.device)
+    place[blocks.long()] = torch.arange(len(blocks), device=columns.device)
+    block = columns.long() // block_size
+    place = torch.where(block < len(place), place[block.clamp(max=len(place) - 1)], -1)
+    # Columns of other ranks, and padding, go to one row more, which is dropped.
+    local = torch.where(place < 0, length, place * block_size + columns % block_size)
+    local = local.view(batch, kv_heads, -1, 1).expand(-1, -1, -1, dim)
+    padded = torch.nn.functional.pad(total, (0, 0, 0, 1)).to(torch.promote_types(total.dtype, parts.dtype))
+    padded.scatter_add_(2, local, parts.reshape(batch, kv_heads, -1, dim).to(padded.dtype))
+    total.copy_(padded[:, :, :length])
+
+
+@triton.jit
+def _add_kernel(
+    total, parts, columns, begin, end, blocks, heads, group, count, n,
+    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    i_block, i_kv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first_head = i_b * heads + i_kv * group
+    found = 0
+    for member in range(group):
+        run = (first_head + member) * n + i_block
+        found += tl.load(end + run) - tl.load(begin + run)
+    if found > 0:
+        o_row, o_dim = tl.arange(0, SIZE), tl.arange(0, D)
+        at = ((i_b * tl.num_programs(1) + i_kv) * n + i_block) * SIZE + o_row
+        at = total + at[:, None] * HEAD_DIM + o_dim[None, :]
+        inside = (o_dim < HEAD_DIM)[None, :] & (o_row >= 0)[:, None]
+        b_total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        first = tl.load(blocks + i_block) * SIZE
+        for member in range(group):
+            run = (first_head + member) * n + i_block
+            for i_c in range(tl.load(begin + run), tl.load(end + run)):
+                column = (first_head + member) * count + i_c
+                row = tl.load(columns + column) - first
+                b_part = tl.load(parts + column * HEAD_DIM + o_dim, mask=o_dim < HEAD_DIM, other=0.0)
+                b_total += tl.where((o_row == row)[:, None], b_part.to(tl.float32)[None, :], 0.0)
+        tl.store(at, b_total.to(total.dtype.element_ty), mask=inside)
+
+
+def add_columns(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, block_size: int) -> None:
+    """Add each column's row of `parts` to the row of `total` that is its key; in place, the same to the bit every time.
+
+    total: [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; a rank's keys. parts: [B, Hq, C, D], Hq
+    a multiple of Hkv, contiguous. columns: int32 [B, Hq, C], global positions, ascending. blocks: int32 [n], the
+    global blocks of `total`, which holds only some of the columns.
+    """
+    batch, heads, count = columns.shape
+    kv_heads, dim, n = total.shape[1], total.shape[3], len(blocks)
+    columns = columns.contiguous()
+    starts = (blocks * block_size).expand(batch, heads, n).contiguous()
+    begin = torch.searchsorted(columns, starts, out_int32=True)
+    end = torch.searchsorted(columns, starts + block_size, out_int32=True)
+    _add_kernel[n, kv_heads, batch](
+        total, parts.contiguous(), columns, begin, end, blocks, heads, heads // kv_heads, count, n,
+        SIZE=block_size, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=4 if block_size * dim <= 8192 else 8,
+    )  # fmt: skip

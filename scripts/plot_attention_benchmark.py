@@ -1,0 +1,109 @@
+"""A picture of what scripts/bench_attention.py measured: time against length, and time against density.
+
+    python scripts/plot_attention_benchmark.py benchmarks/results/A.json ... --out docs/pictures/attention_h200.png
+
+Times are forward + backward, without the selection. Dense attention is dashed.
+Needs matplotlib: pip install -e ".[eval]"
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+
+from break_even import head_set, is_sparse, read_rows
+
+COLOURS = {"cudnn": "tab:gray", "flash-attn-4": "tab:orange", "ours, dense": "tab:blue", "flex": "tab:purple",
+           "triton": "tab:green", "eager": "tab:brown"}
+
+
+def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
+    """{name: (row[x], forward + backward in ms) in the order of x}."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).append((row[x], row["forward_ms"] + row["backward_ms"]))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def longest_scan(rows: list[dict]) -> int:
+    """The length at which most densities were measured, of several the longest."""
+    cases = {(row["seq_len"], row["target_density"]) for row in rows if is_sparse(row)}
+    seen = Counter(seq_len for seq_len, _ in cases)
+    return max(seen, key=lambda seq_len: (seen[seq_len], seq_len))
+
+
+def plot_lengths(axes, rows: list[dict], density: float) -> None:
+    """Left: log-log, dense rows and those of one density."""
+    sparse = [row for row in rows if is_sparse(row) and row["target_density"] == density]
+    for name, points in lines([row for row in rows if not is_sparse(row)], "seq_len").items():
+        axes.plot(*zip(*points), "--o", color=COLOURS[name], label=name, markersize=4)
+    for name, points in lines(sparse, "seq_len").items():
+        axes.plot(*zip(*points), "-o", color=COLOURS[name], label=f"{name}, {density:.0%}", markersize=4)
+    lengths = sorted({row["seq_len"] for row in rows})
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms", title="against length")
+    axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths])
+    axes.minorticks_off()
+
+
+def plot_densities(axes, rows: list[dict], seq_len: int) -> None:
+    """Right: every density at one length, dense attention as level lines."""
+    rows = [row for row in rows if row["seq_len"] == seq_len]
+    for name, points in lines([row for row in rows if not is_sparse(row)], "seq_len").items():
+        axes.axhline(points[0][1], linestyle="--", color=COLOURS[name], label=name)
+    for name, points in lines([row for row in rows if is_sparse(row)], "density").items():
+        percent = [(100 * density, ms) for density, ms in points]
+        axes.plot(*zip(*percent), "-o", color=COLOURS[name], label=name, markersize=4)
+    axes.set(xlabel="density, %", title=f"against density at {seq_len:,} tokens")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+
+
+def picture(rows: list[dict], density: float, seq_len: int, title: str, out: str) -> None:
+    """Write both panels to `out`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    plot_lengths(left, rows, density)
+    plot_densities(right, rows, seq_len)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    figure.savefig(out, dpi=110)
+    pyplot.close(figure)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", help="JSON files of scripts/bench_attention.py, of one GPU")
+    parser.add_argument("--out", required=True, help="the picture, .png")
+    parser.add_argument("--heads", default="", help="head set, as 16:2/128; default: the first in the files")
+    parser.add_argument("--density", type=float, default=0.05, help="of the left side")
+    parser.add_argument("--seq-len", type=int, default=0, help="of the right side; default: where most densities are")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse(sys.argv[1:])
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        sys.exit('plot_attention_benchmark.py needs matplotlib: pip install -e ".[eval]"')
+    rows = read_rows(args.results)
+    heads = args.heads or (head_set(rows[0]) if rows else "")
+    rows = [row for row in rows if head_set(row) == heads]
+    densities = {row["target_density"] for row in rows if is_sparse(row)}
+    if args.density not in densities:
+        sys.exit(f"no sparse row at --density {args.density} for heads {heads}; measured: {sorted(densities)}")
+    seq_len = args.seq_len or longest_scan(rows)
+    if not any(row["seq_len"] == seq_len for row in rows):
+        sys.exit(f"no row at --seq-len {seq_len}; measured: {sorted({row['seq_len'] for row in rows})}")
+    picture(rows, args.density, seq_len, f"attention, heads {heads}, bf16, causal", args.out)
+
+
+if __name__ == "__main__":
+    main()

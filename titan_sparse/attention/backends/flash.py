@@ -1,0 +1,58 @@
+"""FlashAttention-4 called directly, for dense causal attention on one rank: tables of blocks would cost 10 % there."""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+HEAD_DIMS = (64, 96, 128)
+
+
+def missing() -> str | None:
+    """Why FlashAttention-4 cannot be used here, in words; None if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    # Its block lists have other block sizes from Blackwell on, and none of them before Hopper.
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
+    if not _installed():
+        return "flash-attn-4 is not installed"
+    if torch.are_deterministic_algorithms_enabled():
+        return "the backward of FlashAttention-4 is not deterministic"
+    return None
+
+
+@functools.cache
+def _installed() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        return False
+
+
+def serves(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether FlashAttention-4 is here and computes with such inputs."""
+    return dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS and missing() is None
+
+
+def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense causal attention: out [B, Hq, S, D] in q's dtype and natural-log lse fp32 [B, Hq, S]."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=True, return_lse=True)[:2]
+    return out.transpose(1, 2), lse
+
+
+def backward_causal(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                    scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_causal()."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    q, k, v, out, d_out = _by_token(q, k, v, out, d_out)
+    return tuple(x.transpose(1, 2) for x in _flash_attn_bwd(q, k, v, out, d_out, lse, scale, True)[:3])
+
+
+def _by_token(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, S, H, D] of [B, H, S, D], as views."""
+    return tuple(x.detach().transpose(1, 2) for x in tensors)

@@ -1,0 +1,217 @@
+"""How evenly an index spreads over ranks and steps: exact counts from integers, no process groups and no S x S tensor.
+
+count_visits() says what each rank's queries compute on each rank's keys, by_step() puts it in a schedule's order, and the
+imbalance functions judge it. They take any [..., ranks, steps] work, so that measured kernel times serve as well.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import schedule as schedules
+from titan_sparse.attention.layout import token_positions
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
+from titan_sparse.attention.tiles import all_blocks, block_reach, covered_columns
+
+_ELEMENTS = 1 << 23
+"""Tiles looked at together: bounds the memory."""
+
+
+class Visits(NamedTuple):
+    """What the queries of rank r compute on the keys of rank s; int64, H query heads (1: the sum of all heads), W ranks.
+
+    full, partial: [B, H, W, W] tiles (pairs of blocks) that are seen whole, that the mask cuts through.
+    pairs: [B, H, W, W] pairs of tokens computed in both kinds of tiles.
+    column_pairs: [B, H, W] pairs of tokens of the gathered columns, those in computed tiles not counted again.
+    """
+
+    full: Tensor
+    partial: Tensor
+    pairs: Tensor
+    column_pairs: Tensor
+
+    def total(self) -> Tensor:
+        """Pairs of tokens computed by each rank, int64 [B, H, W]; summed over ranks what statistics.py calls visited."""
+        return self.pairs.sum(-1) + self.column_pairs
+
+
+# Counting -----------------------------------------------------------------------------------------------------------
+
+
+def count_visits(index: BlockIndex, rows: Rows, table: Tensor) -> Visits:
+    """Visits for each head. table: int64 [W, n], the layout's blocks of each rank."""
+    return _count(index, rows, table, index.selects, lambda pairs: pairs)
+
+
+def count_visits_of_all_heads(index: BlockIndex, rows: Rows, table: Tensor) -> Visits:
+    """Visits summed over heads, H = 1: for a vertical-slash index about Hq times cheaper than count_visits()."""
+    return _count(index, rows, table, lambda q, k: heads_selecting(index, q, k), lambda pairs: pairs.sum(1, keepdim=True))
+
+
+def _count(index: BlockIndex, rows: Rows, table: Tensor, selecting: Callable[[Tensor, Tensor], Tensor],
+           reduce: Callable[[Tensor], Tensor]) -> Visits:
+    ranks, keys = len(table), table.flatten()
+    batch, heads = len(index.columns), reduce(index.columns).shape[1]
+    step = max(1, _ELEMENTS // (batch * heads * len(keys)))
+    counts = torch.zeros(3, batch, heads, ranks, ranks, dtype=torch.int64)
+    columns = torch.zeros(batch, heads, ranks, dtype=torch.int64)
+    for rank, own in enumerate(table):
+        for q_blocks in own.split(step):
+            selected = selecting(q_blocks, keys)
+            for number, weight in enumerate(_tile_weights(rows, q_blocks, keys, index.block_size)):
+                by_key = (selected * weight[:, None]).sum(2)
+                counts[number, :, :, rank] += by_key.unflatten(-1, (ranks, -1)).sum(-1)
+        columns[:, :, rank] = reduce(column_pairs(index, rows, own)).sum(-1)
+    return Visits(*counts, columns)
+
+
+def _tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each tile whether it is seen whole, whether in part, and its visible pairs; int32 [Bm, nq, nk] each."""
+    reach = block_reach(rows, token_positions(q_blocks, size), size)
+    begin = k_blocks * size
+    whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
+    partial = (reach.first[..., None] < begin + size) & (reach.last[..., None] > begin) & ~whole
+    pairs = whole.int() * size * size
+    which, q, k = partial.nonzero(as_tuple=True)
+    positions = token_positions(q_blocks[q], size).view(-1, size)
+    start, stop = (x[which[:, None], positions] for x in (rows.start, rows.stop))
+    first = begin[k, None]
+    seen = (torch.minimum(stop, first + size) - torch.maximum(start, first)).clamp(min=0)
+    pairs[which, q, k] = seen.sum(-1).int()
+    return whole.int(), partial.int(), pairs
+
+
+def heads_selecting(index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+    """int32 [B or 1, 1, nq, nk]: how many heads compute each pair of global blocks (int64 [nq], [nk])."""
+    if not isinstance(index, VerticalSlashIndex):
+        selected = index.selects(q_blocks, k_blocks)
+        return selected.sum(1, keepdim=True, dtype=torch.int32) * (index.heads // selected.shape[1])
+    heads_on = index.slashes.sum(1, keepdim=True, dtype=torch.int32)
+    return _on_diagonals(index, heads_on, index.heads, q_blocks, k_blocks.view(1, 1, 1, -1))
+
+
+def _on_diagonals(index: VerticalSlashIndex, values: Tensor, whole: int, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+    """values [B, H, E] at the block diagonal of each pair of blocks, `whole` where short documents are computed whole.
+
+    q_blocks [nq], k_blocks [B or 1, H or 1, 1, m] -> [B, H, nq, m]. Of two documents that meet in a query block the later
+    one adds the tile on the main diagonal only, which the earlier one has already: local_diagonals is 1 or more.
+    """
+    begin, first, _, _, dense_from = index.block_spans(q_blocks)[:, None, :, None].unbind(-1)
+    delta = q_blocks.int()[:, None] - k_blocks.int()
+    in_span = (begin >= 0) & (delta >= 0) & (k_blocks >= first)
+    entry = ((begin + delta) * in_span).expand(*values.shape[:2], -1, -1)
+    found = values.gather(2, entry.flatten(2).long()).view(entry.shape) * in_span
+    short = ((k_blocks >= dense_from) & (delta >= 0)) * torch.tensor(whole, dtype=values.dtype)
+    return torch.maximum(found, short)
+
+
+def column_pairs(index: BlockIndex, rows: Rows, q_blocks: Tensor) -> Tensor:
+    """Pairs of the queries of each block with columns outside the tiles it computes, int64 [B, Hq, nq]."""
+    most = int((index.columns < index.seq_len).sum(-1).max()) if index.columns.numel() else 0
+    columns = index.columns[..., :most]
+    first, last = _queries_seeing(rows, columns)
+    step = max(1, _ELEMENTS // max(1, columns.numel()))
+    counted = []
+    for some in q_blocks.split(step):
+        begin = (some.int() * index.block_size)[:, None]
+        seeing = (torch.minimum(last, begin + index.block_size) - torch.maximum(first, begin)).clamp(min=0)
+        counted.append((seeing * ~_covered(index, some, columns)).sum(-1))
+    return torch.cat(counted, dim=-1)
+
+
+def _queries_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last + 1 query that sees each column, int32 [B, H, 1, C]; both vectors of rows are sorted."""
+    flat = columns.flatten(1).contiguous()
+    found = (torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True, out_int32=True)
+             for x in (rows.stop, rows.start))
+    return tuple(x.view(columns.shape)[:, :, None] for x in found)
+
+
+def _covered(index: BlockIndex, q_blocks: Tensor, columns: Tensor) -> Tensor:
+    """bool [B, Hq, nq, C]: the column lies in a tile that the query block computes."""
+    if not isinstance(index, VerticalSlashIndex):
+        return covered_columns(index, index.selects(q_blocks, all_blocks(index)))[..., : columns.shape[-1]]
+    blocks = (columns // index.block_size)[:, :, None]
+    return _on_diagonals(index, index.slashes.to(torch.int8), 1, q_blocks, blocks).bool()
+
+
+# In the order of a schedule -----------------------------------------------------------------------------------------
+
+
+def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
+    """int64 [W, W]: the rank whose KV rank r computes on at step t; W = inter * intra."""
+    windows = schedules.SCHEDULES[schedule]
+    return torch.tensor([sum(windows(inter, intra, rank), []) for rank in range(inter * intra)])
+
+
+def by_step(visits: Visits, sources: Tensor, backward: bool = False) -> Tensor:
+    """Pairs of tokens that each rank computes at each step, int64 [B, H, W, W]. sources: of step_sources().
+
+    Columns count to the last step in which the rank computes a tile, in the backward to the first step, as in ring.py.
+    """
+    work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
+    step = torch.zeros_like(work[..., :1]) if backward else _last(work > 0)
+    return work.scatter_add(-1, step, visits.column_pairs[..., None])
+
+
+def _last(flags: Tensor) -> Tensor:
+    """int64 [..., 1]: the last place that is True, 0 if none."""
+    return (flags * torch.arange(flags.shape[-1])).amax(-1, keepdim=True)
+
+
+def needed_chunks(visits: Visits) -> Tensor:
+    """bool [W, W]: any query of rank r, in any sequence and head, computes a tile of the chunk of rank s.
+
+    Columns do not count: they are gathered on their own. For routing.py.
+    """
+    return (visits.full + visits.partial).flatten(0, 1).any(0)
+
+
+# Judging ------------------------------------------------------------------------------------------------------------
+
+
+def worker_imbalance(work: Tensor) -> Tensor:
+    """Worker-level imbalance degree, float64 [...] of work or times [..., ranks, steps]: max / mean over ranks of the
+    sum over steps (MTraining, figure 7). 1 is perfect; all the time above 1 is waiting for the slowest rank."""
+    return _degree(work.double().sum(-1))
+
+
+def worker_imbalance_per_step(work: Tensor) -> Tensor:
+    """Mean over steps of max / mean over ranks within the step, float64 [...] (MTraining, figures 12 and 13, left): what
+    it costs if ranks wait for each other at every step."""
+    return _degree(work.double().transpose(-1, -2)).mean(-1)
+
+
+def step_imbalance(work: Tensor) -> Tensor:
+    """Step-level imbalance degree, float64 [...]: mean over ranks of max / mean over the steps of one rank (MTraining,
+    section 3.3: fluctuations in one worker's load across the steps; figures 12 and 13, right; table 3)."""
+    return _degree(work.double()).mean(-1)
+
+
+def lockstep_imbalance(work: Tensor) -> Tensor:
+    """sum over steps of the slowest rank / mean over ranks of their sums, float64 [...]: worker_imbalance_per_step() with
+    every step weighted by its length, that is the slowdown if no rank may run ahead."""
+    work = work.double()
+    total = work.sum((-1, -2)) / work.shape[-2]
+    return torch.where(total > 0, work.amax(-2).sum(-1) / total.clamp(min=1e-300), 1.0)
+
+
+def computation_ratio(compute: Tensor, elapsed: Tensor) -> Tensor:
+    """Mean over ranks and steps of computing time / time of the step, float64 [...] from times [..., ranks, steps].
+
+    MTraining's table 3 gives it without a formula; this is the one that its figure 3 draws: what is not computing is
+    bubble. Steps that took no time are left out.
+    """
+    compute, elapsed = compute.double(), elapsed.double()
+    ratio = torch.where(elapsed > 0, compute / elapsed.clamp(min=1e-300), torch.nan)
+    return ratio.flatten(-2).nanmean(-1)
+
+
+def _degree(work: Tensor) -> Tensor:
+    """max / mean over the last dim; 1 where there is no work."""
+    mean = work.mean(-1)
+    return torch.where(mean > 0, work.amax(-1) / mean.clamp(min=1e-300), 1.0)

@@ -1,0 +1,87 @@
+"""Attention by the schedule all_gather: all keys and values come to every rank, one KV head at a time.
+
+The next head is gathered while this one is computed, in one launch over all ranks' blocks; the gradients of the last head
+are summed and scattered meanwhile. Nothing is merged, and only two heads' keys and values are held.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.backends.eager import accumulation_dtype
+from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
+from titan_sparse.attention.context_parallel import Pending
+from titan_sparse.attention.run import Run
+from titan_sparse.attention.tiles import BlockLists, Tiles
+
+
+def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
+    columns = gather_columns(run, k, v)
+    tiles, column_tiles, parts = run.tiles(len(q), False), None, []
+    for heads, k_head, v_head in _heads(run, q, k, v):
+        piece = (q[:, heads], k_head, v_head, _of_heads(tiles, heads))
+        if columns.result.shape[3]:
+            column_tiles = column_tiles or run.column_tiles(len(q))
+            gathered = (*columns.wait()[:, :, heads], _of_heads(column_tiles, heads))
+            parts.append(run.backend.forward_with_columns(*piece, *gathered, run.scale, q.dtype))
+        else:
+            parts.append(run.backend.forward(*piece, run.scale, q.dtype))
+    out, lse = (torch.cat(x, dim=1) for x in zip(*parts))
+    return out, lse, columns.wait()
+
+
+def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+             column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v, in their dtype."""
+    by_key, dtype = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype)
+    tiles = run.tiles(len(q), by_key)
+    column_tiles = run.column_tiles(len(q), by_key) if column_kv.shape[3] else None
+    dq, d_columns, summed = [], [], []
+    for heads, k_head, v_head in _heads(run, q, k, v):
+        inputs = (d_out[:, heads], q[:, heads], k_head, v_head, out[:, heads], lse[:, heads], _of_heads(tiles, heads))
+        if column_tiles is not None:
+            gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
+            dq_part, dk, dv, *d_column = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype)
+            d_columns.append(torch.stack(d_column))
+        else:
+            dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype)
+        dq.append(dq_part.to(q.dtype))
+        summed.append([_scatter(run, x) for x in (dk, dv)])
+    columns = reduce_columns(run, list(torch.cat(d_columns, dim=2))) if d_columns else None
+    d_kv = [torch.cat([x.wait() for x in parts], dim=1).to(dtype) for parts in zip(*summed)]
+    if columns is not None:
+        add_columns(run, d_kv, columns.wait())
+    return torch.cat(dq, dim=1), *(x.to(q.dtype) for x in d_kv)
+
+
+def _heads(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """KV head by KV head: its query heads, and its keys and values of all ranks [B, 1, ranks * S_local, D]."""
+    group = q.shape[1] // k.shape[1]
+    start = lambda head: [run.cp.start_all_gather(x[:, head : head + 1], f"{name} {head % 2}")
+                          for name, x in (("k", k), ("v", v))]
+    pending = start(0)
+    for head in range(k.shape[1]):
+        following = start(head + 1) if head + 1 < k.shape[1] else None
+        yield slice(head * group, (head + 1) * group), *(_one_after_the_other(x) for x in pending)
+        pending = following
+
+
+def _one_after_the_other(gathered: Pending) -> Tensor:
+    """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
+    return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _scatter(run: Run, x: Tensor) -> Pending:
+    """Start to bring the gradient [B, 1, ranks * S_local, D] of every rank's keys home, summed: [B, 1, S_local, D]."""
+    parts = x.unflatten(2, (run.cp.size, -1)).permute(2, 0, 1, 3, 4)
+    return run.cp.start_reduce_scatter(parts.to(run.cp.gradient_dtype or x.dtype).contiguous())
+
+
+def _of_heads(tiles: Tiles, heads: slice) -> Tiles:
+    """The tiles of some query heads."""
+    part = lambda x: x if x is None or x.shape[1] == 1 else x[:, heads]
+    lists = lambda x: x and BlockLists(*(part(y) for y in x))
+    return tiles._replace(by_query=lists(tiles.by_query), by_key=lists(tiles.by_key), covered=part(tiles.covered),
+                          k_positions=part(tiles.k_positions))

@@ -1,0 +1,79 @@
+"""Which ranks need which chunks, known to all ranks alike without asking: by the mask, and by the index where that helps."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.layout import block_ids
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
+from titan_sparse.attention.run import Run
+
+_LARGEST_TABLE = 1 << 27
+"""Entries of the table of block distances between ranks: with more the index is not looked at."""
+
+
+def needed_chunks(run: Run) -> Tensor | None:
+    """bool [W, W] on the host: any query of rank r meets a block of rank s outside the columns; None for one rank.
+
+    May say yes too often, never too seldom. The mask is looked at once a batch. Of a vertical-slash index the block
+    diagonals are looked at too, unless the layout is striped: there any few diagonals touch every rank, and looking makes
+    the host wait for the selection.
+    """
+    if run.cp.size == 1:
+        return None
+    key = ("needed", run.cp.key)
+    by_mask = once_per_mask(run.rows, key, lambda: seen_chunks(run.rows, run.cp.block_table(run.seq_len, run.rows.start.device),
+                                                               run.cp.block_size).cpu())
+    if not isinstance(run.index, VerticalSlashIndex) or run.cp.layout == "striped":
+        return by_mask
+    distances = block_distances(run.cp.layout, run.cp.size, run.seq_len, run.cp.block_size, run.index.slashes.device)
+    if distances is None:
+        return by_mask
+    met = (distances_on(run.index).to(distances.dtype) @ distances).view(run.cp.size, -1) > 0
+    return by_mask & met.cpu()
+
+
+def seen_chunks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
+    """bool [W, W]: the mask lets some query of rank r see a key of rank s. table: int64 [W, n], the layout's blocks."""
+    ranks, n = table.shape
+    start, stop = (x.unflatten(1, (-1, block_size)) for x in (rows.start, rows.stop))
+    seen = start < stop
+    first = torch.where(seen, start, ranks * n * block_size).amin(-1) // block_size
+    last = (torch.where(seen, stop, 0).amax(-1) + block_size - 1) // block_size
+    owned = torch.zeros(ranks, ranks * n + 1, dtype=torch.int64, device=table.device)
+    owned.scatter_(1, table + 1, 1)
+    before = owned.cumsum(1).T
+    some = (before[last.long()] > before[torch.minimum(first, last).long()]).any(0)
+    return some[table].any(1)
+
+
+@functools.lru_cache(maxsize=8)
+def block_distances(layout: str, ranks: int, seq_len: int, block_size: int, device: torch.device) -> Tensor | None:
+    """float32 [blocks, W * W]: 1 where rank r has a query block that lies so many blocks after a key block of rank s."""
+    table = block_ids(layout, ranks, seq_len, block_size).to(device)
+    blocks = table.numel()
+    if blocks * ranks**2 > _LARGEST_TABLE:
+        return None
+    owner = torch.empty(blocks, dtype=torch.int64, device=device)
+    owner[table] = torch.arange(ranks, device=device)[:, None]
+    distances = torch.zeros(blocks, ranks * ranks, device=device)
+    for delta in range(blocks):
+        distances[delta, owner[delta:] * ranks + owner[: blocks - delta]] = 1
+    return distances
+
+
+def distances_on(index: VerticalSlashIndex) -> Tensor:
+    """bool [blocks]: whether any head of any sequence computes a pair of blocks so far apart."""
+    spans, blocks = index.spans, -(-index.seq_len // index.block_size)
+    entry = torch.arange(index.slashes.shape[-1], device=index.slashes.device)
+    slot = torch.searchsorted(spans.offset + spans.diagonals, entry.expand(len(spans.offset), -1).contiguous(), right=True)
+    delta = entry - spans.offset.gather(1, slot.clamp(max=spans.offset.shape[1] - 1))
+    on = index.slashes.any(1) & (slot < spans.offset.shape[1])
+    found = torch.zeros(blocks + 1, dtype=torch.bool, device=entry.device)
+    found[torch.where(on, delta, blocks).flatten()] = True
+    # Short documents are computed whole: as far apart as the first and the last block of the longest.
+    short = (torch.arange(blocks, device=entry.device) - spans.dense_from).amax()
+    return found[:blocks] | (torch.arange(blocks, device=entry.device) <= short)

@@ -1,0 +1,69 @@
+"""What one attention call computes with: the pieces of work that schedules put in order."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import slash_tiles, tiles
+from titan_sparse.attention.backends.eager import accumulation_dtype
+from titan_sparse.attention.context_parallel import ContextParallel
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
+from titan_sparse.attention.tiles import Tiles
+
+
+class Run(NamedTuple):
+    """One call of attend(): rows and index are global, the same on every rank.
+
+    pattern: its key. plain: the mask is causal and nothing else, the pattern dense.
+    """
+
+    rows: Rows
+    pattern: str
+    index: BlockIndex
+    cp: ContextParallel
+    backend: ModuleType
+    scale: float
+    plain: bool
+
+    @property
+    def seq_len(self) -> int:
+        """Global tokens, padding included."""
+        return self.rows.start.shape[1]
+
+    def sum_dtype(self, q: Tensor) -> torch.dtype:
+        """In which sums over chunks are kept: q's own where there is but one chunk."""
+        return q.dtype if self.cp.size == 1 else accumulation_dtype(q.dtype)
+
+    def is_plain(self, q: Tensor) -> bool:
+        """Whether one rank computes dense causal attention, and by a kernel made for just that."""
+        return self.plain and self.cp.size == 1 and self.backend.serves_causal(q)
+
+    def blocks(self, rank: int | None = None) -> Tensor:
+        """Global blocks of `rank` (default: this rank) on the data's device."""
+        return self.cp.blocks(self.seq_len, rank, self.rows.start.device)
+
+    def tiles(self, batch: int, transpose: bool, source: int | None = None, queries: int | None = None) -> Tiles:
+        """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
+        one after the other); by_key too if `transpose`."""
+        k_blocks = self.cp.block_table(self.seq_len, self.rows.start.device).flatten() if source is None else self.blocks(source)
+        if self._has_table_kernels():
+            return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, k_blocks, transpose)
+        return tiles.block_tiles(self.rows, self.index, self.blocks(queries), k_blocks, batch, transpose)
+
+    def column_tiles(self, batch: int, transpose: bool = False) -> Tiles:
+        """Tiles of this rank's queries and the gathered columns."""
+        if self._has_table_kernels():
+            return slash_tiles.column_tiles(self._query_side(batch), self.index, transpose)
+        return tiles.column_tiles(self.rows, self.index, self.blocks(), transpose)
+
+    def _has_table_kernels(self) -> bool:
+        return self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex)
+
+    def _query_side(self, batch: int, rank: int | None = None) -> slash_tiles.QuerySide:
+        key = ("query side", self.pattern, self.cp.key, batch, rank)
+        return once_per_mask(self.rows, key, lambda: slash_tiles.query_side(self.rows, self.index, self.blocks(rank), batch))

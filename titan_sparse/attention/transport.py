@@ -1,0 +1,136 @@
+"""Moving chunks around the ranks of a schedule while the caller computes, forward and backward.
+
+Inside a window a chunk moves one inner hop a step; from one window to the next, one outer hop, which has the whole
+window to take place. Gradients follow one step behind. A hop that serves nobody is not made (routing.py). What is
+received lies in buffers that are kept from call to call.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import routing
+from titan_sparse.attention.context_parallel import ContextParallel, Transfer
+
+Chunk = list[Tensor]
+
+
+class Route(NamedTuple):
+    """What this rank does, by window and step: compute on the chunk, send it on, receive the next one.
+
+    kv, gradient: (sends, receives) of inner hops [window][step], then of outer hops [window].
+    """
+
+    compute: list[list[bool]]
+    kv: tuple[list, list, list, list]
+    gradient: tuple[list, list, list, list]
+
+
+def route(cp: ContextParallel, needed: Tensor | None) -> Route:
+    """needed: bool [W, W], rank r computes on the chunk of rank s; None: everybody on every chunk."""
+    if needed is None:
+        needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
+    compute = [[bool(needed[cp.rank, source]) or source == cp.rank for source in window] for window in cp.windows]
+    inter, intra = len(cp.windows), len(cp.windows[0])
+    return Route(compute, _own_hops(cp, routing.hops_needed(needed, inter, intra)),
+                 _own_hops(cp, routing.gradient_hops(needed, inter, intra)))
+
+
+def _own_hops(cp: ContextParallel, hops: routing.Hops) -> tuple[list, list, list, list]:
+    """inner sends, inner receives, outer sends, outer receives: of the chunk in hand, and of the one to come."""
+    inner = lambda source, o, t: bool(hops.inner_from[source, o] <= t < hops.inner_to[source, o])
+    outer = lambda source, o: bool(hops.outer_from[source] <= o < hops.outer_to[source])
+    windows = cp.windows
+    following = [window[1:] + window[:1] for window in windows]
+    # After the last window a chunk's gradient comes home, to the rank that had it in the first.
+    bases = [window[0] for window in windows]
+    return (
+        [[inner(source, o, t) for t, source in enumerate(window)] for o, window in enumerate(windows)],
+        [[inner(source, o, t) for t, source in enumerate(window)] for o, window in enumerate(following)],
+        [outer(source, o) for o, source in enumerate(bases)],
+        [outer(source, o) for o, source in enumerate(bases[1:] + bases[:1])],
+    )
+
+
+def circulate(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple[int, int, int, Chunk]]:
+    """(window, step, source rank, its chunk) in the schedule's order; transfers run while the caller computes."""
+    sends, receives, outer_sends, outer_receives = route.kv
+    own = chunk  # stands in for what was not worth receiving: for its shape, nobody reads it
+    for o, window in enumerate(cp.windows):
+        outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o]) if o + 1 < len(cp.windows) else None
+        for t, source in enumerate(window):
+            inner = None
+            if t + 1 < len(window):
+                inner = cp.shift(chunk, "inner", f"inner {t % 2}", sends[o][t], receives[o][t])
+            yield o, t, source, chunk
+            chunk = (inner.wait() or own) if inner else chunk
+        chunk = (outer.wait() or own) if outer else chunk
+
+
+def circulate_with_gradients(cp: ContextParallel, route: Route, chunk: Chunk,
+                             piece: Callable[[int, Chunk], Tensor]) -> Tensor:
+    """Sum over ranks of piece(source, chunk), the gradient of a rank's chunk through another's work, brought home.
+
+    The share of the rank where a chunk enters a node waits there for what the node's other ranks add up along the inner
+    ring; the sums of nodes add up along the outer ring. Each hop has the following piece's work to hide behind.
+    """
+    home = _Homeward(cp, route)
+    for o, t, source, current in circulate(cp, route, chunk):
+        home.step(o, t, piece(source, current) if route.compute[o][t] else None)
+    return home.finish()
+
+
+class _Homeward:
+    """The gradients on their way: `inner` follows the chunk in hand, `node` waits for its sum, `outer` for other nodes'.
+
+    like: any gradient, for its shape.
+    """
+
+    def __init__(self, cp: ContextParallel, route: Route):
+        self.cp, self.hops, self.node, self.mine, self.like = cp, route.gradient, None, None, None
+        self.inner: Transfer | None = None
+        self.outer: Transfer | None = None
+
+    def step(self, o: int, t: int, part: Tensor | None) -> None:
+        """After the work of a step; part: its gradient, None if there was no work."""
+        self.like = self.like if part is None else part
+        if t == 0:
+            self._finish_node()
+            self.node = (o, part)
+        else:
+            part = self._sum(part, self.inner)
+        sends, receives = self.hops[0][o][t], self.hops[1][o][t]
+        self.inner = self._shift(part, "inner_gradient", f"inner gradient {t % 2}", sends, receives)
+
+    def finish(self) -> Tensor:
+        """This rank's own gradient, after the last window."""
+        self._finish_node()
+        return self._sum(self.mine, self.outer)
+
+    def _finish_node(self) -> None:
+        """The window before is over: what the other ranks of the node found out about its first chunk has come round."""
+        if self.node is None:
+            return
+        o, part = self.node
+        part = self._sum(part, self.inner)
+        if o == 0:
+            self.mine = part
+        else:
+            part = self._sum(part, self.outer)
+        sends, receives = self.hops[2][o], self.hops[3][o]
+        self.outer, self.inner = self._shift(part, "outer_gradient", f"outer gradient {o % 2}", sends, receives), None
+
+    def _shift(self, part: Tensor | None, axis: str, slot: str, sends: bool, receives: bool) -> Transfer | None:
+        if not sends and not receives:
+            return None
+        part = self.like if part is None else part  # nothing to send, but its shape is what comes
+        return self.cp.shift([part.to(self.cp.gradient_dtype or part.dtype)], axis, slot, sends, receives)
+
+    def _sum(self, own: Tensor | None, transfer: Transfer | None) -> Tensor | None:
+        """own + what the transfer brought, either of which may be missing; never the buffer that it was received in."""
+        received = transfer.wait() if transfer else None
+        if not received:
+            return own
+        return received[0].to(self.like.dtype, copy=True) if own is None else own.add_(received[0])
