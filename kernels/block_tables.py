@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 1024
+_CHUNK = 128
 
 
 @triton.jit

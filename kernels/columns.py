@@ -22,26 +22,29 @@ def add_columns_naive(total: Tensor, parts: Tensor, columns: Tensor, blocks: Ten
     total.copy_(padded[:, :, :length])
 
 
+_ROWS = 16  # a few rows a program: columns cluster, and those of one program are added one after the other
+
+
 @triton.jit
 def _add_kernel(
-    total, parts, columns, begin, end, blocks, heads, group, count, n,
-    SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    total, parts, columns, begin, end, starts, heads, group, count, n,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    i_block, i_kv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_tile, i_kv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first_head = i_b * heads + i_kv * group
     found = 0
     for member in range(group):
-        run = (first_head + member) * n + i_block
+        run = (first_head + member) * n + i_tile
         found += tl.load(end + run) - tl.load(begin + run)
     if found > 0:
-        o_row, o_dim = tl.arange(0, SIZE), tl.arange(0, D)
-        at = ((i_b * tl.num_programs(1) + i_kv) * n + i_block) * SIZE + o_row
+        o_row, o_dim = tl.arange(0, ROWS), tl.arange(0, D)
+        at = ((i_b * tl.num_programs(1) + i_kv) * n + i_tile) * ROWS + o_row
         at = total + at[:, None] * HEAD_DIM + o_dim[None, :]
         inside = (o_dim < HEAD_DIM)[None, :] & (o_row >= 0)[:, None]
         b_total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        first = tl.load(blocks + i_block) * SIZE
+        first = tl.load(starts + i_tile)
         for member in range(group):
-            run = (first_head + member) * n + i_block
+            run = (first_head + member) * n + i_tile
             for i_c in range(tl.load(begin + run), tl.load(end + run)):
                 column = (first_head + member) * count + i_c
                 row = tl.load(columns + column) - first
@@ -55,15 +58,15 @@ def add_columns(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, b
 
     total: [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; a rank's keys. parts: [B, Hq, C, D], Hq
     a multiple of Hkv, contiguous. columns: int32 [B, Hq, C], global positions, ascending. blocks: int32 [n], the
-    global blocks of `total`, which holds only some of the columns.
+    global blocks of `total`, which holds only some of the columns. block_size: a multiple of 16.
     """
     batch, heads, count = columns.shape
-    kv_heads, dim, n = total.shape[1], total.shape[3], len(blocks)
+    kv_heads, dim = total.shape[1], total.shape[3]
     columns = columns.contiguous()
-    starts = (blocks * block_size).expand(batch, heads, n).contiguous()
-    begin = torch.searchsorted(columns, starts, out_int32=True)
-    end = torch.searchsorted(columns, starts + block_size, out_int32=True)
-    _add_kernel[n, kv_heads, batch](
-        total, parts.contiguous(), columns, begin, end, blocks, heads, heads // kv_heads, count, n,
-        SIZE=block_size, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=4 if block_size * dim <= 8192 else 8,
+    starts = (blocks[:, None] * block_size + torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)).flatten()
+    wanted = starts.expand(batch, heads, -1).contiguous()
+    begin, end = (torch.searchsorted(columns, wanted + rows, out_int32=True) for rows in (0, _ROWS))
+    _add_kernel[len(starts), kv_heads, batch](
+        total, parts.contiguous(), columns, begin, end, starts, heads, heads // kv_heads, count, len(starts),
+        ROWS=_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=2,
     )  # fmt: skip

@@ -39,7 +39,8 @@ def _index(case: str):
 
 def _by_rank(seen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Sums of [B, H, S, S] over the tokens of each pair of ranks: [B, H, W, W]."""
-    return torch.stack([torch.stack([seen[:, :, own][..., other].sum((-1, -2)) for other in tokens], -1) for own in tokens], -2)
+    of_rank = lambda own: torch.stack([seen[:, :, own][..., other].sum((-1, -2)) for other in tokens], -1)
+    return torch.stack([of_rank(own) for own in tokens], -2)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,7 +80,9 @@ def test_large_sequences_are_counted_in_pieces(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, count_visits(index, rows, table)))
 
 
-@pytest.mark.parametrize("schedule, inter, intra", [("local", 1, 1), ("ring", 1, 4), ("double_ring", 2, 2), ("all_gather", 1, 3)])
+@pytest.mark.parametrize("schedule, inter, intra", [
+    ("local", 1, 1), ("ring", 1, 4), ("double_ring", 2, 2), ("all_gather", 1, 3),
+])
 def test_work_by_step_follows_the_schedule(schedule, inter, intra):
     _, rows, index = _index("causal")
     size = inter * intra
@@ -95,7 +98,8 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
 
 
 def test_columns_come_with_the_last_chunk_that_a_rank_computes_on():
-    visits = Visits(*torch.zeros(2, 1, 1, 3, 3, dtype=torch.int64), torch.tensor([[[[4, 0, 0], [5, 6, 0], [0, 0, 7]]]]), torch.tensor([[[1, 1, 1]]]))
+    tiles, pairs = torch.zeros(1, 1, 3, 3, dtype=torch.int64), torch.tensor([[[[4, 0, 0], [5, 6, 0], [0, 0, 7]]]])
+    visits = Visits(tiles, tiles, pairs, torch.tensor([[[1, 1, 1]]]))
     assert by_step(visits, step_sources("ring", 1, 3))[0, 0].tolist() == [[5, 0, 0], [6, 6, 0], [8, 0, 0]]
 
 

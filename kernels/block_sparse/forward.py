@@ -102,7 +102,7 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     else:
         out, lse = total
     padded_dim = triton.next_power_of_2(dim)
-    m, n = forward_tile(dim, block_size, q.element_size())
+    m, n = forward_tile(dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces))
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
         q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,

@@ -10,6 +10,8 @@ from .piece import INTERPRETED
 
 _HOPPER_SHARED_MEMORY = 232448  # bytes a program can have; smaller GPUs take the shallow prefetching
 
+_COLUMN_TILE = (128, 32)
+
 
 def _tile(wanted: tuple[int, int], block_size: int, element_size: int) -> tuple[int, int]:
     # fp32 has no tensor cores at full precision: large tiles would only spill.
@@ -17,8 +19,11 @@ def _tile(wanted: tuple[int, int], block_size: int, element_size: int) -> tuple[
     return min(wanted[0], largest), min(wanted[1], largest)
 
 
-def forward_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
-    """Queries and keys of a forward tile."""
+def forward_tile(head_dim: int, block_size: int, element_size: int, columns_only: bool = False) -> tuple[int, int]:
+    """Queries and keys of a forward tile. Columns alone are few tiles a program, which then mostly starts and ends:
+    small tiles let several programs share an SM and hide each other's latency."""
+    if columns_only and 64 < head_dim <= 128:
+        return _tile(_COLUMN_TILE, block_size, element_size)
     return _tile((128, 128) if 64 < head_dim <= 128 else (128, 64), block_size, element_size)
 
 
@@ -36,6 +41,8 @@ def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, in
 
 def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
     """num_warps and num_stages for a tile of m queries and n keys. The index load takes two of the stages."""
+    if (m, n) == _COLUMN_TILE:
+        return {"num_warps": 4, "num_stages": 4}
     warps = 4 if max(m, n) * padded_dim <= 8192 else 8
     # At head_dim 128 two programs of 4 warps share an SM, which hides more than a third buffer; at 256 it has no room.
     deep = padded_dim <= 64 or (padded_dim == 128 and warps == 8)

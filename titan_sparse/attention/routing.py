@@ -34,8 +34,8 @@ class Traffic(NamedTuple):
 def visited_ranks(inter: int, intra: int) -> Tensor:
     """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t; inverse of the schedules."""
     window, step = torch.arange(inter)[:, None], torch.arange(intra)
-    node, local = (torch.arange(inter * intra)[:, None, None] // intra, torch.arange(inter * intra)[:, None, None] % intra)
-    return (node + window) % inter * intra + (local + step) % intra
+    source = torch.arange(inter * intra)[:, None, None]
+    return (source // intra + window) % inter * intra + (source % intra + step) % intra
 
 
 def users(needed: Tensor, inter: int, intra: int) -> Tensor:

@@ -1,0 +1,288 @@
+"""Timelines of transfers against a simulation event by event; plans, their script and the calibration."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import calibrate, plan as script
+from titan_sparse.attention.balance import step_sources
+from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.routing import gradient_hops, hops_needed
+from titan_sparse.index_file import save_indexes
+from titan_sparse.planning import Constants, Shape, count, load_constants, plan
+from titan_sparse.timeline import gather_backward, gather_forward, ring_backward, ring_forward, with_columns
+
+ROOT = Path(__file__).parent.parent
+DEFAULTS = Constants(forward_tflops=1, backward_tflops=1, launch_ms=0, inside_gb_s=1, across_gb_s=0.1, inside_latency_ms=0,
+                     across_latency_ms=0)
+WORLDS = [(1, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3), (4, 2)]
+
+
+# Timelines ----------------------------------------------------------------------------------------------------------
+
+
+class Events:
+    """Event by event: a transfer from a to b begins when both have come to it and takes seconds[b]."""
+
+    def __init__(self, inter, intra, compute, keys, gradients, links, gradient_links):
+        self.inter, self.intra, self.compute = inter, intra, compute
+        self.keys, self.gradients, self.links, self.gradient_links = keys, gradients, links, gradient_links
+        self.known = {}
+
+    def before(self, rank, outer):
+        node, place = divmod(rank, self.intra)
+        return (node - 1) % self.inter * self.intra + place if outer else node * self.intra + (place - 1) % self.intra
+
+    def chunk(self, rank, o, t):
+        node, place = divmod(rank, self.intra)
+        return (node - o) % self.inter * self.intra + (place - t) % self.intra
+
+    def arrival(self, posted, rank, outer, o, t, hops, seconds):
+        """When rank has what the previous one sends after (o, t); None if nothing."""
+        sender = self.before(rank, outer)
+        source = self.chunk(sender, o, 0 if outer else t)
+        made = (hops.outer_from[source] <= o < hops.outer_to[source]) if outer else (
+            hops.inner_from[source, o] <= t < hops.inner_to[source, o])
+        return max(posted(rank), posted(sender)) + seconds[outer][rank].item() if made else None
+
+    def once(self, *key):
+        if key not in self.known:
+            self.known[key] = getattr(self, "_" + key[0])(*key[1:])
+        return self.known[key]
+
+    def _start(self, back, rank, o, t):
+        """When rank begins to compute step t of window o."""
+        if o == t == 0:
+            return 0.0
+        if t:
+            times = [self.once("worked", back, rank, o, t - 1),
+                     self.arrival(lambda r: self.once("start", back, r, o, t - 1), rank, False, o, t - 1, self.keys, self.links)]
+        else:
+            times = [self.once("worked", back, rank, o - 1, self.intra - 1),
+                     self.arrival(lambda r: self.once("start", back, r, o - 1, 0), rank, True, o - 1, 0, self.keys, self.links)]
+        return max(x for x in times if x is not None)
+
+    def _worked(self, back, rank, o, t):
+        """When rank is done with a step, and in the backward has added and posted its gradient."""
+        times = [self.once("start", back, rank, o, t) + self.compute[rank, o * self.intra + t].item()]
+        if back and t:
+            times.append(self.gradient_of_step(rank, o, t - 1))
+        if back and o and not t:
+            times.append(self.once("node_sum", rank, o - 1))
+        return max(x for x in times if x is not None)
+
+    def gradient_of_step(self, rank, o, t):
+        return self.arrival(lambda r: self.once("worked", True, r, o, t), rank, False, o, t, self.gradients, self.gradient_links)
+
+    def _node_sum(self, rank, o):
+        """When the sum of node o is complete on the rank where the chunk came in, after the first step that follows."""
+        last = (o + 1, 0) if o + 1 < self.inter else None
+        worked = self.once("start", True, rank, *last) + self.compute[rank, (o + 1) * self.intra].item() if last else (
+            self.once("worked", True, rank, o, self.intra - 1))
+        times = [worked, self.gradient_of_step(rank, o, self.intra - 1)]
+        if o:
+            times.append(self.outer_gradient(rank, o - 1))
+        return max(x for x in times if x is not None)
+
+    def outer_gradient(self, rank, o):
+        return self.arrival(lambda r: self.once("node_sum", r, o), rank, True, o, 0, self.gradients, self.gradient_links)
+
+    def finish(self, back, rank):
+        if not back:
+            return self.once("worked", False, rank, self.inter - 1, self.intra - 1)
+        times = [self.once("node_sum", rank, self.inter - 1), self.outer_gradient(rank, self.inter - 1)]
+        return max(x for x in times if x is not None)
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+@pytest.mark.parametrize("density", [0.2, 1.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_timelines_are_those_of_the_events(inter, intra, density, seed):
+    g, ranks = torch.Generator().manual_seed(seed), inter * intra
+    needed = (torch.rand(ranks, ranks, generator=g) < density) | torch.eye(ranks, dtype=torch.bool)
+    compute = torch.rand(ranks, ranks, generator=g, dtype=torch.float64)
+    drawn = lambda scale: scale * torch.rand(ranks, generator=g, dtype=torch.float64)
+    links, gradient_links = (drawn(0.8), drawn(3.0)), (drawn(1.5), drawn(15.0))
+    sources = step_sources("double_ring", inter, intra)
+    keys, gradients = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
+    events = Events(inter, intra, compute, keys, gradients, links, gradient_links)
+    forward = ring_forward(compute, keys, sources, links)
+    backward = ring_backward(compute, keys, gradients, sources, links, gradient_links)
+    for timeline, back in ((forward, False), (backward, True)):
+        wanted = torch.tensor([events.finish(back, rank) for rank in range(ranks)], dtype=torch.float64)
+        torch.testing.assert_close(timeline.finish(), wanted)
+        assert torch.equal(timeline.compute, compute) and (timeline.waiting >= 0).all()
+
+
+def test_a_ring_by_hand():
+    hops, sources = hops_needed(torch.ones(2, 2, dtype=torch.bool), 1, 2), step_sources("ring", 1, 2)
+    compute = torch.tensor([[1.0, 1.0], [4.0, 1.0]], dtype=torch.float64)
+    timeline = ring_forward(compute, hops, sources, (torch.tensor([3.0, 3.0]), torch.zeros(2)))
+    assert timeline.waiting.tolist() == [[2.0, 0.0], [0.0, 0.0]]
+    assert timeline.finish().tolist() == [4.0, 5.0] and timeline.seconds() == 5.0 and timeline.exposed() == 2.0
+
+
+def test_gathers_by_hand():
+    compute = torch.tensor([[2.0, 2.0], [1.0, 1.0]], dtype=torch.float64)      # two KV heads
+    assert gather_forward(compute, 1.5).finish().tolist() == [5.5, 4.0]         # the second one comes at 3
+    assert gather_forward(compute, 4.0).finish().tolist() == [10.0, 9.0]
+    assert gather_backward(compute, 1.5, 0.5).finish().tolist() == [6.0, 6.0]
+    assert gather_backward(compute, 1.5, 3.0).finish().tolist() == [9.5, 9.5]   # 3.5 + 3 + 3
+    late = with_columns(gather_forward(compute, 1.5), 10.0, torch.zeros(2), torch.tensor([8.0, 12.0]))
+    assert late.finish().tolist() == [7.5, 4.0]
+
+
+# Plans --------------------------------------------------------------------------------------------------------------
+
+
+def _plan(schedule: str, inter: int, intra: int, layout: str = "striped", constants: Constants = DEFAULTS):
+    rows, ranks = Causal().rows(64 * 8), inter * intra
+    index = Dense().index([], rows, 1, 4, 8)
+    return plan(count(index, rows, layout, ranks), index, rows, layout, schedule, inter, intra, Shape(2, 16, 2, 4), constants)
+
+
+def test_bytes_and_times_of_a_plan_by_hand():
+    p = _plan("ring", 2, 2)
+    chunk = 2 * 2 * (512 // 4) * 16 * 2                     # K and V, KV heads, local tokens, D, bytes
+    assert p.chunk_bytes == chunk and p.gradient_bytes == 2 * chunk and p.density == 1.0 and p.needed == 1.0
+    assert p.traffic["forward_inside"].tolist() == [3 * chunk, 0, 3 * chunk, 0]
+    assert p.traffic["forward_across"].tolist() == [0, 3 * chunk, 0, 3 * chunk]
+    assert p.traffic["backward_inside"].tolist() == [3 * chunk + 3 * 2 * chunk, 0] * 2
+    assert p.work.sum() == 4 * 512 * 513 / 2 and p.columns == (0.0, 0.0)
+    torch.testing.assert_close(p.forward.compute, p.work * 4 * 16 / 1e12)
+    assert p.forward.seconds() == pytest.approx(3 * chunk / 1e8, rel=0.01)      # nothing but the slow link counts
+    assert _plan("local", 1, 1).forward.waiting.sum() == 0
+
+
+def test_the_hierarchy_and_the_links_matter():
+    ring, double, gather = (_plan(schedule, 2, 4) for schedule in ("ring", "double_ring", "all_gather"))
+    assert double.traffic["forward_across"].tolist() == [double.chunk_bytes] * 8
+    assert double.forward.seconds() < ring.forward.seconds() / 4
+    assert double.backward.seconds() < ring.backward.seconds() / 2
+    assert gather.traffic["forward_across"].tolist() == [2 * gather.chunk_bytes] * 8
+    slow = _plan("ring", 1, 8, constants=Constants(**vars(DEFAULTS) | {"inside_gb_s": 0.5}))
+    fast = _plan("ring", 1, 8)
+    assert slow.forward.exposed() == pytest.approx(2 * fast.forward.exposed(), rel=0.1)
+
+
+def test_skipping_saves_what_a_window_does_not_need():
+    rows, pattern = Causal().rows(64 * 8), VerticalSlash(dense_below=8)
+    slashes = torch.zeros(1, 2, 64, dtype=torch.bool)
+    slashes[..., :3] = True
+    columns = torch.full((1, 2, 8), 512, dtype=torch.int32)
+    index = pattern.index([slashes, columns, torch.zeros(1, 2, 2, dtype=torch.bool)], rows, 1, 2, 8)
+    p = plan(count(index, rows, "contiguous", 8), index, rows, "contiguous", "ring", 1, 8, Shape(1, 16, 2, 4), DEFAULTS)
+    assert p.needed == (8 + 7) / 64
+    assert p.skipping_traffic["forward_inside"].tolist() == [p.chunk_bytes] * 7 + [0]
+    assert p.traffic["forward_inside"].tolist() == [7 * p.chunk_bytes] * 8
+    assert p.skipping_forward.seconds() < p.forward.seconds() / 3 and p.columns[0] > 0
+
+
+def test_constants_are_read_and_checked(tmp_path):
+    default = load_constants(script.DEFAULT_CONSTANTS)
+    assert default.forward_tflops > default.across_gb_s > 0
+    data = json.loads(script.DEFAULT_CONSTANTS.read_text())
+    assert all(entry["source"] for entry in data["constants"].values())
+    for change, words in ((lambda c: c.pop("launch_ms"), "launch_ms is missing"),
+                          (lambda c: c.update(x={"value": 1}), "x is unknown"),
+                          (lambda c: c["inside_gb_s"].update(value=0), "inside_gb_s = 0.0"),
+                          (lambda c: c["inside_gb_s"].clear(), "write")):
+        broken = json.loads(json.dumps(data))
+        change(broken["constants"])
+        (tmp_path / "c.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=words):
+            load_constants(tmp_path / "c.json")
+
+
+# The script ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "c.toml").write_text('[training]\nseq_len = 8000\n[attention]\nblock_size = 64\nlayout = "striped"\n')
+    return str(tmp_path / "c.toml")
+
+
+def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = [str(tmp_path / "plan.json"), str(tmp_path / "plan.png")]
+    words = [config, "--ranks", "8", "--nodes", "2", "--layout", "striped", "zigzag", "--schedule", "ring", "double_ring",
+             "--layers", "2"]
+    assert script.main([*words, "--attention.vertical_slash.recall", "0.8", "--out", *out]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| zigzag | double_ring |") == 1 and "rank  7:" in printed and "planned in" in printed
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["seq_len"] == 8192 and len(found["plans"]) == 4        # 8000 padded to 2 x 8 x 64
+    striped, _, zigzag, _ = found["plans"]
+    assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(zigzag["pairs_of_rank"]))
+    assert striped["worker_imbalance_per_step"] < zigzag["worker_imbalance_per_step"]
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
+    rows, pattern = Causal().rows(1024), VerticalSlash(recall=0.5, sinks=3)
+    torch.manual_seed(0)
+    index = pattern.select(torch.randn(1, 2, 1024, 8), torch.randn(1, 1, 1024, 8), rows, block_size=64)
+    save_indexes(tmp_path / "index.pt", pattern, rows, [index])
+    assert script.main([config, "--ranks", "4", "--index", str(tmp_path / "index.pt"), "--out", str(tmp_path / "p.json")]) == 0
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert sum(found["plans"][0]["pairs_of_rank"]) == index.dense(Causal()).sum()
+    assert script.main([config, "--ranks", "4", "--seq-len", "512", "--index", str(tmp_path / "index.pt")]) == 2
+    assert "--seq-len 512" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--ranks", "6", "--nodes", "4"], "another --nodes"), (["--out", "x.txt"], "--out x.txt"),
+    (["--constants", "missing.json"], "--constants missing.json"), (["--training.sequence", "5"], "unknown key"),
+    (["--schedule", "local", "--ranks", "2"], "local"),
+])
+def test_the_script_refuses_in_one_line(config, capsys, words, message):
+    assert script.main([config, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_thousand_ranks_are_planned(config, capsys):
+    assert script.main([config, "--ranks", "1024", "--nodes", "128", "--seq-len", "131072", "--schedule", "double_ring"]) == 0
+    seconds = float(capsys.readouterr().out.rsplit("planned in ", 1)[1].split()[0])
+    assert seconds < 60
+
+
+# Calibration --------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_writes_what_plans_read(tmp_path):
+    words = ["--out", str(tmp_path / "c.json"), "--seq-len", "4096", "--heads", "2", "1", "--head-dim", "8", "--megabytes", "0.1",
+             "--repeats", "1", "--device", "cpu", "--across-gb-s", "2"]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/calibrate.py", *words],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    constants = load_constants(tmp_path / "c.json")
+    assert constants.across_gb_s == 2 and constants.forward_tflops > 0 and 0 < constants.inside_gb_s < 1000
+    assert json.loads(result.stdout)["machine"] == "CPU, 1 nodes of 2"
+
+
+def test_the_line_through_two_timings():
+    assert calibrate.line((10.0, 2.0), (6.0, 2.0)) == (2.0, 1.0)
+    assert calibrate.line((10.0, 2.0), (5.0, 0.5)) == (2.0, 0.0)        # would begin below zero
+    assert calibrate.line((10.0, 2.0), (5.0, 5.0)) == (2.0, 0.0)        # no growth
+    with pytest.raises(ValueError, match="noise"):
+        calibrate.line((10.0, 2.0), (-1.0, 1.0))
+
+
+def test_calibration_refuses_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert calibrate.main(["--out", str(tmp_path / "c.json")]) == 2
+    assert "--nproc-per-node" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert calibrate.main(["--out", str(tmp_path / "c.json")]) == 2
+    assert "--across-gb-s" in capsys.readouterr().err

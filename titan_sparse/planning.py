@@ -1,0 +1,205 @@
+"""What a layout and a schedule will cost, from an index and a few measured constants: no GPU, no processes.
+
+plan() counts the work of every rank and step and the bytes on every link, and plays the forward and the backward of one
+attention layer through, transfer by transfer (timeline.py). For scripts/plan.py.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import balance, layout as layouts, routing
+from titan_sparse.attention.balance import Visits
+from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.timeline import Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns
+
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+"""Per visited pair of tokens, query head and element of D: 2 and 5 products, as in scripts/bench_attention.py."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Rates of a machine. TFLOP/s of visited pairs; launch: ms a step for tables and kernels; GB/s = 1e9 bytes/s that a
+    rank sends in a ring, and ms until a transfer's first byte, inside a node and across nodes."""
+
+    forward_tflops: float
+    backward_tflops: float
+    launch_ms: float
+    inside_gb_s: float
+    across_gb_s: float
+    inside_latency_ms: float
+    across_latency_ms: float
+
+
+def load_constants(path: str | Path) -> Constants:
+    """From JSON: each field of Constants with its "value" and "source". Raises ValueError naming the key."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = {name: float(entry["value"]) for name, entry in data["constants"].items()}
+    except OSError as error:
+        raise ValueError(f"--constants {path}: cannot read it: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f'--constants {path}: write {{"constants": {{NAME: {{"value": NUMBER, "source": TEXT}}, '
+                         f'...}}}}') from error
+    names = [field.name for field in dataclasses.fields(Constants)]
+    for name in {*names} ^ {*found}:
+        raise ValueError(f"--constants {path}: {name} is {'missing' if name in names else 'unknown'}; "
+                         f"it has {', '.join(names)}")
+    for name in names:
+        if not found[name] >= 0 or (found[name] == 0 and "_ms" not in name):
+            raise ValueError(f"--constants {path}: {name} = {found[name]} is no rate; write a number above 0")
+    return Constants(**found)
+
+
+class Shape(NamedTuple):
+    """kv_heads, head_dim; element_bytes of K and V, gradient_bytes of an element of dK and dV, as they are sent."""
+
+    kv_heads: int
+    head_dim: int
+    element_bytes: int
+    gradient_bytes: int
+
+
+class Plan(NamedTuple):
+    """One layer's attention on W ranks.
+
+    work: pairs of tokens float64 [W, W] (rank, step of the forward), all heads and sequences. needed: share of (rank,
+    chunk) pairs in which the rank needs the chunk. chunk_bytes, gradient_bytes: K and V, dK and dV of one rank. columns:
+    seconds of their exchange, forward and backward. traffic: bytes that each rank sends, int64 [W], by name, forward_ and
+    backward_, inside a node and across. It and the timelines are of a schedule that skips nothing; skipping_: of one in
+    which chunks go only as far as they are needed.
+    """
+
+    layout: str
+    schedule: str
+    inter: int
+    intra: int
+    density: float
+    work: Tensor
+    needed: float
+    chunk_bytes: int
+    gradient_bytes: int
+    columns: tuple[float, float]
+    traffic: dict[str, Tensor]
+    forward: Timeline
+    backward: Timeline
+    skipping_traffic: dict[str, Tensor]
+    skipping_forward: Timeline
+    skipping_backward: Timeline
+
+
+def count(index: BlockIndex, rows: Rows, layout: str, ranks: int) -> Visits:
+    """What a layout gives each rank to compute, all heads together."""
+    table = layouts.block_ids(layout, ranks, rows.start.shape[1], index.block_size)
+    return balance.count_visits_of_all_heads(index, rows, table)
+
+
+def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: str, inter: int, intra: int,
+         shape: Shape, constants: Constants) -> Plan:
+    """The plan of one setting on `inter` nodes of `intra` ranks. visits: of count() for the same layout."""
+    sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
+    ranks, (batch, seq_len) = inter * intra, (len(index.columns), rows.start.shape[1])
+    work, backward = (balance.by_step(visits, sources, back).sum((0, 1)).double() for back in (False, True))
+    chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
+    case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
+                 _column_seconds(index, shape, inter, intra, constants), constants)
+    play = _gathered if schedule == "all_gather" else _circulated
+    rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
+    everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
+    visible = (rows.stop - rows.start).sum().item() * index.heads * (batch // len(rows.start))
+    return Plan(layout, schedule, inter, intra, work.sum().item() / visible, work, needed.double().mean().item(),
+                case.chunk_bytes, case.gradient_bytes, case.columns, *everything, *only_needed)
+
+
+class _Case(NamedTuple):
+    """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
+    seconds of their exchange, forward and backward."""
+
+    work: Tensor
+    backward_work: Tensor
+    sources: Tensor
+    node: int
+    shape: Shape
+    chunk_bytes: int
+    gradient_bytes: int
+    columns: tuple[float, float]
+    constants: Constants
+
+    def forward_seconds(self, work: Tensor) -> Tensor:
+        return _seconds(work, FORWARD_FLOPS * self.shape.head_dim, self.constants.forward_tflops, self.constants)
+
+    def backward_seconds(self, work: Tensor) -> Tensor:
+        return _seconds(work, BACKWARD_FLOPS * self.shape.head_dim, self.constants.backward_tflops, self.constants)
+
+
+def _seconds(work: Tensor, flops: int, tflops: float, constants: Constants) -> Tensor:
+    """Seconds of `work` pairs; a step without work is not launched."""
+    return work * flops / (tflops * 1e12) + (work > 0) * constants.launch_ms / 1e3
+
+
+def _circulated(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
+    """Bytes and timelines of a ring (inter = 1) or a double ring whose chunks go where they are needed."""
+    keys, gradients = routing.hops_needed(needed, inter, intra), routing.gradient_hops(needed, inter, intra)
+    links, gradient_links = (_link_seconds(size, case.node, keys, case.constants)
+                             for size in (case.chunk_bytes, case.gradient_bytes))
+    sent, back = routing.traffic(keys, case.node), routing.traffic(gradients, case.node)
+    forward = ring_forward(case.forward_seconds(case.work), keys, case.sources, links)
+    backward = case.backward_seconds(case.backward_work)
+    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links)
+    start, last = torch.zeros(len(needed)), forward.compute[:, -1] + forward.waiting[:, -1]
+    forward = with_columns(forward, case.columns[0], start, forward.finish() - last)
+    backward = with_columns(backward, case.columns[1], backward.compute[:, 0], backward.finish())
+    return _traffic(sent, back, case), forward, backward
+
+
+def _traffic(keys: routing.Traffic, gradients: routing.Traffic, case: _Case) -> dict[str, Tensor]:
+    forward = {f"forward_{name}": sent * case.chunk_bytes for name, sent in keys._asdict().items()}
+    backward = (sent * case.chunk_bytes + back * case.gradient_bytes for sent, back in zip(keys, gradients))
+    return forward | dict(zip(("backward_inside", "backward_across"), backward))
+
+
+def _link_seconds(size: int, node: int, hops: routing.Hops, constants: Constants) -> tuple[Tensor, Tensor]:
+    """Seconds that `size` bytes take from the previous rank of the inner, of the outer ring, float64 [W] each."""
+    ranks, inter = hops.inner_to.shape
+    intra, rank = ranks // inter, torch.arange(ranks)
+    inside = constants.inside_latency_ms / 1e3 + size / (constants.inside_gb_s * 1e9)
+    across = constants.across_latency_ms / 1e3 + size / (constants.across_gb_s * 1e9)
+    previous = (rank // intra * intra + (rank - 1) % intra, (rank - intra) % ranks)
+    return tuple(torch.where(rank // node == sender // node, inside, across).double() for sender in previous)
+
+
+def _gathered(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
+    """As _circulated() for all_gather, which sends everything to everybody, one KV head at a time."""
+    sent = routing.all_gather_traffic(len(needed), case.node)
+    heads, constants = case.shape.kv_heads, case.constants
+    gather, scatter = (_collective_seconds(sent, size / heads, constants)
+                       for size in (case.chunk_bytes, case.gradient_bytes))
+    by_head = (case.work.sum(1, keepdim=True) / heads).expand(-1, heads)
+    forward = gather_forward(case.forward_seconds(by_head), gather)
+    backward = gather_backward(case.backward_seconds(by_head), gather, scatter)
+    forward = with_columns(forward, case.columns[0], torch.zeros(len(needed)), forward.waiting[:, 0])
+    ends = backward.finish()
+    return _traffic(sent, sent, case), forward, with_columns(backward, case.columns[1], ends - scatter, ends)
+
+
+def _collective_seconds(sent: routing.Traffic, size: float, constants: Constants) -> float:
+    """Seconds until every rank has sent its chunks of `size` bytes; inside and across go at the same time."""
+    inside, across = (x.max().item() * size / 1e9 for x in sent)
+    return max(inside / constants.inside_gb_s + (inside > 0) * constants.inside_latency_ms / 1e3,
+               across / constants.across_gb_s + (across > 0) * constants.across_latency_ms / 1e3)
+
+
+def _column_seconds(index: BlockIndex, shape: Shape, inter: int, intra: int, constants: Constants) -> tuple[float, float]:
+    """Seconds of the columns' all-reduce, K and V in the forward, their gradients in the backward."""
+    ranks, elements = inter * intra, 2 * index.columns.numel() * shape.head_dim
+    if ranks == 1 or not elements:
+        return 0.0, 0.0
+    # An all-reduce is a reduce-scatter and an all-gather of 1 / ranks of the whole.
+    sent = routing.all_gather_traffic(ranks, intra)
+    return tuple(2 * _collective_seconds(sent, elements * size / ranks, constants)
+                 for size in (shape.element_bytes, shape.gradient_bytes))
