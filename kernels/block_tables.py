@@ -93,7 +93,7 @@ def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor,
 
 @triton.jit
 def _columns_kernel(slashes, spans, reach, q_blocks, columns, covered, kind, heads, entries, nq, count,
-                    size, SIZE: tl.constexpr):
+                    size, halves, SIZE: tl.constexpr):
     i_tile, i_q, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b = i_bh // heads
     o_column = i_tile * SIZE + tl.arange(0, SIZE)
@@ -105,7 +105,8 @@ def _columns_kernel(slashes, spans, reach, q_blocks, columns, covered, kind, hea
         slashes + i_bh * entries, tl.load(q_blocks + i_q) + zero, position // size, tl.load(s) + zero, tl.load(s + 1) + zero,
         tl.load(s + 2) + zero, tl.load(s + 3) + zero, tl.load(s + 4) + zero, inside,
     )
-    tl.store(covered + (i_bh * nq + i_q) * count + o_column, b_covered.to(tl.uint8), mask=inside)
+    bits = tl.sum(tl.reshape(b_covered.to(tl.int32), [SIZE // 16, 16]) << tl.arange(0, 16)[None, :], 1).to(tl.int16)
+    tl.store(covered + (i_bh * nq + i_q) * halves + i_tile * (SIZE // 16) + tl.arange(0, SIZE // 16), bits)
     first, last = tl.min(position, 0), tl.max(position, 0)
     reached = (tl.load(r) <= last) & (tl.load(r + 1) > first)
     whole = (tl.load(r + 2) <= first) & (tl.load(r + 3) > last) & (tl.sum(b_covered.to(tl.int32), 0) == 0)
@@ -115,16 +116,17 @@ def _columns_kernel(slashes, spans, reach, q_blocks, columns, covered, kind, hea
 
 def covered_columns(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, columns: Tensor,
                     size: int) -> tuple[Tensor, Tensor]:
-    """covered: bool [B, H, nq, C], the column lies in a block that the query block computes whole; kind: int8
+    """covered: int32 [B, H, nq, ceil(C / 32)], a bit for each column that lies in a block which the query block computes
+    whole (bits.py); kind: int8
     [B, H, nq, C / size] of each tile of columns, 0 not seen, 1 partly, 2 wholly seen and not covered.
 
     columns: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     """
     batch, heads, count = columns.shape
-    covered = torch.empty(batch, heads, len(q_blocks), count, dtype=torch.uint8, device=columns.device)
+    covered = torch.empty(batch, heads, len(q_blocks), -(-count // 32), dtype=torch.int32, device=columns.device)
     kind = torch.empty(batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=columns.device)
     _columns_kernel[(count // size, len(q_blocks), batch * heads)](
-        slashes.view(torch.uint8), spans, reach, q_blocks, columns, covered, kind, heads, slashes.shape[-1], len(q_blocks), count,
-        size, SIZE=size, num_warps=1,
+        slashes.view(torch.uint8), spans, reach, q_blocks, columns, covered.view(torch.int16), kind, heads, slashes.shape[-1], len(q_blocks), count,
+        size, 2 * covered.shape[-1], SIZE=size, num_warps=1,
     )
-    return covered.view(torch.bool), kind
+    return covered, kind

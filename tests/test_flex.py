@@ -10,6 +10,7 @@ from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles import BlockLists, Tiles, block_tiles, column_tiles
+from titan_sparse.kernels.bits import pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -92,13 +93,13 @@ def _check(tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, 
 
 
 def _unlisted(tiles: Tiles) -> Tensor:
-    """bool [B, Hq, nq, Sk]: keys outside the listed tiles, which the uncompiled ops do not know of."""
+    """Bits of [B, Hq, nq, Sk]: keys outside the listed tiles, which the uncompiled ops do not know of."""
     met = torch.zeros(*tiles.by_query.full.shape[:3], tiles.by_key.full.shape[2], dtype=torch.bool)
     for count, table in zip(tiles.by_query[::2], tiles.by_query[1::2]):
         real = torch.arange(table.shape[-1]) < count[..., None]
         for place in real.nonzero().tolist():
             met[(*place[:3], table[tuple(place)])] = True
-    return ~met.repeat_interleave(tiles.block_size, 3)
+    return pack(~met.repeat_interleave(tiles.block_size, 3))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from titan_sparse.attention import slash_tiles, tiles
 from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash, probe
+from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels import merge
 from titan_sparse.kernels import probe as probe_kernels
 
@@ -50,7 +51,7 @@ def test_lists(mask, pattern, layout):
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)
     real = (index.columns < SEQ_LEN)[:, :, None]
-    assert torch.equal(got.covered & real, want.covered & real)
+    assert torch.equal(*(unpack(x.covered, index.columns.shape[-1]) & real for x in (got, want)))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 7, 24), (2, 3, 65, 64)])
@@ -91,3 +92,11 @@ def test_probe(mask, queries):
     want = probe._pooled(seen, whole, k, blocks, slot, SIZE)
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 144])
+def test_bits(n):
+    flags = torch.rand(2, 3, n, generator=torch.Generator().manual_seed(n)) < 0.5
+    words = pack(flags)
+    assert words.dtype == torch.int32 and words.shape == (2, 3, -(-n // 32)) and torch.equal(unpack(words, n), flags)
+    assert all(bool(words[1, 2, i // 32] >> (i % 32) & 1) == bool(flags[1, 2, i]) for i in range(n))

@@ -72,7 +72,7 @@ def _query_gradient(
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * (piece.k_len // 4)
+        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, full, full_count, start, stop, positions, covered,
                     scale, BLOCK, N, HEAD_DIM, D, False)
@@ -161,16 +161,16 @@ def _key_kernel(
         position = tl.load(slice_of(piece.positions, piece.positions_stride, batch, head) + keys)
         covered = piece.covered
         if piece.covered is not None:
-            covered += row * (q_len // BLOCK) * (piece.k_len // 4)
+            covered += row * (q_len // BLOCK) * piece.words
         full_count, full, partial_count, partial = list_row(piece, batch, head, heads, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, full, full_count * split // splits, full_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.k_len // 4, keys, scale, BLOCK, M, HEAD_DIM, D, False)
+            row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, partial, partial_count * split // splits, partial_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.k_len // 4, keys, scale, BLOCK, M, HEAD_DIM, D, True)
+            row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
     store_rows(dk + at, dk_sum * logit_scale, first, N, HEAD_DIM, D)

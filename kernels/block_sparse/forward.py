@@ -45,7 +45,7 @@ def _attend(
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
-        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * (piece.k_len // 4)
+        covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
                              scale, BLOCK, N, HEAD_DIM, D, False)

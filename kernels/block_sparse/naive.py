@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..bits import unpack
 from .piece import Piece
 
 
@@ -24,7 +25,7 @@ def _seen(piece: Piece, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
     position = piece.k_positions[:, :, None]
     seen = (position >= start[:, None, :, None]) & (position < stop[:, None, :, None])
     if piece.covered is not None:
-        seen = seen & ~piece.covered.repeat_interleave(block_size, 2)
+        seen = seen & ~unpack(piece.covered, piece.k.shape[2]).repeat_interleave(block_size, 2)
     return full | (partial & seen)
 
 

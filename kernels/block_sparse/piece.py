@@ -31,7 +31,8 @@ class Piece(NamedTuple):
 
     by_query: KV blocks of each query block. by_key: query blocks of each KV block, needed in backward only.
     k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees positions start <= p < stop.
-    covered: bool [B, Hq, nq, Sk] or None: keys that the query block does not see in a partial tile.
+    covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit for each key that the query block does not see in a partial
+    tile (bits.py).
     """
 
     k: Tensor
@@ -60,7 +61,8 @@ class Operand(NamedTuple):
     blocks: int
     positions: Tensor
     positions_stride: tuple[int, int]
-    covered: Tensor | None  # int32 words of four flags
+    covered: Tensor | None
+    words: int  # of `covered`, a query block
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -74,10 +76,10 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     full_count, full, partial_count, partial = (x.contiguous() for x in lists)
     positions = piece.k_positions.contiguous()
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
-    covered = None if piece.covered is None else piece.covered.contiguous().view(torch.int32)
+    covered = None if piece.covered is None else piece.covered.contiguous()
     return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
                    full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], full.shape[2],
-                   positions, shared, covered)
+                   positions, shared, covered, -(-k.shape[2] // 32))
 
 
 @triton.jit
@@ -114,9 +116,9 @@ def list_row(piece, batch, head, heads, block):
 
 @triton.jit
 def hide_covered(position, covered, keys):
-    """Give covered keys a position that no query sees. Bytes are read as words: Triton prefetches nothing smaller."""
-    word = tl.load(covered + (keys >> 2))
-    return tl.where((word >> ((keys & 3) << 3)) & 255 != 0, 2147483647, position)
+    """Give covered keys a position that no query sees."""
+    word = tl.load(covered + (keys >> 5))
+    return tl.where((word >> (keys & 31)) & 1 != 0, 2147483647, position)
 
 
 @triton.jit

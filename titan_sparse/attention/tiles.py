@@ -8,6 +8,7 @@ from torch import Tensor
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.kernels.bits import pack
 
 
 class BlockLists(NamedTuple):
@@ -29,7 +30,8 @@ class Tiles(NamedTuple):
     by_query: KV blocks of each query block. by_key: query blocks of each KV block, where asked for (backward).
     start, stop: int32 [B, Sq]: the query sees keys at positions start <= p < stop.
     k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
-    covered: bool [B, Hq, nq, Sk] or None: keys that query block already met elsewhere, not to be counted again.
+    covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (kernels/bits.py) for each key that the query block already met
+    elsewhere, not to be counted again.
     block_size: tokens in a block of queries and of keys.
     """
 
@@ -117,7 +119,8 @@ def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: boo
     whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
     full, partial = reached & whole, reached & ~whole
     by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, len(columns)), columns, covered, size)
+    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, len(columns)), columns, pack(covered),
+                 size)
 
 
 def query_ranges(rows: Rows, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import Tiles
+from titan_sparse.kernels.bits import unpack
 
 
 READS_BY_KEY = False
@@ -58,7 +59,8 @@ def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
     seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
     seen &= real.repeat_interleave(size, dim=-1)[:, :, None]
     if tiles.covered is not None:
-        seen &= ~_of_blocks(tiles.covered[:, :, q_block], table, size)[:, :, None]
+        covered = unpack(tiles.covered[:, :, q_block], tiles.k_positions.shape[-1])
+        seen &= ~_of_blocks(covered, table, size)[:, :, None]
     return seen
 
 

@@ -19,6 +19,7 @@ from titan_sparse.attention.backends import flash, triton
 from titan_sparse.attention.backends.flash import backward_causal, forward_causal  # noqa: F401, part of the interface
 from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
+from titan_sparse.kernels.bits import unpack
 
 BLOCK_SIZE = 128
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
@@ -165,7 +166,8 @@ def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     start, stop, position = (x.expand(shape) for x in (tiles.start[:, None], tiles.stop[:, None], tiles.k_positions))
     position = position[:, :, None]
     if tiles.covered is not None:
-        position = torch.where(tiles.covered, torch.iinfo(torch.int32).max, position)
+        covered = unpack(tiles.covered, position.shape[-1])
+        position = torch.where(covered, torch.iinfo(torch.int32).max, position)
     return start, stop, position
 
 
