@@ -19,6 +19,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _CONTEXTS: dict[str, "ContextParallel"] = {}
+_GROUPS: dict[tuple, dist.ProcessGroup] = {}
 
 
 class ContextParallel:
@@ -50,24 +51,20 @@ class ContextParallel:
         self.ranks = [rank for node in ranks for rank in node]
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.windows = schedules.SCHEDULES[self.schedule](self.inter, self.intra, self.rank)
-        self._create_groups(ranks)
+        self._create_groups(ranks, "cpu" if mesh is None else mesh.device_type)
         # The number makes the key this object's own.
         self.key = f"{len(_CONTEXTS)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         _CONTEXTS[self.key] = self
 
-    def _create_groups(self, ranks: list[list[int]]) -> None:
+    def _create_groups(self, ranks: list[list[int]], device_type: str) -> None:
         node, local_rank = divmod(self.rank, self.intra)
         inner, outer = ranks[node], [other[local_rank] for other in ranks]
         if self.schedule != "double_ring":
             inner, outer = self.ranks, [self.ranks[self.rank]]
         self.group = _new_group(self.ranks, "cp")
-        self.groups = {
-            "inner": _new_group(inner, "cp inner"),
-            "outer": _new_group(outer, "cp outer"),
-            "inner_gradient": _new_group(inner, "cp inner gradient"),
-            "outer_gradient": _new_group(outer, "cp outer gradient"),
-            "columns": _new_group(self.ranks, "cp columns"),
-        }
+        members = {"inner": inner, "outer": outer, "inner_gradient": inner, "outer_gradient": outer, "columns": self.ranks}
+        new_group = _new_transfer_group if device_type == "cuda" else _new_group
+        self.groups = {axis: new_group(ranks, f"cp {axis}") for axis, ranks in members.items()}
 
     # Layout ---------------------------------------------------------------------------------------------------------
 
@@ -215,16 +212,20 @@ def _two_axes(mesh: DeviceMesh, schedule: str) -> list[list[int]]:
     return [mesh.mesh.tolist()]
 
 
-def _new_group(ranks: list[int], description: str) -> dist.ProcessGroup | None:
+def _new_group(ranks: list[int], description: str, **options) -> dist.ProcessGroup | None:
     """A communicator of its own for these ranks; None for a single one, which has nobody to talk to."""
     if len(ranks) == 1:
         return None
-    # Only the members take part, so that other context-parallel groups of the world may come at another time.
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=description, pg_options=_options())
+    # A communicator takes memory and a second to connect: contexts with the same ranks share theirs.
+    key = (dist.group.WORLD, description, tuple(ranks))
+    if key not in _GROUPS:
+        # Only the members take part, so that other context-parallel groups of the world may come at another time.
+        _GROUPS[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
+    return _GROUPS[key]
 
 
-def _options():
-    """NCCL's kernels need a few multiprocessors at once, not when the compute kernels that fill the GPU are done."""
-    if dist.get_backend() != "nccl":
-        return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+def _new_transfer_group(ranks: list[int], description: str) -> dist.ProcessGroup | None:
+    """For what moves beside the compute kernels: NCCL's get their multiprocessors as soon as any are free, not when the
+    kernels that fill the GPU are done."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    return _new_group(ranks, description, backend="nccl", pg_options=options)
