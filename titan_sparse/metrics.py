@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from titan_sparse.attention import balance
 from titan_sparse.attention.statistics import Recording
 from titan_sparse.flops import attention_flops, matmul_flops_per_token, peak_flops
 from titan_sparse.models.flavours import DecoderConfig
@@ -70,7 +71,7 @@ class MetricsLog:
         record = {
             "step": step, **values, "tokens_seen": tokens_seen, "tokens_per_second_per_device": per_device,
             "step_seconds": seconds / max(self.counted_steps, 1), "mfu": self._mfu(per_device, seen, sequence_tokens),
-            "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen),
+            "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen), **context_parallel_averages(seen),
         }
         if self.json is not None:
             self.json.write(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
@@ -123,6 +124,30 @@ def attention_averages(seen: Recording) -> dict[str, float]:
         if layers:
             averages[name] = torch.stack(layers).double().mean().item()
     return averages
+
+
+def context_parallel_averages(seen: Recording) -> dict[str, float]:
+    """Balance and communication of attention, means over its calls and the context-parallel groups; empty for one rank.
+
+    Degrees as in attention/balance.py, of visited pairs and (..._time) of computing time. exposed_communication_ms: what
+    a forward takes beyond its computing; ..._share: of the time of the forward. Collective.
+    """
+    if not seen.calls:
+        return {}
+    by_rank = seen.by_rank()
+    degrees = (balance.worker_imbalance, balance.worker_imbalance_per_step, balance.step_imbalance,
+               balance.lockstep_imbalance)
+    values = {degree.__name__ + suffix: degree(amount).mean().item()
+              for suffix, amount in (("", by_rank.work), ("_time", by_rank.compute)) for degree in degrees}
+    values["computation_ratio"] = balance.computation_ratio(by_rank.compute, by_rank.elapsed).mean().item()
+    elapsed = by_rank.elapsed.sum(-1).mean().item()
+    values["exposed_communication_ms"] = elapsed - by_rank.compute.sum(-1).mean().item()
+    values["exposed_communication_share"] = values["exposed_communication_ms"] / elapsed
+    sums = torch.tensor([*values.values(), seen.bytes_sent, seen.plain_ring_bytes], dtype=torch.float64)
+    sums = sums.to(seen.work[0].device)
+    dist.all_reduce(sums)
+    *means, sent, plain = (sums / dist.get_world_size()).tolist()
+    return dict(zip(values, means)) | {"cp_gib_sent": sent / 2**30, "cp_sent_of_plain_ring": sent / plain}
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:

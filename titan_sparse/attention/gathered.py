@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from titan_sparse.attention import timing
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
 from titan_sparse.attention.context_parallel import Pending
@@ -16,18 +17,23 @@ from titan_sparse.attention.run import Run
 from titan_sparse.attention.tiles import BlockLists, Tiles
 
 
+@timing.timed
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
+    run.count_plain_ring(k)
     columns = gather_columns(run, k, v)
-    tiles, column_tiles, parts = run.tiles(len(q), False), None, []
-    for heads, k_head, v_head in _heads(run, q, k, v):
-        piece = (q[:, heads], k_head, v_head, _of_heads(tiles, heads))
-        if columns.result.shape[3]:
-            column_tiles = column_tiles or run.column_tiles(len(q))
-            gathered = (*columns.wait()[:, :, heads], _of_heads(column_tiles, heads))
-            parts.append(run.backend.forward_with_columns(*piece, *gathered, run.scale, q.dtype))
-        else:
-            parts.append(run.backend.forward(*piece, run.scale, q.dtype))
+    with timing.computing(0):
+        tiles, column_tiles, parts = run.tiles(len(q), False), None, []
+    for step, (heads, k_head, v_head) in enumerate(_heads(run, q, k, v)):
+        column_kv = columns.wait() if columns.result.shape[3] else None
+        with timing.computing(step):
+            piece = (q[:, heads], k_head, v_head, _of_heads(tiles, heads))
+            if column_kv is not None:
+                column_tiles = column_tiles or run.column_tiles(len(q))
+                gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
+                parts.append(run.backend.forward_with_columns(*piece, *gathered, run.scale, q.dtype))
+            else:
+                parts.append(run.backend.forward(*piece, run.scale, q.dtype))
     out, lse = (torch.cat(x, dim=1) for x in zip(*parts))
     return out, lse, columns.wait()
 
@@ -35,6 +41,7 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
              column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
+    run.count_plain_ring(k, backward=True)
     by_key, dtype = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype)
     tiles = run.tiles(len(q), by_key)
     column_tiles = run.column_tiles(len(q), by_key) if column_kv.shape[3] else None

@@ -8,39 +8,43 @@ are merged in fp32 by log-sum-exp; the backward of every piece takes the global 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import transport
+from titan_sparse.attention import timing, transport
 from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
 
 
+@timing.timed
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D].
 
     With several ranks the running sum over chunks is fp32 (fp64 for fp64): rounding it at every step would add up.
     """
+    run.count_plain_ring(k)
     columns = gather_columns(run, k, v)
     if run.is_plain(q):
         return *run.backend.forward_causal(q, k, v, run.scale), columns.wait()
     total, dtype, batch = None, run.sum_dtype(q), len(q)
     route = transport.route(run.cp, needed_chunks(run))
     last = max((o, t) for o, steps in enumerate(route.compute) for t, computes in enumerate(steps) if computes)
-    for o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunk(run, k, v)):
+    for step, (o, t, source, chunk) in enumerate(transport.circulate(run.cp, route, _kv_chunk(run, k, v))):
         if not route.compute[o][t]:
             continue
-        k_chunk, v_chunk = _kv(chunk)
-        piece = (q, k_chunk, v_chunk, run.tiles(batch, False, source))
-        if (o, t) == last and columns.result.shape[3]:
-            gathered = (*columns.wait(), run.column_tiles(batch))
-            total = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, total)
-        else:
-            total = run.backend.forward(*piece, run.scale, dtype, total)
+        column_kv = columns.wait() if (o, t) == last and columns.result.shape[3] else None
+        with timing.computing(step):
+            piece = (q, *_kv(chunk), run.tiles(batch, False, source))
+            if column_kv is not None:
+                gathered = (*column_kv, run.column_tiles(batch))
+                total = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, total)
+            else:
+                total = run.backend.forward(*piece, run.scale, dtype, total)
     return *total, columns.wait()
 
 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
              column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
+    run.count_plain_ring(k, backward=True)
     if run.is_plain(q):
         return run.backend.backward_causal(d_out, q, k, v, out, lse, run.scale)
     if run.cp.size > 1 and _circulates_queries(run, q, k):

@@ -43,6 +43,12 @@ class Run(NamedTuple):
         """Whether one rank computes dense causal attention, and by a kernel made for just that."""
         return self.plain and self.cp.size == 1 and self.backend.serves_causal(q)
 
+    def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
+        """Add to cp.plain_ring_bytes what a ring sends in which each chunk of K and V visits every rank, and in the backward
+        their gradients too, in the dtype that they have on the wire: what cp.bytes_sent is measured against."""
+        gradient = (self.cp.gradient_dtype or self.sum_dtype(k)).itemsize if backward else 0
+        self.cp.plain_ring_bytes += 2 * k.numel() * (k.element_size() + gradient) * (self.cp.size - 1)
+
     def blocks(self, rank: int | None = None) -> Tensor:
         """Global blocks of `rank` (default: this rank) on the data's device."""
         return self.cp.blocks(self.seq_len, rank, self.rows.start.device)

@@ -1,27 +1,42 @@
 """What sparse attention kept: density, recall and budgets at their cap, per layer and head, measured while training.
 
-The forward op calls observe() on every attention; it costs nothing unless a recording is on. Layers are told apart by
-the order of their calls, so that one compiled block serves all layers.
+With several context-parallel ranks also how the work and its time spread over ranks and steps, and what was sent. The
+forward op calls observe() on every attention; it costs nothing unless a recording is on. Layers are told apart by the
+order of their calls, so that one compiled block serves all layers.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention import balance, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.tiles import all_blocks, covered_columns
 
 if TYPE_CHECKING:
+    from titan_sparse.attention.context_parallel import ContextParallel
     from titan_sparse.attention.run import Run
 
 _Q_BLOCKS, _MASK_BLOCKS, _KEYS = 256, 16, 8192
 """Query blocks of the index, of the mask, and keys, that are looked at together: bounds the memory."""
+
+
+class ByRank(NamedTuple):
+    """Of each attention call's forward, float64 [calls, ranks, steps] on the CPU; a step of all_gather is a KV head.
+
+    work: visited pairs of tokens, summed over sequences and heads. compute: ms of computing. elapsed: ms since the step
+    before was done, which together make the call.
+    """
+
+    work: Tensor
+    compute: Tensor
+    elapsed: Tensor
 
 
 @dataclass
@@ -31,6 +46,10 @@ class Recording:
     visited: pairs of tokens computed per sequence. visible: pairs the mask allows (one number).
     recall: share of the full softmax mass that the selection kept, over sampled rows; empty unless asked for.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without budgets.
+    Of this rank alone, and only with several context-parallel ranks:
+    calls, work: times and visited pairs of each attention call's forward, as by_rank() reads them.
+    bytes_sent, plain_ring_bytes: from the first call until the recording ended, forward and backward, keys, values and
+    gradients; what a ring would have sent in which each chunk visits every rank.
     """
 
     recall_rows: int = 0
@@ -38,10 +57,26 @@ class Recording:
     visible: Tensor | None = None
     recall: list[Tensor] = field(default_factory=list)
     capped: list[Tensor] = field(default_factory=list)
+    calls: list[timing.Call] = field(default_factory=list)
+    work: list[Tensor] = field(default_factory=list)
+    bytes_sent: int = 0
+    plain_ring_bytes: int = 0
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
         return torch.stack(self.visited) / self.visible
+
+    def by_rank(self) -> ByRank:
+        """What all ranks measured. Collective over the context-parallel group; waits for the GPU.
+
+        Raises ValueError if nothing was recorded with several ranks, or with different ContextParallels.
+        """
+        if len({call.cp.key for call in self.calls}) != 1:
+            raise ValueError("by_rank() needs attention calls of one ContextParallel of several ranks; record them alone")
+        cp, work = self.calls[0].cp, torch.stack(self.work)
+        times = torch.stack([call.milliseconds() for call in self.calls]).to(work.device)
+        work, times = (cp.all_gather(x).transpose(0, 1).cpu() for x in (work, times))
+        return ByRank(_in_steps(work, cp), *times.unbind(2))
 
 
 _active: Recording | None = None
@@ -54,18 +89,25 @@ def recording(recall_rows: int = 0) -> Iterator[Recording]:
     Collective: all context-parallel ranks record at the same time.
     """
     global _active
-    _active = Recording(recall_rows)
-    try:
-        yield _active
-    finally:
-        _active = None
+    with timing.timed_calls() as calls:
+        _active = seen = Recording(recall_rows, calls=calls)
+        try:
+            yield seen
+        finally:
+            _active = None
+            if calls:
+                now, before = (calls[0].cp.bytes_sent, calls[0].cp.plain_ring_bytes), calls[0].bytes_before
+                seen.bytes_sent, seen.plain_ring_bytes = (a - b for a, b in zip(now, before))
 
 
 def observe(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
     """Called by the forward op with its padded inputs and its lse [B, Hq, S_local]."""
     if _active is None:
         return
-    _active.visited.append(run.cp.all_reduce(visited_pairs(run, len(q))).mean(0))
+    pairs, column_pairs = visited_pairs(run, len(q))
+    if run.cp.size > 1:
+        _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
+    _active.visited.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs).mean(0))
     _active.visible = visible_pairs(run.rows).mean()
     if hasattr(run.index, "capped"):
         _active.capped.append(run.index.capped.double().mean(dim=(0, 2)))
@@ -78,19 +120,39 @@ def visible_pairs(rows: Rows) -> Tensor:
     return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
 
 
-def visited_pairs(run: "Run", batch: int) -> Tensor:
-    """Pairs computed for this rank's queries, float64 [B, Hq]: whole blocks where seen, and columns outside them."""
+def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int) -> Tensor:
+    """This rank's visited pairs as _in_steps() wants them, float64: by KV head; or by source rank, then of columns."""
+    if run.cp.schedule == "all_gather":
+        return (pairs.sum(-1) + column_pairs).unflatten(1, (kv_heads, -1)).sum((0, 2))
+    return torch.cat([pairs.sum((0, 1)), column_pairs.sum().view(1)])
+
+
+def _in_steps(work: Tensor, cp: "ContextParallel") -> Tensor:
+    """_own_work() of all ranks [calls, ranks, ...] in the order of the schedule, [calls, ranks, steps]."""
+    if cp.schedule == "all_gather":
+        return work
+    pairs, column_pairs = work[:, None, :, :-1], work[:, None, :, -1]
+    sources = balance.step_sources(cp.schedule, cp.inter, cp.intra)
+    return balance.by_step(balance.Visits(pairs, pairs, pairs, column_pairs), sources)[:, 0]
+
+
+def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
+    """Pairs computed for this rank's queries: in blocks of each source rank, float64 [B, Hq, W], and of columns outside
+    them, [B, Hq]."""
     index, blocks, key = run.index, run.blocks(), ("pairs by block", run.cp.key)
     pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
-    total = torch.zeros(batch, index.heads, dtype=torch.float64, device=index.columns.device)
+    keys = all_blocks(index)
+    by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=index.columns.device)
+    column_pairs = by_key.new_zeros(batch, index.heads)
     for q_blocks, seen in zip(blocks.split(_Q_BLOCKS), pairs.split(_Q_BLOCKS, dim=1)):
-        selected = index.selects(q_blocks, all_blocks(index))
-        total += torch.where(selected, seen[:, None], 0).sum(dim=(-1, -2))
+        selected = index.selects(q_blocks, keys)
+        by_key += torch.where(selected, seen[:, None], 0).sum(dim=-2)
         begin = (q_blocks * index.block_size)[:, None]
         rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
-        total += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=(-1, -2))
-    return total
+        column_pairs += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=(-1, -2))
+    table = run.cp.block_table(run.seq_len, by_key.device)
+    return by_key[..., table].sum(-1), column_pairs
 
 
 def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
