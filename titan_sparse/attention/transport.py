@@ -69,6 +69,28 @@ def circulate(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple
         chunk = (outer.wait() or own) if outer else chunk
 
 
+def circulate_backward(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple[int, int, int, Chunk]]:
+    """As circulate(), in the order in which gradients can hide: of the first window only its first step, then the other
+    windows, then the rest of the first one, which the last gradients from other nodes have to come home."""
+    sends, receives, outer_sends, outer_receives = route.kv
+    own, held, windows = chunk, None, cp.windows
+    places = [(0, 0), *((o, t) for o in range(1, len(windows)) for t in range(len(windows[o]))),
+              *((0, t) for t in range(1, len(windows[0])))]
+    for o, t in places:
+        if t == 0:
+            chunk = (outer.wait() or own) if o else own
+            outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o]) if o + 1 < len(windows) else None
+        elif (o, t) == (0, 1):
+            chunk = held.wait() or own
+        if t + 1 < len(windows[o]):
+            slot = "inner held" if (o, t) == (0, 0) else f"inner {t % 2}"
+            inner = cp.shift(chunk, "inner", slot, sends[o][t], receives[o][t])
+            held = inner if (o, t) == (0, 0) else held
+        yield o, t, windows[o][t], chunk
+        if t + 1 < len(windows[o]) and (o, t) != (0, 0):
+            chunk = inner.wait() or own
+
+
 def circulate_with_gradients(cp: ContextParallel, route: Route, chunk: Chunk,
                              piece: Callable[[int, Chunk], Tensor]) -> Tensor:
     """Sum over ranks of piece(source, chunk), the gradient of a rank's chunk through another's work, brought home.
@@ -77,19 +99,22 @@ def circulate_with_gradients(cp: ContextParallel, route: Route, chunk: Chunk,
     ring; the sums of nodes add up along the outer ring. Each hop has the following piece's work to hide behind.
     """
     home = _Homeward(cp, route)
-    for o, t, source, current in circulate(cp, route, chunk):
+    for o, t, source, current in circulate_backward(cp, route, chunk):
+        if (o, t) == (0, 1):
+            home.finish_node()
         home.step(o, t, piece(source, current) if route.compute[o][t] else None)
     return home.finish()
 
 
 class _Homeward:
-    """The gradients on their way: `inner` follows the chunk in hand, `node` waits for its sum, `outer` for other nodes'.
+    """The gradients on their way: `inner` follows the chunk in hand; `node`, the share of a window's first step, waits for
+    it; `outer` brings other nodes' sums.
 
-    like: any gradient, for its shape.
+    own: this rank's share of its own chunk. like: any gradient, for its shape.
     """
 
     def __init__(self, cp: ContextParallel, route: Route):
-        self.cp, self.hops, self.node, self.mine, self.like = cp, route.gradient, None, None, None
+        self.cp, self.hops, self.own, self.node, self.like = cp, route.gradient, None, None, None
         self.inner: Transfer | None = None
         self.outer: Transfer | None = None
 
@@ -97,30 +122,27 @@ class _Homeward:
         """After the work of a step; part: its gradient, None if there was no work."""
         self.like = self.like if part is None else part
         if t == 0:
-            self._finish_node()
-            self.node = (o, part)
+            self.finish_node()
+            self.own, self.node = (part, None) if o == 0 else (self.own, (o, part))
         else:
             part = self._sum(part, self.inner)
         sends, receives = self.hops[0][o][t], self.hops[1][o][t]
         self.inner = self._shift(part, "inner_gradient", f"inner gradient {t % 2}", sends, receives)
 
     def finish(self) -> Tensor:
-        """This rank's own gradient, after the last window."""
-        self._finish_node()
-        return self._sum(self.mine, self.outer)
+        """This rank's own gradient, after the last step."""
+        self.finish_node()
+        return self._sum(self._sum(self.own, self.inner), self.outer)
 
-    def _finish_node(self) -> None:
-        """The window before is over: what the other ranks of the node found out about its first chunk has come round."""
+    def finish_node(self) -> None:
+        """A window is over: what the other ranks of the node found out about its first chunk has come round, and goes on."""
         if self.node is None:
             return
         o, part = self.node
-        part = self._sum(part, self.inner)
-        if o == 0:
-            self.mine = part
-        else:
-            part = self._sum(part, self.outer)
+        part = self._sum(self._sum(part, self.inner), self.outer)
         sends, receives = self.hops[2][o], self.hops[3][o]
-        self.outer, self.inner = self._shift(part, "outer_gradient", f"outer gradient {o % 2}", sends, receives), None
+        self.outer = self._shift(part, "outer_gradient", f"outer gradient {o % 2}", sends, receives)
+        self.inner = self.node = None
 
     def _shift(self, part: Tensor | None, axis: str, slot: str, sends: bool, receives: bool) -> Transfer | None:
         if not sends and not receives:
