@@ -148,4 +148,5 @@ def test_auto_moves_nothing_needless(inter, intra):
     assert chosen in SCHEDULES
     assert (chosen == "local") == (inter * intra == 1)
     assert (chosen == "double_ring") == (min(inter, intra) > 1)
+    assert (chosen == "all_gather") == (inter == 1 and intra > 1)
     assert SCHEDULES[chosen](inter, intra, 0)[0][0] == 0

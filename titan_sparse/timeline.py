@@ -84,7 +84,8 @@ def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links) -> 
 def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor, links: Links,
                   gradient_links: Links) -> Timeline:
     """A ring or double ring's backward. Gradients follow one step behind their chunks; the sum of a node is complete, and
-    goes on to the next node, after the first step of the next window."""
+    goes on to the next node, after the first step of the next window. An upper bound for double rings: transport.py leaves
+    the first window's rest to the end, for the last outer gradient to hide behind."""
     rings, (inner, outer), (inner_back, outer_back) = _rings(hops), _sends(hops, sources), _sends(gradients, sources)
     steps, windows = compute.shape[1] // outer.shape[1], outer.shape[1]
     now, waiting = torch.zeros(len(compute), dtype=torch.float64), torch.zeros_like(compute)

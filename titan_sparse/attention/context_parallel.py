@@ -47,7 +47,11 @@ class ContextParallel:
         self.backward_circulates, self.gradient_dtype = backward_circulates, gradient_dtype
         self.bytes_sent, self.plain_ring_bytes = 0, 0
         self._buffers: dict[tuple, list[Tensor]] = {}
-        self.schedule = schedules.choose(self.inter, self.intra) if schedule == "auto" else schedule
+        if schedule == "auto":
+            schedule = schedules.choose(self.inter, self.intra)
+            if schedule == "all_gather" and backward_circulates != "auto":  # which is a choice for rings
+                schedule = "ring"
+        self.schedule = schedule
         self.ranks = [rank for node in ranks for rank in node]
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.windows = schedules.SCHEDULES[self.schedule](self.inter, self.intra, self.rank)

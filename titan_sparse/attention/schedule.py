@@ -39,7 +39,8 @@ SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_rin
 
 
 def choose(inter: int, intra: int) -> str:
-    """What schedule = "auto" means: nothing to move for one rank, one ring inside a node, two rings across nodes."""
-    if inter * intra == 1:
-        return "local"
-    return "double_ring" if inter > 1 and intra > 1 else "ring"
+    """What schedule = "auto" means: nothing to move for one rank, all_gather inside a node, where it is the fastest
+    (docs/benchmarks.md), two rings across nodes, one ring over nodes of one rank each."""
+    if inter == 1:
+        return "local" if intra == 1 else "all_gather"
+    return "double_ring" if intra > 1 else "ring"
