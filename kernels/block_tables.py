@@ -82,7 +82,7 @@ def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor,
     nq, nk = len(q_blocks), len(k_blocks)
     n = nk if by_key else nq
     new = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=slashes.device)
-    counts, tables = (new(batch, heads, n), new(batch, heads, n)), (new(batch, heads, n, capacity), new(batch, heads, n, capacity))
+    counts, tables = ([new(batch, heads, n, *width) for _ in range(2)] for width in ((), (capacity,)))
     chunk = min(_CHUNK, triton.next_power_of_2(nq if by_key else nk))
     _lists_kernel[(n, batch * heads)](
         slashes.view(torch.uint8), spans, reach, q_blocks, k_blocks, counts[0], tables[0], counts[1], tables[1],
@@ -126,7 +126,7 @@ def covered_columns(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Ten
     covered = torch.empty(batch, heads, len(q_blocks), -(-count // 32), dtype=torch.int32, device=columns.device)
     kind = torch.empty(batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=columns.device)
     _columns_kernel[(count // size, len(q_blocks), batch * heads)](
-        slashes.view(torch.uint8), spans, reach, q_blocks, columns, covered.view(torch.int16), kind, heads, slashes.shape[-1], len(q_blocks), count,
-        size, 2 * covered.shape[-1], SIZE=size, num_warps=1,
+        slashes.view(torch.uint8), spans, reach, q_blocks, columns, covered.view(torch.int16), kind, heads,
+        slashes.shape[-1], len(q_blocks), count, size, 2 * covered.shape[-1], SIZE=size, num_warps=1,
     )
     return covered, kind

@@ -63,7 +63,8 @@ def add_columns(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, b
     batch, heads, count = columns.shape
     kv_heads, dim = total.shape[1], total.shape[3]
     columns = columns.contiguous()
-    starts = (blocks[:, None] * block_size + torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)).flatten()
+    offsets = torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)
+    starts = (blocks[:, None] * block_size + offsets).flatten()
     wanted = starts.expand(batch, heads, -1).contiguous()
     begin, end = (torch.searchsorted(columns, wanted + rows, out_int32=True) for rows in (0, _ROWS))
     _add_kernel[len(starts), kv_heads, batch](

@@ -59,7 +59,9 @@ def circulate(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple
     sends, receives, outer_sends, outer_receives = route.kv
     own = chunk  # stands in for what was not worth receiving: for its shape, nobody reads it
     for o, window in enumerate(cp.windows):
-        outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o]) if o + 1 < len(cp.windows) else None
+        outer = None
+        if o + 1 < len(cp.windows):
+            outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o])
         for t, source in enumerate(window):
             inner = None
             if t + 1 < len(window):
@@ -79,7 +81,9 @@ def circulate_backward(cp: ContextParallel, route: Route, chunk: Chunk) -> Itera
     for o, t in places:
         if t == 0:
             chunk = (outer.wait() or own) if o else own
-            outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o]) if o + 1 < len(windows) else None
+            outer = None
+            if o + 1 < len(windows):
+                outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o])
         elif (o, t) == (0, 1):
             chunk = held.wait() or own
         if t + 1 < len(windows[o]):

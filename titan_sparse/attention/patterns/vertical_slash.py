@@ -68,7 +68,8 @@ class VerticalSlash(Pattern):
     probe: last queries of each span that are looked at; 0 means block_size.
     sinks: first tokens of each span that are always columns. local_diagonals: nearest block diagonals always on.
     min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local diagonals not counted;
-    max_slashes = 0 means no cap, max_columns = 0 no columns but the sinks. Of the maxima a document in a packed sequence gets its share by length (at least the minimum).
+    max_slashes = 0 means no cap, max_columns = 0 no columns but the sinks. Of the maxima a document in a packed sequence
+    gets its share by length (at least the minimum).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
@@ -111,7 +112,8 @@ class VerticalSlash(Pattern):
         if self.dense_below < max(block_size, self.probe_queries(block_size)):
             raise ValueError(
                 f"vertical_slash.dense_below = {self.dense_below} must be at least block_size ({block_size}) and probe "
-                f"({self.probe_queries(block_size)}); write dense_below = {max(block_size, self.probe_queries(block_size))} or more"
+                f"({self.probe_queries(block_size)}); write dense_below = "
+                f"{max(block_size, self.probe_queries(block_size))} or more"
             )
 
     def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
