@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
@@ -88,6 +88,8 @@ def _check_refusals() -> None:
         ContextParallel(mesh, schedule="local")
     with pytest.raises(ValueError, match="double_ring"):
         ContextParallel(mesh, schedule="double_ring")
+    with pytest.raises(ValueError, match="ascending"):
+        ContextParallel(DeviceMesh("cpu", [1, 0], mesh_dim_names=("cp",)))
     cp = ContextParallel(mesh, block_size=BLOCK)
     with pytest.raises(ValueError, match="whole blocks"):
         attend(*structured_qkv(1, 1, 1, 24, 8), cp=cp)

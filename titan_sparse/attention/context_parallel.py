@@ -207,6 +207,9 @@ def context_by_key(key: str) -> ContextParallel:
 def _two_axes(mesh: DeviceMesh, schedule: str) -> list[list[int]]:
     """Global ranks [inter][intra] of a cp mesh."""
     names = mesh.mesh_dim_names
+    if mesh.mesh.flatten().tolist() != sorted(mesh.mesh.flatten().tolist()):
+        # Communicators count their members by global rank: in another order neighbours would not be those of the mesh.
+        raise ValueError(f"ContextParallel needs a mesh with ascending ranks, not {mesh.mesh.tolist()}")
     if names == ("cp_inter", "cp_intra"):
         return mesh.mesh.tolist()
     if names != ("cp",):
