@@ -13,8 +13,10 @@ import torch.multiprocessing as mp
 def run_processes(world_size: int, function: Callable, *args) -> None:
     """function(*args) in `world_size` processes of one gloo group. `function` must be importable (module level)."""
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "titan_sparse.attention"])
-    with tempfile.NamedTemporaryFile() as rendezvous:
-        mp.start_processes(_entry, (world_size, rendezvous.name, function, args), world_size, start_method="forkserver")
+    # A folder, since the last process to leave the store deletes its file.
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world_size, os.path.join(folder, "rendezvous"), function, args)
+        mp.start_processes(_entry, arguments, world_size, start_method="forkserver")
 
 
 def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args: tuple) -> None:

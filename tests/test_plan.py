@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -249,9 +250,10 @@ def test_the_script_refuses_in_one_line(config, capsys, words, message):
 
 
 def test_a_thousand_ranks_are_planned(config, capsys):
+    began = time.process_time()
     assert script.main([config, "--ranks", "1024", "--nodes", "128", "--seq-len", "131072", "--schedule", "double_ring"]) == 0
-    seconds = float(capsys.readouterr().out.rsplit("planned in ", 1)[1].split()[0])
-    assert seconds < 60
+    assert "planned in " in capsys.readouterr().out
+    assert time.process_time() - began < 60, "of this process: others may share its cores"
 
 
 # Calibration --------------------------------------------------------------------------------------------------------

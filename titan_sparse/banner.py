@@ -25,7 +25,7 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
     if pattern == "vertical_slash":
         pattern += f" (recall {attention.vertical_slash.recall:g}, at most {attention.vertical_slash.max_columns} columns)"
     lines = [
-        ("model", f"{config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
+        ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
         ("mesh", f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"
                  f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {device.type}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, {sequences} sequences a step of {training.seq_len:,}"
@@ -36,6 +36,8 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
         ("blocks", f"{kept}, {compiled}"),
         ("memory", f"expect {sum(memory.values()):.2f} GiB a device: "
                    + ", ".join(f"{part} {size:.2f}" for part, size in memory.items())),
+        ("timeouts", f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
+                     f"saves, else after {config.parallelism.timeout_seconds:,} s"),
         ("output", training.output_dir),
     ]
     return "\n".join(f"{name:>10}  {text}" for name, text in lines)

@@ -8,9 +8,11 @@ loading: any world size, any context-parallel degree.
 import logging
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -18,6 +20,8 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import Checkpoint as TorchtitanCheckpoint
+
+from titan_sparse.models.flavours import DecoderConfig
 
 if TYPE_CHECKING:
     from titan_sparse.config import Checkpoint
@@ -75,9 +79,18 @@ class Checkpointer:
             self._load_weights(self.section.initial_load_path)
         return False
 
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether save() would save: at every interval, and at the run's last step."""
+        return self.section.enable and (last or step % self.section.interval == 0)
+
+    def background_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which saves in the background talk."""
+        group = getattr(self.manager, "pg", None)
+        return [] if group is None else [group]
+
     def save(self, step: int, last: bool) -> None:
         """Save if `step` is due, or in any case if it is the run's last."""
-        if self.section.enable and (last or step % self.section.interval == 0):
+        if self.is_due(step, last):
             began = time.perf_counter()
             self.manager.save(step, last_step=last)
             logger.info("saved %s in %.1f s", self._path(step), time.perf_counter() - began)
@@ -93,6 +106,20 @@ class Checkpointer:
             self.manager._async_wait()
             self.manager.close()
 
+    def save_in_hf(self, step: int, config: DecoderConfig, dtype: torch.dtype, source: str) -> None:
+        """Write step's checkpoint once more, for transformers, as export_weights() does, unless that is there already.
+
+        After close(), and on one rank only, which reads what all have saved. ValueError if there is nothing to read.
+        """
+        folder = Path(self.manager.folder).parent / "huggingface" / f"step-{step}"
+        if not _complete(self._path(step)):
+            raise ValueError(f"checkpoint.last_save_in_hf: no complete checkpoint in {self._path(step)}")
+        if not folder.exists():
+            from titan_sparse.models.huggingface import export_weights  # only where asked for: it needs safetensors
+
+            export_weights(self._path(step), str(folder), config, dtype, source)
+            logger.info("saved %s for transformers", folder)
+
     def _path(self, step: int) -> str:
         return os.path.join(self.manager.folder, f"step-{step}")
 
@@ -102,6 +129,13 @@ class Checkpointer:
         state = get_model_state_dict(self.model)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state)
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """The newest complete checkpoint of a run, None without one."""
+    steps = {int(path.name.removeprefix("step-")): str(path) for path in Path(output_dir, FOLDER).glob("step-*")
+             if path.name.removeprefix("step-").isdecimal() and _complete(str(path))}
+    return steps[max(steps)] if steps else None
 
 
 def _complete(path: str) -> bool:

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from titan_sparse.activation_checkpoint import checkpointed
+from titan_sparse.attention import ContextParallel
 from titan_sparse.models.decoder import Decoder
 
 if TYPE_CHECKING:
-    from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
+    from titan_sparse.config import ActivationCheckpoint, Attention, Compile, Parallelism
 
 
 class Meshes(NamedTuple):
@@ -57,12 +58,6 @@ def init_distributed(device: torch.device, timeout_seconds: int) -> None:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def set_timeout(seconds: int) -> None:
-    """Change the timeout of every process group made so far (the first step compiles and connects, later ones do not)."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def build_meshes(parallelism: "Parallelism", cp_intra: int, device_type: str) -> Meshes:
     """The meshes of the running world; world size = dp_replicate * dp_shard * cp, which config.check() has seen to."""
     cp, replicas = parallelism.cp, parallelism.dp_replicate
@@ -73,6 +68,14 @@ def build_meshes(parallelism: "Parallelism", cp_intra: int, device_type: str) ->
     sequence = init_device_mesh(device_type, (dp_size, cp // cp_intra, cp_intra), mesh_dim_names=("dp", "cp_inter", "cp_intra"))
     fsdp = sharding if replicas > 1 else sharding["dp_shard_cp"]
     return Meshes(fsdp, sequence["cp_inter", "cp_intra"], dp_size, dist.get_rank() // cp)
+
+
+def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextParallel:
+    """What the [attention] section says about the ranks of the mesh that share a sequence; collective over it."""
+    # float32 is also what says nothing: gradients travel as they are summed, in float64 for float64.
+    gradient_dtype = None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
+    return ContextParallel(mesh, attention.layout, attention.schedule, attention.block_size,
+                           attention.backward_circulates, gradient_dtype)
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,

@@ -19,7 +19,7 @@ from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
-from titan_sparse.checkpoint import Checkpointer, Progress
+from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.loss import count_valid
@@ -29,8 +29,10 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.optimizer import build_optimizer, build_schedule
-from titan_sparse.parallel import build_meshes, choose_device, init_distributed, parallelize, set_timeout
+from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
 from titan_sparse.profiling import profiler
+from titan_sparse.timeouts import meet, set_timeout
+from titan_sparse.watch import Watch
 
 if TYPE_CHECKING:
     from titan_sparse.config import Attention, Config
@@ -48,6 +50,11 @@ class Trainer:
         self.config, training = config, config.training
         self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
+        resumes = config.checkpoint.enable and newest_checkpoint(training.output_dir) is not None
+        if config.model.initial_hf and not resumes:
+            from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
+
+            check_weights(config.model.initial_hf, self.model_config)
         self.loader = _open_data(config, self.model_config)
         self.stop_signals = 0
         torch.manual_seed(training.seed)
@@ -62,9 +69,7 @@ class Trainer:
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
         cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
-        self.cp = ContextParallel(
-            self.meshes.cp, config.attention.layout, config.attention.schedule, config.attention.block_size
-        )
+        self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
@@ -77,6 +82,9 @@ class Trainer:
             config.metrics, training.output_dir, training.steps, self.model_config, self.device,
             dist.get_world_size(), writes=dist.get_rank() == 0,
         )
+        self.watch = Watch(config.parallelism.first_step_timeout_seconds)
+        # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
+        self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
     def _build_model(self) -> Decoder:
         config = self.config
@@ -93,25 +101,49 @@ class Trainer:
 
     def train(self) -> None:
         """From the newest checkpoint to training.steps, or until SIGINT or SIGTERM: then the step ends, is saved."""
-        config = self.config
         self._announce()
+        with self.watch:
+            self._load()
+            stopped = self._run_steps()
+            self.checkpointer.close()
+            if self.config.checkpoint.last_save_in_hf and not stopped:
+                self._save_in_hf()
+        self.metrics.close()
+        logger.info("stopped by a signal after step %d" if stopped else "finished %d steps", self.progress.step)
+
+    def _load(self) -> None:
+        initial_hf = self.config.model.initial_hf
         if self.checkpointer.load():
-            logger.info("resumed at step %d", self.progress.step)
+            instead = f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
+            logger.info("resumed at step %d%s", self.progress.step, instead if initial_hf else "")
+        elif initial_hf:
+            from titan_sparse.models.huggingface import load_weights
+
+            load_weights(self.model, initial_hf, self.model_config)
+            logger.info("read the weights of %s", initial_hf)
+
+    def _save_in_hf(self) -> None:
+        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)  # the others wait for rank 0
+        if dist.get_rank() == 0:
+            initial_hf = self.config.model.initial_hf
+            self.checkpointer.save_in_hf(self.progress.step, self.model_config, self.dtype, initial_hf)
+        meet()
+
+    def _run_steps(self) -> bool:
+        """Returns whether a signal ended them."""
+        config = self.config
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         stopped, first = False, self.progress.step + 1
         with profiler(config.profiling, config.training.output_dir, dist.get_rank()) as profile:
             while self.progress.step < config.training.steps and not stopped:
+                self.watch.step = self.progress.step + 1
                 stopped = self.step()
-                self._after_step(stopped, profile)
-                if self.progress.step == first:
-                    set_timeout(config.parallelism.timeout_seconds)
+                self._after_step(stopped, profile, is_first=self.progress.step == first)
         gc.enable()
         for number, handler in previous.items():
             signal.signal(number, handler)
-        self.checkpointer.close()
-        self.metrics.close()
-        logger.info("stopped by a signal after step %d" if stopped else "finished %d steps", self.progress.step)
+        return stopped
 
     def step(self) -> bool:
         """One optimizer step. Returns whether any rank was asked to stop."""
@@ -175,13 +207,26 @@ class Trainer:
         sequence_tokens = sum(map(sum, batch.lengths)) / len(batch.lengths)
         self.metrics.log(self.progress.step, self.progress.tokens_seen, values, seen, sequence_tokens)
 
-    def _after_step(self, stopped: bool, profile) -> None:
+    def _after_step(self, stopped: bool, profile, is_first: bool) -> None:
         step, training = self.progress.step, self.config.training
-        self.checkpointer.save(step, last=stopped or step == training.steps)
+        is_last = stopped or step == training.steps
+        saves = self.checkpointer.is_due(step, is_last)
+        if saves:
+            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)  # disks may be slow, and not alike
+            self.checkpointer.save(step, is_last)
+        if saves or is_first:
+            meet()
+            self._set_timeout(self.config.parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
             gc.collect(1)
         if profile is not None:
             profile.step()
+
+    def _set_timeout(self, seconds: int) -> None:
+        # What writes checkpoints in the background goes on through many steps: its group keeps the long timeout.
+        short = seconds == self.config.parallelism.timeout_seconds
+        set_timeout(seconds, without=self.checkpointer.background_groups() if short else [])
+        self.watch.timeout_seconds = seconds
 
     def _on_signal(self, number: int, _) -> None:
         self.stop_signals += 1

@@ -6,9 +6,10 @@ from operator import attrgetter
 
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Config, Data, Flags, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
+    KINDS, Attention, Config, Data, Flags, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
 )
-from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.models.flavours import FLAVOURS, resolve
+from titan_sparse.models.huggingface_config import architecture
 
 _MINIMUMS = {
     0: ("model.vocab_size", "model.rope_original_length", "model.rope_theta", "data.min_document_length",
@@ -61,6 +62,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     for key in ("data.source", "data.tokenizer", "data.text_field", "data.split", "training.output_dir"):
         require(attrgetter(key)(config) != "", f"{key} is empty; write {show(attrgetter(key)(Config()))} or another")
     _check_model(config.model, config.data)
+    _check_huggingface(config)
     _check_data(config.data)
     _check_dtype(config)
     _check_world(config.parallelism, world_size, local_world_size)
@@ -92,6 +94,17 @@ def _check_model(model: Model, data: Data) -> None:
         value = getattr(model, key)
         require(value == unset, f"model.{key} = {value} would be ignored with model.rope_scaling = "
                 f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}')
+
+
+def _check_huggingface(config: Config) -> None:
+    require(config.model.initial_hf == "" or config.checkpoint.initial_load_path == "", "model.initial_hf and "
+            "checkpoint.initial_load_path both say where the first weights come from; write one of them")
+    try:
+        model = resolve(**vars(config.model))
+        if config.checkpoint.last_save_in_hf:
+            architecture(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_data(data: Data) -> None:
@@ -140,10 +153,25 @@ def _check_attention(config: Config) -> None:
             f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1')
     require(attention.schedule != "double_ring" or cp > 1, 'attention.schedule = "double_ring" needs parallelism.cp '
             'above 1; write attention.schedule = "auto"')
+    _check_travel(attention, cp, config.training.dtype)
     recall = attention.vertical_slash.recall
     require(0 < recall <= 1, f"attention.vertical_slash.recall = {recall} is not in (0, 1]; write for example 0.95")
     if attention.pattern == "vertical_slash":
         _check_vertical_slash(attention.vertical_slash, size, config.training.seq_len)
+
+
+def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
+    """What travels between ranks, and in which dtype: only where something does."""
+    for name, default in (("backward_circulates", "auto"), ("gradient_dtype", "float32")):
+        value = getattr(attention, name)
+        require(value == default or cp > 1, f'attention.{name} = "{value}" would be ignored with parallelism.cp = 1; '
+                f'write attention.{name} = "{default}" or parallelism.cp = 2 or more')
+    circulates = attention.backward_circulates
+    require(circulates == "auto" or attention.schedule != "all_gather",
+            f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "all_gather"; write attention.backward_circulates = "auto" or '
+            'attention.schedule = "ring"')
+    require(dtype != "float64" or attention.gradient_dtype == "float32", 'attention.gradient_dtype = "bfloat16" would '
+            'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"')
 
 
 def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int) -> None:
@@ -186,7 +214,7 @@ def _check_run(config: Config) -> None:
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     require(config.checkpoint.keep_latest_k != 1, "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
             "be half-written; write 0 (all) or 2 or more")
-    for name, unset in (("load_step", -1), ("initial_load_path", "")):
+    for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
         value = getattr(config.checkpoint, name)
         require(config.checkpoint.enable or value == unset,
                 f"checkpoint.{name} = {show(value)} would be ignored with "

@@ -23,6 +23,8 @@ class Model:
     "length before extension in tokens, for llama3 and yarn; 0: the flavour's training length"
     rope_theta: float = 0.0
     "base of the rotary frequencies; 0: the flavour's"
+    initial_hf: str = ""
+    "folder of Hugging Face (config.json, *.safetensors) that gives shape and first weights, in place of the flavour"
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Parallelism:
     cp_intra: int = 0
     "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
     first_step_timeout_seconds: int = 1800
-    "collective timeout until the first step is done (compilation, loading); seconds"
+    "collective timeout until the first step is done (compilation, loading), and while a checkpoint is saved; seconds"
     timeout_seconds: int = 300
     "collective timeout after the first step; seconds"
     reshard_after_forward: bool = True
@@ -136,6 +138,10 @@ class Attention:
     "which context-parallel rank owns which blocks"
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring"] = "auto"
     "in which order keys and values meet the queries"
+    backward_circulates: Literal["auto", "kv", "q"] = "auto"
+    "what goes round a ring in backward: keys and values, or queries; auto: the one that is fewer bytes"
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    "dtype of attention's gradients between ranks; float32 is what they are summed in (float64 for float64)"
     backend: Literal["auto", "eager", "flex", "triton"] = "auto"
     "which kernel computes; eager is the slow, exact reference"
     block_size: int = 128
@@ -211,6 +217,8 @@ class Checkpoint:
     "step to resume from; -1: the newest complete one"
     initial_load_path: str = ""
     "checkpoint to start from when the run has none of its own"
+    last_save_in_hf: bool = False
+    "when all steps are done, write <output_dir>/huggingface/step-N for transformers too, in training.dtype"
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Published model shapes and the overrides of the [model] config section. Imports no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -107,10 +107,13 @@ def resolve(
     rope_factor: float = 1.0,
     rope_original_length: int = 0,
     rope_theta: float = 0.0,
+    initial_hf: str = "",
 ) -> DecoderConfig:
     """The flavour's config with the overrides of the [model] section; 0 (and "flavour") keep the flavour's value.
 
-    Raises ValueError for an unknown flavour, a negative value, or an override that would have no effect.
+    With initial_hf, a folder of Hugging Face, its config.json takes the flavour's place: scaling may be added where it
+    has none, all else must agree with it; the flavour "debug", which is the default, says nothing then.
+    Raises ValueError for an unknown flavour, a negative value, an override that would have no effect or does not agree.
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
@@ -118,9 +121,37 @@ def resolve(
     if vocab_size < 0:
         raise ValueError(f"model.vocab_size = {vocab_size} is negative; write 0 for the flavour's own.")
     base = FLAVOURS[flavour]
+    if initial_hf:
+        from titan_sparse.models.huggingface_config import read_config  # here, as that file needs this one
+
+        base = read_config(initial_hf)
+        _agree(initial_hf, base, flavour, vocab_size, rope_theta)
     rope = _override_scaling(base.rope, rope_scaling, rope_factor)
     rope = _override_numbers(rope, rope_original_length, rope_theta)
+    if initial_hf and base.rope.scaling != "none" and rope != base.rope:
+        raise ValueError(
+            f"model.rope_scaling, rope_factor and rope_original_length do not agree with {initial_hf}/config.json, "
+            f"which already has {base.rope.scaling} with factor {base.rope.factor:g} over {base.rope.original_length} "
+            "tokens; leave them out."
+        )
     return replace(base, vocab_size=vocab_size or base.vocab_size, rope=rope)
+
+
+def _agree(folder: str, read: DecoderConfig, flavour: str, vocab_size: int, rope_theta: float) -> None:
+    """What the [model] section says of the shape against what config.json does."""
+    said = [("model.vocab_size", vocab_size or read.vocab_size, read.vocab_size),
+            ("model.rope_theta", rope_theta or read.rope.theta, read.rope.theta)]
+    if flavour != "debug":
+        published, of_rope = FLAVOURS[flavour], ("max_positions", "rope")
+        said += [
+            (f'model.flavour = "{flavour}": {field.name}', getattr(published, field.name), getattr(read, field.name))
+            for field in fields(DecoderConfig) if field.name not in of_rope
+        ]
+    for key, value, wanted in said:
+        if value != wanted:
+            raise ValueError(
+                f"{key} = {value} does not agree with {folder}/config.json, which has {wanted}; leave it out."
+            )
 
 
 def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConfig:

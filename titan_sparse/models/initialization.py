@@ -23,10 +23,10 @@ def initialize(model: nn.Module, seed: int, config: DecoderConfig) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) first.")
-        _assign(parameter, _draw(_canonical(name), parameter.shape, parameter.device, seed, config.layers))
+        _assign(parameter, _draw(canonical_name(name), parameter.shape, parameter.device, seed, config.layers))
 
 
-def _canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The name without what activation checkpointing and torch.compile wrap around modules."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")

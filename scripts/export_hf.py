@@ -1,0 +1,53 @@
+"""Writes a checkpoint of a run as a folder of Hugging Face, which transformers' from_pretrained() loads.
+
+From the project's root: python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16]
+
+RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders checkpoint/step-N. The
+run's config.toml says which model it is. Nothing of the run is changed; one process on the CPU, whatever the run had.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from titan_sparse.checkpoint import newest_checkpoint
+from titan_sparse.config import load
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface import export_weights
+
+
+def export(source: str, out: str, dtype: torch.dtype) -> str:
+    """Export what `source` names to the new folder `out`; returns the checkpoint that was read. ValueError, one line."""
+    path = Path(source)
+    run = path if (path / "config.toml").is_file() else path.resolve().parent.parent
+    if not (run / "config.toml").is_file():
+        raise ValueError(f"{source} is neither the output_dir of a run (with config.toml) "
+                         "nor one of its folders checkpoint/step-N")
+    checkpoint = newest_checkpoint(str(run)) if run == path else str(path)
+    if checkpoint is None or not (Path(checkpoint) / ".metadata").is_file():
+        raise ValueError(f"{source} holds no complete checkpoint; "
+                         "write a run with one, or its folder checkpoint/step-N")
+    model = load(["--config", str(run / "config.toml")])[0].model
+    export_weights(checkpoint, out, resolve(**vars(model)), dtype, model.initial_hf)
+    return checkpoint
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16")
+    args = parser.parse_args(words)
+    try:
+        checkpoint = export(args.run_or_checkpoint, args.out, getattr(torch, args.dtype))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.out} from {checkpoint}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
