@@ -11,7 +11,7 @@ from titan_sparse.attention.balance import (Visits, by_step, computation_ratio, 
 from titan_sparse.attention.layout import LAYOUTS, block_ids, token_positions
 from titan_sparse.attention.masks import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.routing import (all_gather_traffic, all_hops, gradient_hops, hops_needed, sends, traffic,
+from titan_sparse.attention.routing import (Hops, all_gather_traffic, gradient_hops, hops_needed, traffic,
                                             visited_ranks)
 from titan_sparse.attention.schedule import SCHEDULES
 
@@ -26,6 +26,21 @@ CASES = {
     "dense": (Documents([45, 3, 20, 61]), Dense()),
     "full": (Full(), Dense()),
 }
+
+
+def all_hops(inter: int, intra: int) -> Hops:
+    """Hops of the KV chunks in a schedule that skips nothing: every chunk visits every rank."""
+    return hops_needed(torch.ones(inter * intra, inter * intra, dtype=torch.bool), inter, intra)
+
+
+def sends(hop_from: torch.Tensor, hop_to: torch.Tensor) -> torch.Tensor:
+    """bool [n, n]: does the rank in place p of a ring of n ranks send to p + 1 after step t what started at place p - t?
+
+    hop_from, hop_to: int64 [n], of what started at each place. What p receives before step t + 1 is sends[p - 1, t].
+    """
+    place, step = torch.arange(len(hop_to))[:, None], torch.arange(len(hop_to))
+    source = (place - step) % len(hop_to)
+    return (hop_from[source] <= step) & (step < hop_to[source])
 
 
 def _index(case: str):

@@ -69,21 +69,6 @@ def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
     return Hops(inner, torch.full_like(inner, intra), outer, torch.full_like(outer, inter))
 
 
-def all_hops(inter: int, intra: int) -> Hops:
-    """Hops of the KV chunks in a schedule that skips nothing: every chunk visits every rank."""
-    return hops_needed(torch.ones(inter * intra, inter * intra, dtype=torch.bool), inter, intra)
-
-
-def sends(hop_from: Tensor, hop_to: Tensor) -> Tensor:
-    """bool [n, n]: does the rank in place p of a ring of n ranks send to p + 1 after step t what started at place p - t?
-
-    hop_from, hop_to: int64 [n], of what started at each place. What p receives before step t + 1 is sends[p - 1, t].
-    """
-    place, step = torch.arange(len(hop_to))[:, None], torch.arange(len(hop_to))
-    source = (place - step) % len(hop_to)
-    return (hop_from[source] <= step) & (step < hop_to[source])
-
-
 def traffic(hops: Hops, node_size: int) -> Traffic:
     """Chunks that each rank sends. node_size: ranks of a node, which for a plain ring is not intra.
 
