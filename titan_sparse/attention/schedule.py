@@ -16,7 +16,7 @@ def local(inter: int, intra: int, rank: int) -> Windows:
 
 
 def all_gather(inter: int, intra: int, rank: int) -> Windows:
-    """All KV is gathered first; own chunk first, the others in ring order."""
+    """The KV of all ranks is gathered, a KV head at a time (gathered.py); the list is in ring order."""
     return ring(inter, intra, rank)
 
 
