@@ -137,19 +137,20 @@ def _torch_timed(bench: Bench, shape: Shape, method: str) -> dict:
 
 def nodes(bench: Bench) -> Iterator[dict]:
     """ring and double_ring over the same (pretended) nodes; besides, their computing alone and the outer hops alone."""
-    shape, found = bench.shape(262144), {}
-    for schedule in ("ring", "double_ring"):
-        about = {"case": "nodes", "schedule": schedule, "layout": "striped", "nodes": bench.nodes,
-                 "seq_len": shape.seq_len}
-        found[schedule] = attempt(bench, about, functools.partial(_across, bench, shape, schedule))
-        yield found[schedule]
-    if not any("error" in row for row in found.values()):
-        yield {"case": "nodes", "name": "double_ring against ring",
-               "times_faster": round(found["ring"]["total_ms"] / found["double_ring"]["total_ms"], 3)}
+    shape = bench.shape(524288)
+    for dtype in (torch.float32, torch.bfloat16):
+        about, found = {"case": "nodes", "nodes": bench.nodes, "seq_len": shape.seq_len, "gradient_dtype": str(dtype)[6:]}, {}
+        for schedule in ("ring", "double_ring"):
+            measure = functools.partial(_across, bench, shape, schedule, dtype)
+            found[schedule] = attempt(bench, about | {"schedule": schedule, "layout": "striped"}, measure)
+            yield found[schedule]
+        if not any("error" in row for row in found.values()):
+            yield about | {"name": "double_ring against ring",
+                           "times_faster": round(found["ring"]["total_ms"] / found["double_ring"]["total_ms"], 3)}
 
 
-def _across(bench: Bench, shape: Shape, schedule: str) -> dict:
-    cp, silent = bench.context("striped", schedule), bench.context("striped", schedule, WithoutTransfers)
+def _across(bench: Bench, shape: Shape, schedule: str, gradient_dtype: torch.dtype) -> dict:
+    cp, silent = (bench.context("striped", schedule, kind, gradient_dtype) for kind in (ContextParallel, WithoutTransfers))
     call, (*leaves, d_out), _ = sparse(bench, shape.seq_len, cp)
     steps = training_call(call, leaves, d_out)
     found = timed(bench, steps) | {"megabytes_sent": _sent(bench, cp, steps)}
@@ -174,8 +175,8 @@ def _sent(bench: Bench, cp: ContextParallel, steps: list[Callable[[], None]]) ->
 
 
 def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Callable[[], None]]:
-    """The outer hops of a double ring's forward and of its backward, with nothing to compute: keys and values go round,
-    and in the backward their gradients too, home included."""
+    """The outer hops of a double ring's forward and of its backward, with nothing to compute: keys and values go round to
+    the last node, and in the backward their gradients from the second node home."""
     chunk = torch.stack([k.detach(), v.detach()])
     gradient = chunk.to(cp.gradient_dtype or torch.float32)
 
@@ -184,10 +185,9 @@ def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Callable[
             cp.shift([chunk], "outer", f"outer {window % 2}").wait()
 
     def backward() -> None:
-        for window in range(cp.inter):
-            hops = [cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}")]
-            if window + 1 < cp.inter:
-                hops.append(cp.shift([chunk], "outer", f"outer {window % 2}"))
+        for window in range(cp.inter - 1):
+            hops = [cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}"),
+                    cp.shift([chunk], "outer", f"outer {window % 2}")]
             for hop in hops:
                 hop.wait()
 

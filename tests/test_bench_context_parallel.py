@@ -120,14 +120,16 @@ def test_errors_do_not_grow(two_ranks):
 
 
 def test_nodes_rows(four_ranks):
-    ring, double_ring, compared = _rows(json.loads(four_ranks.read_text()), "nodes")
+    rows = _rows(json.loads(four_ranks.read_text()), "nodes")
     chunk = 2 * 2 * 2048 // 4 * 32 * 2 / 1e6                            # K and V, 2 heads, bf16
-    for row in (ring, double_ring):                                     # dK and dV in fp32 are twice as many bytes
-        assert row["megabytes_sent"] == pytest.approx({"forward": 3 * chunk, "backward": 3 * chunk + 3 * 2 * chunk})
-    assert "outer_alone" not in ring and compared["times_faster"] == pytest.approx(
-        ring["total_ms"] / double_ring["total_ms"], rel=1e-3)
-    limit = max(double_ring["compute_alone"]["total_ms"], double_ring["outer_alone"]["total_ms"])
-    assert double_ring["total_of_limit"] == pytest.approx(double_ring["total_ms"] / limit, rel=1e-3)
+    for (ring, double_ring, compared), width in ((rows[:3], 2), (rows[3:], 1)):    # dK and dV in fp32 are twice as many bytes
+        for row in (ring, double_ring):
+            sent = {"forward": 3 * chunk, "backward": 3 * chunk + 3 * width * chunk}
+            assert row["megabytes_sent"] == pytest.approx(sent)
+        assert "outer_alone" not in ring and compared["times_faster"] == pytest.approx(
+            ring["total_ms"] / double_ring["total_ms"], rel=1e-3)
+        limit = max(double_ring["compute_alone"]["total_ms"], double_ring["outer_alone"]["total_ms"])
+        assert double_ring["total_of_limit"] == pytest.approx(double_ring["total_ms"] / limit, rel=1e-3)
 
 
 # Clocks and groups --------------------------------------------------------------------------------------------------
@@ -161,15 +163,16 @@ def _in_processes():
     for schedule in ("ring", "double_ring"):
         cp, silent = bench.context("striped", schedule), bench.context("striped", schedule, timing.WithoutTransfers)
         real = _seen_tiles(bench, cp, monkeypatch)
-        assert len(real) == 2 * cp.size + 2 and len(set(real)) > 4     # and the columns'
+        groups = 2 if schedule == "double_ring" else 1                  # of KV heads
+        assert len(real) == groups * (2 * cp.size + 2) and len(set(real)) > 4     # and the columns'
         sent = silent.bytes_sent
         assert _seen_tiles(bench, silent, monkeypatch) == real and silent.bytes_sent == sent == 0
     k, v = torch.randn(2, 1, 2, 128, 32)
     before = cp.bytes_sent
     for step in cases.outer_transfers(cp, k, v):
         step()
-    chunk = 2 * k.nbytes                                                # one hop forward, one and two of gradients back
-    assert cp.bytes_sent - before == (1 + 1 + 2) * chunk
+    chunk = 2 * k.nbytes                                                # a hop forward; one, and one of gradients, back
+    assert cp.bytes_sent - before == (1 + 1 + 1) * chunk
     assert timing.gather(bench, [[bench.rank, 7]]).tolist() == [[[rank, 7]] for rank in range(4)]
     _check_clocks(bench)
     _check_attempt(bench)

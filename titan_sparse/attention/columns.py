@@ -25,9 +25,9 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     return run.cp.start_all_reduce(picked * (local >= 0)[..., None])
 
 
-def reduce_columns(run: Run, d_columns: list[Tensor]) -> Pending:
-    """Start to sum dk and dv [B, Hq, C, D] of the columns over ranks: [2, B, Hq, C, D]."""
-    return run.cp.start_all_reduce(torch.stack(d_columns))
+def reduce_columns(run: Run, d_columns: Tensor) -> Pending:
+    """Start to sum dk and dv of the columns, [2, B, Hq, C, D], over ranks in place."""
+    return run.cp.start_all_reduce(d_columns)
 
 
 def add_columns(run: Run, d_kv: list[Tensor], d_columns: Tensor) -> None:

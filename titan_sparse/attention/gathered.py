@@ -56,7 +56,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
             dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype)
         dq.append(dq_part.to(q.dtype))
         summed.append([_scatter(run, x) for x in (dk, dv)])
-    columns = reduce_columns(run, list(torch.cat(d_columns, dim=2))) if d_columns else None
+    columns = reduce_columns(run, torch.cat(d_columns, dim=2)) if d_columns else None
     d_kv = [torch.cat([x.wait() for x in parts], dim=1).to(dtype) for parts in zip(*summed)]
     if columns is not None:
         add_columns(run, d_kv, columns.wait())

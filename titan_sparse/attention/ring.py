@@ -5,6 +5,10 @@ with the last chunk of the forward and the first of the backward, so that their 
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,21 +28,23 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     columns = gather_columns(run, k, v)
     if run.is_plain(q):
         return *run.backend.forward_causal(q, k, v, run.scale), columns.wait()
-    total, dtype, batch = None, run.sum_dtype(q), len(q)
+    groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
+    totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
     last = max((o, t) for o, steps in enumerate(route.compute) for t, computes in enumerate(steps) if computes)
-    for step, (o, t, source, chunk) in enumerate(transport.circulate(run.cp, route, _kv_chunk(run, k, v))):
+    for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
+        group, heads = groups[number].run, groups[number].heads
         column_kv = columns.wait() if (o, t) == last and columns.result.shape[3] else None
-        with timing.computing(step):
-            piece = (q, *_kv(chunk), run.tiles(batch, False, source))
+        with timing.computing(o * len(run.cp.windows[0]) + t):
+            piece = (q[:, heads], *_kv(chunk), group.tiles(batch, False, source))
             if column_kv is not None:
-                gathered = (*column_kv, run.column_tiles(batch))
-                total = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, total)
+                gathered = (*column_kv[:, :, heads], group.column_tiles(batch))
+                totals[number] = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, totals[number])
             else:
-                total = run.backend.forward(*piece, run.scale, dtype, total)
-    return *total, columns.wait()
+                totals[number] = run.backend.forward(*piece, run.scale, dtype, totals[number])
+    return *(_joined(parts, 1) for parts in zip(*totals)), columns.wait()
 
 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -49,27 +55,31 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         return run.backend.backward_causal(d_out, q, k, v, out, lse, run.scale)
     if run.cp.size > 1 and _circulates_queries(run, q, k):
         return _backward_by_queries(run, d_out, q, k, v, out, lse, column_kv)
-    dq, columns, dtype = None, None, run.sum_dtype(q)
+    groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
+    dq, d_columns = [None] * len(groups), []
 
-    def piece(source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
-        nonlocal dq, columns
-        inputs = (d_out, q, *_kv(chunk), out, lse, run.tiles(len(q), run.backend.READS_BY_KEY, source))
-        if columns is None and column_kv.shape[3]:
-            gathered = (*column_kv, run.column_tiles(len(q), run.backend.READS_BY_KEY))
-            dq, dk, dv, *d_columns = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq)
-            columns = reduce_columns(run, d_columns)
+    def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
+        nonlocal columns
+        group, heads = groups[number].run, groups[number].heads
+        inputs = (d_out[:, heads], q[:, heads], *_kv(chunk), out[:, heads], lse[:, heads], group.tiles(len(q), by_key, source))
+        if dq[number] is None and column_kv.shape[3]:
+            gathered = (*column_kv[:, :, heads], group.column_tiles(len(q), by_key))
+            dq[number], dk, dv, *found = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype)
+            d_columns.append(torch.stack(found))
+            if len(d_columns) == len(groups):
+                columns = reduce_columns(run, _joined(d_columns, 2))
         else:
-            dq, dk, dv = run.backend.backward(*inputs, run.scale, dtype, dq)
+            dq[number], dk, dv = run.backend.backward(*inputs, run.scale, dtype, dq[number])
         return [dk, dv] if run.cp.size == 1 else torch.stack([dk, dv])
 
     if run.cp.size == 1:
-        d_kv = piece(run.cp.rank, [k, v])
+        d_kv = piece(0, run.cp.rank, [k, v])
     else:
         route = transport.route(run.cp, needed_chunks(run))
-        d_kv = transport.circulate_with_gradients(run.cp, route, _kv_chunk(run, k, v), piece)
+        d_kv = _joined(transport.circulate_with_gradients(run.cp, route, _kv_chunks(groups, k, v), piece), 2)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
-    return _separate(run, dq, d_kv, q.dtype)
+    return _separate(run, _joined(dq, 1), d_kv, q.dtype)
 
 
 def _separate(run: Run, dq: Tensor, d_kv: list[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -77,9 +87,40 @@ def _separate(run: Run, dq: Tensor, d_kv: list[Tensor] | Tensor, dtype: torch.dt
     return dq.to(dtype), *(x.to(dtype, copy=run.cp.size > 1) for x in d_kv)
 
 
-def _kv_chunk(run: Run, k: Tensor, v: Tensor) -> transport.Chunk:
-    """K and V as what travels: one tensor, or as they are where nothing does."""
-    return [k, v] if run.cp.size == 1 else [torch.stack([k, v])]
+class _HeadGroup(NamedTuple):
+    """Some KV heads, the query heads that share them, and the call as far as it is theirs."""
+
+    run: Run
+    heads: slice
+    kv_heads: slice
+
+
+def _head_groups(run: Run, q: Tensor, k: Tensor) -> list[_HeadGroup]:
+    """What travels on its own: all heads at once, but in a double ring up to four parts of the KV heads.
+
+    The first part from another node is computed while the next is on its way, and its gradient leaves while the next is
+    computed; with all heads at once a rank of two nodes waits for one transfer with half of its work still to do.
+    """
+    parts = math.gcd(k.shape[1], 4) if len(run.cp.windows) > 1 else 1
+    if parts == 1:
+        return [_HeadGroup(run, slice(None), slice(None))]
+    heads, kv_heads = (_slices(x.shape[1], parts) for x in (q, k))
+    return [_HeadGroup(run._replace(index=run.index.of_heads(own)), own, own_kv) for own, own_kv in zip(heads, kv_heads)]
+
+
+def _slices(size: int, parts: int) -> list[slice]:
+    return [slice(start, start + size // parts) for start in range(0, size, size // parts)]
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=dim)
+
+
+def _kv_chunks(groups: list[_HeadGroup], k: Tensor, v: Tensor) -> list[transport.Chunk]:
+    """K and V of each group as what travels: one tensor, or as they are where nothing does."""
+    if groups[0].run.cp.size == 1:
+        return [[k, v]]
+    return [[torch.stack([k[:, group.kv_heads], v[:, group.kv_heads]])] for group in groups]
 
 
 def _kv(chunk: transport.Chunk) -> tuple[Tensor, Tensor]:
@@ -109,7 +150,7 @@ def _backward_by_queries(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tenso
     """As backward(): each rank adds up dk and dv of its own keys while the others' queries pass, and their dq with them."""
     dtype, by_key, d_kv = run.sum_dtype(q), run.backend.READS_BY_KEY, []
 
-    def piece(source: int, chunk: transport.Chunk) -> Tensor:
+    def piece(_: int, source: int, chunk: transport.Chunk) -> Tensor:
         (q, d_out, out), lse = chunk
         tiles = run.tiles(len(q), by_key, run.cp.rank, source)
         dq, *d_piece = run.backend.backward(d_out, q, k, v, out, lse, tiles, run.scale, dtype)
@@ -120,10 +161,11 @@ def _backward_by_queries(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tenso
     if column_kv.shape[3]:
         dq_columns, *d_columns = run.backend.backward(
             d_out, q, *column_kv, out, lse, run.column_tiles(len(q), by_key), run.scale, dtype)
-        columns = reduce_columns(run, d_columns)
+        columns = reduce_columns(run, torch.stack(d_columns))
     needed = needed_chunks(run)
     route = transport.route(run.cp, None if needed is None else needed.T)
-    dq = transport.circulate_with_gradients(run.cp, route, [torch.stack([q, d_out, out.to(q.dtype)]), lse], piece)
+    chunk = [torch.stack([q, d_out, out.to(q.dtype)]), lse]
+    [dq] = transport.circulate_with_gradients(run.cp, route, [chunk], piece)
     if columns is not None:
         dq += dq_columns
         add_columns(run, d_kv, columns.wait())

@@ -5,6 +5,7 @@ window to take place. Gradients follow one step behind. A hop that serves nobody
 received lies in buffers that are kept from call to call.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -54,71 +55,95 @@ def _own_hops(cp: ContextParallel, hops: routing.Hops) -> tuple[list, list, list
     )
 
 
-def circulate(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple[int, int, int, Chunk]]:
-    """(window, step, source rank, its chunk) in the schedule's order; transfers run while the caller computes."""
-    sends, receives, outer_sends, outer_receives = route.kv
-    own = chunk  # stands in for what was not worth receiving: for its shape, nobody reads it
-    for o, window in enumerate(cp.windows):
-        outer = None
-        if o + 1 < len(cp.windows):
-            outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o])
+def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[tuple[int, int, int, int, Chunk]]:
+    """(group, window, step, source rank, its chunk) in the schedule's order; transfers run while the caller computes.
+
+    chunks: of each group of KV heads. Within a window one group is computed after the other, so that with several the
+    second is still on its way from another node while the first is computed.
+    """
+    sends, receives, *_ = route.kv
+    groups, windows = range(len(chunks)), cp.windows
+    outer = [_outer_hop(cp, route, chunk, group, 0) for group, chunk in enumerate(chunks)]
+    for (o, window), group in itertools.product(enumerate(windows), groups):
+        # What was not worth receiving is stood in for by the own chunk, for its shape: nobody reads it.
+        chunk = (outer[group].wait() or chunks[group]) if o else chunks[group]
+        outer[group] = _outer_hop(cp, route, chunk, group, o) if o else outer[group]
         for t, source in enumerate(window):
             inner = None
             if t + 1 < len(window):
-                inner = cp.shift(chunk, "inner", f"inner {t % 2}", sends[o][t], receives[o][t])
-            yield o, t, source, chunk
-            chunk = (inner.wait() or own) if inner else chunk
-        chunk = (outer.wait() or own) if outer else chunk
+                inner = cp.shift(chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t])
+            yield group, o, t, source, chunk
+            chunk = (inner.wait() or chunks[group]) if inner else chunk
 
 
-def circulate_backward(cp: ContextParallel, route: Route, chunk: Chunk) -> Iterator[tuple[int, int, int, Chunk]]:
+def circulate_backward(cp: ContextParallel, route: Route,
+                       chunks: list[Chunk]) -> Iterator[tuple[int, int, int, int, Chunk]]:
     """As circulate(), in the order in which gradients can hide: of the first window only its first step, then the other
     windows, then the rest of the first one, which the last gradients from other nodes have to come home."""
-    sends, receives, outer_sends, outer_receives = route.kv
-    own, held, windows = chunk, None, cp.windows
-    places = [(0, 0), *((o, t) for o in range(1, len(windows)) for t in range(len(windows[o]))),
-              *((0, t) for t in range(1, len(windows[0])))]
-    for o, t in places:
-        if t == 0:
-            chunk = (outer.wait() or own) if o else own
-            outer = None
-            if o + 1 < len(windows):
-                outer = cp.shift(chunk, "outer", f"outer {o % 2}", outer_sends[o], outer_receives[o])
-        elif (o, t) == (0, 1):
-            chunk = held.wait() or own
-        if t + 1 < len(windows[o]):
-            slot = "inner held" if (o, t) == (0, 0) else f"inner {t % 2}"
-            inner = cp.shift(chunk, "inner", slot, sends[o][t], receives[o][t])
-            held = inner if (o, t) == (0, 0) else held
-        yield o, t, windows[o][t], chunk
-        if t + 1 < len(windows[o]) and (o, t) != (0, 0):
-            chunk = inner.wait() or own
+    sends, receives, *_ = route.kv
+    groups, windows = range(len(chunks)), cp.windows
+    outer = [_outer_hop(cp, route, chunk, group, 0) for group, chunk in enumerate(chunks)]
+    held = [_held_hop(cp, route, chunk, group) for group, chunk in enumerate(chunks)]
+    for group in groups:
+        yield group, 0, 0, windows[0][0], chunks[group]
+    for o, group in itertools.product([*range(1, len(windows)), 0], groups):
+        first = 0 if o else 1
+        if o:
+            chunk = outer[group].wait() or chunks[group]
+            outer[group] = _outer_hop(cp, route, chunk, group, o)
+        elif held[group]:
+            chunk = held[group].wait() or chunks[group]
+        for t in range(first, len(windows[o])):
+            inner = None
+            if t + 1 < len(windows[o]):
+                inner = cp.shift(chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t])
+            yield group, o, t, windows[o][t], chunk
+            chunk = (inner.wait() or chunks[group]) if inner else chunk
 
 
-def circulate_with_gradients(cp: ContextParallel, route: Route, chunk: Chunk,
-                             piece: Callable[[int, Chunk], Tensor]) -> Tensor:
-    """Sum over ranks of piece(source, chunk), the gradient of a rank's chunk through another's work, brought home.
+def _outer_hop(cp: ContextParallel, route: Route, chunk: Chunk, group: int, window: int) -> Transfer | None:
+    """To the next node, at the start of a window; None after the last one."""
+    if window + 1 == len(cp.windows):
+        return None
+    return cp.shift(chunk, "outer", f"outer {window % 2} {group}", route.kv[2][window], route.kv[3][window])
+
+
+def _held_hop(cp: ContextParallel, route: Route, chunk: Chunk, group: int) -> Transfer | None:
+    """The first hop inside the node, into memory where it stays while other windows are computed."""
+    if len(cp.windows[0]) == 1:
+        return None
+    return cp.shift(chunk, "inner", f"inner held {group}", route.kv[0][0][0], route.kv[1][0][0])
+
+
+def circulate_with_gradients(cp: ContextParallel, route: Route, chunks: list[Chunk],
+                             piece: Callable[[int, int, Chunk], Tensor]) -> list[Tensor]:
+    """Of each group: the sum over ranks of piece(group, source, chunk), the gradient of a rank's chunk through another's
+    work, brought home.
 
     The share of the rank where a chunk enters a node waits there for what the node's other ranks add up along the inner
     ring; the sums of nodes add up along the outer ring. Each hop has the following piece's work to hide behind.
     """
-    home = _Homeward(cp, route)
-    for o, t, source, current in circulate_backward(cp, route, chunk):
-        if (o, t) == (0, 1):
-            home.finish_node()
-        home.step(o, t, piece(source, current) if route.compute[o][t] else None)
-    return home.finish()
+    homes = [_Homeward(cp, route, group) for group in range(len(chunks))]
+    for group, o, t, source, current in circulate_backward(cp, route, chunks):
+        if (group, o, t) == (0, 0, 1):
+            homes[-1].finish_node()  # the last one between nodes: it needs all the work that is left to hide behind
+        part = piece(group, source, current) if route.compute[o][t] else None
+        if t == 0:
+            homes[group - 1].finish_node()  # whose window was the one before this
+        homes[group].step(o, t, part)
+    return [home.finish() for home in homes]
 
 
 class _Homeward:
-    """The gradients on their way: `inner` follows the chunk in hand; `node`, the share of a window's first step, waits for
+    """A group's gradients on their way: `inner` follows the chunk in hand; `node`, the share of a window's first step, waits for
     it; `outer` brings other nodes' sums.
 
     own: this rank's share of its own chunk. like: any gradient, for its shape.
     """
 
-    def __init__(self, cp: ContextParallel, route: Route):
-        self.cp, self.hops, self.own, self.node, self.like = cp, route.gradient, None, None, None
+    def __init__(self, cp: ContextParallel, route: Route, group: int):
+        self.cp, self.hops, self.group = cp, route.gradient, group
+        self.own, self.node, self.like = None, None, None
         self.inner: Transfer | None = None
         self.outer: Transfer | None = None
 
@@ -126,7 +151,6 @@ class _Homeward:
         """After the work of a step; part: its gradient, None if there was no work."""
         self.like = self.like if part is None else part
         if t == 0:
-            self.finish_node()
             self.own, self.node = (part, None) if o == 0 else (self.own, (o, part))
         else:
             part = self._sum(part, self.inner)
@@ -152,7 +176,8 @@ class _Homeward:
         if not sends and not receives:
             return None
         part = self.like if part is None else part  # nothing to send, but its shape is what comes
-        return self.cp.shift([part.to(self.cp.gradient_dtype or part.dtype)], axis, slot, sends, receives)
+        sent = [part.to(self.cp.gradient_dtype or part.dtype)]
+        return self.cp.shift(sent, axis, f"{slot} {self.group}", sends, receives)
 
     def _sum(self, own: Tensor | None, transfer: Transfer | None) -> Tensor | None:
         """own + what the transfer brought, either of which may be missing; never the buffer that it was received in."""

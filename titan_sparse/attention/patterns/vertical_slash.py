@@ -47,6 +47,11 @@ class VerticalSlashIndex(BlockIndex):
             selected = selected | (on & inside[:, None])
         return selected
 
+    def of_heads(self, heads: slice) -> "VerticalSlashIndex":
+        part = super().of_heads(heads)
+        part.slashes, part.capped = (x[:, heads].contiguous() for x in (self.slashes, self.capped))
+        return part
+
     def tensors(self) -> list[Tensor]:
         return [self.slashes, self.columns, self.capped]
 
