@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel, attend, rectangles
+from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.statistics import recording
@@ -29,7 +30,7 @@ def _check_everything(axes: tuple[int, ...]) -> None:
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
     schedules = ("all_gather", "ring") + (("double_ring",) if len(axes) == 2 else ())
-    full = structured_qkv(2, 5, 1, SEQ_LEN, 8, seed=3)
+    full = structured_qkv(2, *((6, 2) if len(axes) == 2 else (5, 1)), SEQ_LEN, 8, seed=3)
     d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     contexts = [ContextParallel(mesh, layout, schedule, BLOCK)
                 for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)]
@@ -42,6 +43,30 @@ def _check_everything(axes: tuple[int, ...]) -> None:
                 gap = (got - want).abs().nan_to_num(0).max().item()
                 assert torch.equal(got.isfinite(), want.isfinite()), (name, cp.key, pattern.key)
                 assert gap < 1e-9, f"{name} off by {gap} with {cp.key}, {pattern.key}, rank {dist.get_rank()}"
+
+
+def _check_rectangles(axes: tuple[int, ...]) -> None:
+    """Dense causal attention as the backend with a kernel for it computes it: no tiles where the layout allows."""
+    monkeypatch = pytest.MonkeyPatch()
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+    full = structured_qkv(2, 6, 2, SEQ_LEN, 8, seed=5)
+    d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    wanted = _single(full, d_out, Causal(), Dense())
+    for layout, schedule in itertools.product(("contiguous", "zigzag"), ("ring", "double_ring")):
+        cp, used = ContextParallel(mesh, layout, schedule, BLOCK), []
+        monkeypatch.setattr(eager, "serves_causal", lambda q: True)
+        monkeypatch.setattr(rectangles, "backward", lambda *args, run=rectangles.backward: used.append(args[1]) or run(*args))
+        got = _parallel(cp, full, d_out, Causal(), Dense())
+        monkeypatch.undo()
+        for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), got, wanted):
+            assert (x - want).abs().max() < 1e-9, (name, cp.key)
+        computed = cp.size if layout == "zigzag" else cp.rank + 1
+        assert len(used) == computed * (2 if len(cp.windows) > 1 else 1), cp.key  # groups of KV heads
+
+
+@pytest.mark.parametrize("axes", [(1, 3), (2, 2)], ids=str)
+def test_dense_rectangles(axes):
+    run_processes(torch.Size(axes).numel(), _check_rectangles, axes)
 
 
 def _single(full, d_out, mask, pattern):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import timing, transport
+from titan_sparse.attention import rectangles, timing, transport
 from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
@@ -38,12 +38,15 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         group, heads = groups[number].run, groups[number].heads
         column_kv = columns.wait() if (o, t) == last and columns.result.shape[3] else None
         with timing.computing(o * len(run.cp.windows[0]) + t):
-            piece = (q[:, heads], *_kv(chunk), group.tiles(batch, False, source))
+            piece = (q[:, heads], *_kv(chunk))
             if column_kv is not None:
-                gathered = (*column_kv[:, :, heads], group.column_tiles(batch))
+                gathered = (group.tiles(batch, False, source), *column_kv[:, :, heads], group.column_tiles(batch))
                 totals[number] = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, totals[number])
+            elif part := rectangles.rectangle(run, q, source):
+                totals[number] = rectangles.forward(run, part, *piece, dtype, totals[number])
             else:
-                totals[number] = run.backend.forward(*piece, run.scale, dtype, totals[number])
+                tiles = group.tiles(batch, False, source)
+                totals[number] = run.backend.forward(*piece, tiles, run.scale, dtype, totals[number])
     return *(_joined(parts, 1) for parts in zip(*totals)), columns.wait()
 
 
@@ -61,15 +64,19 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
         nonlocal columns
         group, heads = groups[number].run, groups[number].heads
-        inputs = (d_out[:, heads], q[:, heads], *_kv(chunk), out[:, heads], lse[:, heads], group.tiles(len(q), by_key, source))
-        if dq[number] is None and column_kv.shape[3]:
+        inputs = (d_out[:, heads], q[:, heads], *_kv(chunk), out[:, heads], lse[:, heads])
+        part = rectangles.rectangle(run, q, source)
+        tiles = None if part else group.tiles(len(q), by_key, source)
+        if part:
+            dq[number], dk, dv = rectangles.backward(run, part, *inputs, dtype, dq[number])
+        elif dq[number] is None and column_kv.shape[3]:
             gathered = (*column_kv[:, :, heads], group.column_tiles(len(q), by_key))
-            dq[number], dk, dv, *found = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype)
+            dq[number], dk, dv, *found = run.backend.backward_with_columns(*inputs, tiles, *gathered, run.scale, dtype)
             d_columns.append(torch.stack(found))
             if len(d_columns) == len(groups):
                 columns = reduce_columns(run, _joined(d_columns, 2))
         else:
-            dq[number], dk, dv = run.backend.backward(*inputs, run.scale, dtype, dq[number])
+            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number])
         return [dk, dv] if run.cp.size == 1 else torch.stack([dk, dv])
 
     if run.cp.size == 1:

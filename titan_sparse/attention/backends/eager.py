@@ -82,8 +82,48 @@ def _busy(tiles: Tiles) -> list[int]:
 
 
 def serves_causal(q: Tensor) -> bool:
-    """No kernel of its own for dense causal attention."""
+    """Whether forward_causal() and its like are to be used: they hold all scores, which only tests want."""
     return False
+
+
+def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense causal attention: out [B, Hq, S, D] and natural-log lse [B, Hq, S]; twin of flash.py's."""
+    return _dense_forward(q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril())
+
+
+def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every query to every key; twin of flash.py's."""
+    return _dense_forward(q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device))
+
+
+def backward_causal(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                    scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_causal()."""
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
+
+
+def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_full()."""
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
+
+
+def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def _dense_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+                    seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    p = (q @ keys.mT * scale - lse[..., None]).exp().masked_fill(~seen, 0)
+    d_scores = p * (d_out @ values.mT - (d_out * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((d_scores, q), (p, d_out)))
+    return d_scores @ keys, dk, dv
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dtype: torch.dtype | None = None,

@@ -1,4 +1,4 @@
-"""FlashAttention-4 called directly, for dense causal attention on one rank: tables of blocks would cost 10 % there."""
+"""FlashAttention-4 called directly, for dense attention without holes: tables of blocks would cost 10 % there."""
 
 import functools
 import importlib.util
@@ -38,19 +38,39 @@ def serves(dtype: torch.dtype, head_dim: int) -> bool:
 
 def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Dense causal attention: out [B, Hq, S, D] in q's dtype and natural-log lse fp32 [B, Hq, S]."""
-    from flash_attn.cute.interface import _flash_attn_fwd
+    return _forward(q, k, v, scale, causal=True)
 
-    out, lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=True, return_lse=True)[:2]
-    return out.transpose(1, 2), lse
+
+def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of every query to every key, of which there may be another number; as forward_causal()."""
+    return _forward(q, k, v, scale, causal=False)
 
 
 def backward_causal(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                     scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_causal()."""
+    """dq, dk and dv of forward_causal(). out and lse may be those of more keys: then the gradients are these keys' part."""
+    return _backward(d_out, q, k, v, out, lse, scale, causal=True)
+
+
+def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_full(), as backward_causal()."""
+    return _backward(d_out, q, k, v, out, lse, scale, causal=False)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=causal, return_lse=True)[:2]
+    return out.transpose(1, 2), lse
+
+
+def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+              causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v, out, d_out = _by_token(q, k, v, out, d_out)
-    return tuple(x.transpose(1, 2) for x in _flash_attn_bwd(q, k, v, out, d_out, lse, scale, True)[:3])
+    return tuple(x.transpose(1, 2) for x in _flash_attn_bwd(q, k, v, out, d_out, lse.contiguous(), scale, causal)[:3])
 
 
 def _by_token(*tensors: Tensor) -> tuple[Tensor, ...]:

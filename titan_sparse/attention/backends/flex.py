@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
-from titan_sparse.attention.backends.flash import backward_causal, forward_causal  # noqa: F401, part of the interface
+from titan_sparse.attention.backends.flash import (  # noqa: F401, part of the interface
+    backward_causal, backward_full, forward_causal, forward_full
+)
 from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
 from titan_sparse.kernels.bits import unpack
@@ -56,7 +58,7 @@ def describe() -> str:
 
 
 def serves_causal(q: Tensor) -> bool:
-    """Whether forward_causal() and backward_causal() take these inputs."""
+    """Whether forward_causal(), forward_full() and their backwards take these inputs."""
     return _kernel(q) == "FLASH"
 
 
