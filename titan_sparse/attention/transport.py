@@ -125,12 +125,11 @@ def circulate_with_gradients(cp: ContextParallel, route: Route, chunks: list[Chu
     """
     homes = [_Homeward(cp, route, group) for group in range(len(chunks))]
     for group, o, t, source, current in circulate_backward(cp, route, chunks):
-        if (group, o, t) == (0, 0, 1):
-            homes[-1].finish_node()  # the last one between nodes: it needs all the work that is left to hide behind
-        part = piece(group, source, current) if route.compute[o][t] else None
-        if t == 0:
-            homes[group - 1].finish_node()  # whose window was the one before this
-        homes[group].step(o, t, part)
+        if t == 0 or (group, o, t) == (0, 0, 1):
+            # The window before this one is over. Its gradient leaves for another node before this piece is computed,
+            # not after: the hop inside the node that it waits for is the shorter one.
+            homes[group - 1].finish_node()
+        homes[group].step(o, t, piece(group, source, current) if route.compute[o][t] else None)
     return [home.finish() for home in homes]
 
 
