@@ -220,6 +220,7 @@ BAD_COMBINATIONS = [
     ("--model.flavour qwen2.5-3", 1, 'did you mean "qwen2.5-3b"?'),
     ("--model.vocab_size 257", 1, "model.vocab_size = 257 is too small for data.tokenizer"),
     ("--model.vocab_size=-1", 1, "model.vocab_size = -1 is too small; write 0 or more"),
+    ("--model.layers=-1", 1, "model.layers = -1 is too small; write 0 or more"),
     ("--model.rope_scaling yarn", 1, 'model.rope_scaling = "yarn" needs model.rope_factor'),
     ("--model.rope_scaling llama3", 1, 'model.rope_scaling = "llama3" needs model.rope_factor'),
     ("--model.rope_factor 4", 1, "model.rope_factor = 4.0 would be ignored with model.rope_scaling"),

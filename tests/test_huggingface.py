@@ -324,6 +324,7 @@ def test_config_json_that_cannot_be_trained(tmp_path, changes, expected):
 
 @pytest.mark.parametrize("rope, model, expected", [
     (PLAIN, {"vocab_size": 330}, "model.vocab_size = 330 does not agree with"),
+    (PLAIN, {"layers": 7}, "model.layers = 7 does not agree with"),
     (PLAIN, {"rope_theta": 5e5}, "model.rope_theta = 500000.0 does not agree with"),
     (PLAIN, {"flavour": "qwen2.5-0.5b"}, 'model.flavour = "qwen2.5-0.5b": vocab_size = 151936 does not agree with'),
     (PLAIN, {"initial_hf": "nowhere"}, 'model.initial_hf = "nowhere" needs a readable config.json'),

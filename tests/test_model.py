@@ -94,7 +94,8 @@ def test_resolve_without_overrides_is_the_flavour(flavour: str) -> None:
 
 def test_resolve_applies_overrides() -> None:
     config = resolve("qwen2.5-3b", 1000, "yarn", 16.0, 0, 5e6)
-    assert config.vocab_size == 1000
+    assert config.vocab_size == 1000 and config.layers == FLAVOURS["qwen2.5-3b"].layers
+    assert resolve("qwen2.5-3b", layers=6) == replace(FLAVOURS["qwen2.5-3b"], layers=6)
     assert config.rope == RopeConfig(theta=5e6, scaling="yarn", factor=16.0, original_length=32768)
     assert resolve("llama3.1-8b", rope_scaling="llama3", rope_factor=32.0, rope_original_length=4096).rope == replace(
         FLAVOURS["llama3.1-8b"].rope, factor=32.0, original_length=4096
@@ -106,6 +107,7 @@ def test_resolve_applies_overrides() -> None:
 @pytest.mark.parametrize("overrides, key", [
     ({"flavour": "qwen2.5-3"}, 'model.flavour = "qwen2.5-3" is unknown; write "qwen2.5-3b"'),
     ({"vocab_size": -1}, "model.vocab_size"),
+    ({"layers": -2}, "model.layers"),
     ({"rope_scaling": "ntk"}, "model.rope_scaling"),
     ({"rope_factor": 4.0}, "model.rope_factor"),
     ({"rope_scaling": "none", "rope_factor": 4.0}, "model.rope_factor"),

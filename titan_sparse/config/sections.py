@@ -15,6 +15,8 @@ class Model:
     "name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"
     vocab_size: int = 0
     "rows of the embedding; 0: the flavour's"
+    layers: int = 0
+    "decoder layers; 0: the flavour's. Fewer, to time or try a large flavour"
     rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
     "context extension of the rotary embedding; flavour: as published"
     rope_factor: float = 1.0

@@ -108,6 +108,7 @@ def resolve(
     rope_original_length: int = 0,
     rope_theta: float = 0.0,
     initial_hf: str = "",
+    layers: int = 0,
 ) -> DecoderConfig:
     """The flavour's config with the overrides of the [model] section; 0 (and "flavour") keep the flavour's value.
 
@@ -118,14 +119,15 @@ def resolve(
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
         raise ValueError(f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.')
-    if vocab_size < 0:
-        raise ValueError(f"model.vocab_size = {vocab_size} is negative; write 0 for the flavour's own.")
+    for name, value in (("vocab_size", vocab_size), ("layers", layers)):
+        if value < 0:
+            raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
     base = FLAVOURS[flavour]
     if initial_hf:
         from titan_sparse.models.huggingface_config import read_config  # here, as that file needs this one
 
         base = read_config(initial_hf)
-        _agree(initial_hf, base, flavour, vocab_size, rope_theta)
+        _agree(initial_hf, base, flavour, vocab_size, layers, rope_theta)
     rope = _override_scaling(base.rope, rope_scaling, rope_factor)
     rope = _override_numbers(rope, rope_original_length, rope_theta)
     if initial_hf and base.rope.scaling != "none" and rope != base.rope:
@@ -134,12 +136,13 @@ def resolve(
             f"which already has {base.rope.scaling} with factor {base.rope.factor:g} over {base.rope.original_length} "
             "tokens; leave them out."
         )
-    return replace(base, vocab_size=vocab_size or base.vocab_size, rope=rope)
+    return replace(base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope)
 
 
-def _agree(folder: str, read: DecoderConfig, flavour: str, vocab_size: int, rope_theta: float) -> None:
+def _agree(folder: str, read: DecoderConfig, flavour: str, vocab_size: int, layers: int, rope_theta: float) -> None:
     """What the [model] section says of the shape against what config.json does."""
     said = [("model.vocab_size", vocab_size or read.vocab_size, read.vocab_size),
+            ("model.layers", layers or read.layers, read.layers),
             ("model.rope_theta", rope_theta or read.rope.theta, read.rope.theta)]
     if flavour != "debug":
         published, of_rope = FLAVOURS[flavour], ("max_positions", "rope")
