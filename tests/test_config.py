@@ -215,6 +215,7 @@ def test_unreadable_files(tmp_path):
 
 
 VERTICAL_SLASH = "--attention.vertical_slash."
+RECOMPUTE = "--activation_checkpoint.attention_recompute "
 BAD_COMBINATIONS = [
     ("--model.flavour qwen2.5-3", 1, 'model.flavour = "qwen2.5-3" is not one of "debug"'),
     ("--model.flavour qwen2.5-3", 1, 'did you mean "qwen2.5-3b"?'),
@@ -261,6 +262,11 @@ BAD_COMBINATIONS = [
     (VERTICAL_SLASH + "min_columns 5000", 1, "min_columns = 5000 is above attention.vertical_slash.max_columns = 4096"),
     (VERTICAL_SLASH + "min_slashes 5 --attention.vertical_slash.max_slashes 4", 1, "vertical_slash.min_slashes"),
     (VERTICAL_SLASH + "local_diagonals 0", 1, "attention.vertical_slash.local_diagonals = 0"),
+    (RECOMPUTE + "1.5", 1, RECOMPUTE[2:-1] + " = 1.5 is neither -1 nor in [0, 1]"),
+    (RECOMPUTE + "-0.5", 1, RECOMPUTE[2:-1] + " = -0.5 is neither -1"),
+    (RECOMPUTE + "-1 --activation_checkpoint.mode none", 1, "would be ignored with activation_checkpoint.mode"),
+    (RECOMPUTE + "0.5 --attention.layout zigzag --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
+    (RECOMPUTE + "-1 --attention.layout contiguous --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
     ("--optimizer.lr 0", 1, "optimizer.lr = 0.0 is not positive"),
     ("--optimizer.eps 0", 1, "optimizer.eps = 0.0 is not positive"),
     ("--optimizer.beta2 1", 1, "optimizer.beta2 = 1.0"),
@@ -301,6 +307,9 @@ def test_impossible_combination(words, world_size, expected):
     ("--model.vocab_size 258", 1),
     ("--data.source x.jsonl --data.text_field body", 1),
     ("--training.seq_len 50", 1),
+    (RECOMPUTE + "0.5 --attention.layout zigzag", 1),
+    (RECOMPUTE + "1 --attention.layout zigzag --parallelism.cp 2", 2),
+    (RECOMPUTE + "-1 --activation_checkpoint.mode selective --parallelism.cp 2", 2),
     ("--attention.pattern dense --attention.block_size 8192", 1),
     ("--attention.vertical_slash.min_slashes 9", 1),
     ("--optimizer.name SGD --optimizer.implementation fused", 1),

@@ -1,5 +1,7 @@
 """On CUDA: bf16 attention against fp64, one GPU and several (NCCL), and a short training run. `make test-gpu`."""
 
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -10,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from tests.reference import dense_attention, gradients, structured_qkv
+from titan_sparse.activation_checkpoint import _full_contexts, attention_bytes
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.models.flavours import FLAVOURS
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parent.parent
@@ -68,6 +73,32 @@ def test_bf16_on_one_gpu(mask, pattern):
     bounds = [2 * error for error in _flash_errors(mask)]
     errors = _errors(ContextParallel(None, "contiguous", "local"), mask, pattern)
     assert all(error <= bound for error, bound in zip(errors, bounds)), (errors, bounds)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["triton", "flex"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+def test_recomputed_attention(pattern, backend, compiled):
+    """The first part of a sequence computed again: out, gradients and memory. Plain causal, so flex takes its fastest path."""
+    q, k, v = (x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16))
+    results, kept = [], []
+    for share in (0.0, 0.5):
+        def block(q, k, v, share=share):
+            return attend(q * 1.5, k, v, Causal(), pattern, backend=backend, recomputed=share)
+
+        function = functools.partial(checkpoint, block, use_reentrant=False, context_fn=_full_contexts)
+        function = torch.compile(function, fullgraph=True) if compiled else function
+        torch.autograd.grad(function(q, k, v).float().square().sum(), (q, k, v))  # compiles, and remembers for the mask
+        before = torch.cuda.memory_allocated()
+        out = function(q, k, v)
+        kept.append(torch.cuda.memory_allocated() - before)
+        results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+        del out
+    promised = attention_bytes(dataclasses.replace(FLAVOURS["debug"], heads=16, kv_heads=2, head_dim=128), 4096, torch.bfloat16)
+    assert 0.99 * promised < kept[0] - kept[1] < 1.01 * promised
+    errors = [_relative(a, b) for a, b in zip(*results)]
+    assert errors[0] < 1e-3 and max(errors) < 3e-3, errors
 
 
 @needs_two

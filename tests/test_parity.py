@@ -56,7 +56,8 @@ def _cases(world_size: int) -> list[dict]:
 
 FOUR = [
     {"attention__pattern": pattern, "attention__layout": layout, "attention__schedule": "double_ring",
-     "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1}
+     "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1,
+     "activation_checkpoint__attention_recompute": 0.5 if layout == "striped" else 1.0}
     for pattern, layout in itertools.product(PATTERNS, LAYOUTS)
 ] + [
     # Two context-parallel groups on data of their own, sharded, replicated, and by accumulation.
@@ -64,7 +65,8 @@ FOUR = [
     {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "parallelism__dp_replicate": 2, "batch": 2},
     {"attention__pattern": "vertical_slash", "parallelism__cp": 4, "training__gradient_accumulation_steps": 2, "batch": 2},
     {"attention__pattern": "dense", "parallelism__cp": 2, "activation_checkpoint__mode": "none", "batch": 2},
-    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "activation_checkpoint__mode": "selective", "batch": 2},
+    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "activation_checkpoint__mode": "selective", "batch": 2,
+     "activation_checkpoint__attention_recompute": -1.0},
 ]
 
 

@@ -1,9 +1,11 @@
 """Activation checkpointing: what a decoder block keeps for its backward and what it computes again.
 
 In every mode attention's index, output and LSE are kept (SAVED_OPS): computing them again would repeat the selection
-and the whole ring of collectives.
+and the whole ring of collectives. Where their memory is short, attend(recomputed=...) gives up output and LSE of the first
+part of each sequence, which are the cheapest to compute again (docs/activation_checkpointing.md).
 """
 
+import math
 from collections import Counter
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titan_sparse.attention import SAVED_OPS
+from titan_sparse.models.flavours import DecoderConfig
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
@@ -49,3 +52,22 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
     contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
     # Nothing in a block draws random numbers.
     return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
+
+
+AUTO = -1.0
+"""activation_checkpoint.attention_recompute: as much as memory requires."""
+
+_STEPS = 16
+
+
+def choose_recompute(free_bytes: float, layers: int, bytes_per_layer: float) -> float:
+    """The smallest attention_recompute, in sixteenths, with which what is kept of `layers` fits into `free_bytes`; 1 if
+    nothing fits. bytes_per_layer: what one layer keeps at 0. Rounded up, so that a little more or less free memory does
+    not change a run."""
+    excess = 1 - free_bytes / (layers * bytes_per_layer)
+    return min(max(math.ceil(excess * _STEPS) / _STEPS, 0.0), 1.0)
+
+
+def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:
+    """What one layer's attention keeps of `tokens` local tokens: out in `dtype`, lse in fp32 (fp64 for fp64)."""
+    return tokens * config.heads * (config.head_dim * dtype.itemsize + max(dtype.itemsize, 4))

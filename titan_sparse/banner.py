@@ -13,12 +13,14 @@ if TYPE_CHECKING:
 
 
 def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
-           device: torch.device, padded_seq_len: int, memory: dict[str, float]) -> str:
-    """Several lines. kernel: what backends.explain() says; memory: GiB by part."""
+           device: torch.device, padded_seq_len: int, memory: dict[str, float],
+           recomputed: float) -> str:
+    """Several lines. kernel: what backends.explain() says; memory: GiB by part; recomputed: share of attention."""
     training, attention = config.training, config.attention
     dtype = training.dtype + ("" if training.dtype == "float64" else ", float32 weights and optimizer")
     window = f", window {attention.sliding_window}" if attention.sliding_window else ""
     kept = f"activation checkpointing {config.activation_checkpoint.mode}"
+    kept += f" (attention of the first {100 * recomputed:g} % too)" if recomputed else ""
     compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
     sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
     pattern = attention.pattern

@@ -6,11 +6,12 @@ from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 
 
 def expected_memory(config: DecoderConfig, *, shards: int, optimizer_states: int, batch: int, local_tokens: int,
-                    dtype: torch.dtype, checkpoint_mode: str, loss_chunk_tokens: int) -> dict[str, float]:
+                    dtype: torch.dtype, checkpoint_mode: str, loss_chunk_tokens: int,
+                    attention_recompute: float = 0.0) -> dict[str, float]:
     """GiB per device by part; a first estimate, not a bound.
 
     shards: ranks that parameters are sharded over. optimizer_states: fp32 tensors per parameter (AdamW 2).
-    local_tokens: of one sequence on this rank.
+    local_tokens: of one sequence on this rank. attention_recompute: share whose attention results are not kept.
     """
     width, tokens = dtype.itemsize, batch * local_tokens
     master = max(width, 4)
@@ -19,7 +20,8 @@ def expected_memory(config: DecoderConfig, *, shards: int, optimizer_states: int
     block = (parameters - embedding) / config.layers
     attention = tokens * config.head_dim * (2 * config.heads + 2 * config.kv_heads) * width
     inside = tokens * (4 * config.hidden_size + 3 * config.intermediate_size) * width + attention
-    kept = {"none": inside, "full": tokens * (config.hidden_size + config.heads * config.head_dim) * width}
+    kept_heads = (1 - attention_recompute) * config.heads
+    kept = {"none": inside, "full": tokens * (config.hidden_size + kept_heads * config.head_dim) * width}
     kept["selective"] = (kept["none"] + kept["full"]) / 2
     sizes = {
         "weights, gradients, optimizer": parameters * master * (2 + optimizer_states) / shards,

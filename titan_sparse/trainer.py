@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_sparse.activation_checkpoint import AUTO, attention_bytes, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from titan_sparse.config import Attention, Config
 
 logger = logging.getLogger("titan_sparse")
+
+_AUTO_SHARE = 0.9
+"""Of the free memory, what attention_recompute = -1 counts on: the rest is for communicators, gaps and wrong estimates."""
 
 
 class Trainer:
@@ -71,6 +75,7 @@ class Trainer:
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
+        self.recomputed = self._recomputed_share()
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
@@ -86,10 +91,41 @@ class Trainer:
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
+    def _recomputed_share(self) -> float:
+        """activation_checkpoint.attention_recompute; for auto what the rank with the least memory needs."""
+        share = self.config.activation_checkpoint.attention_recompute
+        if share != AUTO:
+            return share
+        needed = torch.zeros(())
+        if self.device.type == "cuda":
+            rest = sum(self._expected_memory(1.0).values()) * 2**30
+            tokens = self.config.training.local_batch_size * self._padded_seq_len() // self.cp.size
+            per_layer = attention_bytes(self.model_config, tokens, self.dtype)
+            free = _AUTO_SHARE * torch.cuda.mem_get_info(self.device)[0] - rest
+            needed.fill_(choose_recompute(free, self.model_config.layers, per_layer))
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        return needed.item()
+
+    def _padded_seq_len(self) -> int:
+        multiple = padding_multiple(self.config)
+        return -(-self.config.training.seq_len // multiple) * multiple
+
+    def _expected_memory(self, recomputed: float) -> dict[str, float]:
+        """GiB a device by part, with this share of attention recomputed."""
+        config, training = self.config, self.config.training
+        return expected_memory(
+            self.model_config, shards=dist.get_world_size() // config.parallelism.dp_replicate,
+            optimizer_states=0 if config.optimizer.name == "SGD" else 2, batch=training.local_batch_size,
+            local_tokens=self._padded_seq_len() // self.cp.size, dtype=self.dtype,
+            checkpoint_mode=config.activation_checkpoint.mode, loss_chunk_tokens=training.loss_chunk_tokens,
+            attention_recompute=recomputed,
+        )
+
     def _build_model(self) -> Decoder:
         config = self.config
         call = functools.partial(
-            _attend, pattern=build_pattern(config.attention), cp=self.cp, backend=config.attention.backend
+            _attend, pattern=build_pattern(config.attention), cp=self.cp, backend=config.attention.backend,
+            recomputed=self.recomputed,
         )
         with torch.device("meta"):
             model = Decoder(self.model_config, call).to(torch.promote_types(self.dtype, torch.float32))
@@ -234,22 +270,16 @@ class Trainer:
 
     def _announce(self) -> None:
         """Rank 0: the banner, and the resolved config in the run's folder."""
-        config, training = self.config, self.config.training
         if dist.get_rank() > 0:
             return
-        padded = -(-training.seq_len // padding_multiple(config)) * padding_multiple(config)
-        memory = expected_memory(
-            self.model_config, shards=dist.get_world_size() // config.parallelism.dp_replicate,
-            optimizer_states=0 if config.optimizer.name == "SGD" else 2, batch=training.local_batch_size,
-            local_tokens=padded // self.cp.size, dtype=self.dtype, checkpoint_mode=config.activation_checkpoint.mode,
-            loss_chunk_tokens=training.loss_chunk_tokens,
-        )
-        print(banner(config, self.model_config, self.meshes, self.cp, self.kernel, self.device, padded, memory), flush=True)
-        save(config, training.output_dir)
+        print(banner(self.config, self.model_config, self.meshes, self.cp, self.kernel, self.device, self._padded_seq_len(),
+                     self._expected_memory(self.recomputed), self.recomputed), flush=True)
+        save(self.config, self.config.training.output_dir)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str) -> Tensor:
-    return attend(q, k, v, mask, pattern, cp, backend)
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
+            recomputed: float) -> Tensor:
+    return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
 
 
 def build_pattern(attention: "Attention") -> Pattern:

@@ -1,8 +1,9 @@
 """attend(): mask, pattern, layout, schedule and backend put together, as custom ops that torch.compile sees as one node.
 
-Three ops: select (no gradient), forward, backward. Activation checkpointing keeps the outputs of the first two
-(SAVED_OPS), so that index, out and lse survive recomputation and no collective runs twice. Ops take tensors and strings
-only; pattern and context-parallel group are handed over by their keys.
+Ops: select (no gradient), forward, backward. Activation checkpointing keeps the outputs of the first two (SAVED_OPS), so
+that index, out and lse survive recomputation and no collective runs twice. What may be computed twice to save memory goes
+through `attend_recomputed`, which is forward by another name, and `attend_join`. Ops take tensors and strings only; pattern
+and context-parallel group are handed over by their keys.
 """
 
 from types import ModuleType
@@ -29,12 +30,15 @@ class Auxiliary(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), pattern: Pattern = Dense(),
            cp: ContextParallel | None = None, backend: str = "auto", scale: float | None = None,
-           block_size: int | None = None, return_aux: bool = False) -> Tensor | tuple[Tensor, Auxiliary]:
+           block_size: int | None = None, return_aux: bool = False, recomputed: float = 0.0) -> Tensor | tuple[Tensor, Auxiliary]:
     """Attention over what `mask` allows and `pattern` selects.
 
     q [B, Hq, S_local, D]; k, v [B, Hkv, S_local, D] with Hq a multiple of Hkv; fp64, fp32, fp16 or bf16, all alike. With
     `cp` they are this rank's blocks of a longer sequence and the call is collective; mask and positions are global.
     mask: a Mask, or mask.rows(S) once computed. scale defaults to D ** -0.5. block_size is for cp=None (default 128).
+    recomputed: under activation checkpointing that keeps SAVED_OPS, the share of each sequence, from its start and in global
+    positions, whose out and lse are computed again in the backward rather than kept (BurstEngine's sequence-level selective
+    checkpointing), rounded to a block of every rank; between 0 and 1 for a causal mask and one rank or layout "striped".
     Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see nothing: out 0,
     lse -inf, zero gradients. Raises ValueError for shapes, dtypes or options that do not fit together.
     """
@@ -44,8 +48,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     rows = _rows(mask, q, world, pattern)
     backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
-    out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale,
-                                                        rows.plain)
+    blocks = _recomputed_blocks(recomputed, q, rows, world)
+    options = (pattern.key, world.key, backend, scale, rows.plain)
+    out, lse = _attend_ops(q, k, v, *blocks, (tensors, *rows[:3], *options))
     if not return_aux:
         return out
     return out, Auxiliary(lse, pattern.index(tensors, rows, *q.shape[:2], world.block_size))
@@ -67,6 +72,7 @@ class _World(NamedTuple):
     key: str
     size: int
     block_size: int
+    layout: str = "contiguous"
 
 
 def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
@@ -77,7 +83,36 @@ def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
         return _World(single_key(size), 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out")
-    return _World(cp.key, cp.size, cp.block_size)
+    return _World(cp.key, cp.size, cp.block_size, cp.layout)
+
+
+def _attend_ops(q: Tensor, k: Tensor, v: Tensor, boundary: int, blocks: int, rest: tuple) -> tuple[Tensor, Tensor]:
+    """out and lse. Of `blocks` local query blocks those before `boundary` are computed by the op that is not kept.
+
+    rest: what the ops take after q, k and v."""
+    ops = torch.ops.titan_sparse
+    if boundary in (0, blocks):
+        return (ops.attend_recomputed if boundary else ops.attend_forward)(q, k, v, *rest)[:2]
+    inputs = [x.detach() for x in (q, k, v)]  # the parts are differentiated together, by attend_join
+    out, lse, column_kv = ops.attend_forward(*inputs, *rest, boundary, blocks)
+    first_out, first_lse, _ = ops.attend_recomputed(*inputs, *rest, 0, boundary, column_kv)
+    return ops.attend_join(q, k, v, *rest, [first_out, out], [first_lse, lse], column_kv)
+
+
+def _recomputed_blocks(recomputed: float, q: Tensor, rows: Rows, cp: _World) -> tuple[int, int]:
+    """Local query blocks that `recomputed` makes, and local query blocks; the same on every rank."""
+    if not 0 <= recomputed <= 1:
+        raise ValueError(f"recomputed={recomputed} is no share of a sequence; write 0 to 1")
+    blocks = -(-q.shape[2] // cp.block_size)
+    boundary = int(recomputed * blocks + 0.5)
+    if boundary in (0, blocks):
+        return boundary, blocks
+    if not rows.causal:
+        raise ValueError(f"recomputed={recomputed} needs a causal mask; write recomputed=0 or 1")
+    if cp.size > 1 and cp.layout != "striped":
+        # Only there the first blocks of all ranks are the first blocks of the sequence.
+        raise ValueError(f'recomputed={recomputed} needs layout "striped", not "{cp.layout}"; write it, or recomputed=0 or 1')
+    return boundary, blocks
 
 
 def _select_tensors(q: Tensor, k: Tensor, rows: Rows, pattern: Pattern, world: _World, scale: float) -> list[Tensor]:
@@ -151,12 +186,13 @@ def _(q, k, start, stop, document_start, pattern, cp, scale):
     return pattern_by_key(pattern).empty_tensors(q, seq_len, world.block_size, document_start is not None)
 
 
-def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, backend: str, scale: float) -> Run:
+def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, backend: str, scale: float, first: int = 0,
+         last: int | None = None, column_kv: Tensor | None = None) -> Run:
     world = context_by_key(cp)
     rows = _padded_rows(rows, world.block_size)
     plain = rows.plain and not pattern_by_key(pattern).dynamic
     chosen = pattern_by_key(pattern).index(index, rows, *q.shape[:2], world.block_size)
-    return Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale, plain)
+    return Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale, plain, first, last, column_kv)
 
 
 def _executor(run: Run) -> ModuleType:
@@ -164,24 +200,51 @@ def _executor(run: Run) -> ModuleType:
     return gathered if run.cp.schedule == "all_gather" and run.cp.size > 1 else ring
 
 
-@torch.library.custom_op("titan_sparse::attend_forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
-             document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float,
-             plain: bool) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
-    padded = [_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)]
-    out, lse, column_kv = _executor(run).forward(run, *padded)
-    statistics.observe(run, padded[0], padded[1], lse)
-    length = q.shape[2]
-    return out[:, :, :length].to(q.dtype).contiguous(), lse[:, :, :length].contiguous(), column_kv
+             document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
+             first: int = 0, last: int | None = None, column_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and gathered columns' KV, of all queries or of a part, as Run has it; a part has no gradient.
+
+    column_kv: from another part of the same attention, needed where this one does not reach the end. Not returned again."""
+    rows = Rows(start, stop, document_start, plain=plain)
+    run = _run(q, index, rows, pattern, cp, backend, scale, first, last, column_kv)
+    q_part, k_part, v_part = run.part(*(_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)))
+    out, lse, gathered_kv = _executor(run).forward(run, q_part, k_part, v_part)
+    statistics.observe_call(run, q_part, k_part)
+    if last is None:
+        statistics.observe_layer(run, q_part, k_part, lse)
+    length = q.shape[2] - first * run.cp.block_size
+    return (out[:, :, :length].to(q.dtype).contiguous(), lse[:, :, :length].contiguous(),
+            gathered_kv if column_kv is None else q.new_empty(0))
 
 
-@_forward.register_fake
-def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain):
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    capacity = pattern_by_key(pattern).column_count(index)
-    return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=dtype),
-            q.new_empty(2, *q.shape[:2], capacity, q.shape[-1]))
+def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, first=0, last=None,
+                  column_kv=None):
+    dtype, size = torch.promote_types(q.dtype, torch.float32), context_by_key(cp).block_size
+    columns = (2, *q.shape[:2], pattern_by_key(pattern).column_count(index), q.shape[-1]) if column_kv is None else (0,)
+    length = q.shape[2] if last is None else min(last * size, q.shape[2]) - first * size
+    lse_shape = (*q.shape[:2], length)
+    return q.new_empty(*lse_shape, q.shape[-1]), q.new_empty(lse_shape, dtype=dtype), q.new_empty(columns)
+
+
+@torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
+def _join(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
+          document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
+          outs: list[Tensor], lses: list[Tensor], column_kv: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole from those of its parts; differentiated as the whole."""
+    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    if statistics.is_recording():
+        run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
+        size = run.cp.block_size
+        missing = (0, -q.shape[2] % size)
+        statistics.observe_layer(run, *(_whole_blocks(x, 2, size) for x in (q, k)),
+                                 torch.nn.functional.pad(lse, missing, value=-torch.inf))
+    return out, lse
+
+
+@_join.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
@@ -202,17 +265,27 @@ def _(d_out, q, k, v, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, index, start, stop, document_start, *ctx.options = inputs
-    out, lse, column_kv = output
+    if inputs[12:] != (0, None, None):
+        raise ValueError("a part of attention has no gradient of its own; detach its inputs and join the parts")
+    _save_whole(ctx, inputs, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _save_joined(ctx, inputs, output) -> None:
+    _save_whole(ctx, inputs, *output, inputs[-1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _save_whole(ctx, inputs: tuple, out: Tensor, lse: Tensor, column_kv: Tensor) -> None:
+    q, k, v, index, start, stop, document_start, *ctx.options = inputs[:12]
     ctx.index_size = len(index)
     ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, *index)
-    ctx.mark_non_differentiable(lse, column_kv)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 12
+        return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 8
     q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
     rows, index = rows[:3], rows[3:]
     gradients = torch.ops.titan_sparse.attend_backward(
@@ -221,7 +294,16 @@ def _differentiate(ctx, d_out, *_):
     return (*gradients, [None] * ctx.index_size, *(None,) * 8)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _differentiate_joined(ctx, d_out, *_):
+    return *_differentiate(ctx, d_out), [None, None], [None, None], None
+
+
+for _name in ("attend_forward", "attend_recomputed"):
+    _op = torch.library.custom_op(f"titan_sparse::{_name}", _forward, mutates_args=())
+    _op.register_fake(_fake_forward)
+    _op.register_autograd(_differentiate, setup_context=_save)
+_join.register_autograd(_differentiate_joined, setup_context=_save_joined)
 
 SAVED_OPS = (torch.ops.titan_sparse.select.default, torch.ops.titan_sparse.attend_forward.default)
-"""What activation checkpointing must keep: recomputing them would repeat collectives and selection."""
+"""What activation checkpointing must keep: recomputing them would repeat collectives and selection. `attend_recomputed`,
+which attend(recomputed=...) calls for the first part of each sequence, is not among them."""

@@ -19,7 +19,10 @@ from titan_sparse.attention.tiles import Tiles
 class Run(NamedTuple):
     """One call of attend(): rows and index are global, the same on every rank.
 
-    pattern: its key. plain: the mask is causal and nothing else, the pattern dense.
+    pattern: its key. plain: the mask is causal and nothing else, the pattern dense. first, last: on every rank queries are
+    the local blocks from `first` to before `last` (None: the end), keys those before `last`. Between ranks that is a part of
+    the sequence, its causal past and nothing else, for layout "striped" only. column_kv: keys and values of the columns
+    [2, B, Hq, C, D] where they have been gathered already.
     """
 
     rows: Rows
@@ -29,11 +32,20 @@ class Run(NamedTuple):
     backend: ModuleType
     scale: float
     plain: bool
+    first: int = 0
+    last: int | None = None
+    column_kv: Tensor | None = None
 
     @property
     def seq_len(self) -> int:
         """Global tokens, padding included."""
         return self.rows.start.shape[1]
+
+    def part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries and keys [B, H, S_local, D] that this run is about, as views."""
+        size = self.cp.block_size
+        last = q.shape[2] if self.last is None else self.last * size
+        return q[:, :, self.first * size : last], k[:, :, :last], v[:, :, :last]
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
         """In which sums over chunks are kept: q's own where there is but one chunk."""
@@ -50,26 +62,32 @@ class Run(NamedTuple):
         self.cp.plain_ring_bytes += 2 * k.numel() * (k.element_size() + gradient) * (self.cp.size - 1)
 
     def blocks(self, rank: int | None = None) -> Tensor:
-        """Global blocks of `rank` (default: this rank) on the data's device."""
-        return self.cp.blocks(self.seq_len, rank, self.rows.start.device)
+        """Global blocks of the keys of `rank` (default: this rank) on the data's device."""
+        return self.cp.blocks(self.seq_len, rank, self.rows.start.device)[: self.last]
+
+    def query_blocks(self, rank: int | None = None) -> Tensor:
+        """Global blocks of the queries of `rank` (default: this rank)."""
+        return self.blocks(rank)[self.first :]
 
     def tiles(self, batch: int, transpose: bool, source: int | None = None, queries: int | None = None) -> Tiles:
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
         one after the other); by_key too if `transpose`."""
-        k_blocks = self.cp.block_table(self.seq_len, self.rows.start.device).flatten() if source is None else self.blocks(source)
+        table = self.cp.block_table(self.seq_len, self.rows.start.device)
+        k_blocks = table[:, : self.last].flatten() if source is None else self.blocks(source)
         if self._has_table_kernels():
             return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, k_blocks, transpose)
-        return tiles.block_tiles(self.rows, self.index, self.blocks(queries), k_blocks, batch, transpose)
+        return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), k_blocks, batch, transpose)
 
     def column_tiles(self, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the gathered columns."""
         if self._has_table_kernels():
             return slash_tiles.column_tiles(self._query_side(batch), self.index, transpose)
-        return tiles.column_tiles(self.rows, self.index, self.blocks(), transpose)
+        return tiles.column_tiles(self.rows, self.index, self.query_blocks(), transpose)
 
     def _has_table_kernels(self) -> bool:
         return self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex)
 
     def _query_side(self, batch: int, rank: int | None = None) -> slash_tiles.QuerySide:
-        key = ("query side", self.pattern, self.cp.key, batch, rank)
-        return once_per_mask(self.rows, key, lambda: slash_tiles.query_side(self.rows, self.index, self.blocks(rank), batch))
+        key = ("query side", self.pattern, self.cp.key, batch, rank, self.first, self.last)
+        return once_per_mask(self.rows, key,
+                             lambda: slash_tiles.query_side(self.rows, self.index, self.query_blocks(rank), batch))

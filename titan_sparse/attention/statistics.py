@@ -1,8 +1,8 @@
 """What sparse attention kept: density, recall and budgets at their cap, per layer and head, measured while training.
 
 With several context-parallel ranks also how the work and its time spread over ranks and steps, and what was sent. The
-forward op calls observe() on every attention; it costs nothing unless a recording is on. Layers are told apart by the
-order of their calls, so that one compiled block serves all layers.
+ops call observe_call() and observe_layer(), which cost nothing unless a recording is on. Layers are told apart by the order
+of their calls, so that one compiled block serves all layers. What activation checkpointing repeats is not counted again.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ class Recording:
     recall: share of the full softmax mass that the selection kept, over sampled rows; empty unless asked for.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without budgets.
     Of this rank alone, and only with several context-parallel ranks:
-    calls, work: times and visited pairs of each attention call's forward, as by_rank() reads them.
+    calls, work: times and visited pairs of each attention call's forward, as by_rank() reads them; an attention whose first
+    part is recomputed has two calls.
     bytes_sent, plain_ring_bytes: from the first call until the recording ended, forward and backward, keys, values and
     gradients; what a ring would have sent in which each chunk visits every rank.
     """
@@ -61,6 +62,8 @@ class Recording:
     work: list[Tensor] = field(default_factory=list)
     bytes_sent: int = 0
     plain_ring_bytes: int = 0
+    parts: list[Tensor] = field(default_factory=list, repr=False)
+    """visited of the calls that the attention in hand has made so far."""
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
@@ -100,14 +103,27 @@ def recording(recall_rows: int = 0) -> Iterator[Recording]:
                 seen.bytes_sent, seen.plain_ring_bytes = (a - b for a, b in zip(now, before))
 
 
-def observe(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
-    """Called by the forward op with its padded inputs and its lse [B, Hq, S_local]."""
-    if _active is None:
+def is_recording() -> bool:
+    """Whether what runs now is to be observed."""
+    return _active is not None and not timing.recomputing()
+
+
+def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
+    """Called by the forward op with its padded inputs, of the whole sequence or of a part."""
+    if not is_recording():
         return
     pairs, column_pairs = visited_pairs(run, len(q))
     if run.cp.size > 1:
         _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
-    _active.visited.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs).mean(0))
+    _active.parts.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs).mean(0))
+
+
+def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
+    """Called once for each attention, after its call or calls, with padded inputs and lse [B, Hq, S_local] of all rows."""
+    if not is_recording():
+        return
+    _active.visited.append(torch.stack(_active.parts).sum(0))
+    _active.parts.clear()
     _active.visible = visible_pairs(run.rows).mean()
     if hasattr(run.index, "capped"):
         _active.capped.append(run.index.capped.double().mean(dim=(0, 2)))
@@ -139,7 +155,7 @@ def _in_steps(work: Tensor, cp: "ContextParallel") -> Tensor:
 def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
     """Pairs computed for this rank's queries: in blocks of each source rank, float64 [B, Hq, W], and of columns outside
     them, [B, Hq]."""
-    index, blocks, key = run.index, run.blocks(), ("pairs by block", run.cp.key)
+    index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
     pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
     keys = all_blocks(index)

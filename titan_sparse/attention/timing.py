@@ -68,12 +68,14 @@ def timed_calls() -> Iterator[list[Call]]:
 
 
 def timed(forward: Callable) -> Callable:
-    """A schedule's forward(run, q, k, v), timed inside timed_calls(). A step of all_gather is a KV head, else a chunk."""
+    """A schedule's forward(run, q, k, v), timed inside timed_calls(). A step of all_gather is a KV head, else a chunk.
+
+    A forward that activation checkpointing repeats is not timed again."""
 
     @functools.wraps(forward)
     def timed_forward(run: "Run", q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         global _call
-        if _calls is None or run.cp.size == 1:
+        if _calls is None or run.cp.size == 1 or recomputing():
             return forward(run, q, k, v)
         _call = call = Call(run.cp, k.shape[1] if run.cp.schedule == "all_gather" else run.cp.size, q.device)
         try:
@@ -85,6 +87,11 @@ def timed(forward: Callable) -> Callable:
         return result
 
     return timed_forward
+
+
+def recomputing() -> bool:
+    """Whether a forward called now is a repetition for a backward: it runs inside of autograd's."""
+    return torch._C._current_graph_task_id() != -1  # as torch.utils.checkpoint asks it
 
 
 def computing(step: int) -> contextlib.AbstractContextManager[None]:

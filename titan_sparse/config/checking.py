@@ -67,6 +67,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     _check_dtype(config)
     _check_world(config.parallelism, world_size, local_world_size)
     _check_attention(config)
+    _check_recompute(config)
     _check_optimizer(config.optimizer)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
@@ -172,6 +173,18 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
             'attention.schedule = "ring"')
     require(dtype != "float64" or attention.gradient_dtype == "float32", 'attention.gradient_dtype = "bfloat16" would '
             'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"')
+
+
+def _check_recompute(config: Config) -> None:
+    share, layout = config.activation_checkpoint.attention_recompute, config.attention.layout
+    key = f"activation_checkpoint.attention_recompute = {share}"
+    require(share == -1 or 0 <= share <= 1, f"{key} is neither -1 nor in [0, 1]; write -1 or for example 0.5")
+    require(share == 0 or config.activation_checkpoint.mode != "none", f'{key} would be ignored with '
+            'activation_checkpoint.mode = "none"; write activation_checkpoint.attention_recompute = 0 or '
+            'activation_checkpoint.mode = "full"')
+    require(share in (0, 1) or layout == "striped" or config.parallelism.cp == 1, f'{key} needs attention.layout = '
+            f'"striped", not "{layout}", with parallelism.cp above 1; write attention.layout = "striped" or '
+            'activation_checkpoint.attention_recompute = 0 or 1')
 
 
 def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int) -> None:

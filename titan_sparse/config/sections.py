@@ -193,6 +193,8 @@ class ActivationCheckpoint:
     """What is kept for backward and what is recomputed."""
     mode: Literal["none", "full", "selective"] = "full"
     "full: recompute each block; selective: keep its costly results; none: keep everything"
+    attention_recompute: float = 0.0
+    "share of each sequence, from its start, whose attention is recomputed rather than kept, in [0, 1]; -1: as memory needs"
 
 
 @dataclass
