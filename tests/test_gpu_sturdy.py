@@ -130,10 +130,12 @@ def _errors(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
     """By "ranks pattern schedule seed": errors of out, dq, dk, dv; and by seed those of dense flash attention."""
     rank, mask = dist.get_rank(), Documents(case.documents)
     two = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
-    group, three = two.get_local_rank("dp"), DeviceMesh(device, [1, 2, 3], mesh_dim_names=("cp",))
+    group = two.get_local_rank("dp")
     contexts = [(1, 0, ContextParallel(None, "contiguous", "local", case.block_size)), *((4, 0, cp) for cp in four.values())]
     contexts += [(2, group, ContextParallel(two["cp"], "striped", name, case.block_size)) for name in SCHEDULES[:2]]
     contexts += [(1, group, contexts[0][2])] if group else []
+    # Last: torch names a group by how many its process knows, and from here on rank 0 knows fewer.
+    three = DeviceMesh(device, [1, 2, 3], mesh_dim_names=("cp",))
     if rank > 0:
         contexts += [(3, 0, ContextParallel(three, "zigzag", name, case.block_size)) for name in SCHEDULES[:2]]
     set_timeout(HANG_SECONDS)
@@ -143,21 +145,26 @@ def _errors(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
     return {"errors": by_case, "flash": {seed: flash_errors(mask, *x) for seed, x in data.items()}}
 
 
-def _memory(case: Case, device: str, cp: ContextParallel) -> tuple[int, int]:
-    """Bytes after 5 and after 50 calls, forward and backward, without garbage collection, as in training: the peak on a GPU,
-    on the CPU what is held."""
+def _memory(case: Case, device: str, cp: ContextParallel) -> list[int]:
+    """Bytes after 5 and after 50 calls, forward and backward, without garbage collection, as in training."""
     *qkv, d_out = (cp.shard(x, 2) for x in inputs(case.block_size * case.blocks, device))
-    held = []
     gc.collect()
     gc.disable()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(50):
+    found = []
+    for call in range(1, 51):
         gradients(lambda *x: attend(*x, Documents(case.documents), case.pattern, cp, case.backend), d_out, *qkv)
-        held.append(torch.cuda.max_memory_allocated() if device == "cuda" else
-                    sum(x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor)))
+        found += [_bytes(device)] if call in (5, 50) else []
     gc.enable()
-    return held[4], held[-1]
+    return found
+
+
+def _bytes(device: str) -> int:
+    """The peak on a GPU; on the CPU, which does not know it, what is held."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
 
 
 def _delays(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
