@@ -229,7 +229,7 @@ def _started_on(stream: "torch.cuda.Stream | None"):
 
 
 SHORT = {"config": ROOT / "train_configs/demo_gpu.toml", "training.seq_len": 8192, "metrics.log_every": 1,
-         "metrics.recall_every": 0, "metrics.tensorboard": "false", "compile.enable": "false"}
+         "metrics.recall_every": 0, "metrics.tensorboard": "false", "compile.enable": "false", "lr_scheduler.warmup_steps": 5}
 
 
 def _trains(folder: Path, ranks: int, options: dict) -> subprocess.Popen:
