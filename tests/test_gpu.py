@@ -33,29 +33,33 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def _errors(cp, mask, pattern) -> list[float]:
+def inputs(seq_len: int = SEQ_LEN, device: str = "cuda", seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v and d_out in bf16."""
+    q, k, v = structured_qkv(1, 8, 2, seq_len, 64, seed, torch.bfloat16)
+    d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1)).bfloat16()
+    return [x.to(device) for x in (q, k, v, d_out)]
+
+
+def errors(cp, mask, pattern, q, k, v, d_out, backend="auto") -> list[float]:
     """Relative Frobenius errors of out, dq, dk, dv in bf16 against fp64 over the pairs that were chosen."""
-    q, k, v = (x.cuda() for x in structured_qkv(1, 8, 2, SEQ_LEN, 64, dtype=torch.bfloat16))
-    d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
     local = [cp.shard(x, 2) for x in (q, k, v)]
-    _, aux = attend(*local, mask, pattern, cp=cp, return_aux=True)
+    _, aux = attend(*local, mask, pattern, cp, backend, return_aux=True)
     seen = aux.index.dense(mask)
     wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
-    got, grads = gradients(lambda *x: attend(*x, mask, pattern, cp=cp), cp.shard(d_out, 2), *local)
+    got, grads = gradients(lambda *x: attend(*x, mask, pattern, cp, backend), cp.shard(d_out, 2), *local)
     return [_relative(cp.unshard(x, 2), want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
 
 
-def _flash_errors(mask) -> list[float]:
+def flash_errors(mask, q, k, v, d_out) -> list[float]:
     """The same errors of torch's dense flash attention in bf16, with the mask's documents as separate calls."""
-    q, k, v = (x.cuda() for x in structured_qkv(1, 8, 2, SEQ_LEN, 64, dtype=torch.bfloat16))
-    d_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
-    lengths = mask.lengths[0] if isinstance(mask, Documents) else [SEQ_LEN]
+    seq_len = q.shape[2]
+    lengths = mask.lengths[0] if isinstance(mask, Documents) else [seq_len]
 
     def flash(*qkv):
-        pieces = zip(*(x.split([*lengths, SEQ_LEN - sum(lengths)], dim=2) for x in qkv))
+        pieces = zip(*(x.split([*lengths, seq_len - sum(lengths)], dim=2) for x in qkv))
         return torch.cat([_sdpa(*piece) if n < len(lengths) else piece[0] * 0 for n, piece in enumerate(pieces)], dim=2)
 
-    seen = mask.dense(SEQ_LEN, "cuda")[:, None].expand(1, 8, -1, -1)
+    seen = mask.dense(seq_len, q.device)[:, None].expand(1, 8, -1, -1)
     wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
     got, grads = gradients(flash, d_out, q, k, v)
     return [_relative(x, want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
@@ -70,9 +74,9 @@ def _sdpa(q, k, v):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 @pytest.mark.parametrize("mask", [Causal(), Documents([[700, 9, 1000, 301]])], ids=["causal", "documents"])
 def test_bf16_on_one_gpu(mask, pattern):
-    bounds = [2 * error for error in _flash_errors(mask)]
-    errors = _errors(ContextParallel(None, "contiguous", "local"), mask, pattern)
-    assert all(error <= bound for error, bound in zip(errors, bounds)), (errors, bounds)
+    bounds = [2 * error for error in flash_errors(mask, *inputs())]
+    got = errors(ContextParallel(None, "contiguous", "local"), mask, pattern, *inputs())
+    assert all(error <= bound for error, bound in zip(got, bounds)), (got, bounds)
 
 
 @needs_gpu
@@ -109,10 +113,10 @@ def test_bf16_over_nccl(tmp_path):
          "-m", "tests.test_gpu", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    errors = json.loads((tmp_path / "errors.json").read_text())
-    bounds = [2 * error for error in _flash_errors(Documents([[700, 9, 1000, 301]]))]
-    assert len(errors) == 6
-    for case, got in errors.items():
+    by_case = json.loads((tmp_path / "errors.json").read_text())
+    bounds = [2 * error for error in flash_errors(Documents([[700, 9, 1000, 301]]), *inputs())]
+    assert len(by_case) == 6
+    for case, got in by_case.items():
         assert all(error <= bound for error, bound in zip(got, bounds)), (case, got, bounds)
 
 
@@ -141,13 +145,13 @@ def _main(folder: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
-    errors = {}
+    by_case = {}
     for schedule in ("all_gather", "ring", "double_ring"):
         cp = ContextParallel(mesh, "striped", schedule)
         for pattern in PATTERNS:
-            errors[f"{schedule} {pattern.name}"] = _errors(cp, Documents([[700, 9, 1000, 301]]), pattern)
+            by_case[f"{schedule} {pattern.name}"] = errors(cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs())
     if dist.get_rank() == 0:
-        (Path(folder) / "errors.json").write_text(json.dumps(errors))
+        (Path(folder) / "errors.json").write_text(json.dumps(by_case))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -61,15 +61,21 @@ def _inject_delays() -> None:
             setattr(owner, name, delayed(getattr(owner, name)))
 
 
-def _layers(cp: ContextParallel | None, mask: Mask, pattern: Pattern) -> list[Tensor]:
+def layer_inputs(heads: int = 4, seq_len: int = SEQ_LEN, head_dim: int = 8) -> list[Tensor]:
+    """q, k and v of three layers, and d_out; two KV heads."""
+    made = [structured_qkv(1, heads, 2, seq_len, head_dim, seed) for seed in (3, 4, 5)]
+    return [made[0][0], *(x for _, *kv in made for x in kv), structured_qkv(1, heads, heads, seq_len, head_dim, seed=2)[2]]
+
+
+def layers(cp: ContextParallel | None, mask: Mask, pattern: Pattern, inputs: list[Tensor], backend: str = "eager",
+           block_size: int = BLOCK) -> list[Tensor]:
     """Three attention layers, each the queries of the next: out, dq, and dk and dv of each; the whole tensors."""
     shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, dim: x,) * 2
-    q, *_, d_out = [*structured_qkv(1, 4, 2, SEQ_LEN, 8, seed=1), structured_qkv(1, 4, 4, SEQ_LEN, 8, seed=2)[2]]
-    kv = [x for seed in (3, 4, 5) for x in structured_qkv(1, 4, 2, SEQ_LEN, 8, seed)[1:]]
-    leaves = [shard(x, 2).clone().requires_grad_() for x in (q, *kv)]
+    *inputs, d_out = inputs
+    leaves = [shard(x, 2).clone().requires_grad_() for x in inputs]
     x = leaves[0]
     for k, v in zip(leaves[1::2], leaves[2::2]):
-        x = attend(x, k, v, mask, pattern, cp, "eager", block_size=BLOCK)
+        x = attend(x, k, v, mask, pattern, cp, backend, block_size=block_size)
     gradients = torch.autograd.grad(x, leaves, shard(d_out, 2))
     return [unshard(y.detach(), 2) for y in (x, *gradients)]
 
@@ -77,13 +83,14 @@ def _layers(cp: ContextParallel | None, mask: Mask, pattern: Pattern) -> list[Te
 def _check_delays(cases: list[tuple]) -> None:
     contexts = [(_context(_mesh(axes), layout, schedule, BLOCK, circulates), mask, pattern)
                 for axes, layout, schedule, circulates, mask, pattern in cases]
-    wanted = [_layers(*case) for case in contexts]
+    inputs = layer_inputs()
+    wanted = [layers(*case, inputs) for case in contexts]
     for (cp, mask, pattern), result in zip(contexts, wanted):
-        for got, want in zip(result, _layers(None, mask, pattern), strict=True):
+        for got, want in zip(result, layers(None, mask, pattern, inputs), strict=True):
             assert (got - want).abs().max() < 1e-9, (cp.key, pattern.key)
     _inject_delays()
     for case, want in zip(contexts, wanted):
-        for number, (x, y) in enumerate(zip(_layers(*case), want, strict=True)):
+        for number, (x, y) in enumerate(zip(layers(*case, inputs), want, strict=True)):
             assert torch.equal(x, y), f"result {number} of {case[0].key} differs on rank {dist.get_rank()}"
 
 
@@ -169,8 +176,9 @@ def _check_groups_beside_each_other() -> None:
     group = mesh.get_local_rank("dp")
     cp = _context(mesh["cp_inter", "cp_intra"], "striped", "double_ring", BLOCK)
     assert cp.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]][group]
+    inputs = layer_inputs()
     for mask, pattern in ((Causal(), VERTICAL), (PACKED, Dense()), (Causal(), Dense()))[group:]:
-        for got, want in zip(_layers(cp, mask, pattern), _layers(None, mask, pattern), strict=True):
+        for got, want in zip(layers(cp, mask, pattern, inputs), layers(None, mask, pattern, inputs), strict=True):
             assert (got - want).abs().max() < 1e-9, (cp.key, pattern.key)
 
 

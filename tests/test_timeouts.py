@@ -44,25 +44,31 @@ sys.exit(train.main())
 """
 
 
-def _run_until_it_ends(folder: Path, rank: int, action: str) -> tuple[str, float]:
-    """What torchrun over three ranks prints, and seconds from the third step of `rank` to the end of all processes."""
-    write_texts(folder / "texts")
+def run_until_it_ends(folder: Path, processes: int, rank: int, action: str, options: dict) -> tuple[str, float]:
+    """What torchrun over so many ranks prints, and seconds from the third step of `rank` to the end of all processes."""
     (folder / "job.py").write_text(SCRIPT.format(rank=rank, action=action))
-    options = {"data.source": folder / "texts", "training.output_dir": folder / "run", "training.seq_len": 192,
-               "training.device": "cpu", "training.dtype": "float32", "attention.block_size": 16, "parallelism.cp": 3,
-               "parallelism.timeout_seconds": 6, "metrics.tensorboard": "false", "lr_scheduler.warmup_steps": 1}
+    options = {"training.output_dir": folder / "run", "metrics.tensorboard": "false"} | options
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", folder / "job.py",
-         *words],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+         folder / "job.py", *words],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
     )
+    assert result.returncode != 0 and (folder / "job.hit").is_file(), result.stdout
     seconds = time.time() - float((folder / "job.hit").read_text())
-    assert result.returncode != 0, result.stdout
-    for number in range(3):
+    for number in range(processes):
         assert not Path(f"/proc/{(folder / f'pid{number}').read_text()}").exists(), f"rank {number} outlived its job"
     return result.stdout, seconds
+
+
+def _run_until_it_ends(folder: Path, rank: int, action: str) -> tuple[str, float]:
+    """As above: three ranks on the CPU."""
+    write_texts(folder / "texts")
+    return run_until_it_ends(folder, 3, rank, action, {
+        "data.source": folder / "texts", "training.seq_len": 192, "training.device": "cpu", "training.dtype": "float32",
+        "attention.block_size": 16, "parallelism.cp": 3, "parallelism.timeout_seconds": 6, "lr_scheduler.warmup_steps": 1,
+    })
 
 
 def test_a_killed_rank_is_named(tmp_path):
