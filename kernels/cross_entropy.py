@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits, and its gradient in the logits' own memory.
 
-Two passes over a row, in tiles of the vocabulary: maximum and sum of exponentials (online softmax, Milakov and Gimelshein,
-arXiv 1805.02867), then the gradient. Nothing of the size of the logits is allocated.
+Two passes over a row, in tiles of the vocabulary: maximum and sum of exponentials (online softmax, Milakov and
+Gimelshein, arXiv 1805.02867), then the gradient. Nothing of the size of the logits is allocated.
 """
 
 import torch
@@ -18,15 +18,15 @@ _TILE = 4096
 def cross_entropy_naive(
     logits: Tensor, labels: Tensor, scales: Tensor | None, z_loss: float, gradient_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The twin of cross_entropy(), on any device; fp64 logits too. It overwrites logits of fp32 and fp64 as well."""
+    """The twin of cross_entropy(), on any device; fp64 logits too. The logits stay."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     ignored, index = labels == IGNORE_INDEX, torch.arange(len(labels), device=labels.device)
     targets = labels.masked_fill(ignored, 0)
-    lse = wide.logsumexp(-1)
-    losses = (lse - wide[index, targets] + z_loss * lse.square()).masked_fill_(ignored, 0.0)
+    log_probabilities, lse = wide.log_softmax(-1), wide.logsumexp(-1)
+    losses = (z_loss * lse.square() - log_probabilities[index, targets]).masked_fill_(ignored, 0.0)
     if gradient_dtype is None:
         return losses, None
-    d_logits = wide.sub_(lse[:, None]).exp_().mul_((1.0 + 2.0 * z_loss * lse)[:, None])
+    d_logits = log_probabilities.exp_().mul_((1.0 + 2.0 * z_loss * lse)[:, None])
     d_logits[index, targets] -= 1.0
     if scales is not None:
         d_logits *= scales[:, None]
@@ -52,8 +52,10 @@ def _cross_entropy_kernel(
         new_top = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
         top = new_top
-    lse = tl.where(ignored, 0.0, top + tl.log(tl.where(ignored, 1.0, total)))
-    loss = lse - tl.load(logits + target).to(tl.float32) + z_loss * lse * lse
+    log_total = tl.log(tl.where(ignored, 1.0, total))
+    lse = tl.where(ignored, 0.0, top + log_total)
+    # Differences with the maximum come first, so that large logits lose no digits.
+    loss = top - tl.load(logits + target).to(tl.float32) + log_total + z_loss * lse * lse
     tl.store(losses + row, tl.where(ignored, 0.0, loss))
 
     if WANTS_GRADIENT:
@@ -64,7 +66,7 @@ def _cross_entropy_kernel(
         of_softmax = scale * (1.0 + 2.0 * z_loss * lse)
         for start in range(0, vocab, TILE):
             x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(tl.float32)
-            d = tl.exp(x - lse) * of_softmax - tl.where(start + tile == target, scale, 0.0)
+            d = tl.exp(x - top - log_total) * of_softmax - tl.where(start + tile == target, scale, 0.0)
             # A narrower gradient lies at the front of its row: what is written here, other threads may still have to
             # read as this tile or the one before.
             tl.debug_barrier()

@@ -24,9 +24,9 @@ def linear_cross_entropy(
 
     hidden [B, S, D] and weight [V, D] of one dtype (bf16, fp32, fp64), labels int64 [B, S]. Logits are fp32 (fp64 for
     fp64), and so is the loss. `chunk_tokens` rows of logits live at a time. Gradients are computed in the same pass
-    as the loss (Liger Kernel, arXiv 2410.10989, section 3.2), d_weight summed in fp32; backward only scales them. z-loss:
-    PaLM, arXiv 2204.02311, section 5. Raises ValueError for shapes and dtypes that do not fit or chunk_tokens < 1,
-    RuntimeError (on CUDA: a device assertion) for a label out of range.
+    as the loss (as in Liger Kernel, arXiv 2410.10989, section 3.2), d_weight summed in fp32; backward only scales them.
+    z-loss: PaLM, arXiv 2204.02311, section 5. Raises ValueError for shapes and dtypes that do not fit or
+    chunk_tokens < 1, RuntimeError (on CUDA: a device assertion) for a label out of range.
     """
     _check(hidden, weight, labels, chunk_tokens)
     if not torch.is_grad_enabled():
@@ -53,7 +53,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
     if chunk_tokens < 1:
         raise ValueError(f"training.loss_chunk_tokens = {chunk_tokens} is not positive; write for example 4096.")
     if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; both must be bfloat16, float32 or float64.")
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or float64.")
     in_range = ((labels >= 0) & (labels < len(weight))) | (labels == IGNORE_INDEX)
     torch._assert_async(in_range.all(), f"labels must be {IGNORE_INDEX} or in [0, {len(weight)})")
 
