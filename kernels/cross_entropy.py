@@ -41,7 +41,7 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     ignored = label == IGNORED
-    target = tl.where(ignored, 0, label)
+    target = tl.where(ignored, 0, label).to(tl.int32)
     limit = tl.where(ignored, 0, vocab)  # an ignored row is not read
     logits += row * logits_stride
     tile = tl.arange(0, TILE)

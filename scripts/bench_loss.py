@@ -7,8 +7,8 @@ defaults and with d_weight summed in fp32, at its own chunk size and at ours; cu
 filter of small gradients. A peer that is not installed, or does not run, is a row that says so.
 
 Each row is forward and backward of the mean over labels in bf16: median milliseconds, and peak bytes above inputs
-(gradients included: they are `gradient_bytes`). TFLOP/s count three matmuls, whatever is recomputed. Errors are relative
-(Frobenius), against float64 on the same bf16 inputs, on fewer tokens and rows of the vocabulary.
+(gradients included: they are `gradient_bytes`). TFLOP/s count three matmuls, whatever is recomputed. Errors are
+relative (Frobenius), against float64 on the same bf16 inputs, on fewer tokens and rows of the vocabulary.
 """
 
 import argparse

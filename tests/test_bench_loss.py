@@ -42,7 +42,7 @@ def test_a_peer_that_fails_is_a_row_and_ours_is_fatal() -> None:
         raise RuntimeError("no such kernel\nmore")
 
     assert bench_loss.row("liger", fails, inputs, inputs, args)["status"] == "failed: RuntimeError: no such kernel"
-    assert bench_loss.row("liger", "not installed", inputs, inputs, args) == {"name": "liger", "status": "not installed"}
+    assert bench_loss.row("liger", "not installed", inputs, inputs, args)["status"] == "not installed"
     with pytest.raises(RuntimeError):
         bench_loss.row("ours", fails, inputs, inputs, args)
 

@@ -1,6 +1,7 @@
 """The chunked, fused LM head and loss against the full logits."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse import loss as loss_module
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.kernels.cross_entropy import cross_entropy
@@ -268,3 +270,20 @@ def _both_heads_sharded() -> None:
 
 def test_sharded_head() -> None:
     run_processes(2, _both_heads_sharded)
+
+
+def _option_z_loss(folder: Path) -> None:
+    first = []
+    for z_loss in (0.0, 0.1, 0.2):
+        config = tiny_config(folder, f"z{z_loss}", training__z_loss=z_loss, training__steps=1)
+        train(config)
+        first.append(metrics_of(config)[0])
+    plain, one, two = (line["loss"] for line in first)
+    # lse of logits near 0 is the log of the vocabulary, about 5.6
+    assert 1.0 < one - plain < 10.0 and two - plain == pytest.approx(2 * (one - plain), rel=1e-9)
+    assert first[0]["grad_norm"] != first[1]["grad_norm"]
+
+
+def test_option_z_loss(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    run_processes(1, _option_z_loss, tmp_path)
