@@ -27,6 +27,6 @@ def expected_memory(config: DecoderConfig, *, shards: int, optimizer_states: int
         "weights, gradients, optimizer": parameters * master * (2 + optimizer_states) / shards,
         "gathered weights": (embedding + 2 * block) * width + embedding * master,
         "activations": config.layers * kept[checkpoint_mode] + 2 * inside,
-        "logits": min(tokens, loss_chunk_tokens) * config.vocab_size * 2 * master,
+        "logits": min(tokens, loss_chunk_tokens) * config.vocab_size * master,
     }
     return {part: size / 2**30 for part, size in sizes.items()}

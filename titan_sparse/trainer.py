@@ -226,7 +226,10 @@ class Trainer:
         positions = batch.positions
         if self.config.attention.mask == "causal":
             positions = self.cp.shard(torch.arange(seq_len).expand(tokens.shape[0], -1), 1)
-        loss = self.model(tokens, positions.to(self.device), rows, labels, self.config.training.loss_chunk_tokens) / valid
+        training = self.config.training
+        loss = self.model(
+            tokens, positions.to(self.device), rows, labels, training.loss_chunk_tokens, training.z_loss
+        ) / valid
         loss.backward()
         return loss.detach()
 

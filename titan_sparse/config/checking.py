@@ -13,7 +13,8 @@ from titan_sparse.models.huggingface_config import architecture
 
 _MINIMUMS = {
     0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
-        "data.min_document_length", "training.seed", "training.max_norm", "parallelism.cp_intra", "attention.sliding_window",
+        "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss", "parallelism.cp_intra",
+        "attention.sliding_window",
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",

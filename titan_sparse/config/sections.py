@@ -69,8 +69,10 @@ class Training:
     "gradients are clipped to this norm; 0: no clipping, the norm is still logged"
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     "compute dtype; weights, reduced gradients and optimizer states stay float32 (float64 for float64)"
-    loss_chunk_tokens: int = 2048
-    "tokens whose logits exist at one time"
+    loss_chunk_tokens: int = 4096
+    "tokens whose logits exist at one time, 4 bytes each in memory; more are faster"
+    z_loss: float = 0.0
+    "weight of the mean squared log-sum-exp of the logits in the loss that is trained on and logged; 0: off"
     gc_interval: int = 50
     "steps between Python garbage collections"
     device: Literal["auto", "cpu", "cuda"] = "auto"
