@@ -59,12 +59,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer; traces with torch.compile(fullgraph=True) when `attend` does."""
 
-    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, attend)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
@@ -75,13 +75,13 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is None.
 
-    `attend` computes attention for every layer; see `Attend` for its shapes.
+    `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes a layer's MLP.
     """
 
-    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(config, attend) for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, attend, mlp) for i in range(config.layers)})
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
         if not config.tied_embeddings:
