@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import ContextParallel
@@ -79,12 +79,13 @@ def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextP
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,
-                activation_checkpoint: "ActivationCheckpoint", compile: "Compile") -> None:
+                activation_checkpoint: "ActivationCheckpoint", compile: "Compile", offload: bool = False) -> None:
     """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not change.
 
     dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed, not averaged: the loss
-    is already divided by the global number of tokens.
+    is already divided by the global number of tokens. offload: sharded parameters and gradients live on the CPU.
     """
+    policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # the RoPE tables stay fp32
@@ -93,9 +94,10 @@ def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_af
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
             block.compile(backend=compile.backend, fullgraph=True)
-        model.layers[name] = fully_shard(block, mesh=fsdp, mp_policy=mixed, reshard_after_forward=reshard_after_forward)
+        model.layers[name] = fully_shard(block, mesh=fsdp, mp_policy=mixed, offload_policy=policy,
+                                         reshard_after_forward=reshard_after_forward)
     # Embedding, norm and head belong to the root: the head's weight is read in the root's forward, tied or not.
-    fully_shard(model, mesh=fsdp, mp_policy=mixed)
+    fully_shard(model, mesh=fsdp, mp_policy=mixed, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -6,12 +6,13 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_sparse.activation_checkpoint import AUTO, attention_bytes, choose_recompute
@@ -23,12 +24,15 @@ from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
 from titan_sparse.memory import expected_memory
 from titan_sparse.metrics import MetricsLog
-from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.chunked_mlp import ChunkedMLP
+from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
+from titan_sparse.offload import OffloadedBlocks
 from titan_sparse.optimizer import build_optimizer, build_schedule
 from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
 from titan_sparse.profiling import profiler
@@ -54,6 +58,8 @@ class Trainer:
         self.config, training = config, config.training
         self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
+        if config.float8.enable:
+            check_device(self.device)
         resumes = config.checkpoint.enable and newest_checkpoint(training.output_dir) is not None
         if config.model.initial_hf and not resumes:
             from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
@@ -128,12 +134,21 @@ class Trainer:
             recomputed=self.recomputed,
         )
         with torch.device("meta"):
-            model = Decoder(self.model_config, call).to(torch.promote_types(self.dtype, torch.float32))
+            model = Decoder(self.model_config, call, self._mlp()).to(torch.promote_types(self.dtype, torch.float32))
+        if config.float8.enable:
+            convert_to_float8(model, config.float8)
+        if config.activation_checkpoint.offload:
+            model.run_blocks = OffloadedBlocks(self.device)
         parallelize(model, self.meshes.fsdp, self.dtype, config.parallelism.reshard_after_forward,
-                    config.activation_checkpoint, config.compile)
-        model.to_empty(device=self.device)
-        initialize(model, config.training.seed, self.model_config)
+                    config.activation_checkpoint, config.compile, config.optimizer.offload)
+        model.to_empty(device="cpu" if config.optimizer.offload else self.device)
+        initialize(model, config.training.seed, self.model_config, self.device)
         return model
+
+    def _mlp(self) -> Callable[[DecoderConfig], nn.Module]:
+        chunk, compiler = self.config.training.mlp_chunk_tokens, self.config.compile
+        backend = compiler.backend if compiler.enable else ""
+        return functools.partial(ChunkedMLP, chunk_tokens=chunk, compile_backend=backend) if chunk else MLP
 
     def train(self) -> None:
         """From the newest checkpoint to training.steps, or until SIGINT or SIGTERM: then the step ends, is saved."""

@@ -6,15 +6,15 @@ from operator import attrgetter
 
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Attention, Config, Data, Flags, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
+    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
 
 _MINIMUMS = {
     0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
-        "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss", "parallelism.cp_intra",
-        "attention.sliding_window",
+        "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss",
+        "training.mlp_chunk_tokens", "parallelism.cp_intra", "attention.sliding_window",
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
@@ -70,6 +70,8 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     _check_attention(config)
     _check_recompute(config)
     _check_optimizer(config.optimizer)
+    _check_memory_levers(config)
+    _check_float8(config)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
 
@@ -204,6 +206,8 @@ def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int)
 def _check_optimizer(optimizer: Optimizer) -> None:
     require(optimizer.lr > 0, f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4")
     require(optimizer.eps > 0, f"optimizer.eps = {optimizer.eps} is not positive; write for example 1e-8")
+    require(optimizer.name != "SGD" or optimizer.implementation != "fused", 'optimizer.implementation = "fused" does not '
+            'exist for sharded parameters with optimizer.name = "SGD"; write optimizer.implementation = "auto"')
     for name in ("beta1", "beta2"):
         value = getattr(optimizer, name)
         require(0 <= value < 1, f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9")
@@ -211,6 +215,45 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         value, default = getattr(optimizer, name), getattr(Optimizer(), name)
         require(optimizer.name != "SGD" or value == default, f"optimizer.{name} = {value} would be ignored with "
                 f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name')
+
+
+def _check_memory_levers(config: Config) -> None:
+    mode, compiler = config.activation_checkpoint.mode, config.compile
+    if config.activation_checkpoint.offload:
+        require(mode != "none", 'activation_checkpoint.offload = true would move all activations with '
+                'activation_checkpoint.mode = "none"; write activation_checkpoint.mode = "full"')
+        require(compiler.enable and compiler.backend != "eager", "activation_checkpoint.offload = true needs blocks that are "
+                "compiled, as else attention's results stay on the device; write compile.enable = true and "
+                'compile.backend = "inductor"')
+    local_tokens = config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
+    chunk = config.training.mlp_chunk_tokens
+    require(chunk <= local_tokens, f"training.mlp_chunk_tokens = {chunk} is more than the {local_tokens} tokens of a rank "
+            "and would do nothing; write 0 or for example 8192")
+
+
+def _check_float8(config: Config) -> None:
+    float8, training = config.float8, config.training
+    if not float8.enable:
+        for name in ("recipe", "filter"):
+            value, default = getattr(float8, name), getattr(Float8(), name)
+            require(value == default, f"float8.{name} = {show(value)} would be ignored with float8.enable = false; write "
+                    f"float8.enable = true or float8.{name} = {show(default)}")
+        return
+    require(training.device != "cpu", 'float8.enable = true needs a GPU (Hopper or newer), not training.device = "cpu"; '
+            "write float8.enable = false")
+    require(training.dtype == "bfloat16", f'float8.enable = true needs training.dtype = "bfloat16", not '
+            f'"{training.dtype}"; write that or float8.enable = false')
+    names = [name.strip() for name in float8.filter.split(",")]
+    require(float8.filter == "" or all(names), f"float8.filter = {show(float8.filter)} holds an empty name, which is part "
+            'of every name; write for example "o_proj,mlp"')
+    require(training.mlp_chunk_tokens == 0 or "mlp" in names, "training.mlp_chunk_tokens computes in training.dtype; write "
+            'float8.filter = "mlp" or training.mlp_chunk_tokens = 0')
+    model = resolve(**vars(config.model))
+    for name, size in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size),
+                       ("heads x head_dim", model.heads * model.head_dim),
+                       ("kv_heads x head_dim", model.kv_heads * model.head_dim)):
+        require(size % 16 == 0, f"float8.enable = true needs multiples of 16, but the model's {name} is {size}; "
+                "write float8.enable = false")
 
 
 def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:

@@ -73,6 +73,8 @@ class Training:
     "tokens whose logits exist at one time, 4 bytes each in memory; more are faster"
     z_loss: float = 0.0
     "weight of the mean squared log-sum-exp of the logits in the loss that is trained on and logged; 0: off"
+    mlp_chunk_tokens: int = 0
+    "tokens that a block's MLP computes at one time, forward and backward; 0: all at once"
     gc_interval: int = 50
     "steps between Python garbage collections"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -173,6 +175,8 @@ class Optimizer:
     "weight decay per unit of learning rate"
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     "how torch.optim runs the update; auto: fused where it exists"
+    offload: bool = False
+    "keep float32 weights, gradients and optimizer states in CPU memory and update there; for GPUs"
 
 
 @dataclass
@@ -197,6 +201,19 @@ class ActivationCheckpoint:
     "full: recompute each block; selective: keep its costly results; none: keep everything"
     attention_recompute: float = 0.0
     "share of each sequence, from its start, whose attention is recomputed rather than kept, in [0, 1]; -1: as memory needs"
+    offload: bool = False
+    "what is kept of a block waits in pinned CPU memory for its backward; needs compile.enable"
+
+
+@dataclass
+class Float8:
+    """Matmuls of the blocks' linear layers in float8 (torchao), on Hopper GPUs and newer. Does nothing unless enabled."""
+    enable: bool = False
+    "compute the blocks' linear layers in float8; the head stays in training.dtype"
+    recipe: Literal["tensorwise", "rowwise"] = "rowwise"
+    "one scale for a whole tensor (fastest), or one for each row (more exact)"
+    filter: str = ""
+    "comma-separated parts of names of linear layers that stay in training.dtype, such as \"o_proj,layers.0.\""
 
 
 @dataclass
@@ -266,6 +283,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    float8: Float8 = field(default_factory=Float8)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

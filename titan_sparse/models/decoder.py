@@ -1,6 +1,6 @@
 """The decoder, with module names as in Hugging Face so that weights map by name. No parallelism, no kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,12 +59,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer; traces with torch.compile(fullgraph=True) when `attend` does."""
 
-    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, attend)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
@@ -72,16 +72,24 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *shared: Any) -> Tensor:
+    """x through all blocks, each called with (x, *shared)."""
+    for block in blocks:
+        x = block(x, *shared)
+    return x
+
+
 class Decoder(nn.Module):
     """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is None.
 
-    `attend` computes attention for every layer; see `Attend` for its shapes.
+    `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes a layer's MLP.
     """
 
-    def __init__(self, config: DecoderConfig, attend: Attend) -> None:
+    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(config, attend) for i in range(config.layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, attend, mlp) for i in range(config.layers)})
+        self.run_blocks = run_blocks  # offload.OffloadedBlocks, where what blocks keep goes to the CPU
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
         if not config.tied_embeddings:
@@ -102,8 +110,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         table_dtype = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rope_tables(self.inv_freq.to(x.device), self.attention_factor, positions, table_dtype)
-        for block in self.layers.values():
-            x = block(x, cos, sin, mask)
+        x = self.run_blocks(self.layers.values(), x, cos, sin, mask)
         hidden = self.norm(x)
         # Read inside forward: only here is a sharded head unsharded. The head is no module call because the loss
         # consumes its weight chunk by chunk.

@@ -14,16 +14,16 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, config: DecoderConfig) -> None:
+def initialize(model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None) -> None:
     """Fill every parameter of a materialised (to_empty) Decoder, fp32 or fp64, plain or DTensor, in place.
 
-    Draws each full tensor in fp32 on the parameter's device, one at a time, and keeps the local shard without
-    communication. Raises ValueError for a parameter still on the meta device.
+    Draws each full tensor in fp32 on `device` (default: the parameter's), one at a time, and keeps the local shard
+    without communication. Other kinds of device draw other numbers. Raises ValueError for a parameter still on the meta device.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) first.")
-        _assign(parameter, _draw(canonical_name(name), parameter.shape, parameter.device, seed, config.layers))
+        _assign(parameter, _draw(canonical_name(name), parameter.shape, device or parameter.device, seed, config.layers))
 
 
 def canonical_name(name: str) -> str:
