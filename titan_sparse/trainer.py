@@ -23,7 +23,7 @@ from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.loss import count_valid
-from titan_sparse.memory import expected_memory
+from titan_sparse.memory import estimate, peak_phase, step_of
 from titan_sparse.metrics import MetricsLog
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
@@ -238,12 +238,12 @@ class Trainer:
         if dist.get_rank() > 0:
             return
         padded = -(-training.seq_len // padding_multiple(config)) * padding_multiple(config)
-        memory = expected_memory(
-            self.model_config, shards=dist.get_world_size() // config.parallelism.dp_replicate,
-            optimizer_states=0 if config.optimizer.name == "SGD" else 2, batch=training.local_batch_size,
-            local_tokens=padded // self.cp.size, dtype=self.dtype, checkpoint_mode=config.activation_checkpoint.mode,
-            loss_chunk_tokens=training.loss_chunk_tokens,
-        )
+        backend = backends.choose(config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim,
+                                  config.attention.block_size)
+        step = step_of(config, self.model_config, build_pattern(config.attention), backend, dist.get_world_size(),
+                       int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        phases = estimate(step)
+        memory = phases[peak_phase(phases)]
         print(banner(config, self.model_config, self.meshes, self.cp, self.kernel, self.device, padded, memory), flush=True)
         save(config, training.output_dir)
 
