@@ -94,6 +94,7 @@ class Units(NamedTuple):
 def estimate(step: Step) -> dict[str, dict[str, float]]:
     """GiB by phase and part. The peak of the step is that of the phase with the largest sum: peak_phase()."""
     phases = {
+        "forward of the last block": _forward(step),
         "loss": _loss(step),
         "backward of the last block": _backward(step, blocks_left=step.model.layers),
         "backward of the first block": _backward(step, blocks_left=1),
@@ -116,11 +117,22 @@ def peak_gib(step: Step) -> float:
 # Phases: each says by part, in bytes, what is alive ---------------------------------------------------------------------
 
 
+def _forward(step: Step) -> dict[str, float]:
+    # The residual, the second norm, what comes out; gate's silu, up and their product. Without recomputation they are kept.
+    mlp = _bytes(step, Units(1) if step.mode == "none" else Units(3, 0, 0, 3), _mlp_tokens(step))
+    rotary = 0 if step.compiled else _bytes(step, Units(1, 11))  # fp32: q, its rotated half and what becomes of them
+    return _before_backward(step, blocks=2) | {"block and attention": max(mlp, rotary)}
+
+
 def _loss(step: Step) -> dict[str, float]:
-    kept_gradients = _parameters(step)[2] if step.accumulates else 0
+    return _before_backward(step, blocks=1 if step.shards > 1 else 0) | {"loss": _loss_tile(step)}
+
+
+def _before_backward(step: Step, blocks: int) -> dict[str, float]:
+    """At the end of the forward; blocks: how many's weights are gathered."""
     return _standing(step) | {
-        "gradients": kept_gradients, "gathered weights": _gathered(step, blocks=0),
-        "kept for backward": _kept(step, step.model.layers), "loss": _loss_tile(step),
+        "gradients": _gradient_bytes(step) if step.accumulates else 0, "gathered weights": _gathered(step, blocks),
+        "kept for backward": _kept(step, step.model.layers),
     }
 
 
@@ -138,12 +150,13 @@ def _backward(step: Step, blocks_left: int) -> dict[str, float]:
 
 
 def _embedding(step: Step) -> dict[str, float]:
-    """The end of the backward: embedding, last norm and head are reduced together, in fp32."""
+    """The end of the backward: embedding, last norm and head are reduced together, in fp32, their gathered weights freed. A
+    tied embedding has one gradient from the loss and one from the look-up until they are added."""
     embedding = _parameters(step)[0]
-    unsharded = embedding * (step.width + step.wide) + _head(step) * step.width
+    unsharded = embedding * (step.width + step.wide) + (_head(step) * step.width if step.model.tied_embeddings else 0)
     return _standing(step) | {
-        "gradients": _gradient_bytes(step) + unsharded, "gathered weights": _gathered(step, blocks=0),
-        "kept for backward": _kept(step, 0) + step.tokens * step.model.hidden_size * step.width,
+        "gradients": _gradient_bytes(step) + unsharded,
+        "kept for backward": _kept(step, 0) + _bytes(step, Units(hidden=1)),
     }
 
 
@@ -177,7 +190,7 @@ def _gathered(step: Step, blocks: int) -> float:
     embedding, block, _ = _parameters(step)
     if not step.reshard_after_forward:
         blocks = step.model.layers
-    arriving = block if blocks and step.shards > 1 else 0
+    arriving = block if blocks > 1 and step.shards > 1 else 0
     return step.width * (embedding + blocks * block + arriving)
 
 
@@ -231,7 +244,9 @@ def _recomputed_units(step: Step) -> Units:
 
 def _attention_units(step: Step) -> Units:
     """The same during attention's backward: gradients of out, q, k and v besides, and nothing of the MLP any more."""
-    return Units(5, 5, 5)
+    if step.mode == "none":
+        return Units(2, 4, 3)
+    return Units(5, 5, 5) if step.compiled else Units(5, 7, 5)
 
 
 def _kept(step: Step, blocks: int) -> float:
@@ -249,7 +264,7 @@ def _kept(step: Step, blocks: int) -> float:
 
 def _block_peak(step: Step) -> float:
     """The most that one block's backward needs besides what it has kept: in its MLP or in its attention."""
-    tokens = min(step.mlp_chunk_tokens or step.tokens, step.tokens)
+    tokens = _mlp_tokens(step)
     mlp = _bytes(step, _recomputed_units(step), tokens)
     if step.float8:  # both operands of a matmul, a byte an element
         mlp += tokens * (step.model.hidden_size + step.model.intermediate_size)
@@ -257,12 +272,18 @@ def _block_peak(step: Step) -> float:
     return max(mlp, attention) + step.attention_recompute * _bytes(step, Units(query=1))
 
 
+def _mlp_tokens(step: Step) -> int:
+    """Tokens that an MLP computes at one time."""
+    return min(step.mlp_chunk_tokens or step.tokens, step.tokens)
+
+
 def _loss_tile(step: Step) -> float:
     """Hidden states before and after the last norm, their gradient, that of the head in fp32, and one chunk of logits: in
-    fp32, and twice in training.dtype."""
+    fp32, and twice in training.dtype; or once, and what it adds to the head's gradient."""
     chunk = min(step.loss_chunk_tokens, step.tokens)
-    logits = chunk * step.model.vocab_size * (step.wide + 2 * step.width)
-    return _bytes(step, Units(hidden=3)) + _head(step) * step.wide + logits
+    logits = chunk * step.model.vocab_size
+    tile = max(logits * (step.wide + 2 * step.width), (logits + _head(step)) * step.width)
+    return _bytes(step, Units(hidden=3)) + _head(step) * step.wide + tile
 
 
 # Attention ---------------------------------------------------------------------------------------------------------------
