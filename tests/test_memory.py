@@ -11,9 +11,9 @@ from titan_sparse.models.flavours import FLAVOURS
 
 # Published shapes with few layers: tied with biases; head of its own; queries wider than the model, with their norms.
 SHAPES = {
-    "qwen2.5-0.5b": (dataclasses.replace(FLAVOURS["qwen2.5-0.5b"], layers=5), 32768, 1),
+    "qwen2.5-0.5b": (dataclasses.replace(FLAVOURS["qwen2.5-0.5b"], layers=3), 32768, 1),
     "llama3.1-8b": (dataclasses.replace(FLAVOURS["llama3.1-8b"], layers=3), 16384, 4),
-    "qwen3-0.6b": (dataclasses.replace(FLAVOURS["qwen3-0.6b"], layers=4), 65536, 2),
+    "qwen3-0.6b": (dataclasses.replace(FLAVOURS["qwen3-0.6b"], layers=3), 65536, 2),
 }
 
 

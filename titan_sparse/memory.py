@@ -26,7 +26,7 @@ GIB = 2**30
 
 LEVERS = {
     "attention_recompute": "activation_checkpoint.attention_recompute",
-    "offload_inputs": "activation_checkpoint.offload",
+    "offload": "activation_checkpoint.offload",
     "mlp_chunk_tokens": "training.mlp_chunk_tokens",
     "offload_optimizer": "optimizer.offload",
     "float8": "float8.enable",
@@ -34,7 +34,7 @@ LEVERS = {
 """Fields of Step that are options of their own: where the configuration has them. Those it does not have keep the default."""
 
 OFFLOAD_BUFFERS = 3
-"""Block inputs that are on the GPU at one time while they are offloaded."""
+"""Blocks whose kept tensors are on the GPU at one time while they are offloaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Step:
     reshard_after_forward: bool = True
     loss_chunk_tokens: int = 2048
     attention_recompute: float = 0.0
-    offload_inputs: bool = False
+    offload: bool = False
     mlp_chunk_tokens: int = 0
     offload_optimizer: bool = False
     float8: bool = False
@@ -252,24 +252,31 @@ def _attention_units(step: Step) -> Units:
 def _kept(step: Step, blocks: int) -> float:
     """What `blocks` blocks keep for their backward, and the tables that all blocks share."""
     model, units = step.model, _kept_units(step)
-    kept_attention = 1 - step.attention_recompute if step.mode != "none" else 1
-    inputs = min(blocks, OFFLOAD_BUFFERS) if step.offload_inputs else blocks
-    rest = _bytes(step, units._replace(hidden=units.hidden - 1, query=units.query - 1))
+    kept_attention = 1 - _recomputed_share(step) if step.mode != "none" else 1
+    rest = _bytes(step, units._replace(query=units.query - 1))
     attention = _bytes(step, Units(query=1)) + step.tokens * model.heads * step.wide
     selection = step.index_bytes + 2 * step.sequences * model.heads * step.columns * model.head_dim * step.width
     rope = 2 * step.tokens * model.head_dim * step.wide
     mask = 3 * 4 * step.sequences * step.seq_len
-    return blocks * (rest + kept_attention * attention + selection) + inputs * _bytes(step, Units(hidden=1)) + rope + mask
+    on_device = min(blocks, OFFLOAD_BUFFERS) if step.offload else blocks
+    return on_device * (rest + kept_attention * attention + selection) + rope + mask
+
+
+def _recomputed_share(step: Step) -> float:
+    """Of attention's results; a negative attention_recompute means as much as memory needs: it fits if all of it does."""
+    return 1.0 if step.attention_recompute < 0 else step.attention_recompute
 
 
 def _block_peak(step: Step) -> float:
     """The most that one block's backward needs besides what it has kept: in its MLP or in its attention."""
     tokens = _mlp_tokens(step)
     mlp = _bytes(step, _recomputed_units(step), tokens)
+    if step.mlp_chunk_tokens:  # the weights' gradients are summed over chunks in fp32
+        mlp += 3 * step.model.hidden_size * step.model.intermediate_size * step.wide
     if step.float8:  # both operands of a matmul, a byte an element
         mlp += tokens * (step.model.hidden_size + step.model.intermediate_size)
     attention = _bytes(step, _attention_units(step)) + _workspace(step)
-    return max(mlp, attention) + step.attention_recompute * _bytes(step, Units(query=1))
+    return max(mlp, attention) + _recomputed_share(step) * _bytes(step, Units(query=1))
 
 
 def _mlp_tokens(step: Step) -> int:
