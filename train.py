@@ -62,7 +62,8 @@ def reckon(config: Config, flags: Flags) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report)
+    if os.environ.get("RANK", "0") == "0":
+        print(report)
     return 0 if fits else 1
 
 

@@ -11,7 +11,6 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@300
-#SBATCH --output=outputs/slurm-%j.log
 set -euo pipefail
 if [[ $# -lt 1 || $1 == -* ]]; then
     echo "usage: sbatch --nodes N $0 train_configs/X.toml [--section.key value ...]" >&2

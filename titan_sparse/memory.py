@@ -322,7 +322,7 @@ def _cp_buffers(step: Step) -> float:
         return 2 * head * step.width
     chunk = head * step.model.kv_heads / step.cp
     kinds = 2 if step.schedule == "double_ring" else 1
-    return chunk * (2 * kinds * (step.width + step.gradient_width) + step.gradient_width)
+    return chunk * (2 * kinds * (step.width + step.gradient_width) + step.width)
 
 
 # From the configuration ---------------------------------------------------------------------------------------------------
