@@ -62,6 +62,12 @@ def test_report(monkeypatch, capsys):
     assert "density 11.1 %" in printed
 
 
+def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
+    _, printed = _main(monkeypatch, capsys, *SMALL, "--attention.backend", "flex", "--dry-run", "--device-memory", "139.8")
+    shown = (ROOT / "docs/memory.md").read_text().split("## How to read")[1].split("```\n")[1]
+    assert printed.startswith(shown)
+
+
 def test_what_does_not_fit_says_what_would(monkeypatch, capsys):
     words = ["--activation_checkpoint.mode", "none", "--training.loss_chunk_tokens", "16384"]
     status, printed = _main(monkeypatch, capsys, *SMALL, *words, "--dry-run", "--device-memory", "40")
