@@ -245,9 +245,9 @@ def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     assert kept[0.0] - kept[1.0] == whole + 2 * 2 * 4 * columns * 8 * 8
 
 
-@pytest.mark.parametrize("free, expected", [(0, 1), (-5, 1), (4000, 0), (5000, 0), (1000, 0.75), (2990, 0.3125), (3001, 0.25)])
+@pytest.mark.parametrize("free, expected", [(0, 1), (-5, 1), (40, 0), (50, 0), (10, 0.75), (29.9, 0.3125), (30.01, 0.25)])
 def test_choose_recompute(free, expected):
-    assert choose_recompute(free, layers=4, bytes_per_layer=1000) == expected
+    assert choose_recompute(lambda share: 40 * (1 - share), free) == expected
 
 
 # Statistics ---------------------------------------------------------------------------------------------------------

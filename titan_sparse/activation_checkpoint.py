@@ -5,8 +5,8 @@ and the whole ring of collectives. Where their memory is short, attend(recompute
 part of each sequence, which are the cheapest to compute again (docs/activation_checkpointing.md).
 """
 
-import math
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -60,12 +60,12 @@ AUTO = -1.0
 _STEPS = 16
 
 
-def choose_recompute(free_bytes: float, layers: int, bytes_per_layer: float) -> float:
-    """The smallest attention_recompute, in sixteenths, with which what is kept of `layers` fits into `free_bytes`; 1 if
-    nothing fits. bytes_per_layer: what one layer keeps at 0. Rounded up, so that a little more or less free memory does
-    not change a run."""
-    excess = 1 - free_bytes / (layers * bytes_per_layer)
-    return min(max(math.ceil(excess * _STEPS) / _STEPS, 0.0), 1.0)
+def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> float:
+    """The smallest attention_recompute, in sixteenths, with which the peak fits into what is free; 1 if none does.
+
+    peak_gib: of a share. In steps, so that a little more or less free memory does not change a run.
+    """
+    return next((n / _STEPS for n in range(_STEPS) if peak_gib(n / _STEPS) <= free_gib), 1.0)
 
 
 def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
            device: torch.device, padded_seq_len: int, memory: dict[str, float],
            recomputed: float) -> str:
-    """Several lines. kernel: what backends.explain() says; memory: GiB by part; recomputed: share of attention."""
+    """Several lines. kernel: what backends.explain() says; memory: GiB by part at the peak; recomputed: share of attention."""
     training, attention = config.training, config.attention
     dtype = training.dtype + ("" if training.dtype == "float64" else ", float32 weights and optimizer")
     window = f", window {attention.sliding_window}" if attention.sliding_window else ""
@@ -36,8 +36,8 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
         ("layout", f"{cp.layout}, schedule {cp.schedule}"),
         ("kernel", kernel),
         ("blocks", f"{kept}, {compiled}"),
-        ("memory", f"expect {sum(memory.values()):.2f} GiB a device: "
-                   + ", ".join(f"{part} {size:.2f}" for part, size in memory.items())),
+        ("memory", f"expect a peak of {sum(memory.values()):.2f} GiB a device: "
+                   + ", ".join(f"{part} {size:.2f}" for part, size in memory.items() if size >= 0.005)),
         ("timeouts", f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
                      f"saves, else after {config.parallelism.timeout_seconds:,} s"),
         ("output", training.output_dir),

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention import balance
 from titan_sparse.attention.statistics import Recording
-from titan_sparse.flops import attention_flops, matmul_flops_per_token, peak_flops
+from titan_sparse.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
 
 if TYPE_CHECKING:
@@ -27,14 +27,15 @@ logger = logging.getLogger("titan_sparse")
 class MetricsLog:
     """Writes the metrics of logged steps; on every rank but the first it only keeps the time.
 
-    steps: of the whole run, for percent and ETA. world_size: devices that share the throughput.
+    steps: of the whole run, for percent and ETA. world_size: devices that share the throughput. float8: whether linear
+    layers compute in float8, whose peak is another.
     """
 
     def __init__(self, section: "Metrics", output_dir: str, steps: int, model: DecoderConfig, device: torch.device,
-                 world_size: int, writes: bool):
+                 world_size: int, writes: bool, float8: bool = False):
         self.section, self.steps, self.model, self.device, self.world_size = section, steps, model, device, world_size
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self.peak = peak_flops(name, section.peak_tflops)
+        self.peak, self.float8 = peak_flops(name, section.peak_tflops), float8
         self.json = self.board = None
         if writes:
             os.makedirs(output_dir, exist_ok=True)
@@ -70,7 +71,9 @@ class MetricsLog:
         per_device = self.tokens / seconds / self.world_size
         record = {
             "step": step, **values, "tokens_seen": tokens_seen, "tokens_per_second_per_device": per_device,
-            "step_seconds": seconds / max(self.counted_steps, 1), "mfu": self._mfu(per_device, seen, sequence_tokens),
+            "step_seconds": seconds / max(self.counted_steps, 1),
+            **self._speeds(per_device, float(torch.stack(seen.visited).sum()) / sequence_tokens,
+                           float(seen.visible) * self.model.layers * self.model.heads / sequence_tokens),
             "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen), **context_parallel_averages(seen),
         }
         if self.json is not None:
@@ -79,12 +82,17 @@ class MetricsLog:
             logger.info(progress_line(record, self.steps))
         self.start_interval()
 
-    def _mfu(self, tokens_per_second: float, seen: Recording, sequence_tokens: float) -> float | None:
-        if self.peak is None:
-            return None
-        pairs = float(torch.stack(seen.visited).sum())
-        per_token = matmul_flops_per_token(self.model) + attention_flops(self.model, pairs) / sequence_tokens
-        return per_token * tokens_per_second / self.peak
+    def _speeds(self, tokens_per_second: float, visited: float, visible: float) -> dict[str, float | None]:
+        """mfu, and apart from it dense_equivalent_tflops. visited, visible: pairs a token, over layers and heads."""
+        dense = flops_per_token(self.model, visible) * tokens_per_second / 1e12
+        mfu = None
+        if self.peak is not None:
+            mfu = utilization(self.model, visited, tokens_per_second, self.peak, self.float8)
+            if mfu > 1:
+                logger.info("an mfu of %.0f %% is impossible and not written: metrics.peak_tflops = %g is too small for this "
+                               "device", 100 * mfu, self.peak / 1e12)
+                mfu = None
+        return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
     def _write_board(self, step: int, record: dict[str, Any], seen: Recording) -> None:
         if self.board is None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_sparse.activation_checkpoint import AUTO, attention_bytes, choose_recompute
+from titan_sparse.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -26,7 +26,7 @@ from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
-from titan_sparse.memory import expected_memory
+from titan_sparse.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.metrics import MetricsLog
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
@@ -91,7 +91,7 @@ class Trainer:
         )
         self.metrics = MetricsLog(
             config.metrics, training.output_dir, training.steps, self.model_config, self.device,
-            dist.get_world_size(), writes=dist.get_rank() == 0,
+            dist.get_world_size(), writes=dist.get_rank() == 0, float8=config.float8.enable,
         )
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
@@ -104,28 +104,19 @@ class Trainer:
             return share
         needed = torch.zeros(())
         if self.device.type == "cuda":
-            rest = sum(self._expected_memory(1.0).values()) * 2**30
-            tokens = self.config.training.local_batch_size * self._padded_seq_len() // self.cp.size
-            per_layer = attention_bytes(self.model_config, tokens, self.dtype)
-            free = _AUTO_SHARE * torch.cuda.mem_get_info(self.device)[0] - rest
-            needed.fill_(choose_recompute(free, self.model_config.layers, per_layer))
+            free = _AUTO_SHARE * torch.cuda.mem_get_info(self.device)[0] / 2**30
+            needed.fill_(choose_recompute(lambda share: peak_gib(self._step_size(share)), free))
         dist.all_reduce(needed, dist.ReduceOp.MAX)
         return needed.item()
 
-    def _padded_seq_len(self) -> int:
-        multiple = padding_multiple(self.config)
-        return -(-self.config.training.seq_len // multiple) * multiple
-
-    def _expected_memory(self, recomputed: float) -> dict[str, float]:
-        """GiB a device by part, with this share of attention recomputed."""
-        config, training = self.config, self.config.training
-        return expected_memory(
-            self.model_config, shards=dist.get_world_size() // config.parallelism.dp_replicate,
-            optimizer_states=0 if config.optimizer.name == "SGD" else 2, batch=training.local_batch_size,
-            local_tokens=self._padded_seq_len() // self.cp.size, dtype=self.dtype,
-            checkpoint_mode=config.activation_checkpoint.mode, loss_chunk_tokens=training.loss_chunk_tokens,
-            attention_recompute=recomputed,
-        )
+    def _step_size(self, recomputed: float) -> Step:
+        """What a step's memory depends on, with this share of attention recomputed."""
+        config, attention = self.config, self.config.attention
+        backend = backends.choose(
+            attention.backend, self.device.type, self.dtype, self.model_config.head_dim, attention.block_size)
+        step = step_of(config, self.model_config, build_pattern(attention), backend, dist.get_world_size(),
+                       int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        return dataclasses.replace(step, attention_recompute=recomputed)
 
     def _build_model(self) -> Decoder:
         config = self.config
@@ -290,8 +281,10 @@ class Trainer:
         """Rank 0: the banner, and the resolved config in the run's folder."""
         if dist.get_rank() > 0:
             return
-        print(banner(self.config, self.model_config, self.meshes, self.cp, self.kernel, self.device, self._padded_seq_len(),
-                     self._expected_memory(self.recomputed), self.recomputed), flush=True)
+        step = self._step_size(self.recomputed)
+        phases = estimate(step)
+        print(banner(self.config, self.model_config, self.meshes, self.cp, self.kernel, self.device, step.seq_len,
+                     phases[peak_phase(phases)], self.recomputed), flush=True)
         save(self.config, self.config.training.output_dir)
 
 

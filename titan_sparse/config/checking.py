@@ -40,6 +40,17 @@ def world_from_environment() -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+RANKS_PER_NODE = 8
+"""What a node has where --ranks says how many there are in all."""
+
+
+def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int, int]:
+    """(ranks in all, ranks of a node) with --ranks taken into account."""
+    if not flags.ranks:
+        return world_size, local_world_size
+    return flags.ranks, min(flags.ranks, local_world_size if local_world_size > 1 else RANKS_PER_NODE)
+
+
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
     """Context-parallel ranks of the inner ring: cp_intra, or as many of cp as a node has ranks."""
     return parallelism.cp_intra or min(parallelism.cp, local_world_size)
@@ -77,8 +88,11 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
-    """load() and then check(), whose ConfigError gets the name of the --config file in front, or "command line"."""
+    """load() and then check(), whose ConfigError gets the name of the --config file in front, or "command line".
+
+    The flag --ranks takes the place of the world size, with RANKS_PER_NODE to a node or what torchrun says."""
     config, flags = load(argv)
+    world_size, local_world_size = world_of(flags, world_size, local_world_size)
     try:
         check(config, world_size, local_world_size)
     except ConfigError as error:

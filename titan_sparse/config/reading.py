@@ -7,14 +7,15 @@ import json
 import sys
 import tomllib
 from collections.abc import Collection, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from titan_sparse.config.sections import KINDS, SECTIONS, Config, Flags, field_docs, walk
 
-_OPTIONS = ("config", "print-config", "help")
+_FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
+_OPTIONS = ("config", "help", *_FLAGS)
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
 
 def load(argv: list[str]) -> tuple[Config, Flags]:
     """Configuration and flags from the words after the program's name: `--config X.toml`, `--section.key value`,
-    `--section.key=value`, `--print-config`. Prints usage() and exits with status 0 on `--help`. Raises ConfigError."""
+    `--section.key=value`, and the flags. Prints usage() and exits with status 0 on `--help`. Raises ConfigError."""
     pairs = _split_words(argv)
     names = [name for name, _ in pairs]
     if "help" in names:
@@ -42,7 +43,30 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
     for name, text in pairs:
         if name not in _OPTIONS:
             _apply_word(config, name, text)
-    return config, Flags(print_config="print-config" in names)
+    return config, _flags(pairs)
+
+
+def _flags(pairs: list[tuple[str, str | None]]) -> Flags:
+    flags = Flags(**{_FLAGS[name].name: _flag(name, text) for name, text in pairs if name in _FLAGS})
+    doing = [f"--{name}" for name, item in _FLAGS.items() if item.type is bool and getattr(flags, item.name)]
+    require(len(doing) <= 1, f"command line: {' and '.join(doing)} exclude each other; write one of them")
+    for name in ("ranks", "device-memory"):
+        reckons = flags.dry_run or flags.find_max_length
+        require(reckons or not getattr(flags, _FLAGS[name].name), f"command line: --{name} would be ignored; write --dry-run or "
+                "--find-max-length too, or leave it out")
+    return flags
+
+
+def _flag(name: str, text: str | None) -> Any:
+    """The value of a flag; a number has to be positive."""
+    kind = _FLAGS[name].type
+    if kind is bool:
+        return True
+    value = _from_text(text or "", kind)
+    require(type(value) is kind and 0 < value < sys.float_info.max,
+            f"command line: --{name} {show(text or '')} is not a positive {'integer' if kind is int else 'number'}; "
+            f"write for example --{name} {8 if kind is int else 80}")
+    return value
 
 
 def config_file(argv: list[str]) -> str | None:
@@ -59,7 +83,7 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
         name, equals, text = word.removeprefix("--").partition("=")
         require(word.startswith("--") and name != "",
                 f"command line: unexpected word {show(word)}; write --section.key value")
-        takes_text = name not in ("print-config", "help")
+        takes_text = name != "help" and (name not in _FLAGS or _FLAGS[name].type is not bool)
         require(takes_text or not equals, f"command line: --{name} takes no value; write --{name}")
         if equals:
             pairs.append((name, text))
@@ -190,9 +214,11 @@ def save(config: Config, folder: str | Path) -> None:
 
 def usage() -> str:
     """What --help prints: every section and key with its type, default and meaning."""
-    lines = ["usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [--print-config] [--help]", "",
+    lines = ["usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]", "",
              "The command line wins over the file, the file over the defaults. A key that is true or false may",
-             "stand without a value: true. --print-config prints the resolved configuration and stops."]
+             "stand without a value: true. Flags:"]
+    docs = field_docs(Flags)
+    lines += [f"  --{name}{'' if item.type is bool else ' N'}: {docs[item.name]}" for name, item in _FLAGS.items()]
     # walk() gives a section just before its plain fields, so `docs` is always the field's own section.
     for key, kind in walk(Config):
         name = key.rpartition(".")[2]

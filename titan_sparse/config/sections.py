@@ -295,6 +295,14 @@ class Flags:
     """Command-line options that are not configuration."""
     print_config: bool = False
     "print the resolved configuration and stop"
+    dry_run: bool = False
+    "print the memory and the FLOPs of a step and stop; needs no GPU and no data; status 1 if it does not fit"
+    find_max_length: bool = False
+    "print the longest training.seq_len that fits and stop"
+    ranks: int = 0
+    "world size to reckon with; 0: that of torchrun, or 1; with --dry-run or --find-max-length"
+    device_memory: float = 0.0
+    "memory of a GPU to reckon with, GiB; 0: that of the GPU that is here; with --dry-run or --find-max-length"
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

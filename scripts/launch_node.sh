@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Train on all GPUs of this node:   scripts/launch_node.sh train_configs/X.toml [--section.key value ...]
+#   GPUS=4        fewer processes than there are GPUs      PYTHON=python3     another interpreter
+# How long ranks wait for each other is in the configuration: parallelism.first_step_timeout_seconds, timeout_seconds.
+set -euo pipefail
+if [[ $# -lt 1 || $1 == -* ]]; then
+    echo "usage: $0 train_configs/X.toml [--section.key value ...]" >&2
+    exit 2
+fi
+config=$(realpath "$1")
+cd "$(dirname "$(realpath "$0")")/.."
+
+# train.py sets this too; here for whoever starts something else with this script.
+if [[ -z ${PYTORCH_ALLOC_CONF:-} ]]; then
+    export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# When a collective times out, torch writes down what NCCL was doing.
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
+export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+# After Ctrl-C: time for two steps and a save (torch 2.13; 2.11 waits for 30 seconds whatever this says).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}
+
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-gpu}" train.py --config "$config" "${@:2}"

@@ -1,0 +1,128 @@
+"""A training step of the real, sharded model on fake tensors, counting the bytes that are alive. Nothing is computed.
+
+On the CPU two operations take more memory than their CUDA kernels do: RMSNorm, which is one kernel that keeps its input,
+and log_softmax, which reads bfloat16 and writes float32. Stand-ins with the CUDA kernels' memory take their place.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.patterns import Dense
+from titan_sparse.config import ActivationCheckpoint, Compile
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.parallel import parallelize
+
+_DENSE = Dense()
+
+
+class LiveBytes(TorchDispatchMode):
+    """now: bytes of the storages that operations have made and somebody still holds; peak: the most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.add(x)
+        return out
+
+    def add(self, x: Tensor) -> None:
+        storage = (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+        if storage._cdata not in self.sizes:
+            weakref.finalize(storage, self.resize, storage._cdata, None)
+        self.resize(storage._cdata, storage.nbytes())
+
+    def resize(self, key: int, size: int | None) -> None:
+        self.now += (size or 0) - self.sizes.pop(key, 0)
+        if size is not None:
+            self.sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def take_peak(self) -> float:
+        """The peak since the last call, in GiB."""
+        peak, self.peak = self.peak, self.now
+        return peak / 2**30
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def like_cuda(monkeypatch, live: LiveBytes) -> None:
+    """The stand-ins; and storages that FSDP frees or fills again are counted as such."""
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
+    monkeypatch.setattr(F, "log_softmax", lambda x, dim, dtype: torch.empty(x.shape, dtype=dtype))
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage, size):
+        resize(storage, size)
+        if storage._cdata in live.sizes:
+            live.resize(storage._cdata, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
+
+
+@contextmanager
+def fake_world(ranks: int) -> Iterator[None]:
+    """A process group whose collectives do nothing, seen from rank 0."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def peaks_of_a_step(monkeypatch, config: DecoderConfig, mode: str, tokens: int, ranks: int, chunk: int) -> tuple[float, ...]:
+    """GiB at the peak of forward, backward and optimizer step of the second step, weights in float32, AdamW (foreach)."""
+    live = LiveBytes()
+    with fake_world(ranks):
+        with torch.device("meta"):
+            model = Decoder(config, lambda q, k, v, mask: attend(q, k, v, mask, _DENSE, None, "eager"))
+        mesh = init_device_mesh("cpu", (ranks,))
+        parallelize(model, mesh, torch.bfloat16, True, ActivationCheckpoint(mode), Compile())
+        like_cuda(monkeypatch, live)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            inputs = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
+            rows = Causal().rows(tokens, torch.device("cpu"))
+            with live:
+                for parameter in model.parameters():
+                    live.add(parameter.data)
+                for _ in range(2):  # optimizer states come with the first
+                    live.take_peak()
+                    loss = model(inputs, inputs, rows, inputs, chunk)
+                    peaks = [live.take_peak()]
+                    loss.backward()
+                    peaks.append(live.take_peak())
+                    optimizer.step()
+                    peaks.append(live.take_peak())
+                    optimizer.zero_grad()
+    return tuple(peaks)
