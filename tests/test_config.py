@@ -312,6 +312,7 @@ def test_impossible_combination(words, world_size, expected):
     (RECOMPUTE + "-1 --activation_checkpoint.mode selective --parallelism.cp 2", 2),
     ("--attention.pattern dense --attention.block_size 8192", 1),
     ("--attention.vertical_slash.min_slashes 9", 1),
+    ("--optimizer.name SGD --optimizer.implementation foreach", 1),
     ("--lr_scheduler.decay_ratio 0.2 --lr_scheduler.warmup_steps 0", 1),
     ("--checkpoint.enable --checkpoint.keep_latest_k 0 --checkpoint.initial_load_path a", 1),
 ])

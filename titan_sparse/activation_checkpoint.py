@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from titan_sparse.attention import SAVED_OPS
 from titan_sparse.models.flavours import DecoderConfig
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 
 def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
