@@ -121,6 +121,8 @@ def _forward(step: Step) -> dict[str, float]:
     # The residual, the second norm, what comes out; gate's silu, up and their product. Without recomputation they are kept.
     mlp = _bytes(step, Units(1) if step.mode == "none" else Units(3, 0, 0, 3), _mlp_tokens(step))
     rotary = 0 if step.compiled else _bytes(step, Units(1, 11))  # fp32: q, its rotated half and what becomes of them
+    if step.mode == "none":  # when q is rotated, most of what the block will keep is not there yet
+        rotary -= _kept(step, 1) - _kept(step, 0) - _bytes(step, Units(2, 1, 2))
     return _before_backward(step, blocks=2) | {"block and attention": max(mlp, rotary)}
 
 
@@ -304,8 +306,8 @@ def _workspace(step: Step) -> float:
     size = max(0.17 * 2 * (query + kv) * step.width, lists)
     if step.backend == "flex":  # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv
         size += step.wide * (query + (2 * kv if model.heads > model.kv_heads else 0))
-    if step.schedule == "all_gather":  # dk and dv of the whole sequence, every head's until the last is scattered
-        size += 2 * step.wide * kv * step.cp
+    if step.schedule == "all_gather":  # dk and dv of the whole sequence, of two heads
+        size += 2 * step.wide * kv * step.cp * min(2, model.kv_heads) / model.kv_heads
     elif step.cp > 1:  # sums over chunks: dq, dk and dv; sent chunks
         size += step.wide * (query + 4 * kv)
     return size

@@ -55,6 +55,8 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         else:
             dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype)
         dq.append(dq_part.to(q.dtype))
+        for pending in summed[-1] if summed else ():
+            pending.wait()  # the last head's, which had this one's work to hide behind: only now is its memory free
         summed.append([_scatter(run, x) for x in (dk, dv)])
     columns = reduce_columns(run, torch.cat(d_columns, dim=2)) if d_columns else None
     d_kv = [torch.cat([x.wait() for x in parts], dim=1).to(dtype) for parts in zip(*summed)]
