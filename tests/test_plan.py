@@ -68,8 +68,8 @@ class Recorder:
 
 
 class Events:
-    """Plays what all ranks do, event by event. A transfer is a kernel on its communicator's stream: it starts when the one
-    before is over, a message when sender and receiver have started; it takes seconds[axis][receiver]."""
+    """Plays what all ranks do, event by event. A transfer is a kernel on its communicator's stream and starts when the one
+    before is over; a message begins when sender and receiver have started, and takes seconds[axis][receiver]."""
 
     def __init__(self, inter, intra, programs, compute, seconds, columns=0.0):
         self.inter, self.intra, self.programs = inter, intra, programs
@@ -91,7 +91,9 @@ class Events:
         now, (kind, *about) = self.time(rank, i - 1), self.programs[rank][i]
         if kind == "work":
             return now + self.compute[rank, about[0]].item()
-        return max(now, self.columns) if kind == "columns" else max(now, self.over(rank, about[0])) if kind == "wait" else now
+        if kind == "columns":
+            return max(now, self.columns)
+        return max(now, self.over(rank, about[0])) if kind == "wait" else now
 
     @functools.cache
     def started(self, rank, number):
@@ -106,7 +108,7 @@ class Events:
         return max(self.message(rank, number, *pair) for pair in pairs)
 
     def message(self, rank, number, sender, receiver):
-        """When the message of this transfer of rank's, from sender to receiver, is there: the n-th sent is the n-th received."""
+        """When the message of this transfer of rank's is there; the n-th that is sent is the n-th that is received."""
         axis, place = self.posts[rank][number][1], 2 if rank == sender else 3
         order = sum(post[1] == axis and post[place] for post in self.posts[rank][:number])
         other, place = (receiver, 3) if rank == sender else (sender, 2)
@@ -132,13 +134,14 @@ def test_timelines_are_those_of_the_events(inter, intra, density, groups):
         compute = torch.rand(ranks, ranks, generator=g, dtype=torch.float64) * needed.gather(1, sources)
         seconds = {axis: scale * torch.rand(ranks, generator=g, dtype=torch.float64)
                    for axis, scale in zip(keys, (0.8, outer, 1.5, 4 * outer))}
-        links, gradient_links = (seconds["inner"], seconds["outer"]), (seconds["inner_gradient"], seconds["outer_gradient"])
+        links, gradient_links = ([seconds[axis] for axis in some] for some in (keys[:2], keys[2:]))
         hops, back = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
         columns = 2.0 * outer
         forward = ring_forward(compute, hops, sources, links, groups, columns)
         backward = ring_backward(compute, hops, back, sources, links, gradient_links, groups)
-        recorders = lambda: [Recorder(inter, intra, rank, needed, groups) for rank in range(ranks)]
-        for timeline, programs in ((forward, [x.forward() for x in recorders()]), (backward, [x.backward() for x in recorders()])):
+        recorder = functools.partial(Recorder, inter, intra, needed=needed, groups=groups)
+        for timeline, play in ((forward, Recorder.forward), (backward, Recorder.backward)):
+            programs = [play(recorder(rank=rank)) for rank in range(ranks)]
             events = Events(inter, intra, programs, compute, seconds, columns)
             torch.testing.assert_close(timeline.finish(), events.finish())
             assert torch.equal(timeline.compute, compute * groups) and (timeline.waiting >= 0).all()
@@ -147,14 +150,15 @@ def test_timelines_are_those_of_the_events(inter, intra, density, groups):
 def test_groups_cross_nodes_one_after_the_other():
     """Two nodes of one rank, two groups of heads: 1 s of work a piece, 5 s an outer hop, 7 s its gradient's."""
     everything, compute = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2, dtype=torch.float64)
-    hops, back, sources = hops_needed(everything, 2, 1), gradient_hops(everything, 2, 1), step_sources("double_ring", 2, 1)
+    hops, back = hops_needed(everything, 2, 1), gradient_hops(everything, 2, 1)
+    sources = step_sources("double_ring", 2, 1)
     links, gradient_links = (torch.zeros(2), torch.full((2,), 5.0)), (torch.zeros(2), torch.full((2,), 7.0))
     forward = ring_forward(compute, hops, sources, links, 2)
     assert forward.finish().tolist() == [11.0, 11.0]            # the second group comes at 10, not at 5
     assert forward.waiting[0].tolist() == [3.0, 4.0]            # from 2 to 5 and from 6 to 10
     assert ring_forward(compute, hops, sources, links, 2, columns=7.0).seconds() == 11.0    # from 5 to 7, then 8 to 10
     backward = ring_backward(compute, hops, back, sources, links, gradient_links, 2)
-    assert backward.seconds() == 24.0                           # gradients leave at 10 (before the second piece) and at 17
+    assert backward.seconds() == 24.0                           # gradients leave at 10, before the second piece, and at 17
 
 
 def test_a_sender_waits_for_the_receiver():
@@ -202,6 +206,15 @@ def test_bytes_and_times_of_a_plan_by_hand():
     torch.testing.assert_close(p.forward.compute, p.work * 4 * 16 / 1e12)
     assert p.forward.seconds() == pytest.approx(3 * chunk / 1e8, rel=0.01)      # nothing but the slow link counts
     assert _plan("local", 1, 1).forward.waiting.sum() == 0
+
+
+def test_a_double_ring_is_planned_in_groups():
+    p = _plan("double_ring", 2, 1, constants=Constants(**vars(DEFAULTS) | {"launch_ms": 0.05}))
+    piece = p.work / 2 * 4 * 16 / 1e12 + 5e-5               # one of two KV heads, launched on its own
+    torch.testing.assert_close(p.forward.compute, 2 * piece)
+    across = p.chunk_bytes / 1e8                            # half of them twice, then one piece is left
+    torch.testing.assert_close(p.forward.finish(), across + piece[:, 1])
+    assert p.backward.seconds() == pytest.approx(across + p.gradient_bytes / 1e8, rel=1e-6)
 
 
 def test_the_hierarchy_and_the_links_matter():

@@ -69,8 +69,8 @@ class _Communicator:
         self.free = torch.zeros(len(previous), dtype=torch.float64)
 
     def post(self, now: Tensor, sends: Tensor) -> Tensor:
-        """Each rank comes to a transfer at `now` [W], and sends or does not, bool [W]. When it has sent and received its
-        part, [W]; -inf where there is none."""
+        """Each rank comes to a transfer at `now` [W], and sends or does not, bool [W]. Returns when it has sent and
+        received its part, [W]; -inf where there is none."""
         ready, receives = torch.maximum(now, self.free), sends[self.previous]
         arrives = torch.where(receives, torch.maximum(ready, ready[self.previous]) + self.seconds, -torch.inf)
         over = torch.maximum(arrives, torch.where(sends, arrives[self.next], -torch.inf))
@@ -84,7 +84,7 @@ def _communicators(hops: Hops, links: Links) -> tuple[_Communicator, _Communicat
 
 
 class _Clock:
-    """The ranks' compute streams. now: seconds [W]. compute: [W, steps] of one piece. waiting: [W, steps] after each."""
+    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces."""
 
     def __init__(self, compute: Tensor):
         self.now, self.compute = torch.zeros(len(compute), dtype=torch.float64), compute
@@ -101,9 +101,10 @@ class _Clock:
 
 def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, groups: int = 1,
                  columns: float = 0.0) -> Timeline:
-    """A ring or double ring's forward, as transport.circulate(). compute: float64 [W, steps] seconds of one group of KV
-    heads; sources: of balance.step_sources(); links: of one group's chunk. columns: seconds of their exchange, begun at the
-    start and waited for by the first group at the last step that a rank computes. The timeline sums groups by step."""
+    """A ring or double ring's forward, as transport.circulate(). compute: float64 [W, steps] seconds of one of `groups`
+    equal groups of KV heads; sources: of balance.step_sources(); links: of one group's chunk. columns: seconds of their
+    exchange, begun at the start, waited for by the first group at the last step that a rank computes. The timeline sums
+    over groups."""
     (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
     windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
     last = ((compute > 0) * torch.arange(compute.shape[1])).amax(1)
@@ -123,8 +124,8 @@ def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, gro
 
 def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor, links: Links,
                   gradient_links: Links, groups: int = 1) -> Timeline:
-    """A ring or double ring's backward, as transport.circulate_with_gradients(): the first step of the first window for all
-    groups, the other windows, the rest of the first. Arguments as for ring_forward()."""
+    """A ring or double ring's backward, as transport.circulate_with_gradients(): the first step of the first window for
+    all groups, the other windows, the rest of the first. Arguments as for ring_forward()."""
     (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
     windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
     rings, sends = _communicators(gradients, gradient_links), _sends(gradients, sources)
