@@ -1,20 +1,24 @@
 """Timelines of transfers against a simulation event by event; plans, their script and the calibration."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from scripts import calibrate, plan as script
+from titan_sparse.attention import transport
 from titan_sparse.attention.balance import step_sources
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.routing import gradient_hops, hops_needed
+from titan_sparse.attention.schedule import double_ring
 from titan_sparse.index_file import save_indexes
 from titan_sparse.planning import Constants, Shape, count, load_constants, plan
 from titan_sparse.timeline import gather_backward, gather_forward, ring_backward, ring_forward, with_columns
@@ -28,97 +32,140 @@ WORLDS = [(1, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3), (4, 2)]
 # Timelines ----------------------------------------------------------------------------------------------------------
 
 
+class Recorder:
+    """What one rank does in transport.py, in order: ("post", axis, sends, receives), ("wait", number of the post),
+    ("work", step), ("columns",). It stands where a ContextParallel does, and nothing is sent."""
+
+    gradient_dtype = None
+
+    def __init__(self, inter, intra, rank, needed, groups):
+        self.rank, self.size, self.done, self.posts = rank, inter * intra, [], 0
+        self.windows = double_ring(inter, intra, rank)
+        self.route, self.order = transport.route(self, needed), sum(self.windows, [])
+        self.chunks = [[torch.zeros(1)] for _ in range(groups)]
+
+    def shift(self, chunk, axis, slot, sends, receives):
+        if not sends and not receives:
+            return SimpleNamespace(wait=list)
+        number, self.posts = self.posts, self.posts + 1
+        self.done.append(("post", axis, sends, receives))
+        return SimpleNamespace(wait=lambda: self.done.append(("wait", number)) or [torch.zeros(1)] * receives)
+
+    def forward(self):
+        last = max((o, t) for o, window in enumerate(self.route.compute) for t, works in enumerate(window) if works)
+        for group, o, t, source, _ in transport.circulate(self, self.route, self.chunks):
+            self.done += [("columns",)] * (group == 0 and (o, t) == last)       # as in ring.py
+            self.done += [("work", self.order.index(source))] * self.route.compute[o][t]
+        return self.done
+
+    def backward(self):
+        def piece(group, source, chunk):
+            self.done.append(("work", self.order.index(source)))
+            return torch.zeros(1)
+
+        transport.circulate_with_gradients(self, self.route, self.chunks, piece)
+        return self.done
+
+
 class Events:
-    """Event by event: a transfer from a to b begins when both have come to it and takes seconds[b]."""
+    """Plays what all ranks do, event by event. A transfer is a kernel on its communicator's stream and starts when the one
+    before is over; a message begins when sender and receiver have started, and takes seconds[axis][receiver]."""
 
-    def __init__(self, inter, intra, compute, keys, gradients, links, gradient_links):
-        self.inter, self.intra, self.compute = inter, intra, compute
-        self.keys, self.gradients, self.links, self.gradient_links = keys, gradients, links, gradient_links
-        self.known = {}
+    def __init__(self, inter, intra, programs, compute, seconds, columns=0.0):
+        self.inter, self.intra, self.programs = inter, intra, programs
+        self.compute, self.seconds, self.columns = compute, seconds, columns
+        self.posts = [[(i, *op[1:]) for i, op in enumerate(program) if op[0] == "post"] for program in programs]
 
-    def before(self, rank, outer):
-        node, place = divmod(rank, self.intra)
-        return (node - 1) % self.inter * self.intra + place if outer else node * self.intra + (place - 1) % self.intra
+    def finish(self):
+        for i in range(max(map(len, self.programs))):                # in step, so that no recursion gets deep
+            for rank, program in enumerate(self.programs):
+                self.time(rank, min(i, len(program) - 1))
+        return torch.tensor([self.time(rank, len(program) - 1) for rank, program in enumerate(self.programs)],
+                            dtype=torch.float64)
 
-    def chunk(self, rank, o, t):
-        node, place = divmod(rank, self.intra)
-        return (node - o) % self.inter * self.intra + (place - t) % self.intra
-
-    def arrival(self, posted, rank, outer, o, t, hops, seconds):
-        """When rank has what the previous one sends after (o, t); None if nothing."""
-        sender = self.before(rank, outer)
-        source = self.chunk(sender, o, 0 if outer else t)
-        made = (hops.outer_from[source] <= o < hops.outer_to[source]) if outer else (
-            hops.inner_from[source, o] <= t < hops.inner_to[source, o])
-        return max(posted(rank), posted(sender)) + seconds[outer][rank].item() if made else None
-
-    def once(self, *key):
-        if key not in self.known:
-            self.known[key] = getattr(self, "_" + key[0])(*key[1:])
-        return self.known[key]
-
-    def _start(self, back, rank, o, t):
-        """When rank begins to compute step t of window o."""
-        if o == t == 0:
+    @functools.cache
+    def time(self, rank, i):
+        """When rank's compute stream is past operation i."""
+        if i < 0:
             return 0.0
-        if t:
-            times = [self.once("worked", back, rank, o, t - 1),
-                     self.arrival(lambda r: self.once("start", back, r, o, t - 1), rank, False, o, t - 1, self.keys, self.links)]
-        else:
-            times = [self.once("worked", back, rank, o - 1, self.intra - 1),
-                     self.arrival(lambda r: self.once("start", back, r, o - 1, 0), rank, True, o - 1, 0, self.keys, self.links)]
-        return max(x for x in times if x is not None)
+        now, (kind, *about) = self.time(rank, i - 1), self.programs[rank][i]
+        if kind == "work":
+            return now + self.compute[rank, about[0]].item()
+        if kind == "columns":
+            return max(now, self.columns)
+        return max(now, self.over(rank, about[0])) if kind == "wait" else now
 
-    def _worked(self, back, rank, o, t):
-        """When rank is done with a step, and in the backward has added and posted its gradient."""
-        times = [self.once("start", back, rank, o, t) + self.compute[rank, o * self.intra + t].item()]
-        if back and t:
-            times.append(self.gradient_of_step(rank, o, t - 1))
-        if back and o and not t:
-            times.append(self.once("node_sum", rank, o - 1))
-        return max(x for x in times if x is not None)
+    @functools.cache
+    def started(self, rank, number):
+        i, axis, *_ = self.posts[rank][number]
+        before = [n for n in range(number) if self.posts[rank][n][1] == axis]
+        return max(self.time(rank, i), self.over(rank, before[-1]) if before else 0.0)
 
-    def gradient_of_step(self, rank, o, t):
-        return self.arrival(lambda r: self.once("worked", True, r, o, t), rank, False, o, t, self.gradients, self.gradient_links)
+    @functools.cache
+    def over(self, rank, number):
+        _, axis, sends, receives = self.posts[rank][number]
+        pairs = [(rank, self.neighbour(rank, axis, 1))] * sends + [(self.neighbour(rank, axis, -1), rank)] * receives
+        return max(self.message(rank, number, *pair) for pair in pairs)
 
-    def _node_sum(self, rank, o):
-        """When the sum of node o is complete on the rank where the chunk came in, after the first step that follows."""
-        last = (o + 1, 0) if o + 1 < self.inter else None
-        worked = self.once("start", True, rank, *last) + self.compute[rank, (o + 1) * self.intra].item() if last else (
-            self.once("worked", True, rank, o, self.intra - 1))
-        times = [worked, self.gradient_of_step(rank, o, self.intra - 1)]
-        if o:
-            times.append(self.outer_gradient(rank, o - 1))
-        return max(x for x in times if x is not None)
+    def message(self, rank, number, sender, receiver):
+        """When the message of this transfer of rank's is there; the n-th that is sent is the n-th that is received."""
+        axis, place = self.posts[rank][number][1], 2 if rank == sender else 3
+        order = sum(post[1] == axis and post[place] for post in self.posts[rank][:number])
+        other, place = (receiver, 3) if rank == sender else (sender, 2)
+        matching = [n for n, post in enumerate(self.posts[other]) if post[1] == axis and post[place]][order]
+        return max(self.started(rank, number), self.started(other, matching)) + self.seconds[axis][receiver].item()
 
-    def outer_gradient(self, rank, o):
-        return self.arrival(lambda r: self.once("node_sum", r, o), rank, True, o, 0, self.gradients, self.gradient_links)
-
-    def finish(self, back, rank):
-        if not back:
-            return self.once("worked", False, rank, self.inter - 1, self.intra - 1)
-        times = [self.once("node_sum", rank, self.inter - 1), self.outer_gradient(rank, self.inter - 1)]
-        return max(x for x in times if x is not None)
+    def neighbour(self, rank, axis, hop):
+        node, place = divmod(rank, self.intra)
+        if axis.startswith("outer"):
+            return (node + hop) % self.inter * self.intra + place
+        return node * self.intra + (place + hop) % self.intra
 
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
 @pytest.mark.parametrize("density", [0.2, 1.0])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_timelines_are_those_of_the_events(inter, intra, density, seed):
-    g, ranks = torch.Generator().manual_seed(seed), inter * intra
-    needed = (torch.rand(ranks, ranks, generator=g) < density) | torch.eye(ranks, dtype=torch.bool)
-    compute = torch.rand(ranks, ranks, generator=g, dtype=torch.float64)
-    drawn = lambda scale: scale * torch.rand(ranks, generator=g, dtype=torch.float64)
-    links, gradient_links = (drawn(0.8), drawn(3.0)), (drawn(1.5), drawn(15.0))
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_timelines_are_those_of_the_events(inter, intra, density, groups):
+    g, ranks = torch.Generator().manual_seed(groups), inter * intra
     sources = step_sources("double_ring", inter, intra)
-    keys, gradients = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
-    events = Events(inter, intra, compute, keys, gradients, links, gradient_links)
-    forward = ring_forward(compute, keys, sources, links)
-    backward = ring_backward(compute, keys, gradients, sources, links, gradient_links)
-    for timeline, back in ((forward, False), (backward, True)):
-        wanted = torch.tensor([events.finish(back, rank) for rank in range(ranks)], dtype=torch.float64)
-        torch.testing.assert_close(timeline.finish(), wanted)
-        assert torch.equal(timeline.compute, compute) and (timeline.waiting >= 0).all()
+    keys = ("inner", "outer", "inner_gradient", "outer_gradient")
+    for outer in (1.0, 3.0, 10.0):                                  # from links that hide to links that never do
+        needed = (torch.rand(ranks, ranks, generator=g) < density) | torch.eye(ranks, dtype=torch.bool)
+        compute = torch.rand(ranks, ranks, generator=g, dtype=torch.float64) * needed.gather(1, sources)
+        seconds = {axis: scale * torch.rand(ranks, generator=g, dtype=torch.float64)
+                   for axis, scale in zip(keys, (0.8, outer, 1.5, 4 * outer))}
+        links, gradient_links = ([seconds[axis] for axis in some] for some in (keys[:2], keys[2:]))
+        hops, back = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
+        columns = 2.0 * outer
+        forward = ring_forward(compute, hops, sources, links, groups, columns)
+        backward = ring_backward(compute, hops, back, sources, links, gradient_links, groups)
+        recorder = functools.partial(Recorder, inter, intra, needed=needed, groups=groups)
+        for timeline, play in ((forward, Recorder.forward), (backward, Recorder.backward)):
+            programs = [play(recorder(rank=rank)) for rank in range(ranks)]
+            events = Events(inter, intra, programs, compute, seconds, columns)
+            torch.testing.assert_close(timeline.finish(), events.finish())
+            assert torch.equal(timeline.compute, compute * groups) and (timeline.waiting >= 0).all()
+
+
+def test_groups_cross_nodes_one_after_the_other():
+    """Two nodes of one rank, two groups of heads: 1 s of work a piece, 5 s an outer hop, 7 s its gradient's."""
+    everything, compute = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2, dtype=torch.float64)
+    hops, back = hops_needed(everything, 2, 1), gradient_hops(everything, 2, 1)
+    sources = step_sources("double_ring", 2, 1)
+    links, gradient_links = (torch.zeros(2), torch.full((2,), 5.0)), (torch.zeros(2), torch.full((2,), 7.0))
+    forward = ring_forward(compute, hops, sources, links, 2)
+    assert forward.finish().tolist() == [11.0, 11.0]            # the second group comes at 10, not at 5
+    assert forward.waiting[0].tolist() == [3.0, 4.0]            # from 2 to 5 and from 6 to 10
+    assert ring_forward(compute, hops, sources, links, 2, columns=7.0).seconds() == 11.0    # from 5 to 7, then 8 to 10
+    backward = ring_backward(compute, hops, back, sources, links, gradient_links, 2)
+    assert backward.seconds() == 24.0                           # gradients leave at 10, before the second piece, and at 17
+
+
+def test_a_sender_waits_for_the_receiver():
+    hops, sources = hops_needed(torch.ones(3, 3, dtype=torch.bool), 1, 3), step_sources("ring", 1, 3)
+    compute = torch.tensor([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    timeline = ring_forward(compute, hops, sources, (torch.full((3,), 0.5), torch.zeros(3)))
+    assert timeline.finish().tolist() == [10.5, 11.0, 10.5]      # ranks 0 and 2 meet rank 1's second transfer at 9
 
 
 def test_a_ring_by_hand():
@@ -159,6 +206,15 @@ def test_bytes_and_times_of_a_plan_by_hand():
     torch.testing.assert_close(p.forward.compute, p.work * 4 * 16 / 1e12)
     assert p.forward.seconds() == pytest.approx(3 * chunk / 1e8, rel=0.01)      # nothing but the slow link counts
     assert _plan("local", 1, 1).forward.waiting.sum() == 0
+
+
+def test_a_double_ring_is_planned_in_groups():
+    p = _plan("double_ring", 2, 1, constants=Constants(**vars(DEFAULTS) | {"launch_ms": 0.05}))
+    piece = p.work / 2 * 4 * 16 / 1e12 + 5e-5               # one of two KV heads, launched on its own
+    torch.testing.assert_close(p.forward.compute, 2 * piece)
+    across = p.chunk_bytes / 1e8                            # half of them twice, then one piece is left
+    torch.testing.assert_close(p.forward.finish(), across + piece[:, 1])
+    assert p.backward.seconds() == pytest.approx(across + p.gradient_bytes / 1e8, rel=1e-6)
 
 
 def test_the_hierarchy_and_the_links_matter():

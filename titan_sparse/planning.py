@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import balance, layout as layouts, routing
+from titan_sparse.attention import balance, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import BlockIndex
@@ -145,14 +145,14 @@ def _seconds(work: Tensor, flops: int, tflops: float, constants: Constants) -> T
 def _circulated(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
     """Bytes and timelines of a ring (inter = 1) or a double ring whose chunks go where they are needed."""
     keys, gradients = routing.hops_needed(needed, inter, intra), routing.gradient_hops(needed, inter, intra)
-    links, gradient_links = (_link_seconds(size, case.node, keys, case.constants)
+    groups = schedules.head_groups(case.shape.kv_heads, inter)
+    links, gradient_links = (_link_seconds(size / groups, case.node, keys, case.constants)
                              for size in (case.chunk_bytes, case.gradient_bytes))
     sent, back = routing.traffic(keys, case.node), routing.traffic(gradients, case.node)
-    forward = ring_forward(case.forward_seconds(case.work), keys, case.sources, links)
-    backward = case.backward_seconds(case.backward_work)
-    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links)
-    start, last = torch.zeros(len(needed)), forward.compute[:, -1] + forward.waiting[:, -1]
-    forward = with_columns(forward, case.columns[0], start, forward.finish() - last)
+    # A group of heads is launched on its own at every step.
+    forward, backward = case.forward_seconds(case.work / groups), case.backward_seconds(case.backward_work / groups)
+    forward = ring_forward(forward, keys, case.sources, links, groups, case.columns[0])
+    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links, groups)
     backward = with_columns(backward, case.columns[1], backward.compute[:, 0], backward.finish())
     return _traffic(sent, back, case), forward, backward
 
@@ -163,7 +163,7 @@ def _traffic(keys: routing.Traffic, gradients: routing.Traffic, case: _Case) -> 
     return forward | dict(zip(("backward_inside", "backward_across"), backward))
 
 
-def _link_seconds(size: int, node: int, hops: routing.Hops, constants: Constants) -> tuple[Tensor, Tensor]:
+def _link_seconds(size: float, node: int, hops: routing.Hops, constants: Constants) -> tuple[Tensor, Tensor]:
     """Seconds that `size` bytes take from the previous rank of the inner, of the outer ring, float64 [W] each."""
     ranks, inter = hops.inner_to.shape
     intra, rank = ranks // inter, torch.arange(ranks)

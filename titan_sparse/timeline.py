@@ -1,10 +1,11 @@
 """Plays the transfers and kernels of one attention layer through, on all ranks at once: seconds from integers and rates.
 
 The order of events is that of attention/transport.py and gathered.py: a transfer is posted before the step that it hides
-behind, begins when both its ends have posted it, and is waited for after the step. Transfers are taken not to slow each
-other down or the kernels.
+behind, begins when both its ends have come to it, and is waited for after the step, by the sender too. Those of one
+communicator go one after the other; those of different ones are taken not to slow each other down or the kernels.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -59,54 +60,123 @@ def _sends(hops: Hops, sources: Tensor) -> tuple[Tensor, Tensor]:
     return inner, (hops.outer_from[source] <= window) & (window < hops.outer_to[source])
 
 
-def _arrival(posted: Tensor, previous: Tensor, seconds: Tensor, sent: Tensor) -> Tensor:
-    """When each rank holds what the previous one sends; -inf where that sends nothing."""
-    began = torch.maximum(posted, posted[previous])
-    return torch.where(sent[previous], began + seconds, -torch.inf)
+class _Communicator:
+    """Transfers around one ring, one after the other: a rank's next one begins once its send and its receive of the one
+    before are over, as they are one kernel on one stream. seconds: of a transfer from the previous rank, [W]."""
+
+    def __init__(self, previous: Tensor, seconds: Tensor):
+        self.previous, self.next, self.seconds = previous, previous.argsort(), seconds
+        self.free = torch.zeros(len(previous), dtype=torch.float64)
+
+    def post(self, now: Tensor, sends: Tensor) -> Tensor:
+        """Each rank comes to a transfer at `now` [W], and sends or does not, bool [W]. Returns when it has sent and
+        received its part, [W]; -inf where there is none."""
+        ready, receives = torch.maximum(now, self.free), sends[self.previous]
+        arrives = torch.where(receives, torch.maximum(ready, ready[self.previous]) + self.seconds, -torch.inf)
+        over = torch.maximum(arrives, torch.where(sends, arrives[self.next], -torch.inf))
+        self.free = torch.maximum(self.free, over)
+        return over
 
 
-def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links) -> Timeline:
-    """A ring or double ring's forward. compute: float64 [W, steps] seconds; sources: of balance.step_sources()."""
-    rings, (inner, outer) = _rings(hops), _sends(hops, sources)
-    steps = compute.shape[1] // outer.shape[1]
-    now, waiting = torch.zeros(len(compute), dtype=torch.float64), torch.zeros_like(compute)
-    for step in range(compute.shape[1]):
-        if step % steps == 0:
-            next_node = _arrival(now, rings.outer, links[1], outer[:, step // steps])
-        ends = (step + 1) % steps == 0
-        arrives = next_node if ends else _arrival(now, rings.inner, links[0], inner[:, step])
-        computed = now + compute[:, step]
-        now = torch.maximum(computed, arrives)
-        waiting[:, step] = now - computed
-    return Timeline(compute, waiting)
+def _communicators(hops: Hops, links: Links) -> tuple[_Communicator, _Communicator]:
+    """Of the inner and of the outer ring."""
+    return tuple(_Communicator(previous, seconds) for previous, seconds in zip(_rings(hops), links))
+
+
+class _Clock:
+    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces."""
+
+    def __init__(self, compute: Tensor):
+        self.now, self.compute = torch.zeros(len(compute), dtype=torch.float64), compute
+        self.waiting, self.step = torch.zeros_like(compute), 0
+
+    def work(self, step: int) -> None:
+        self.now, self.step = self.now + self.compute[:, step], step
+
+    def wait(self, until: Tensor) -> None:
+        now = torch.maximum(self.now, until)
+        self.waiting[:, self.step] += now - self.now
+        self.now = now
+
+
+def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, groups: int = 1,
+                 columns: float = 0.0) -> Timeline:
+    """A ring or double ring's forward, as transport.circulate(). compute: float64 [W, steps] seconds of one of `groups`
+    equal groups of KV heads; sources: of balance.step_sources(); links: of one group's chunk. columns: seconds of their
+    exchange, begun at the start, waited for by the first group at the last step that a rank computes. The timeline sums
+    over groups."""
+    (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
+    windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
+    last = ((compute > 0) * torch.arange(compute.shape[1])).amax(1)
+    chunks = [outer.post(clock.now, to_node[:, 0]) for _ in range(groups)]
+    for window, group in itertools.product(range(windows), range(groups)):
+        if window:
+            clock.wait(chunks[group])
+            chunks[group] = outer.post(clock.now, to_node[:, window])
+        for step in range(window * steps, (window + 1) * steps):
+            chunk = inner.post(clock.now, to_next[:, step])
+            if group == 0:
+                clock.wait(torch.where(last == step, columns, -torch.inf))
+            clock.work(step)
+            clock.wait(chunk)
+    return Timeline(compute * groups, clock.waiting)
 
 
 def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor, links: Links,
-                  gradient_links: Links) -> Timeline:
-    """A ring or double ring's backward. Gradients follow one step behind their chunks; the sum of a node is complete, and
-    goes on to the next node, after the first step of the next window. An upper bound for double rings: transport.py leaves
-    the first window's rest to the end, for the last outer gradient to hide behind."""
-    rings, (inner, outer), (inner_back, outer_back) = _rings(hops), _sends(hops, sources), _sends(gradients, sources)
-    steps, windows = compute.shape[1] // outer.shape[1], outer.shape[1]
-    now, waiting = torch.zeros(len(compute), dtype=torch.float64), torch.zeros_like(compute)
-    gradient = node = torch.full_like(now, -torch.inf)
-    for step in range(compute.shape[1]):
-        window, first, ends = step // steps, step % steps == 0, (step + 1) % steps == 0
-        if first:
-            next_node = _arrival(now, rings.outer, links[1], outer[:, window])
-        arrives = next_node if ends else _arrival(now, rings.inner, links[0], inner[:, step])
-        computed = now + compute[:, step]
-        now = torch.maximum(computed, gradient)
-        if first and window:
-            now = torch.maximum(now, node)
-            node = _arrival(now, rings.outer, gradient_links[1], outer_back[:, window - 1])
-        gradient = _arrival(now, rings.inner, gradient_links[0], inner_back[:, step])
-        now = torch.maximum(now, arrives)
-        if step + 1 == compute.shape[1]:
-            now = torch.maximum(torch.maximum(now, gradient), node)
-            now = torch.maximum(now, _arrival(now, rings.outer, gradient_links[1], outer_back[:, windows - 1]))
-        waiting[:, step] = now - computed
-    return Timeline(compute, waiting)
+                  gradient_links: Links, groups: int = 1) -> Timeline:
+    """A ring or double ring's backward, as transport.circulate_with_gradients(): the first step of the first window for
+    all groups, the other windows, the rest of the first. Arguments as for ring_forward()."""
+    (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
+    windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
+    rings, sends = _communicators(gradients, gradient_links), _sends(gradients, sources)
+    homes = [_Homeward(clock, rings, sends) for _ in range(groups)]
+    chunks = [outer.post(clock.now, to_node[:, 0]) for _ in range(groups)]
+    held = [inner.post(clock.now, to_next[:, 0]) for _ in range(groups)]
+    for _ in range(groups):
+        clock.work(0)
+    for window, group in itertools.product([*range(1, windows), 0], range(groups)):
+        clock.wait(chunks[group] if window else held[group])
+        if window:
+            chunks[group] = outer.post(clock.now, to_node[:, window])
+        for step in range(window * steps or 1, (window + 1) * steps):
+            chunk = inner.post(clock.now, to_next[:, step])
+            if step % steps == 0 or (group, step) == (0, 1):
+                homes[group - 1].finish_node()
+            homes[group].work(step, window if step % steps == 0 else None)
+            clock.wait(chunk)
+    for home in homes:
+        home.finish()
+    return Timeline(compute * groups, clock.waiting)
+
+
+class _Homeward:
+    """A group's gradients, as transport._Homeward. inner, outer: when their last transfers are over, [W]; node: the
+    window whose sum has not gone on to the next node."""
+
+    def __init__(self, clock: _Clock, rings: tuple[_Communicator, _Communicator], sends: tuple[Tensor, Tensor]):
+        self.clock, self.rings, self.sends = clock, rings, sends
+        self.inner = self.outer = torch.full_like(clock.now, -torch.inf)
+        self.node: int | None = None
+
+    def work(self, step: int, begins: int | None) -> None:
+        """The work of a step, whose gradient then goes on. begins: the window, if it is the first step of one."""
+        self.clock.work(step)
+        if begins is None:
+            self.clock.wait(self.inner)
+        else:
+            self.node = begins
+        self.inner = self.rings[0].post(self.clock.now, self.sends[0][:, step])
+
+    def finish_node(self) -> None:
+        if self.node is None:
+            return
+        self.clock.wait(torch.maximum(self.inner, self.outer))
+        self.outer = self.rings[1].post(self.clock.now, self.sends[1][:, self.node])
+        self.inner, self.node = torch.full_like(self.inner, -torch.inf), None
+
+    def finish(self) -> None:
+        self.finish_node()
+        self.clock.wait(torch.maximum(self.inner, self.outer))
 
 
 def gather_forward(compute: Tensor, gather: float) -> Timeline:

@@ -5,7 +5,6 @@ with the last chunk of the forward and the first of the backward, so that their 
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from titan_sparse.attention import rectangles, timing, transport
 from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.schedule import head_groups
 
 
 @timing.timed
@@ -108,7 +108,7 @@ def _head_groups(run: Run, q: Tensor, k: Tensor) -> list[_HeadGroup]:
     The first part from another node is computed while the next is on its way, and its gradient leaves while the next is
     computed; with all heads at once a rank of two nodes waits for one transfer with half of its work still to do.
     """
-    parts = math.gcd(k.shape[1], 4) if len(run.cp.windows) > 1 else 1
+    parts = head_groups(k.shape[1], len(run.cp.windows))
     if parts == 1:
         return [_HeadGroup(run, slice(None), slice(None))]
     heads, kv_heads = (_slices(x.shape[1], parts) for x in (q, k))

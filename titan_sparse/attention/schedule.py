@@ -5,6 +5,8 @@ one inner hop per step; from one window to the next it moves one outer hop. A pl
 so that ring and double ring are driven by the same code (context_parallel.py).
 """
 
+import math
+
 Windows = list[list[int]]
 
 
@@ -44,3 +46,8 @@ def choose(inter: int, intra: int) -> str:
     if inter == 1:
         return "local" if intra == 1 else "all_gather"
     return "double_ring" if intra > 1 else "ring"
+
+
+def head_groups(kv_heads: int, windows: int) -> int:
+    """Equal groups of KV heads that travel on their own: one, but in a double ring up to four (transport.circulate)."""
+    return math.gcd(kv_heads, 4) if windows > 1 else 1
