@@ -24,7 +24,7 @@ def linear_cross_entropy(
 
     hidden [B, S, D] and weight [V, D] of one dtype (bf16, fp32, fp64), labels int64 [B, S]. Logits are fp32 (fp64 for
     fp64), and so is the loss. `chunk_tokens` rows of logits live at a time. Gradients are computed in the same pass
-    as the loss (as in Liger Kernel, arXiv 2410.10989, section 3.2), d_weight summed in fp32; backward only scales them.
+    as the loss (as in Liger Kernel, arXiv 2410.10989), d_weight summed in fp32; backward only scales them.
     z-loss: PaLM, arXiv 2204.02311, section 5. Raises ValueError for shapes and dtypes that do not fit or
     chunk_tokens < 1, RuntimeError (on CUDA: a device assertion) for a label out of range.
     """
