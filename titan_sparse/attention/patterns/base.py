@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks import Mask, Rows
+from titan_sparse.kernels.chunks import ChosenChunks
 
 if TYPE_CHECKING:
     from titan_sparse.attention.context_parallel import ContextParallel
@@ -31,6 +32,15 @@ class BlockIndex:
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
         raise NotImplementedError
+
+    def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose, where the mask lets all
+        of them see all keys. Only patterns with chosen_chunks() tell queries of a block apart."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
+
+    def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
+        """What single queries (global positions, int [Sq]) chose inside the selected pairs of blocks; None: all of them."""
+        return None
 
     def tensors(self) -> list[Tensor]:
         """What a custom op passes on and activation checkpointing keeps; Pattern.index() reads it back."""
