@@ -75,6 +75,11 @@ class Pattern:
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
         _PATTERNS[self.key] = self
 
+    def __setstate__(self, state: dict) -> None:
+        """Patterns that come from another process are known here too."""
+        self.__dict__.update(state)
+        _PATTERNS[self.key] = self
+
     def check_block_size(self, block_size: int) -> None:
         """ValueError if the parameters do not fit this block size."""
 
