@@ -33,8 +33,8 @@ def chosen_keys(chosen: ChosenChunks, position: Tensor) -> Tensor:
 def chosen_bits(words: Tensor, chunk: Tensor) -> Tensor:
     """bool, of each row of words [B, H, n, W] the bits with the numbers `chunk` [B, H or 1, n, m]; False beyond them."""
     batch, heads, _, width = words.shape
-    chunk = chunk.expand(batch, heads, -1, -1)
-    word = words.gather(3, (chunk >> 5).clamp(max=width - 1).long())
+    place = (chunk >> 5).clamp(max=width - 1).long()
+    word = words.gather(3, place.expand(batch, heads, -1, -1))
     return ((word >> (chunk & 31).int()) & 1).bool() & (chunk < 32 * width)
 
 

@@ -53,7 +53,9 @@ def _attend(
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
-    words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
+    words, origin = piece.chosen, piece.origin
+    if piece.chosen is not None:
+        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
                              words, origin, scale, BLOCK, N, HEAD_DIM, D, False)

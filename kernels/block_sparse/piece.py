@@ -127,12 +127,9 @@ def list_row(piece, batch, head, heads, block):
 
 @triton.jit
 def choices(piece, batch, head, heads, q_len, rows):
-    """Where the queries' own choices of chunks begin, and their documents; None twice for a piece without."""
-    words, origin = piece.chosen, piece.origin
-    if piece.chosen is not None:
-        words += ((batch.to(tl.int64) * heads + head) * q_len + rows) * piece.chosen_words
-        origin = tl.load(piece.origin + batch.to(tl.int64) * q_len + rows)
-    return words, origin
+    """Where the queries' own choices of chunks stand, and where their documents begin, of a piece that has choices."""
+    words = piece.chosen + ((batch.to(tl.int64) * heads + head) * q_len + rows) * piece.chosen_words
+    return words, tl.load(piece.origin + batch.to(tl.int64) * q_len + rows)
 
 
 @triton.jit
