@@ -11,7 +11,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.test_context_parallel import SEQ_LEN, check_everything
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import eager, triton
 from titan_sparse.attention.balance import count_visits, count_visits_of_all_heads
 from titan_sparse.attention.context_parallel import context_by_key, single_key
 from titan_sparse.attention.layout import LAYOUTS
@@ -214,30 +214,32 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
     assert 0 < record.recall[0].min() < 1
 
 
-@pytest.mark.parametrize("block, blocks, pattern, documents", [
-    (16, 34, MoBA(16, 4), None), (32, 10, MoBA(40, 2), [125, 9, 163]),
+@pytest.mark.parametrize("block, blocks, last, pattern, documents", [
+    (16, 34, 2, MoBA(16, 4), None), (32, 8, 5, MoBA(40, 2), [120, 9, 117]),
 ], ids=["more than a word of chunks", "chunks beside blocks"])
-def test_kernels_keep_to_the_choice(block, blocks, pattern, documents):
-    """The Triton kernels and their twin, fp32; on a CPU in the interpreter, which takes smaller blocks."""
+def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
+    """The last query blocks against all keys: Triton kernels (without a GPU in the interpreter, which takes smaller blocks)
+    and eager against the twin, the twin against dense attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":  # whose kernels take blocks of 64 and of 128
-        pattern, documents, block = MoBA(64 // block * pattern.chunk_size, pattern.top_k), documents and [250, 18, 326], 64
+    if device == "cuda":
+        pattern, documents, block = MoBA(64 // block * pattern.chunk_size, pattern.top_k), documents and [240, 18, 234], 64
     seq_len, mask = block * blocks, Documents(documents) if documents else Causal()
     q, k, v = (x.to(device, torch.float32) for x in structured_qkv(1, 2, 1, seq_len, 16, seed=2))
-    d_out, rows = torch.randn_like(q), mask.rows(seq_len, device)
-    index = pattern.select(q, k, mask, block_size=block)
-    seen = index.dense(mask).to(device)
-    want = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
-    got = gradients(lambda *x: attend(*x, mask, pattern, backend="triton", block_size=block), d_out, q, k, v)
-    for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
-        assert (a - b).abs().max() < 1e-4
-    every = torch.arange(blocks, device=device)
-    tiles = block_tiles(rows, index, every, every, 1, True)
+    index, every = pattern.select(q, k, mask, block_size=block), torch.arange(blocks, device=device)
+    tiles = block_tiles(mask.rows(seq_len, device), index, every[-last:], every, 1, True)
+    q = q[:, :, -last * block :]
     piece = Piece(k.double(), v.double(), Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, None, tiles.chosen)
-    twin = naive.forward(q.double(), [piece], tiles.start, tiles.stop, block, 0.25)
-    for a, b in zip(twin, eager.forward(q.double(), k.double(), v.double(), tiles, 0.25), strict=True):
-        assert (a - b).abs().nan_to_num(0).max() < 1e-12 and torch.equal(a.isfinite(), b.isfinite())
-    assert (twin[0] - want[0]).abs().max() < 1e-6 and not seen.all()
+    common, d_out = (tiles.start, tiles.stop, block, 0.25), torch.randn_like(q)
+    out, lse = naive.forward(q.double(), [piece], *common)
+    dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), out, lse, [piece], *common)
+    for backend in (triton, eager):
+        got_out, got_lse = backend.forward(q, k, v, tiles, 0.25)
+        gradient = backend.backward(d_out, q, k, v, got_out, got_lse, tiles, 0.25)
+        for a, b in zip((got_out, got_lse, *gradient), (out, lse, dq, dk, dv), strict=True):
+            assert torch.equal(a.isfinite(), b.isfinite()) and (a - b).abs().nan_to_num(0).max() < 1e-4
+    seen = index.dense(mask)[:, :, -last * block :].to(device)
+    assert (dense_attention(q.double(), k.double(), v.double(), seen, 0.25)[0] - out).abs().max() < 1e-9
+    assert (tiles.by_query.partial_count > 1).any() and (seen != mask.dense(seq_len, device)[:, None, -last * block :]).any()
 
 
 @pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
