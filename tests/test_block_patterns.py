@@ -16,7 +16,7 @@ from titan_sparse.attention.balance import count_visits, count_visits_of_all_hea
 from titan_sparse.attention.context_parallel import context_by_key, single_key
 from titan_sparse.attention.layout import LAYOUTS
 from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.patterns import MoBA, Pattern, XAttention
+from titan_sparse.attention.patterns import MoBA, Pattern, XAttention, moba, xattention
 from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.attention.patterns.xattention import _fewest
 from titan_sparse.attention.statistics import recording
@@ -181,6 +181,18 @@ def test_equal_scores_are_taken_in_order_of_position():
     assert _largest(gate, 2).tolist() == [[True, False, True, False, False], [True] + [False] * 4]
 
 
+@pytest.mark.parametrize("pattern", [X, M], ids=str)
+def test_pieces_of_a_selection_are_the_whole(pattern, monkeypatch):
+    """Long sequences are selected for a few query blocks at a time."""
+    case = _masks(pattern)["packed"]
+    q, k, _ = case.inputs()
+    whole = pattern.select(q, k, case.mask, block_size=BLOCK).tensors()
+    for module in (moba, xattention):
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)
+    for a, b in zip(pattern.select(q, k, case.mask, block_size=BLOCK).tensors(), whole, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_packed_document_selects_as_it_does_alone():
     """Documents that begin with a block: chunks and cells fall alike."""
     q, k, _ = structured_qkv(1, 2, 1, 176, 8, seed=5)
@@ -246,7 +258,7 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
 def test_ranks_select_and_compute_as_one_does(axes):
     masks = [Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)), Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]])]
     patterns = [XAttention(stride=4, threshold=0.6, dense_below=48), MoBA(chunk_size=40, top_k=3)]
-    run_processes(torch.Size(axes).numel(), check_everything, axes, masks, patterns)
+    run_processes(torch.Size(axes).numel(), check_everything, axes, masks, patterns, (4, 2))
 
 
 # Around it ----------------------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ MASKS = [
 PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48)]
 
 
-def check_everything(axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS) -> None:
+def check_everything(axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, heads=(5, 1)) -> None:
     """All layouts and schedules of a cp mesh against one rank; collective over its processes."""
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
     schedules = ("all_gather", "ring") + (("double_ring",) if len(axes) == 2 else ())
-    full = structured_qkv(2, 5, 1, SEQ_LEN, 8, seed=3)
+    full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
     d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     contexts = [ContextParallel(mesh, layout, schedule, BLOCK)
                 for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)]
