@@ -86,8 +86,8 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
     if not pattern.dynamic:
         return rows, [pattern.index([], rows, 1, model.heads, attention.block_size)]
     if not isinstance(pattern, VerticalSlash):
-        raise ConfigError(f"a synthetic index is one of vertical_slash, not of {pattern.name}; write --index FILE with what a "
-                          'run chose (titan_sparse/index_file.py), or --attention.pattern vertical_slash')
+        raise ConfigError(f"a synthetic index is one of vertical_slash, not of {pattern.name}; write --index FILE with what "
+                          'a run chose (titan_sparse/index_file.py), or --attention.pattern vertical_slash')
     heads = [draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, args.seed + layer)
              for layer in range(args.layers)]
     chosen = [expected_selection(layer, pattern, attention.block_size) for layer in heads]

@@ -35,8 +35,8 @@ class Piece(NamedTuple):
     k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees positions start <= p < stop.
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit for each key that the query block does not see in a partial
     tile (bits.py).
-    chosen: of the keys of a partial tile a query sees only those in chunks that it chose itself; k_positions of a block are
-    neighbours then.
+    chosen: of the keys of a partial tile a query sees only those in chunks that it chose itself; k_positions of a
+    block are neighbours then.
     """
 
     k: Tensor

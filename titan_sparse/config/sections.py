@@ -123,12 +123,12 @@ class VerticalSlash:
     dense_below: int = 4096
     "documents shorter than this are dense; tokens"
     index: Literal["probe", "xattention"] = "probe"
-    "what chooses: the probe of last queries, or xattention's scores (then the choices of attention.xattention count alone)"
+    "what chooses: the probe of last queries, or xattention's scores by the choices of attention.xattention alone"
 
 
 @dataclass
 class XAttention:
-    """Pattern xattention: for each query block the fewest key blocks that hold the threshold's share of antidiagonal scores."""
+    """Pattern xattention: each query block takes the fewest key blocks that hold its antidiagonal scores' threshold."""
     stride: int = 16
     "tokens of a cell, over whose antidiagonals is summed; a divisor of attention.block_size"
     threshold: float = 0.9

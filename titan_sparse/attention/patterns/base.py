@@ -39,7 +39,7 @@ class BlockIndex:
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
-        """What single queries (global positions, int [Sq]) chose inside the selected pairs of blocks; None: all of them."""
+        """What single queries (global positions, int [Sq]) chose inside the selected pairs of blocks; None: all."""
         return None
 
     def tensors(self) -> list[Tensor]:

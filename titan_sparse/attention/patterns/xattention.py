@@ -1,4 +1,4 @@
-"""XAttention (Xu et al. 2025, arXiv 2503.16428): block pairs scored by sums along antidiagonals, a strided look at all pairs.
+"""XAttention (Xu et al. 2025, arXiv 2503.16428): block pairs scored by sums along antidiagonals.
 
 Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its antidiagonal, which is one
 dot product of all the cell's keys with all its queries in reverse order. Softmax over the cells of a row, summed up by
