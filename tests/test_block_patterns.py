@@ -254,6 +254,29 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     assert (tiles.by_query.partial_count > 1).any() and (seen != mask.dense(seq_len, device)[:, None, -last * block :]).any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("pattern", [XAttention(16, 0.7, 256), MoBA(300, 3)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), Documents([700, 100, 1000])], ids=["causal", "documents"])
+def test_on_a_gpu_in_bf16(pattern, mask):
+    """Exact over what was selected, which is nearly what a CPU selects, and the host waits for nothing."""
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in structured_qkv(1, 4, 2, 2048, 64, seed=3))
+    rows, d_out = mask.rows(2048, "cuda"), torch.randn_like(q)
+    run = lambda: gradients(lambda *x: attend(*x, rows, pattern), d_out, q, k, v)
+    got = run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    seen = pattern.select(q, k, rows).dense(mask)
+    want = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
+    for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
+        assert (a.double() - b).norm() / b.norm() < 1e-2
+    on_cpu = pattern.select(q.cpu(), k.cpu(), mask).dense(mask)
+    assert (seen.cpu() == on_cpu).double().mean() > 0.99 and not torch.equal(seen, mask.dense(2048, "cuda")[:, None])
+
+
 @pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
 def test_ranks_select_and_compute_as_one_does(axes):
     masks = [Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)), Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]])]
