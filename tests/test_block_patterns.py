@@ -272,9 +272,9 @@ def test_on_a_gpu_in_bf16(pattern, mask):
     seen = pattern.select(q, k, rows).dense(mask)
     want = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
     for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
-        assert (a.double() - b).norm() / b.norm() < 1e-2
+        assert (a.double() - b).norm() / b.norm() < 2e-2
     on_cpu = pattern.select(q.cpu(), k.cpu(), mask).dense(mask)
-    assert (seen.cpu() == on_cpu).double().mean() > 0.99 and not torch.equal(seen, mask.dense(2048, "cuda")[:, None])
+    assert (seen.cpu() == on_cpu).double().mean() > 0.99 and (seen != mask.dense(2048, "cuda")[:, None]).any()
 
 
 @pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
