@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..chunks import chosen_range
-from .launch import forward_tile, options
+from .launch import forward_options, forward_tile
 from .piece import (
     LOG2_E, Piece, choices, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows,
 )
@@ -118,6 +118,7 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
         q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
         q_len, heads, scale * LOG2_E,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2, CONTINUE=total is not None,
-        LOG2_E=LOG2_E, **options(m, n, padded_dim, q.device),
+        LOG2_E=LOG2_E,
+        **forward_options(m, n, padded_dim, q.device, any(piece.chosen is not None for piece in pieces)),
     )  # fmt: skip
     return out, lse
