@@ -19,7 +19,8 @@ import torch
 from titan_sparse.attention import balance, schedule as schedules
 from titan_sparse.attention.layout import LAYOUTS
 from titan_sparse.attention.masks import Causal, Rows, SlidingWindow
-from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
+from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
+from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import Config, ConfigError, check, load, padding_multiple
 from titan_sparse.index_file import load_indexes
 from titan_sparse.models.flavours import DecoderConfig, resolve
@@ -81,9 +82,12 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
     seq_len = -(-config.training.seq_len // multiple) * multiple
     mask = Causal() & SlidingWindow(attention.sliding_window) if attention.sliding_window else Causal()
     rows = mask.rows(seq_len)
-    if attention.pattern == "dense":
-        return rows, [Dense().index([], rows, 1, model.heads, attention.block_size)]
-    pattern = VerticalSlash(**vars(attention.vertical_slash))
+    pattern = build_pattern(attention)
+    if not pattern.dynamic:
+        return rows, [pattern.index([], rows, 1, model.heads, attention.block_size)]
+    if not isinstance(pattern, VerticalSlash):
+        raise ConfigError(f"a synthetic index is one of vertical_slash, not of {pattern.name}; write --index FILE with what "
+                          'a run chose (titan_sparse/index_file.py), or --attention.pattern vertical_slash')
     heads = [draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, args.seed + layer)
              for layer in range(args.layers)]
     chosen = [expected_selection(layer, pattern, attention.block_size) for layer in heads]

@@ -12,11 +12,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, ring
 from titan_sparse.attention.masks import Causal, Documents, Rows
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
-PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32)}
+PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32),
+            "xattention": XAttention(4, 0.7, 32), "moba": MoBA(16, 2)}
 LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
 
 

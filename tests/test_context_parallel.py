@@ -26,16 +26,17 @@ MASKS = [
 PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48)]
 
 
-def _check_everything(axes: tuple[int, ...]) -> None:
+def check_everything(axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, heads=(5, 1)) -> None:
+    """All layouts and schedules of a cp mesh against one rank; collective over its processes."""
     names = ("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
     schedules = ("all_gather", "ring") + (("double_ring",) if len(axes) == 2 else ())
-    full = structured_qkv(2, *((6, 2) if len(axes) == 2 else (5, 1)), SEQ_LEN, 8, seed=3)
+    full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
     d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     contexts = [ContextParallel(mesh, layout, schedule, BLOCK)
                 for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)]
     contexts += [ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")]
-    for mask, pattern in itertools.product(MASKS, PATTERNS):
+    for mask, pattern in itertools.product(masks, patterns):
         wanted = _single(full, d_out, mask, pattern)
         for cp in contexts:
             for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "density", "recall"),
@@ -90,7 +91,7 @@ def _everything(qkv, d_out, mask, pattern, cp) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("axes", [(2,), (3,), (2, 2), (1, 3)], ids=str)
 def test_parallel_equals_single(axes):
-    run_processes(torch.Size(axes).numel(), _check_everything, axes)
+    run_processes(torch.Size(axes).numel(), check_everything, axes, MASKS, PATTERNS, (6, 2) if axes == (2, 2) else (5, 1))
 
 
 def _check_groups_beside_each_other() -> None:

@@ -297,7 +297,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
 @pytest.mark.parametrize("words, message", [
     (["--ranks", "6", "--nodes", "4"], "another --nodes"), (["--out", "x.txt"], "--out x.txt"),
     (["--constants", "missing.json"], "--constants missing.json"), (["--training.sequence", "5"], "unknown key"),
-    (["--schedule", "local", "--ranks", "2"], "local"),
+    (["--schedule", "local", "--ranks", "2"], "local"), (["--attention.pattern", "moba"], "write --index FILE"),
 ])
 def test_the_script_refuses_in_one_line(config, capsys, words, message):
     assert script.main([config, *words]) == 2

@@ -231,6 +231,17 @@ def test_caps_are_respected_and_reported():
     assert (index.slashes.sum(-1) <= 2 + case.pattern.local_diagonals).all()
 
 
+def test_equal_bounds_are_fixed_budgets():
+    """MInference's budgets: so many columns and diagonals whatever they hold, beside the sinks and the local diagonals."""
+    q, k = structured_qkv(1, 4, 2, 320, 8, seed=3)[:2]
+    chosen = [VerticalSlash(recall=recall, sinks=5, local_diagonals=2, min_columns=20, max_columns=20, min_slashes=4,
+                            max_slashes=4, dense_below=16).select(q, k, Causal(), block_size=16) for recall in (0.1, 1.0)]
+    assert torch.equal(chosen[0].columns, chosen[1].columns) and torch.equal(chosen[0].slashes, chosen[1].slashes)
+    columns, slashes = (chosen[0].columns < 320).sum(-1), chosen[0].slashes.sum(-1)
+    assert (columns >= 20).all() and (columns <= 25).all() and (slashes >= 4).all() and (slashes <= 6).all()
+    assert (chosen[0].columns[..., :5] == torch.arange(5)).all() and chosen[0].slashes[..., :2].all()
+
+
 def test_a_dominant_column_is_selected_alone():
     """One key that holds more than the recall of the mass: that column, the sinks, the local diagonal, nothing else."""
     seq_len, column = 96, 21

@@ -9,7 +9,17 @@ from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 from titan_sparse.parallel import Meshes
 
 if TYPE_CHECKING:
-    from titan_sparse.config import Config
+    from titan_sparse.config import Attention, Config
+
+
+def _pattern(attention: "Attention") -> str:
+    """The pattern and its most important choices."""
+    name, slash, cells = attention.pattern, attention.vertical_slash, attention.xattention
+    if name == "moba":
+        return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
+    if name == "xattention" or (name == "vertical_slash" and slash.index == "xattention"):
+        return f"xattention (threshold {cells.threshold:g}, stride {cells.stride})"
+    return name + (f" (recall {slash.recall:g}, at most {slash.max_columns} columns)" if name == "vertical_slash" else "")
 
 
 def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
@@ -23,9 +33,7 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
     kept += f" (attention of the first {100 * recomputed:g} % too)" if recomputed else ""
     compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
     sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
-    pattern = attention.pattern
-    if pattern == "vertical_slash":
-        pattern += f" (recall {attention.vertical_slash.recall:g}, at most {attention.vertical_slash.max_columns} columns)"
+    pattern = _pattern(attention)
     lines = [
         ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
         ("mesh", f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention.masks import Rows
-from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
+from titan_sparse.attention.patterns import BlockIndex, Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 _FORMAT = 1
-_PATTERNS = {pattern.name: pattern for pattern in (Dense, VerticalSlash)}
+_PATTERNS = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttention, MoBA)}
 
 
 def save_indexes(path: str | Path, pattern: Pattern, rows: Rows, indexes: list[BlockIndex]) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from titan_sparse.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.patterns import Pattern
+from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
@@ -291,13 +292,6 @@ class Trainer:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
             recomputed: float) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
-
-
-def build_pattern(attention: "Attention") -> Pattern:
-    """The pattern that the [attention] section names, with its sub-table's parameters."""
-    if attention.pattern == "dense":
-        return Dense()
-    return VerticalSlash(**dataclasses.asdict(attention.vertical_slash))
 
 
 def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:

@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..chunks import chosen_range
 from .launch import key_splits, key_tile, options, query_tile
 from .piece import (
     LOG2_E,
     Piece,
+    choices,
     dense_rows,
     hide_covered,
     list_row,
@@ -42,7 +44,7 @@ def _delta_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, piece, k, v, table, count, start, stop, positions, covered, scale,
+    dq, q_tile, d_tile, lse, delta, piece, k, v, table, count, start, stop, positions, covered, words, origin, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq / logit scale over the listed KV blocks, N keys at a time."""
@@ -54,7 +56,11 @@ def _walk_keys(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
-            scores = tl.where((position >= start[:, None]) & (position < stop[:, None]), scores, float("-inf"))
+            seen_from, seen_until = start, stop
+            if piece.chosen is not None:
+                seen_from, seen_until = chosen_range(start, stop, words, origin, piece.chunk, piece.chosen_words,
+                                                     tl.load(positions + first))
+            scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -64,7 +70,7 @@ def _walk_keys(
 
 @triton.jit
 def _query_gradient(
-    dq, q_tile, d_tile, lse, delta, piece, batch, head, heads, q_block, q_blocks, start, stop, scale,
+    dq, q_tile, d_tile, lse, delta, piece, batch, head, heads, q_block, q_blocks, rows, start, stop, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq through one piece: the full list without masking, then the partial list."""
@@ -73,11 +79,14 @@ def _query_gradient(
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
+    words, origin = piece.chosen, piece.origin
+    if piece.chosen is not None:
+        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, full, full_count, start, stop, positions, covered,
-                    scale, BLOCK, N, HEAD_DIM, D, False)
+                    words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
     return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, partial, partial_count, start, stop, positions,
-                      covered, scale, BLOCK, N, HEAD_DIM, D, True)
+                      covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit
@@ -99,10 +108,10 @@ def _query_kernel(
     row_lse, row_delta = tl.load(lse + row + rows), tl.load(delta + row + rows)
     total = tl.zeros([M, D], tl.float32)
     total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, piece, batch, head, heads, q_block,
-                            q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                            q_len // BLOCK, rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     if TWO:
         total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, other, batch, head, heads, q_block,
-                                q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                                q_len // BLOCK, rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     total *= logit_scale
     if ADD:
         total += load_rows(dq + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
@@ -112,7 +121,7 @@ def _query_kernel(
 @triton.jit
 def _walk_queries(
     dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, table, begin, end, start, stop, position,
-    covered, covered_step, keys, scale,
+    covered, covered_step, keys, piece, batch, head, heads, q_len, first_position, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / logit scale and dv over the listed query blocks, M queries at a time; scores are [keys, queries]."""
@@ -128,8 +137,12 @@ def _walk_queries(
             visible = position
             if covered is not None:
                 visible = hide_covered(position, covered + q_block.to(tl.int64) * covered_step, keys)
-            seen_from, seen_until = tl.load(start + rows)[None, :], tl.load(stop + rows)[None, :]
-            seen = (visible[:, None] >= seen_from) & (visible[:, None] < seen_until)
+            seen_from, seen_until = tl.load(start + rows), tl.load(stop + rows)
+            if piece.chosen is not None:
+                words, origin = choices(piece, batch, head, heads, q_len, rows)
+                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
+                                                     piece.chosen_words, first_position)
+            seen = (visible[:, None] >= seen_from[None, :]) & (visible[:, None] < seen_until[None, :])
             scores = tl.where(seen, scores, float("-inf"))
         p = tl.math.exp2(scores * scale - tl.load(lse + rows)[None, :])
         dv = tl.dot(p.to(d_tile.dtype), d_tile, dv, input_precision="ieee")
@@ -158,7 +171,8 @@ def _key_kernel(
         head = kv_head * piece.group + member
         head_q, head_d = slice_of(q, q_stride, batch, head), slice_of(d_out, d_out_stride, batch, head)
         row = batch.to(tl.int64) * heads + head
-        position = tl.load(slice_of(piece.positions, piece.positions_stride, batch, head) + keys)
+        positions = slice_of(piece.positions, piece.positions_stride, batch, head)
+        position, first_position = tl.load(positions + keys), tl.load(positions + first)
         covered = piece.covered
         if piece.covered is not None:
             covered += row * (q_len // BLOCK) * piece.words
@@ -166,11 +180,13 @@ def _key_kernel(
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, full, full_count * split // splits, full_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, False)
+            row_start, row_stop, position, covered, piece.words, keys, piece, batch, head, heads, q_len, first_position,
+            scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, partial, partial_count * split // splits, partial_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, True)
+            row_start, row_stop, position, covered, piece.words, keys, piece, batch, head, heads, q_len, first_position,
+            scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
     store_rows(dk + at, dk_sum * logit_scale, first, N, HEAD_DIM, D)

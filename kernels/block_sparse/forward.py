@@ -5,13 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import forward_tile, options
-from .piece import LOG2_E, Piece, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows
+from ..chunks import chosen_range
+from .launch import forward_options, forward_tile
+from .piece import (
+    LOG2_E, Piece, choices, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows,
+)
 
 
 @triton.jit
 def _walk(
-    acc, weight, top, q_tile, piece, k, v, table, count, start, stop, positions, covered, scale,
+    acc, weight, top, q_tile, piece, k, v, table, count, start, stop, positions, covered, words, origin, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (base 2) over the listed KV blocks, N keys at a time."""
@@ -22,7 +25,11 @@ def _walk(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
-            scores = tl.where((position >= start[:, None]) & (position < stop[:, None]), scores, float("-inf"))
+            seen_from, seen_until = start, stop
+            if piece.chosen is not None:
+                seen_from, seen_until = chosen_range(start, stop, words, origin, piece.chunk, piece.chosen_words,
+                                                     tl.load(positions + first))
+            scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing yet; -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
@@ -37,7 +44,7 @@ def _walk(
 
 @triton.jit
 def _attend(
-    acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_blocks, start, stop, scale,
+    acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_blocks, rows, start, stop, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One piece: the full list without masking, then the partial list."""
@@ -46,11 +53,14 @@ def _attend(
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
+    words, origin = piece.chosen, piece.origin
+    if piece.chosen is not None:
+        words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
     full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
     acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
-                             scale, BLOCK, N, HEAD_DIM, D, False)
+                             words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
     return _walk(acc, weight, top, q_tile, piece, k, v, partial, partial_count, start, stop, positions, covered,
-                 scale, BLOCK, N, HEAD_DIM, D, True)
+                 words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit
@@ -77,10 +87,10 @@ def _forward_kernel(
         acc, weight = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
     acc, weight, top = _attend(acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_len // BLOCK,
-                               seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                               rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     if TWO:
         acc, weight, top = _attend(acc, weight, top, q_tile, other, batch, head, heads, q_block, q_len // BLOCK,
-                                   seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                                   rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     weight_or_one = tl.where(weight == 0.0, 1.0, weight)
     store_rows(out + row * HEAD_DIM, acc / weight_or_one[:, None], first, M, HEAD_DIM, D)
     tl.store(lse + row + rows, (top + tl.math.log2(weight_or_one)) * 0.6931471805599453)
@@ -108,6 +118,7 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
         q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
         q_len, heads, scale * LOG2_E,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2, CONTINUE=total is not None,
-        LOG2_E=LOG2_E, **options(m, n, padded_dim, q.device),
+        LOG2_E=LOG2_E,
+        **forward_options(m, n, padded_dim, q.device, any(piece.chosen is not None for piece in pieces)),
     )  # fmt: skip
     return out, lse

@@ -49,6 +49,13 @@ def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, 
     return {"num_warps": warps, "num_stages": 5 if deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 3}
 
 
+def forward_options(m: int, n: int, padded_dim: int, device: torch.device, choices: bool) -> dict[str, int]:
+    """options() of the forward. The bits of queries' choices are prefetched as well: with all stages head_dim 128 would need
+    24 bytes more shared memory than there are."""
+    chosen = options(m, n, padded_dim, device)
+    return chosen | {"num_stages": min(chosen["num_stages"], 4)} if choices else chosen
+
+
 def _shared_memory(device: torch.device) -> int:
     return 0 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 

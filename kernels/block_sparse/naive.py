@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..bits import unpack
+from ..chunks import chosen_keys
 from .piece import Piece
 
 
@@ -26,6 +27,8 @@ def _seen(piece: Piece, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
     seen = (position >= start[:, None, :, None]) & (position < stop[:, None, :, None])
     if piece.covered is not None:
         seen = seen & ~unpack(piece.covered, piece.k.shape[2]).repeat_interleave(block_size, 2)
+    if piece.chosen is not None:
+        seen = seen & chosen_keys(piece.chosen, piece.k_positions)
     return full | (partial & seen)
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..chunks import ChosenChunks
+
 INTERPRETED = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 when they were imported)."""
 
@@ -33,6 +35,8 @@ class Piece(NamedTuple):
     k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees positions start <= p < stop.
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit for each key that the query block does not see in a partial
     tile (bits.py).
+    chosen: of the keys of a partial tile a query sees only those in chunks that it chose itself; k_positions of a
+    block are neighbours then.
     """
 
     k: Tensor
@@ -41,6 +45,7 @@ class Piece(NamedTuple):
     by_key: Lists | None
     k_positions: Tensor
     covered: Tensor | None
+    chosen: ChosenChunks | None = None
 
 
 class Operand(NamedTuple):
@@ -63,6 +68,10 @@ class Operand(NamedTuple):
     positions_stride: tuple[int, int]
     covered: Tensor | None
     words: int  # of `covered`, a query block
+    chosen: Tensor | None
+    chosen_words: int  # a query
+    origin: Tensor | None
+    chunk: int
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -77,9 +86,11 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     positions = piece.k_positions.contiguous()
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
     covered = None if piece.covered is None else piece.covered.contiguous()
+    words, origin, chunk = piece.chosen or (None, None, 0)
+    chosen = (None, 0, None, 0) if words is None else (words.contiguous(), words.shape[-1], origin.contiguous(), chunk)
     return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
                    full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], full.shape[2],
-                   positions, shared, covered, -(-k.shape[2] // 32))
+                   positions, shared, covered, -(-k.shape[2] // 32), *chosen)
 
 
 @triton.jit
@@ -112,6 +123,13 @@ def list_row(piece, batch, head, heads, block):
     row = (batch.to(tl.int64) * heads + head) * piece.blocks + block
     full, partial = piece.full + row * piece.full_width, piece.partial + row * piece.partial_width
     return tl.load(piece.full_count + row), full, tl.load(piece.partial_count + row), partial
+
+
+@triton.jit
+def choices(piece, batch, head, heads, q_len, rows):
+    """Where the queries' own choices of chunks stand, and where their documents begin, of a piece that has choices."""
+    words = piece.chosen + ((batch.to(tl.int64) * heads + head) * q_len + rows) * piece.chosen_words
+    return words, tl.load(piece.origin + batch.to(tl.int64) * q_len + rows)
 
 
 @triton.jit

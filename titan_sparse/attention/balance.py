@@ -14,6 +14,7 @@ from titan_sparse.attention import schedule as schedules
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.tiles import all_blocks, block_reach, covered_columns
 
@@ -66,7 +67,22 @@ def _count(index: BlockIndex, rows: Rows, table: Tensor, selecting: Callable[[Te
                 by_key = (selected * weight[:, None]).sum(2)
                 counts[number, :, :, rank] += by_key.unflatten(-1, (ranks, -1)).sum(-1)
         columns[:, :, rank] = reduce(column_pairs(index, rows, own)).sum(-1)
+        if isinstance(index, MoBAIndex):
+            _tell_queries_apart(counts[:, :, :, rank], index, rows, own, table, reduce)
     return Visits(*counts, columns)
+
+
+def _tell_queries_apart(counts: Tensor, index: MoBAIndex, rows: Rows, q_blocks: Tensor, table: Tensor,
+                        reduce: Callable[[Tensor], Tensor]) -> None:
+    """Correct one rank's counts [3, B, H, W]: tiles that not all of their queries chose are partial, with fewer pairs."""
+    keys = table.flatten()
+    for some in q_blocks.split(max(1, _ELEMENTS // (index.words.shape[1] * len(keys)))):
+        whole = _tile_weights(rows, some, keys, index.block_size)[0]
+        divided = (index.selects(some, keys) & ~index.selects_for_all(some, keys)) * whole[:, None]
+        moved = reduce(divided.sum(2)).unflatten(-1, (len(table), -1)).sum(-1)
+        counts[0] -= moved
+        counts[1] += moved
+    counts[2] = reduce(index.pairs(rows, q_blocks, table))
 
 
 def _tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:

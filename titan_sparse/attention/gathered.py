@@ -93,4 +93,5 @@ def _of_heads(tiles: Tiles, heads: slice) -> Tiles:
     part = lambda x: x if x is None or x.shape[1] == 1 else x[:, heads]
     lists = lambda x: x and BlockLists(*(part(y) for y in x))
     return tiles._replace(by_query=lists(tiles.by_query), by_key=lists(tiles.by_key), covered=part(tiles.covered),
-                          k_positions=part(tiles.k_positions))
+                          k_positions=part(tiles.k_positions),
+                          chosen=tiles.chosen and tiles.chosen._replace(words=part(tiles.chosen.words)))

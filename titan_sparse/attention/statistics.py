@@ -17,6 +17,7 @@ from titan_sparse.attention import balance, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.tiles import all_blocks, covered_columns
 
 if TYPE_CHECKING:
@@ -156,6 +157,9 @@ def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
     """Pairs computed for this rank's queries: in blocks of each source rank, float64 [B, Hq, W], and of columns outside
     them, [B, Hq]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
+    if isinstance(index, MoBAIndex):
+        by_rank = index.pairs(run.rows, blocks, run.cp.block_table(run.seq_len, blocks.device))
+        return by_rank, torch.zeros_like(by_rank[..., 0])
     pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
     keys = all_blocks(index)

@@ -8,7 +8,9 @@ from torch import Tensor
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.budget import compact
 from titan_sparse.kernels.bits import pack
+from titan_sparse.kernels.chunks import ChosenChunks
 
 
 class BlockLists(NamedTuple):
@@ -33,6 +35,7 @@ class Tiles(NamedTuple):
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (kernels/bits.py) for each key that the query block already met
     elsewhere, not to be counted again.
     block_size: tokens in a block of queries and of keys.
+    chosen: what each query chose itself, for patterns that let it; full tiles are those that all of their queries chose.
     """
 
     by_query: BlockLists
@@ -42,6 +45,7 @@ class Tiles(NamedTuple):
     k_positions: Tensor
     covered: Tensor | None
     block_size: int
+    chosen: ChosenChunks | None = None
 
 
 class Reach(NamedTuple):
@@ -63,9 +67,20 @@ def block_reach(rows: Rows, q_positions: Tensor, block_size: int) -> Reach:
     return Reach(first, last, start.amax(-1), torch.where(seen, stop, 0).amin(-1))
 
 
+_ROWS = 1 << 15
+"""Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
+
+
 def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K], K the largest count."""
+    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K].
+
+    K is the largest count; on a GPU it is m, so that the host does not wait for the selection.
+    """
     count = listed.sum(-1, dtype=torch.int32)
+    if listed.is_cuda:
+        rows = listed.flatten(0, 2)
+        numbers = [compact(part, listed.shape[-1], 0) for part in rows.split(_ROWS)]
+        return count, torch.cat(numbers).view(listed.shape)
     widest = max(int(count.max()), 1) if count.numel() else 1
     order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :widest]
     inside = torch.arange(widest, device=listed.device) < count[..., None]
@@ -98,10 +113,11 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     reached = (reach.first[..., None] < begin + size) & (reach.last[..., None] > begin)
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
     listed = (index.selects(q_blocks, k_blocks) & reached[:, None]).expand(batch, index.heads, -1, -1)
-    full, partial = listed & whole[:, None], listed & ~whole[:, None]
+    full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
+    partial = listed & ~full
     by_key = block_lists(full.mT, partial.mT) if transpose else None
     return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, batch),
-                 k_positions.int().view(1, 1, -1), None, size)
+                 k_positions.int().view(1, 1, -1), None, size, index.chosen_chunks(q_positions))
 
 
 def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: bool) -> Tiles:

@@ -9,13 +9,14 @@ from titan_sparse.config.checking import (
 )
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
 from titan_sparse.config.sections import (
-    ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, Float8, LRScheduler, Metrics, Model,
-    Optimizer, Parallelism, Profiling, Training, VerticalSlash, field_docs,
+    ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, Float8, LRScheduler, Metrics, MoBA,
+    Model, Optimizer, Parallelism, Profiling, Training, VerticalSlash, XAttention, field_docs,
 )
 
 __all__ = [
     "ActivationCheckpoint", "Attention", "Checkpoint", "Compile", "Config", "ConfigError", "Data", "Dense", "Flags",
-    "Float8", "LRScheduler", "Metrics", "Model", "Optimizer", "Parallelism", "Profiling", "Training", "VerticalSlash", "check",
+    "Float8", "LRScheduler", "Metrics", "MoBA", "Model", "Optimizer", "Parallelism", "Profiling", "Training",
+    "VerticalSlash", "XAttention", "check",
     "field_docs", "load", "load_and_check", "padding_multiple", "resolve_cp_intra", "save", "to_toml", "usage",
     "world_from_environment", "world_of",
 ]

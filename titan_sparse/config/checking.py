@@ -6,7 +6,8 @@ from operator import attrgetter
 
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, Model, Optimizer, Parallelism, VerticalSlash,
+    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, MoBA, Model, Optimizer, Parallelism, VerticalSlash,
+    XAttention,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
@@ -23,7 +24,8 @@ _MINIMUMS = {
         "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
         "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
         "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
-        "attention.vertical_slash.max_columns", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
+        "attention.vertical_slash.max_columns", "attention.xattention.stride", "attention.moba.chunk_size",
+        "attention.moba.top_k", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
         "profiling.first_step", "profiling.steps"),
     -1: ("checkpoint.load_step",),
 }
@@ -172,10 +174,17 @@ def _check_attention(config: Config) -> None:
     require(attention.schedule != "double_ring" or cp > 1, 'attention.schedule = "double_ring" needs parallelism.cp '
             'above 1; write attention.schedule = "auto"')
     _check_travel(attention, cp, config.training.dtype)
-    recall = attention.vertical_slash.recall
-    require(0 < recall <= 1, f"attention.vertical_slash.recall = {recall} is not in (0, 1]; write for example 0.95")
-    if attention.pattern == "vertical_slash":
+    for key, share, example in (("vertical_slash.recall", attention.vertical_slash.recall, 0.95),
+                                ("xattention.threshold", attention.xattention.threshold, 0.9)):
+        require(0 < share <= 1, f"attention.{key} = {share} is not in (0, 1]; write for example {example}")
+    if attention.pattern == "vertical_slash" and attention.vertical_slash.index == "probe":
         _check_vertical_slash(attention.vertical_slash, size, config.training.seq_len)
+    elif attention.pattern == "vertical_slash":
+        _check_borrowed_index(attention.vertical_slash)
+    if uses_xattention(attention):
+        _check_xattention(attention.xattention, size)
+    if attention.pattern == "moba":
+        _check_moba(attention.moba, size)
 
 
 def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
@@ -215,6 +224,33 @@ def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int)
             (pattern.min_slashes, pattern.max_slashes or math.inf, f"{table}.min_slashes", f"{table}.max_slashes")):
         require(value <= limit, f"{key} = {value} is above {bound} = {limit}; write {key} = {limit} or less, "
                 f"or {bound} = {value} or more")
+
+
+def uses_xattention(attention: Attention) -> bool:
+    """Whether xattention's scores choose: as the pattern, or as the index of vertical_slash."""
+    return attention.pattern == "xattention" or (
+        attention.pattern == "vertical_slash" and attention.vertical_slash.index == "xattention")
+
+
+def _check_borrowed_index(pattern: VerticalSlash) -> None:
+    for key, default in vars(VerticalSlash()).items():
+        value = getattr(pattern, key)
+        require(key == "index" or value == default, f"attention.vertical_slash.{key} = {value} would be ignored with "
+                f'attention.vertical_slash.index = "xattention"; write attention.vertical_slash.{key} = {default} or '
+                'attention.vertical_slash.index = "probe"')
+
+
+def _check_xattention(pattern: XAttention, block_size: int) -> None:
+    table, stride, dense_below = "attention.xattention", pattern.stride, pattern.dense_below
+    require(block_size % stride == 0, f"{table}.stride = {stride} does not divide attention.block_size = {block_size}; "
+            f"write {table}.stride = {math.gcd(stride, block_size)}")
+    require(dense_below >= block_size, f"{table}.dense_below = {dense_below} is below attention.block_size = "
+            f"{block_size}; write {table}.dense_below = {block_size} or more")
+
+
+def _check_moba(pattern: MoBA, block_size: int) -> None:
+    require(pattern.chunk_size >= block_size, f"attention.moba.chunk_size = {pattern.chunk_size} is below "
+            f"attention.block_size = {block_size}; write attention.moba.chunk_size = {block_size} or more")
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -128,6 +128,28 @@ class VerticalSlash:
     "most block diagonals per head; 0: no cap"
     dense_below: int = 4096
     "documents shorter than this are dense; tokens"
+    index: Literal["probe", "xattention"] = "probe"
+    "what chooses: the probe of last queries, or xattention's scores by the choices of attention.xattention alone"
+
+
+@dataclass
+class XAttention:
+    """Pattern xattention: each query block takes the fewest key blocks that hold its antidiagonal scores' threshold."""
+    stride: int = 16
+    "tokens of a cell, over whose antidiagonals is summed; a divisor of attention.block_size"
+    threshold: float = 0.9
+    "share of a query block's scores that its key blocks must reach, in (0, 1]"
+    dense_below: int = 4096
+    "documents shorter than this are dense; tokens"
+
+
+@dataclass
+class MoBA:
+    """Pattern moba: each query chooses chunks of keys by their mean key."""
+    chunk_size: int = 4096
+    "tokens of a chunk, counted from the beginning of a document; at least attention.block_size"
+    top_k: int = 12
+    "chunks that a query sees, its own among them"
 
 
 @dataclass
@@ -138,7 +160,7 @@ class Attention:
     "what may be seen: documents is causal inside each document, causal ignores document boundaries"
     sliding_window: int = 0
     "a query sees this many last tokens, itself included; 0: all"
-    pattern: Literal["dense", "vertical_slash"] = "vertical_slash"
+    pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     "what is worth seeing"
     layout: Literal["contiguous", "zigzag", "striped"] = "striped"
     "which context-parallel rank owns which blocks"
@@ -154,6 +176,10 @@ class Attention:
     "tokens of a block; a power of two, at least 16"
     vertical_slash: VerticalSlash = field(default_factory=VerticalSlash)
     "choices of pattern = vertical_slash"
+    xattention: XAttention = field(default_factory=XAttention)
+    "choices of pattern = xattention"
+    moba: MoBA = field(default_factory=MoBA)
+    "choices of pattern = moba"
     dense: Dense = field(default_factory=Dense)
     "choices of pattern = dense: none"
 

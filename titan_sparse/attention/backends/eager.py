@@ -10,6 +10,7 @@ from torch import Tensor
 from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import Tiles
 from titan_sparse.kernels.bits import unpack
+from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
 
 READS_BY_KEY = False
@@ -61,6 +62,10 @@ def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
     if tiles.covered is not None:
         covered = unpack(tiles.covered[:, :, q_block], tiles.k_positions.shape[-1])
         seen &= ~_of_blocks(covered, table, size)[:, :, None]
+    if tiles.chosen is not None:
+        words, origin, tokens = tiles.chosen
+        # A tile that is listed as full is chosen by all of its queries: looking again changes nothing.
+        seen &= chosen_keys(ChosenChunks(words[:, :, rows], origin[:, rows], tokens), position)
     return seen
 
 

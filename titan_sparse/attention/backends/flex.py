@@ -69,8 +69,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
 
     Returns out [B, Hq, Sq, D] in dtype (default q's) and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that
     see nothing.
-    The first call with a shape compiles, which takes some ten seconds.
+    The first call with a shape compiles, which takes some ten seconds. Choices of single queries are looked up by our own
+    kernels, a tile at a time.
     """
+    if tiles.chosen is not None:
+        return triton.forward(q, k, v, tiles, scale, dtype, total)
     kernel, size = _kernel(q), tiles.block_size
 
     def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -101,6 +104,8 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
     """
+    if tiles.chosen is not None:
+        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq)
     by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
     by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
     rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))

@@ -83,4 +83,4 @@ def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
 def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
     by_key = None if tiles.by_key is None else Lists(*tiles.by_key)
-    return Piece(k, v, Lists(*tiles.by_query), by_key, tiles.k_positions, tiles.covered)
+    return Piece(k, v, Lists(*tiles.by_query), by_key, tiles.k_positions, tiles.covered, tiles.chosen)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.masks import Mask, Rows
+from titan_sparse.kernels.chunks import ChosenChunks
 
 if TYPE_CHECKING:
     from titan_sparse.attention.context_parallel import ContextParallel
@@ -23,6 +24,8 @@ class BlockIndex:
     document sees besides. A pair of tokens in a selected block pair is never counted again through its column.
     """
 
+    by_head: ClassVar[tuple[str, ...]] = ("columns",)
+    """Attributes that have the query heads as dim 1."""
     columns: Tensor
     """int32 [B, Hq, C], ascending global positions, filled up with the sequence length; C is 0 for block patterns."""
 
@@ -36,9 +39,19 @@ class BlockIndex:
     def of_heads(self, heads: slice) -> "BlockIndex":
         """The same for some query heads."""
         part = copy.copy(self)
-        part.columns = self.columns[:, heads].contiguous()
+        for name in self.by_head:
+            setattr(part, name, getattr(self, name)[:, heads].contiguous())
         part.heads = part.columns.shape[1]
         return part
+
+    def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose, where the mask lets all
+        of them see all keys. Only patterns with chosen_chunks() tell queries of a block apart."""
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
+
+    def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
+        """What single queries (global positions, int [Sq]) chose inside the selected pairs of blocks; None: all."""
+        return None
 
     def tensors(self) -> list[Tensor]:
         """What a custom op passes on and activation checkpointing keeps; Pattern.index() reads it back."""
@@ -71,6 +84,11 @@ class Pattern:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
+        _PATTERNS[self.key] = self
+
+    def __setstate__(self, state: dict) -> None:
+        """Patterns that come from another process are known here too."""
+        self.__dict__.update(state)
         _PATTERNS[self.key] = self
 
     def check_block_size(self, block_size: int) -> None:

@@ -29,6 +29,8 @@ class VerticalSlashIndex(BlockIndex):
     most_blocks: bound on the KV blocks that a query block meets.
     """
 
+    by_head = ("columns", "slashes", "capped")
+
     def __init__(self, slashes: Tensor, columns: Tensor, capped: Tensor, spans: Spans, seq_len: int, block_size: int,
                  most_blocks: int):
         super().__init__(columns.shape[1], seq_len, block_size, columns)
@@ -46,11 +48,6 @@ class VerticalSlashIndex(BlockIndex):
             on = self.slashes.gather(2, entry.view(batch, 1, -1).expand(-1, heads, -1)).view(batch, heads, *delta.shape)
             selected = selected | (on & inside[:, None])
         return selected
-
-    def of_heads(self, heads: slice) -> "VerticalSlashIndex":
-        part = super().of_heads(heads)
-        part.slashes, part.capped = (x[:, heads].contiguous() for x in (self.slashes, self.capped))
-        return part
 
     def tensors(self) -> list[Tensor]:
         return [self.slashes, self.columns, self.capped]
