@@ -75,7 +75,11 @@ def test_activation_offload(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(plain.gradients, again.gradients)), "not reproducible without offload"
     offloaded = _run(tmp_path, "offloaded", activation_checkpoint__offload=True)
     assert offloaded.losses == plain.losses
-    assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients, plain.gradients, strict=True))
+    names = [name for name, _ in plain.trainer.model.named_parameters()] * 3
+    errors = {f"{place}: {name}": ((a - b).norm() / b.norm()).item()
+              for place, (name, a, b) in enumerate(zip(names, offloaded.gradients, plain.gradients, strict=True))
+              if not torch.equal(a, b)}
+    assert not errors, errors
     pool = offloaded.trainer.model.run_blocks.pool
     total = bytes_offloaded(MODEL.layers, TOKENS, 1024, 16, 64, 2)
     assert total <= pool.nbytes < 1.1 * total

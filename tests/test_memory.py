@@ -132,7 +132,8 @@ def test_buffers_are_those_that_are_kept(schedule):
 @pytest.mark.parametrize("mode", ["full", "selective", "none"])
 def test_estimate_is_what_a_gpu_measures(tmp_path, mode):
     """The banner's peak against torch.cuda.max_memory_allocated after three compiled steps."""
-    words = ["--training.seq_len", "32768", "--training.steps", "3", "--activation_checkpoint.mode", mode]
+    words = ["--training.seq_len", "32768", "--training.steps", "3", "--activation_checkpoint.mode", mode,
+             "--lr_scheduler.warmup_steps", "1"]
     subprocess.run(
         [sys.executable, "train.py", "--config", "train_configs/qwen2_5_0_5b_128k.toml", *words, "--metrics.recall_every", "0",
          "--training.output_dir", str(tmp_path)], cwd=ROOT, check=True,
