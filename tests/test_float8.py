@@ -85,4 +85,4 @@ def test_gradients_are_near_and_training_goes_down(recipe):
             loss.backward()
             optimizer.step()
         losses[key] = loss.item()
-    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.03), losses
+    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.1), losses
