@@ -42,10 +42,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     out, lse, _ = torch.ops.titan_sparse.attend_forward(q, k, v, tensors, *rows[:3], pattern.key, world.key, backend, scale,
-                                                        rows.plain)
+                                                        rows.plain, rows.slices)
     if not return_aux:
         return out
     return out, Auxiliary(lse, pattern.index(tensors, rows, *q.shape[:2], world.block_size))
@@ -90,6 +90,9 @@ def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
     seq_len = q.shape[2] * cp.size
     pattern.check_block_size(cp.block_size)
     rows = mask.rows(seq_len, q.device) if isinstance(mask, Mask) else mask
+    if rows.slices is not None and not pattern.takes_slices:
+        raise ValueError(f'pattern "{pattern.name}" needs a mask of one range of keys a query, not Slices; write '
+                         'pattern=Dense(), or a mask of Causal, SlidingWindow and Documents')
     if pattern.dynamic and not rows.causal:
         raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     if rows.start.shape[1] != seq_len:
@@ -132,7 +135,7 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
         return rows
     length, documents = rows.start.shape[1] + missing, rows.document_start
     return Rows(_whole_blocks(rows.start, 1, block_size, length), _whole_blocks(rows.stop, 1, block_size, length),
-                None if documents is None else _whole_blocks(documents, 1, block_size, -1))
+                None if documents is None else _whole_blocks(documents, 1, block_size, -1), slices=rows.slices)
 
 
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
@@ -166,9 +169,9 @@ def _executor(run: Run) -> ModuleType:
 
 @torch.library.custom_op("titan_sparse::attend_forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
-             document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float,
-             plain: bool) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
+             document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
+             slices: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
     padded = [_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)]
     out, lse, column_kv = _executor(run).forward(run, *padded)
     statistics.observe(run, padded[0], padded[1], lse)
@@ -177,7 +180,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor
 
 
 @_forward.register_fake
-def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain):
+def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices=None):
     dtype = torch.promote_types(q.dtype, torch.float32)
     capacity = pattern_by_key(pattern).column_count(index)
     return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=dtype),
@@ -187,8 +190,8 @@ def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-              backend: str, scale: float, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
+              backend: str, scale: float, plain: bool, slices: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
     lse = torch.nn.functional.pad(lse, (0, -length % size), value=-torch.inf)
@@ -202,23 +205,23 @@ def _(d_out, q, k, v, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, index, start, stop, document_start, *ctx.options = inputs
+    q, k, v, index, start, stop, document_start, *ctx.options, slices = inputs
     out, lse, column_kv = output
     ctx.index_size = len(index)
-    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, *index)
+    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, slices, *index)
     ctx.mark_non_differentiable(lse, column_kv)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 12
+        return (None,) * 13
     q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
-    rows, index = rows[:3], rows[3:]
+    rows, slices, index = rows[:3], rows[3], rows[4:]
     gradients = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options
+        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options, slices
     )
-    return (*gradients, [None] * ctx.index_size, *(None,) * 8)
+    return (*gradients, [None] * ctx.index_size, *(None,) * 9)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

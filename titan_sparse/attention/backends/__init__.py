@@ -8,6 +8,7 @@ serves_causal(q) -> bool, forward_causal, backward_causal               dense ca
 refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case
 describe() -> str                                       what computes, for the banner
 READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
+SERVES_SLICES: bool                                     whether it takes Tiles of a mask of slices
 """
 
 from types import ModuleType
@@ -20,19 +21,23 @@ BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": trito
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str:
-    """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them.
+def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
+    """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them. slices: whether the
+    mask has Slices.
 
     Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
-        return next(backend for backend in _by_speed(*case[:3]) if BACKENDS[backend].refusal(*case) is None)
+        return next(backend for backend in _by_speed(*case[:3])
+                    if BACKENDS[backend].refusal(*case) is None and (not slices or BACKENDS[backend].SERVES_SLICES))
     if name not in BACKENDS:
         raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
     refused = BACKENDS[name].refusal(*case)
     if refused:
         raise ValueError(refused)
+    if slices and not BACKENDS[name].SERVES_SLICES:
+        raise ValueError(f'attention.backend = "{name}" does not compute masks of Slices; write "auto", "triton" or "eager"')
     return name
 
 
