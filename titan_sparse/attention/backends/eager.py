@@ -83,7 +83,7 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     query = tiles.q_positions[q_block * size : (q_block + 1) * size].long()[:, None]
     inside = (query >= q_start) & (query < q_stop)
     start, stop = torch.maximum(k_start, query + low), torch.minimum(k_stop, query + high + 1)
-    bounds = (start, 0), (torch.where(inside, stop, 0), torch.iinfo(torch.int64).max)
+    bounds = (start, 0), (torch.where(inside, stop, 0), torch.iinfo(torch.int32).max)
     return tuple(torch.nn.functional.pad(x, (full, 0), value=value).repeat_interleave(size, -1) for x, value in bounds)
 
 
