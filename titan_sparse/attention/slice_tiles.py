@@ -1,8 +1,8 @@
 """Tiles of a mask of slices: which (query block, KV block) pairs are seen whole, in part or not at all, from integers.
 
-A slice cut to one query block (a *band*) meets one run of KV blocks and covers one run of them whole, so that 1M tokens are
-classified without looking at tiles. What is left over are the tiles through which a slice's edge goes (*cuts*). A tile
-that several slices fill together is whole too; otherwise it is listed once for each of them.
+A slice cut to one block of rows (a *band*) meets one run of other blocks, and except for at most four blocks, where its
+edges go through, it covers them whole for its rows. So tiles are classified run by run: 1M tokens in well under a second.
+A tile that several slices fill together is whole too; otherwise it is listed once for each of them.
 """
 
 from typing import NamedTuple
@@ -18,25 +18,32 @@ from titan_sparse.attention.slices import area, overlap, within_runs
 from titan_sparse.attention.tiles import BlockLists, Tiles, query_ranges
 
 
-class Bands(NamedTuple):
-    """Slice by slice and query block by query block the KV blocks that are met; int64 [n] each.
-
-    sequence, slice: which one in Rows.slices. block: the query block. first, last: meets KV blocks first .. last - 1.
-    whole_first, whole_last: of these it covers whole_first .. whole_last - 1 whole.
-    """
+class Runs(NamedTuple):
+    """Runs of tiles in one line of blocks, int64 [n] each: in sequence `sequence`, tiles of block `line` of one side with blocks
+    first .. last - 1 of the other. slice: number in Rows.slices."""
 
     sequence: Tensor
     slice: Tensor
-    block: Tensor
+    line: Tensor
     first: Tensor
     last: Tensor
-    whole_first: Tensor
-    whole_last: Tensor
+
+
+class Classification(NamedTuple):
+    """Every tile that is not empty, once in `whole` (whose slice is meaningless), or in `cut` once for each of its slices.
+
+    met: runs of tiles that a slice has to do with, each slice for itself. lines_are_keys: a line is a KV block and its runs are
+    of query blocks; otherwise the other way round.
+    """
+
+    whole: Runs
+    cut: Runs
+    met: Runs
+    lines_are_keys: bool
 
 
 class Cuts(NamedTuple):
-    """Tiles that a slice covers in part, once for each slice, or whole tiles (slice -1); int64 [n] each, sorted by sequence,
-    query block, KV block. pairs: pairs of tokens that the slice holds there."""
+    """Tiles that a slice sees in part, once for each slice; int64 [n] each. pairs: pairs of tokens that it holds there."""
 
     sequence: Tensor
     slice: Tensor
@@ -45,21 +52,23 @@ class Cuts(NamedTuple):
     pairs: Tensor
 
 
-class Classification(NamedTuple):
-    """Every tile that is not empty: whole ones are in a band's whole run or in `filled`, the others in `cuts`."""
-
-    bands: Bands
-    cuts: Cuts
-    filled: Cuts
-
-
 # Classification -----------------------------------------------------------------------------------------------------
 
 
 def classify(slices: Tensor, size: int) -> Classification:
-    """slices: int [Bm, N, 6], tightened, as in Rows.slices. size: tokens of a block."""
-    bands = _bands(slices.long(), size)
-    return Classification(bands, *_filled(_cuts(slices.long(), bands, size), size))
+    """slices: int [Bm, N, 6], tightened, as in Rows.slices. size: tokens of a block. Exact."""
+    slices = slices.long()
+    swapped = torch.cat([slices[..., 2:4], slices[..., 0:2], -slices[..., 5:], -slices[..., 4:5]], dim=-1)
+    lines_are_keys = bool(_lines(swapped, size)[1].sum() < _lines(slices, size)[1].sum())
+    met, inner, rows = _bands(swapped if lines_are_keys else slices, size)
+    edges, pairs = _edges(swapped if lines_are_keys else slices, met, inner, size)
+    levels = _Levels.of(inner, rows)
+    filled = _filled(edges, pairs, levels, size)
+    every = Runs(*(torch.cat(both) for both in zip(inner, filled)))
+    levels = _Levels.of(every, torch.cat([rows, torch.full_like(filled.line, size)]))
+    edges = _some(edges, levels.at(_place(edges, edges.first)) < size)
+    cut = Runs(*(torch.cat(both) for both in zip(edges, levels.parts(inner, size))))
+    return Classification(levels.runs(size), cut, met, lines_are_keys)
 
 
 def classified(rows: Rows, size: int) -> Classification:
@@ -67,32 +76,45 @@ def classified(rows: Rows, size: int) -> Classification:
     return once_per_mask(rows, ("classification", size), lambda: classify(rows.slices, size))
 
 
-def _bands(slices: Tensor, size: int) -> Bands:
-    flat = slices.flatten(0, 1)
-    begin, end = flat[:, 0] // size, (flat[:, 1] + size - 1) // size
-    count = (end - begin) * (flat[:, 0] < flat[:, 1])
+def _some(runs: Runs, which: Tensor) -> Runs:
+    return Runs(*(x[which] for x in runs))
+
+
+def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """First block of rows of each slice, and how many of them; int64 [Bm * N]."""
+    start, stop = slices.flatten(0, 1)[:, :2].unbind(-1)
+    return start // size, ((stop + size - 1) // size - start // size) * (start < stop)
+
+
+def _bands(slices: Tensor, size: int) -> tuple[Runs, Runs, Tensor]:
+    """Line by line the blocks that each slice meets, those that it covers whole for its rows, and how many rows it has."""
+    flat, (begin, count) = slices.flatten(0, 1), _lines(slices, size)
     number = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), count)
-    block = begin[number] + within_runs(count)
+    line = begin[number] + within_runs(count)
     q_start, q_stop, k_start, k_stop, low, high = flat[number].unbind(-1)
-    first_row, last_row = torch.maximum(q_start, block * size), torch.minimum(q_stop, block * size + size) - 1
-    first = torch.maximum(k_start, first_row + low) // size
-    last = (torch.minimum(k_stop, last_row + high + 1) - 1) // size + 1
-    whole_first = (torch.maximum(k_start, last_row + low) + size - 1) // size
-    whole_last = torch.minimum(k_stop, first_row + high + 1) // size
-    whole = (last_row - first_row + 1 == size) & (whole_first < whole_last)
-    return Bands(number // slices.shape[1], number % slices.shape[1], block, first, last,
-                 whole_first.where(whole, first), whole_last.where(whole, first))
+    top, bottom = torch.maximum(q_start, line * size), torch.minimum(q_stop, line * size + size) - 1
+    met = Runs(number // slices.shape[1], number % slices.shape[1], line, torch.maximum(k_start, top + low) // size,
+               (torch.minimum(k_stop, bottom + high + 1) - 1) // size + 1)
+    first = (torch.maximum(k_start, bottom + low) + size - 1) // size
+    last = torch.minimum(k_stop, top + high + 1) // size
+    inner = met._replace(first=first.where(first < last, met.first), last=last.where(first < last, met.first))
+    return met, inner, bottom - top + 1
 
 
-def _cuts(slices: Tensor, bands: Bands, size: int) -> Cuts:
-    begin = torch.cat([bands.first, bands.whole_last])
-    count = torch.cat([bands.whole_first, bands.last]) - begin
-    band = torch.repeat_interleave(torch.arange(len(begin), device=begin.device) % max(1, len(bands.first)), count)
-    k_block = torch.repeat_interleave(begin, count) + within_runs(count)
-    sequence, number, q_block = bands.sequence[band], bands.slice[band], bands.block[band]
-    pairs = area(overlap(slices[sequence, number], _tile(q_block, k_block, size))[0])
-    order = _place(sequence, q_block, k_block).argsort(stable=True)
-    return Cuts(*(x[order] for x in (sequence, number, q_block, k_block, pairs)))
+def _edges(slices: Tensor, met: Runs, inner: Runs, size: int) -> tuple[Runs, Tensor]:
+    """The single tiles of `met` that are not in `inner`, sorted by place, and the pairs of tokens in them."""
+    begin, count = torch.cat([met.first, inner.last]), torch.cat([inner.first - met.first, met.last - inner.last])
+    edges = _tiles_of(Runs(*(torch.cat([x, x]) for x in met[:3]), begin, begin + count))
+    edges = _some(edges, _place(edges, edges.first).argsort(stable=True))
+    return edges, area(overlap(slices[edges.sequence, edges.slice], _tile(edges.line, edges.first, size))[0])
+
+
+def _tiles_of(runs: Runs) -> Runs:
+    """The same as runs of one tile each."""
+    count = runs.last - runs.first
+    sequence, number, line, first = (torch.repeat_interleave(x, count) for x in runs[:4])
+    first = first + within_runs(count)
+    return Runs(sequence, number, line, first, first + 1)
 
 
 def _tile(q_block: Tensor, k_block: Tensor, size: int) -> Tensor:
@@ -101,21 +123,62 @@ def _tile(q_block: Tensor, k_block: Tensor, size: int) -> Tensor:
     return torch.stack([q, q + size, k, k + size, k - q - size + 1, k - q + size - 1], dim=-1)
 
 
-def _place(sequence: Tensor, q_block: Tensor, k_block: Tensor) -> Tensor:
-    """One number for a tile, ascending in sequence, query block, KV block. Blocks are numbered below 2**24."""
-    return (sequence << 48) + (q_block << 24) + k_block
+def _place(runs: Runs, block: Tensor) -> Tensor:
+    """One number for a tile, ascending in sequence, line, block. Blocks are numbered below 2**24."""
+    return (runs.sequence << 48) + (runs.line << 24) + block
 
 
-def _filled(cuts: Cuts, size: int) -> tuple[Cuts, Cuts]:
-    """Cuts of tiles that are not whole, and the tiles that several slices fill: slices share no pair, so counting is
-    enough."""
-    _, tile, count = torch.unique_consecutive(_place(cuts.sequence, cuts.q_block, cuts.k_block), return_inverse=True,
-                                              return_counts=True)
-    whole = torch.zeros_like(count).index_add_(0, tile, cuts.pairs) == size * size
-    leading = (count.cumsum(0) - count)[whole]
-    filled = Cuts(*(x[leading] for x in cuts))
-    filled = filled._replace(slice=torch.full_like(filled.slice, -1), pairs=torch.full_like(filled.pairs, size * size))
-    return Cuts(*(x[~whole[tile]] for x in cuts)), filled
+def _filled(edges: Runs, pairs: Tensor, levels: "_Levels", size: int) -> Runs:
+    """Tiles that an edge goes through and all slices together fill: they share no pair, so that counting is enough."""
+    place, tile, count = torch.unique_consecutive(_place(edges, edges.first), return_inverse=True, return_counts=True)
+    total = levels.at(place) * size + torch.zeros_like(count).index_add_(0, tile, pairs)
+    return _some(edges, (count.cumsum(0) - count)[total == size * size])
+
+
+class _Levels(NamedTuple):
+    """How many rows of a tile are covered by runs, as a staircase: `level` from `place` to before the next place."""
+
+    place: Tensor
+    level: Tensor
+
+    @classmethod
+    def of(cls, runs: Runs, rows: Tensor) -> "_Levels":
+        place, order = torch.cat([_place(runs, runs.first), _place(runs, runs.last)]).sort()
+        return cls(place, torch.cat([rows, -rows])[order].cumsum(0))
+
+    def at(self, place: Tensor) -> Tensor:
+        """int64 [n]: the level there."""
+        found = torch.searchsorted(self.place, place, right=True)
+        return torch.nn.functional.pad(self.level, (1, 0))[found]
+
+    def runs(self, least: int) -> Runs:
+        """Where the level is `least` or more."""
+        step = (self.level[:-1] >= least) & (self.place[:-1] < self.place[1:])
+        first, last = self.place[:-1][step], self.place[1:][step]
+        block = (1 << 24) - 1
+        return Runs(first >> 48, torch.zeros_like(first), (first >> 24) & block, first & block, last & block)
+
+    def parts(self, runs: Runs, below: int) -> Runs:
+        """The parts of these runs where the level is less than `below`."""
+        begin, end = (torch.searchsorted(self.place, _place(runs, x)) for x in (runs.first, runs.last))
+        sequence, number, line, step = (torch.repeat_interleave(x, end - begin) for x in (*runs[:3], begin))
+        step = step + within_runs(end - begin)
+        block = (1 << 24) - 1
+        parts = Runs(sequence, number, line, self.place[step] & block, self.place[(step + 1).clamp(max=len(self.place) - 1)] & block)
+        return _some(parts, (self.level[step] < below) & (parts.first < parts.last))
+
+
+def cut_tiles(rows: Rows, size: int) -> Cuts:
+    """The tiles that are seen in part, remembered for the mask."""
+    return once_per_mask(rows, ("cuts", size), lambda: _cut_tiles(rows, size))
+
+
+def _cut_tiles(rows: Rows, size: int) -> Cuts:
+    found = classified(rows, size)
+    tiles = _tiles_of(found.cut)
+    q_block, k_block = (tiles.first, tiles.line) if found.lines_are_keys else (tiles.line, tiles.first)
+    parts, _ = overlap(rows.slices[tiles.sequence, tiles.slice].long(), _tile(q_block, k_block, size))
+    return Cuts(tiles.sequence, tiles.slice, q_block, k_block, area(parts))
 
 
 # Tables -------------------------------------------------------------------------------------------------------------
@@ -123,25 +186,23 @@ def _filled(cuts: Cuts, size: int) -> tuple[Cuts, Cuts]:
 
 def whole_tiles(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> Tensor:
     """bool [Bm, nq, nk]: the mask lets every query of the block see every key of the block."""
-    bands, _, filled = classified(rows, size)
-    blocks = -(-rows.start.shape[1] // size)
-    row = _local(q_blocks, blocks)
-    own = row[bands.block] >= 0
-    line = (bands.sequence * len(q_blocks) + row[bands.block])[own] * (blocks + 1)
+    found, blocks = classified(rows, size), -(-rows.start.shape[1] // size)
+    lines, others = (k_blocks, q_blocks) if found.lines_are_keys else (q_blocks, k_blocks)
+    row = _local(lines, blocks)
+    runs = _some(found.whole, row[found.whole.line] >= 0)
+    begin = (runs.sequence * len(lines) + row[runs.line]) * (blocks + 1)
     # A run adds 1 where it begins and takes it away where it ends.
-    ends = torch.zeros(len(rows.slices), len(q_blocks), blocks + 1, dtype=torch.int8, device=line.device)
-    for column, step in ((bands.whole_first, 1), (bands.whole_last, -1)):
-        ends.view(-1).scatter_add_(0, line + column[own], torch.full_like(line, step, dtype=torch.int8))
-    whole = ends.cumsum(-1, dtype=torch.int8)[..., k_blocks] > 0
-    which, q, k = _of_blocks(filled, q_blocks, k_blocks, blocks)
-    whole[filled.sequence[which], q, k] = True
-    return whole
+    ends = torch.zeros(len(rows.slices), len(lines), blocks + 1, dtype=torch.int8, device=begin.device)
+    for at, step in ((runs.first, 1), (runs.last, -1)):
+        ends.view(-1).scatter_add_(0, begin + at, torch.full_like(begin, step, dtype=torch.int8))
+    whole = ends.cumsum(-1, dtype=torch.int8)[..., others] > 0
+    return whole.mT if found.lines_are_keys else whole
 
 
 def tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each tile whether it is seen whole, how many slices cut it otherwise, and its visible pairs; int32 [Bm, nq, nk]."""
     whole = whole_tiles(rows, q_blocks, k_blocks, size).int()
-    cuts = classified(rows, size).cuts
+    cuts = cut_tiles(rows, size)
     which, q, k = _of_blocks(cuts, q_blocks, k_blocks, -(-rows.start.shape[1] // size))
     at = (cuts.sequence[which], q, k)
     partial = torch.zeros_like(whole).index_put_(at, torch.ones_like(q, dtype=torch.int32), accumulate=True)
@@ -150,15 +211,15 @@ def tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> t
 
 def seen_chunks(rows: Rows, table: Tensor, size: int) -> Tensor:
     """bool [W, W]: the mask lets some query of rank r see a key of rank s. table: int64 [W, n], the layout's blocks."""
-    bands, blocks = classified(rows, size).bands, table.numel()
+    found, blocks = classified(rows, size), table.numel()
     owned = torch.zeros(blocks + 1, len(table), dtype=torch.int32, device=table.device)
     owner = torch.empty(blocks, dtype=torch.int64, device=table.device)
     for rank, own in enumerate(table):
         owned[own + 1, rank], owner[own] = 1, rank
     before = owned.cumsum(0, dtype=torch.int32)
-    met = before[bands.last] > before[bands.first]
     seen = torch.zeros(len(table), len(table), dtype=torch.int32, device=table.device)
-    return seen.index_add_(0, owner[bands.block], met.int()) > 0
+    seen.index_add_(0, owner[found.met.line], (before[found.met.last] > before[found.met.first]).int())
+    return (seen.T if found.lines_are_keys else seen) > 0
 
 
 def _local(blocks: Tensor, total: int) -> Tensor:
@@ -181,7 +242,7 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     their lists' memory."""
     size, selected = index.block_size, index.selects(q_blocks, k_blocks)
     whole = whole_tiles(rows, q_blocks, k_blocks, size)[:, None] & selected
-    cuts = classified(rows, size).cuts
+    cuts = cut_tiles(rows, size)
     which, q, k = _of_blocks(cuts, q_blocks, k_blocks, -(-rows.start.shape[1] // size))
     sequence, number = cuts.sequence[which] if len(rows.slices) > 1 else None, cuts.slice[which]
     expand = lambda x: x and BlockLists(*(y.expand(batch, index.heads, *y.shape[2:]) for y in x))
