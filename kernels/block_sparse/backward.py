@@ -12,12 +12,14 @@ from .launch import key_splits, key_tile, options, query_tile
 from .piece import (
     LOG2_E,
     Piece,
+    bounds_in_slice,
     dense_rows,
     hide_covered,
     list_row,
     load_positions,
     load_rows,
     operand,
+    query_positions,
     slice_of,
     store_rows,
 )
@@ -42,7 +44,7 @@ def _delta_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, piece, k, v, table, count, start, stop, positions, covered, scale,
+    dq, q_tile, d_tile, lse, delta, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq / logit scale over the listed KV blocks, N keys at a time."""
@@ -54,6 +56,8 @@ def _walk_keys(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
+            if numbers is not None:
+                start, stop = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
             scores = tl.where((position >= start[:, None]) & (position < stop[:, None]), scores, float("-inf"))
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
@@ -64,20 +68,21 @@ def _walk_keys(
 
 @triton.jit
 def _query_gradient(
-    dq, q_tile, d_tile, lse, delta, piece, batch, head, heads, q_block, q_blocks, start, stop, scale,
+    dq, q_tile, d_tile, lse, delta, piece, batch, head, heads, q_block, q_blocks, start, stop, rows, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """dq through one piece: the full list without masking, then the partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    query = query_positions(piece, rows, start)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
-    full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
-    dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, full, full_count, start, stop, positions, covered,
-                    scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, partial, partial_count, start, stop, positions,
-                      covered, scale, BLOCK, N, HEAD_DIM, D, True)
+    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, full, None, full_count, start, stop, query,
+                    positions, covered, scale, BLOCK, N, HEAD_DIM, D, False)
+    return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, partial, numbers, partial_count, start, stop,
+                      query, positions, covered, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit
@@ -99,10 +104,10 @@ def _query_kernel(
     row_lse, row_delta = tl.load(lse + row + rows), tl.load(delta + row + rows)
     total = tl.zeros([M, D], tl.float32)
     total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, piece, batch, head, heads, q_block,
-                            q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                            q_len // BLOCK, seen_from, seen_until, rows, scale, BLOCK, N, HEAD_DIM, D)
     if TWO:
         total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, other, batch, head, heads, q_block,
-                                q_len // BLOCK, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                                q_len // BLOCK, seen_from, seen_until, rows, scale, BLOCK, N, HEAD_DIM, D)
     total *= logit_scale
     if ADD:
         total += load_rows(dq + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
@@ -111,8 +116,8 @@ def _query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, table, begin, end, start, stop, position,
-    covered, covered_step, keys, scale,
+    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, piece, batch, table, numbers, begin, end, start, stop,
+    position, covered, covered_step, keys, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / logit scale and dv over the listed query blocks, M queries at a time; scores are [keys, queries]."""
@@ -128,8 +133,12 @@ def _walk_queries(
             visible = position
             if covered is not None:
                 visible = hide_covered(position, covered + q_block.to(tl.int64) * covered_step, keys)
-            seen_from, seen_until = tl.load(start + rows)[None, :], tl.load(stop + rows)[None, :]
-            seen = (visible[:, None] >= seen_from) & (visible[:, None] < seen_until)
+            if numbers is not None:
+                query = tl.load(piece.q_positions + rows)
+                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
+            else:
+                seen_from, seen_until = tl.load(start + rows), tl.load(stop + rows)
+            seen = (visible[:, None] >= seen_from[None, :]) & (visible[:, None] < seen_until[None, :])
             scores = tl.where(seen, scores, float("-inf"))
         p = tl.math.exp2(scores * scale - tl.load(lse + rows)[None, :])
         dv = tl.dot(p.to(d_tile.dtype), d_tile, dv, input_precision="ieee")
@@ -162,14 +171,14 @@ def _key_kernel(
         covered = piece.covered
         if piece.covered is not None:
             covered += row * (q_len // BLOCK) * piece.words
-        full_count, full, partial_count, partial = list_row(piece, batch, head, heads, k_block)
+        full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, full, full_count * split // splits, full_count * (split + 1) // splits,
+            delta + row * q_len, piece, batch, full, None, full_count * split // splits, full_count * (split + 1) // splits,
             row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, partial, partial_count * split // splits, partial_count * (split + 1) // splits,
+            delta + row * q_len, piece, batch, partial, numbers, partial_count * split // splits, partial_count * (split + 1) // splits,
             row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM

@@ -6,12 +6,24 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import forward_tile, options
-from .piece import LOG2_E, Piece, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows
+from .piece import (
+    LOG2_E,
+    Piece,
+    bounds_in_slice,
+    dense_rows,
+    list_row,
+    load_positions,
+    load_rows,
+    operand,
+    query_positions,
+    slice_of,
+    store_rows,
+)
 
 
 @triton.jit
 def _walk(
-    acc, weight, top, q_tile, piece, k, v, table, count, start, stop, positions, covered, scale,
+    acc, weight, top, q_tile, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (base 2) over the listed KV blocks, N keys at a time."""
@@ -22,6 +34,8 @@ def _walk(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
+            if numbers is not None:
+                start, stop = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
             scores = tl.where((position >= start[:, None]) & (position < stop[:, None]), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing yet; -inf - -inf would be NaN.
@@ -37,20 +51,21 @@ def _walk(
 
 @triton.jit
 def _attend(
-    acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_blocks, start, stop, scale,
+    acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_blocks, start, stop, rows, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """One piece: the full list without masking, then the partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    query = query_positions(piece, rows, start)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
-    full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
-    acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
-                             scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk(acc, weight, top, q_tile, piece, k, v, partial, partial_count, start, stop, positions, covered,
-                 scale, BLOCK, N, HEAD_DIM, D, True)
+    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    acc, weight, top = _walk(acc, weight, top, q_tile, piece, batch, k, v, full, None, full_count, start, stop, query,
+                             positions, covered, scale, BLOCK, N, HEAD_DIM, D, False)
+    return _walk(acc, weight, top, q_tile, piece, batch, k, v, partial, numbers, partial_count, start, stop, query,
+                 positions, covered, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit
@@ -77,10 +92,10 @@ def _forward_kernel(
         acc, weight = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
     acc, weight, top = _attend(acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_len // BLOCK,
-                               seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                               seen_from, seen_until, rows, scale, BLOCK, N, HEAD_DIM, D)
     if TWO:
         acc, weight, top = _attend(acc, weight, top, q_tile, other, batch, head, heads, q_block, q_len // BLOCK,
-                                   seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+                                   seen_from, seen_until, rows, scale, BLOCK, N, HEAD_DIM, D)
     weight_or_one = tl.where(weight == 0.0, 1.0, weight)
     store_rows(out + row * HEAD_DIM, acc / weight_or_one[:, None], first, M, HEAD_DIM, D)
     tl.store(lse + row + rows, (top + tl.math.log2(weight_or_one)) * 0.6931471805599453)
