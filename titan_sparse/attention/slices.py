@@ -25,7 +25,7 @@ class Slices(Mask):
 
     q_ranges, k_ranges: half-open (start, stop) in global tokens. types: one of KINDS for each; with sq queries and sk keys
     in the slice, query i and key j of it: causal j <= i + (sk - sq), inv_causal j >= i, bi_causal both, for sq > sk too
-    (MagiAttention, section 3.1). Queries and keys may be shared by slices, pairs may not.
+    (as MagiAttention's AttnSlice). Queries and keys may be shared by slices, pairs may not.
     Raises ValueError for other types, ranges that are none, and for a pair covered twice, naming the two slices.
     """
 
