@@ -39,7 +39,7 @@ def _four_kinds(tokens: int) -> Slices:
     edge, part = tokens // 4, tokens // 6
     kinds = ("full", "causal", "inv_causal", "bi_causal")
     return Slices.of([(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
-                     + [(i * edge, i * edge + edge - 8, tokens // 2 + part, tokens - part // 2, kind) for i, kind in enumerate(kinds)])
+                     + [(i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind) for i, kind in enumerate(kinds)])
 
 
 EXAMPLES: dict[str, Callable[[int], Mask]] = {

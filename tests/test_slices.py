@@ -256,3 +256,16 @@ def test_opcheck():
     names = (Dense().key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, rows.slices)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names))
+
+
+def test_the_mask_of_a_run_with_sinks():
+    from titan_sparse.config.sections import Attention
+    from titan_sparse.trainer import build_mask
+
+    lengths = [[45, 3, 70, 60], [100]]
+    for kind, spans in (("documents", lengths), ("causal", [[178], [100]])):
+        got = build_mask(Attention(mask=kind, sliding_window=9, window_sinks=4, pattern="dense"), lengths)
+        wanted = [Documents(x).dense(SEQ_LEN)[0] for x in spans]
+        first = [torch.cat([torch.arange(n) for n in x] + [torch.full((SEQ_LEN - sum(x),), 9)]) < 4 for x in spans]
+        near = SlidingWindow(9).dense(SEQ_LEN)[0]
+        assert torch.equal(got.dense(SEQ_LEN), torch.stack([w & (near | f) for w, f in zip(wanted, first)]))

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.slice_masks import sliding_window
+from titan_sparse.attention.slices import Slices
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
@@ -62,7 +64,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.kernel = backends.explain(
-            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size
+            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
+            slices=config.attention.window_sinks > 0,
         )
 
         if not dist.is_initialized():
@@ -261,6 +264,9 @@ def build_pattern(attention: "Attention") -> Pattern:
 
 def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
     """The mask of one batch of packed sequences, from their documents' lengths."""
+    if attention.window_sinks:
+        spans = [[sum(row)] if attention.mask == "causal" else row for row in lengths]
+        return Slices.batch([sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans])
     mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
     return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
 
