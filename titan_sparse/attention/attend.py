@@ -170,7 +170,7 @@ def _executor(run: Run) -> ModuleType:
 @torch.library.custom_op("titan_sparse::attend_forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
              document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
-             slices: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+             slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
     padded = [_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)]
     out, lse, column_kv = _executor(run).forward(run, *padded)
@@ -180,7 +180,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor
 
 
 @_forward.register_fake
-def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices=None):
+def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices):
     dtype = torch.promote_types(q.dtype, torch.float32)
     capacity = pattern_by_key(pattern).column_count(index)
     return (torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:-1], dtype=dtype),
@@ -190,7 +190,7 @@ def _(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-              backend: str, scale: float, plain: bool, slices: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+              backend: str, scale: float, plain: bool, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
