@@ -1,11 +1,12 @@
-"""Draws one attention: what the mask lets be seen, what a pattern selects of it, who computes it, and how much each rank does.
+"""Draws one attention: what the mask lets be seen, what a pattern selects of it, who computes it, and how much each
+rank does.
 
     python -m scripts.draw_attention --mask prefix_lm --layout zigzag --ranks 4 --out picture.png
     python -m scripts.draw_attention --mask documents --pattern vertical_slash --out picture.png
     python -m scripts.draw_attention --gallery docs/pictures/masks.png
 
-The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash selects on queries and keys
-made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
+The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash selects on queries
+and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
 """
 
 import argparse
@@ -39,7 +40,8 @@ def _four_kinds(tokens: int) -> Slices:
     edge, part = tokens // 4, tokens // 6
     kinds = ("full", "causal", "inv_causal", "bi_causal")
     return Slices.of([(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
-                     + [(i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind) for i, kind in enumerate(kinds)])
+                     + [(i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind)
+                        for i, kind in enumerate(kinds)])
 
 
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
@@ -63,12 +65,14 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
         return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
     q, k = synthetic.queries(heads, 0, tokens), synthetic.keys(heads, 0, tokens)
-    chosen = VerticalSlash(recall=0.9, sinks=4, max_columns=tokens // 32, max_slashes=4, dense_below=max(block_size, tokens // 8))
+    chosen = VerticalSlash(recall=0.9, sinks=4, max_columns=tokens // 32, max_slashes=4,
+                           dense_below=max(block_size, tokens // 8))
     return chosen.select(q, k, mask, block_size=block_size)
 
 
 def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, out: str) -> Tensor:
-    """Writes the picture of the first sequence and head to `out`; returns the pairs of tokens that each rank computes, [W]."""
+    """Writes the picture of the first sequence and head to `out`; returns the pairs of tokens that each rank computes,
+    [W]."""
     pyplot = _pyplot()
     table = block_ids(layout, ranks, index.seq_len, index.block_size)
     work = count_visits(index, mask.rows(index.seq_len), table).total()[0, 0]
@@ -80,7 +84,8 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     colours = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
     panels[3].bar(range(ranks), work.tolist(), color=colours)
     panels[3].set_xticks(range(ranks))
-    panels[3].set_title(f"pairs of each rank, max / mean {work.max() / work.double().mean().clamp(min=1):.2f}", fontsize=9)
+    imbalance = work.max() / work.double().mean().clamp(min=1)
+    panels[3].set_title(f"pairs of each rank, max / mean {imbalance:.2f}", fontsize=9)
     figure.suptitle(title, fontsize=10)
     _write(figure, out)
     return work
@@ -145,7 +150,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
     parser.add_argument("--layout", choices=LAYOUTS, default="striped")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048, help="a multiple of block size x ranks, for zigzag of twice that")
+    parser.add_argument("--tokens", type=int, default=2048,
+                        help="a multiple of block size x ranks, for zigzag of twice that")
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--out", help="the picture, .png")
     parser.add_argument("--gallery", help="draw all masks into this file instead")

@@ -15,7 +15,8 @@ TOKENS, SIZE = 192, 16
 def test_work_of_the_ranks(tmp_path, name, layout):
     pytest.importorskip("matplotlib")
     mask, out = draw_attention.EXAMPLES[name](TOKENS), tmp_path / "new" / "picture.png"
-    work = draw_attention.picture(mask, draw_attention.select("dense", mask, TOKENS, SIZE), layout, 3, "title", str(out))
+    index = draw_attention.select("dense", mask, TOKENS, SIZE)
+    work = draw_attention.picture(mask, index, layout, 3, "title", str(out))
     by_block = mask.dense(TOKENS)[0].sum(-1).unflatten(0, (-1, SIZE)).sum(-1)
     assert torch.equal(work, by_block[block_ids(layout, 3, TOKENS, SIZE)].sum(-1))
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000

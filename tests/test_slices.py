@@ -86,18 +86,20 @@ def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
 
 
 def test_the_two_slices_are_named():
-    with pytest.raises(ValueError, match=r"Slices: 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;") as error:
+    with pytest.raises(ValueError, match=r": 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;") as error:
         Slices.of([(0, 8, 0, 8, "causal"), (8, 20, 0, 8, "full"), (0, 8, 0, 8, "inv_causal")])
     assert "\n" not in str(error.value)
 
 
-ROWS = [Full(), Causal(), Causal(valid=(50,)), SlidingWindow(9), Documents([30, 1, 90]), Documents([30, 1, 90]) & SlidingWindow(7)]
+ROWS = [Full(), Causal(), Causal(valid=(50,)), SlidingWindow(9), Documents([30, 1, 90]),
+        Documents([30, 1, 90]) & SlidingWindow(7)]
 
 
 @pytest.mark.parametrize("mask", ROWS, ids=repr)
 def test_rows_as_slices_and_intersections(mask):
     rows = mask.rows(SEQ_LEN)
-    assert torch.equal(Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0])).dense(SEQ_LEN), mask.dense(SEQ_LEN))
+    same = Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0]))
+    assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)
         for both in (mask & other, other & mask):
@@ -176,33 +178,33 @@ def test_attention_over_2500_slices():
 # Attention ----------------------------------------------------------------------------------------------------------
 
 
-def check_attention(mask: Mask, truth: Tensor, tolerance: float = 1e-9, dtype=torch.float64, dim: int = 8, size: int = BLOCK,
-                    **options) -> None:
+def _check_attention(mask: Mask, truth: Tensor) -> None:
     """out, lse and gradients of two sequences against dense attention over bool [Bm, S, S]."""
-    qkv = structured_qkv(2, 4, 2, truth.shape[-1], dim, dtype=dtype)
+    qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
     seen = truth[:, None].expand(2, 4, -1, -1)
-    d_out = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in qkv))
-    want_lse = dense_attention(*(x.double() for x in qkv), seen)[1]
+    d_out = torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+    want_lse = dense_attention(*qkv, seen)[1]
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, aux = attend(*leaves, mask, block_size=size, return_aux=True, **options)
+    out, aux = attend(*leaves, mask, block_size=BLOCK, return_aux=True)
     grads = torch.autograd.grad(out, leaves, d_out)
     assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and (out[~seen.any(-1)] == 0).all()
-    for name, a, b in zip(("lse", "out", "dq", "dk", "dv"), (aux.lse, out, *grads), (want_lse, want, *want_grads), strict=True):
-        gap = (a.double().nan_to_num(neginf=0) - b.nan_to_num(neginf=0)).abs().max().item()
-        assert gap < tolerance, f"{name} off by {gap}"
+    names, got = ("lse", "out", "dq", "dk", "dv"), (aux.lse, out, *grads)
+    for name, a, b in zip(names, got, (want_lse, want, *want_grads), strict=True):
+        gap = (a.nan_to_num(neginf=0) - b.nan_to_num(neginf=0)).abs().max().item()
+        assert gap < 1e-9, f"{name} off by {gap}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_on_one_rank(name):
     mask, truth = mask_and_truth(name)
-    check_attention(mask, truth[None])
+    _check_attention(mask, truth[None])
 
 
 def test_attention_over_a_batch_of_a_ragged_length():
     written = [random_legal(seed, 9, 101) for seed in (1, 2)]
     mask = Slices.batch([Slices.of(x) for x in written])
-    check_attention(mask, torch.stack([counts(x, 101) > 0 for x in written]))
+    _check_attention(mask, torch.stack([counts(x, 101) > 0 for x in written]))
 
 
 @pytest.mark.parametrize("name", ["random 9", "window with sinks", "full"])
@@ -244,7 +246,8 @@ def test_compiles_once_for_any_number_of_slices():
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     mask = mask_and_truth("random 3")[0]
-    inside = torch.compile(lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK), fullgraph=True, backend="aot_eager")
+    function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
+    inside = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK))
     torch._dynamo.reset()
 

@@ -1,7 +1,8 @@
-"""Attention over masks of slices on 2, 3 and 4 ranks against dense attention in fp64: layouts x schedules x what circulates.
+"""Attention over masks of slices on 2, 3 and 4 ranks against dense attention in fp64: layouts x schedules x what
+circulates.
 
-Runs are picked so that every mask meets every layout, every schedule and every number of ranks, and those each other. The fast
-test takes a share of the masks; all of them: pytest -m slow tests/test_slices_parallel.py
+Runs are picked so that every mask meets every layout, every schedule and every number of ranks, and those each other.
+The fast test takes a share of the masks; all of them: pytest -m slow tests/test_slices_parallel.py
 """
 
 import functools
@@ -27,7 +28,8 @@ SCHEDULES = (("ring", "kv"), ("ring", "q"), ("double_ring", "kv"), ("double_ring
 
 def _picked(number: int, world: int) -> list[tuple[str, tuple[str, str]]]:
     """Two settings of mask `number` on the mesh AXES[world]."""
-    return [(LAYOUTS[(number + world + i) % 3], SCHEDULES[(number + number // 5 + 2 * world + i) % 5]) for i in range(2)]
+    return [(LAYOUTS[(number + world + i) % 3], SCHEDULES[(number + number // 5 + 2 * world + i) % 5])
+            for i in range(2)]
 
 
 def test_every_pair_of_choices_occurs():

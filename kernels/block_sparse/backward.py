@@ -44,7 +44,8 @@ def _delta_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered, scale,
+    dq, q_tile, d_tile, lse, delta, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered,
+    scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq / logit scale over the listed KV blocks, N keys at a time."""
@@ -116,8 +117,8 @@ def _query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, piece, batch, table, numbers, begin, end, start, stop,
-    position, covered, covered_step, keys, scale,
+    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, piece, batch, table, numbers, begin, end,
+    start, stop, position, covered, covered_step, keys, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / logit scale and dv over the listed query blocks, M queries at a time; scores are [keys, queries]."""
@@ -174,11 +175,13 @@ def _key_kernel(
         full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, piece, batch, full, None, full_count * split // splits, full_count * (split + 1) // splits,
+            delta + row * q_len, piece, batch, full, None, full_count * split // splits,
+            full_count * (split + 1) // splits,
             row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, piece, batch, partial, numbers, partial_count * split // splits, partial_count * (split + 1) // splits,
+            delta + row * q_len, piece, batch, partial, numbers, partial_count * split // splits,
+            partial_count * (split + 1) // splits,
             row_start, row_stop, position, covered, piece.words, keys, scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM

@@ -18,7 +18,8 @@ class Lists(NamedTuple):
 
     full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], K being any width from the largest count on.
     Of a full tile every pair is seen; in a partial one positions and `covered` decide.
-    partial_slice: like partial, or None: which of the piece's slices alone decides; a block may be there once for each slice.
+    partial_slice: like partial, or None: which of the piece's slices alone decides; a block may be there once for each
+    slice.
     """
 
     full_count: Tensor
@@ -35,9 +36,9 @@ class Piece(NamedTuple):
     k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees positions start <= p < stop.
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit for each key that the query block does not see in a partial
     tile (bits.py).
-    slices: int32 [B, N, 6] or None: (q_start, q_stop, k_start, k_stop, low, high) of each slice, in which query position p
-    sees key position r if q_start <= p < q_stop, k_start <= r < k_stop and low <= r - p <= high; no two slices hold the same
-    pair. q_positions: int32 [Sq], with slices only.
+    slices: int32 [B, N, 6] or None: (q_start, q_stop, k_start, k_stop, low, high) of each slice, in which query
+    position p sees key position r if q_start <= p < q_stop, k_start <= r < k_stop and low <= r - p <= high; no two
+    slices hold the same pair. q_positions: int32 [Sq], with slices only.
     """
 
     k: Tensor
@@ -51,8 +52,8 @@ class Piece(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A Piece as a kernel gets it; *_stride: elements per batch, head and (k, v) token; list_stride: rows of a table per batch
-    and head, 0 where they share one."""
+    """A Piece as a kernel gets it; *_stride: elements per batch, head and (k, v) token; list_stride: rows of a table
+    per batch and head, 0 where they share one."""
 
     k: Tensor
     k_stride: tuple[int, int, int]
@@ -91,13 +92,14 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
     covered = None if piece.covered is None else piece.covered.contiguous()
     return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
-                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], partial_slice, list_stride,
-                   positions, shared, covered, -(-k.shape[2] // 32),
+                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], partial_slice,
+                   list_stride, positions, shared, covered, -(-k.shape[2] // 32),
                    piece.slices, 0 if piece.slices is None else piece.slices.stride(0), piece.q_positions)
 
 
 def _without_copies(lists: Lists) -> tuple[Lists, tuple[int, int]]:
-    """The lists, contiguous and once where batches or heads share their memory, and the rows of a table per batch, head."""
+    """The lists, contiguous and once where batches or heads share their memory, and the rows of a table per batch,
+    head."""
     shared = [all(x is None or x.stride(dim) == 0 for x in lists) for dim in (0, 1)]
     batches, heads = (1 if alike else size for alike, size in zip(shared, lists.full.shape))
     lists = Lists(*(None if x is None else x[:batches, :heads].contiguous() for x in lists))
@@ -142,7 +144,8 @@ def list_row(piece, batch, head, block):
 
 @triton.jit
 def query_positions(piece, rows, start):
-    """Positions of the queries `rows` where the piece has slices; else any vector of that kind, which is not looked at."""
+    """Positions of the queries `rows` where the piece has slices; else any vector of that kind, which is not looked
+    at."""
     if piece.q_positions is not None:
         return tl.load(piece.q_positions + rows)
     return start

@@ -1,8 +1,8 @@
 """Tiles of a mask of slices: which (query block, KV block) pairs are seen whole, in part or not at all, from integers.
 
 A slice cut to one block of rows (a *band*) meets one run of other blocks, and except for at most four blocks, where its
-edges go through, it covers them whole for its rows. So tiles are classified run by run: 1M tokens in well under a second.
-A tile that several slices fill together is whole too; otherwise it is listed once for each of them.
+edges go through, it covers them whole for its rows. So tiles are classified run by run: 1M tokens in well under a
+second. A tile that several slices fill together is whole too; otherwise it is listed once for each of them.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from titan_sparse.attention.tiles import BlockLists, Tiles, query_ranges
 
 
 class Runs(NamedTuple):
-    """Runs of tiles in one line of blocks, int64 [n] each: in sequence `sequence`, tiles of block `line` of one side with blocks
-    first .. last - 1 of the other. slice: number in Rows.slices."""
+    """Runs of tiles in one line of blocks, int64 [n] each: in sequence `sequence`, tiles of block `line` of one side
+    with blocks first .. last - 1 of the other. slice: number in Rows.slices."""
 
     sequence: Tensor
     slice: Tensor
@@ -30,10 +30,11 @@ class Runs(NamedTuple):
 
 
 class Classification(NamedTuple):
-    """Every tile that is not empty, once in `whole` (whose slice is meaningless), or in `cut` once for each of its slices.
+    """Every tile that is not empty, once in `whole` (whose slice is meaningless), or in `cut` once for each of its
+    slices.
 
-    met: runs of tiles that a slice has to do with, each slice for itself. lines_are_keys: a line is a KV block and its runs are
-    of query blocks; otherwise the other way round.
+    met: runs of tiles that a slice has to do with, each slice for itself. lines_are_keys: a line is a KV block and its
+    runs are of query blocks; otherwise the other way round.
     """
 
     whole: Runs
@@ -43,7 +44,8 @@ class Classification(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Tiles that a slice sees in part, once for each slice; int64 [n] each. pairs: pairs of tokens that it holds there."""
+    """Tiles that a slice sees in part, once for each slice; int64 [n] each. pairs: pairs of tokens that it holds
+    there."""
 
     sequence: Tensor
     slice: Tensor
@@ -87,7 +89,8 @@ def _lines(slices: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _bands(slices: Tensor, size: int) -> tuple[Runs, Runs, Tensor]:
-    """Line by line the blocks that each slice meets, those that it covers whole for its rows, and how many rows it has."""
+    """Line by line the blocks that each slice meets, those that it covers whole for its rows, and how many rows it
+    has."""
     flat, (begin, count) = slices.flatten(0, 1), _lines(slices, size)
     number = torch.repeat_interleave(torch.arange(len(flat), device=flat.device), count)
     line = begin[number] + within_runs(count)
@@ -163,8 +166,8 @@ class _Levels(NamedTuple):
         begin, end = (torch.searchsorted(self.place, _place(runs, x)) for x in (runs.first, runs.last))
         sequence, number, line, step = (torch.repeat_interleave(x, end - begin) for x in (*runs[:3], begin))
         step = step + within_runs(end - begin)
-        block = (1 << 24) - 1
-        parts = Runs(sequence, number, line, self.place[step] & block, self.place[(step + 1).clamp(max=len(self.place) - 1)] & block)
+        block, following = (1 << 24) - 1, (step + 1).clamp(max=len(self.place) - 1)
+        parts = Runs(sequence, number, line, self.place[step] & block, self.place[following] & block)
         return _some(parts, (self.level[step] < below) & (parts.first < parts.last))
 
 
@@ -200,7 +203,8 @@ def whole_tiles(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> Te
 
 
 def tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each tile whether it is seen whole, how many slices cut it otherwise, and its visible pairs; int32 [Bm, nq, nk]."""
+    """Of each tile whether it is seen whole, how many slices cut it otherwise, and its visible pairs; int32 [Bm, nq,
+    nk]."""
     whole = whole_tiles(rows, q_blocks, k_blocks, size).int()
     cuts = cut_tiles(rows, size)
     which, q, k = _of_blocks(cuts, q_blocks, k_blocks, -(-rows.start.shape[1] // size))
@@ -224,7 +228,9 @@ def seen_chunks(rows: Rows, table: Tensor, size: int) -> Tensor:
 
 def _local(blocks: Tensor, total: int) -> Tensor:
     """int64 [total]: where each global block is in the list `blocks`, -1 for nowhere."""
-    return torch.full((total,), -1, device=blocks.device).scatter_(0, blocks.long(), torch.arange(len(blocks), device=blocks.device))
+    place = torch.full((total,), -1, device=blocks.device)
+    place[blocks.long()] = torch.arange(len(blocks), device=blocks.device)
+    return place
 
 
 def _of_blocks(cuts: Cuts, q_blocks: Tensor, k_blocks: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,9 +243,10 @@ def _of_blocks(cuts: Cuts, q_blocks: Tensor, k_blocks: Tensor, total: int) -> tu
 # Tiles --------------------------------------------------------------------------------------------------------------
 
 
-def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int, transpose: bool) -> Tiles:
-    """As tiles.block_tiles(), for a mask of slices and an index without columns. Sequences and heads that are alike share
-    their lists' memory."""
+def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int,
+                transpose: bool) -> Tiles:
+    """As tiles.block_tiles(), for a mask of slices and an index without columns. Sequences and heads that are alike
+    share their lists' memory."""
     size, selected = index.block_size, index.selects(q_blocks, k_blocks)
     whole = whole_tiles(rows, q_blocks, k_blocks, size)[:, None] & selected
     cuts = cut_tiles(rows, size)
@@ -256,8 +263,8 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
 
 def _lists(whole: Tensor, selected: Tensor, sequence: Tensor | None, row: Tensor, other: Tensor,
            number: Tensor) -> BlockLists:
-    """BlockLists [B or 1, Hq or 1, n, K] from whole tiles bool [.., .., n, m], and from cuts of the blocks (row, other) by
-    slice `number` where `selected` [.., .., n, m]. sequence: of each cut, None for all."""
+    """BlockLists [B or 1, Hq or 1, n, K] from whole tiles bool [.., .., n, m], and from cuts of the blocks (row,
+    other) by slice `number` where `selected` [.., .., n, m]. sequence: of each cut, None for all."""
     shape = whole.shape[:3]
     lines, blocks = whole.flatten(0, 2).nonzero().unbind(-1)
     full_count, (full,) = _table(lines, [blocks], shape)
@@ -273,7 +280,8 @@ def _lists(whole: Tensor, selected: Tensor, sequence: Tensor | None, row: Tensor
 
 
 def _table(line: Tensor, values: list[Tensor], shape: tuple[int, int, int]) -> tuple[Tensor, list[Tensor]]:
-    """Counts int32 [B, H, n] and, for each of `values`, a table [B, H, n, K] of those with the same `line` (ascending)."""
+    """Counts int32 [B, H, n] and, for each of `values`, a table [B, H, n, K] of those with the same `line`
+    (ascending)."""
     lines = shape[0] * shape[1] * shape[2]
     count = torch.bincount(line, minlength=lines)
     place = within_runs(count)

@@ -1,8 +1,8 @@
 """Any mask as slices: rectangles of queries and keys, each cut to a range of the diagonal k - q.
 
 A slice is six integers, (q_start, q_stop, k_start, k_stop, low, high): query q sees key k if q_start <= q < q_stop,
-k_start <= k < k_stop and low <= k - q <= high. Cutting a slice along queries, keys or diagonals gives a slice again, so that
-blocks, ranks and documents need no cases of their own. No pair of tokens may be in two slices.
+k_start <= k < k_stop and low <= k - q <= high. Cutting a slice along queries, keys or diagonals gives a slice again,
+so that blocks, ranks and documents need no cases of their own. No pair of tokens may be in two slices.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor
 from titan_sparse.attention.masks import Mask, Rows
 
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = KINDS = ("full", "causal", "inv_causal", "bi_causal")
-"""full: every pair. causal: aligned at the bottom right, the last query sees all keys. inv_causal: aligned at the top left,
-the first query sees all keys. bi_causal: both."""
+"""full: every pair. causal: aligned at the bottom right, the last query sees all keys. inv_causal: aligned at the top
+left, the first query sees all keys. bi_causal: both."""
 
 _PAIRS = 1 << 20
 """Pairs of slices looked at together."""
@@ -23,15 +23,16 @@ _PAIRS = 1 << 20
 class Slices(Mask):
     """What the slices see, each pair of tokens in one slice at most; what no slice covers sees nothing.
 
-    q_ranges, k_ranges: half-open (start, stop) in global tokens. types: one of KINDS for each; with sq queries and sk keys
-    in the slice, query i and key j of it: causal j <= i + (sk - sq), inv_causal j >= i, bi_causal both, for sq > sk too
-    (as MagiAttention's AttnSlice). Queries and keys may be shared by slices, pairs may not.
+    q_ranges, k_ranges: half-open (start, stop) in global tokens. types: one of KINDS for each; with sq queries and sk
+    keys in the slice, query i and key j of it: causal j <= i + (sk - sq), inv_causal j >= i, bi_causal both, for sq >
+    sk too (as MagiAttention's AttnSlice). Queries and keys may be shared by slices, pairs may not.
     Raises ValueError for other types, ranges that are none, and for a pair covered twice, naming the two slices.
     """
 
     def __init__(self, q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]], types: Sequence[str]):
         if not len(q_ranges) == len(k_ranges) == len(types):
-            raise ValueError(f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges and {len(types)} types; write as many of each")
+            raise ValueError(f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges and {len(types)} types; "
+                             "write as many of each")
         for kind in set(types) - set(KINDS):
             raise ValueError(f'Slices: type "{kind}" is unknown; write one of {", ".join(KINDS)}')
         self._set([_with_diagonals(_ranges(q_ranges), _ranges(k_ranges), types)])
@@ -110,7 +111,8 @@ def _ranges(ranges: Sequence[tuple[int, int]]) -> Tensor:
     wrong = (table[:, 0] < 0) | (table[:, 0] > table[:, 1])
     if wrong.any():
         number = int(wrong.nonzero()[0])
-        raise ValueError(f"Slices: range {tuple(table[number].tolist())} of slice {number} is none; write 0 <= start <= stop")
+        raise ValueError(f"Slices: range {tuple(table[number].tolist())} of slice {number} is none; "
+                         "write 0 <= start <= stop")
     return table
 
 
@@ -155,14 +157,15 @@ def _tight(slices: Tensor) -> Tensor:
 
 
 def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
-    """bool [...]: of some pair of tokens. Looks at the ranges as given too: an empty one need not be empty when tight."""
+    """bool [...]: of some pair of tokens. Looks at the ranges as given too: an empty one need not be empty when
+    tight."""
     return ((slices[..., 0::2][..., :2] < slices[..., 1::2][..., :2]).all(-1) & (slices[..., 4] <= slices[..., 5])
             & (tight[..., 0] < tight[..., 1]) & (tight[..., 2] < tight[..., 3]) & (tight[..., 4] <= tight[..., 5]))
 
 
 def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The slices [..., 6] of what is in both, and whether that is anything, bool [...]."""
-    bounds = [torch.maximum(a[..., i], b[..., i]) if i % 2 == 0 else torch.minimum(a[..., i], b[..., i]) for i in range(6)]
+    bounds = [(torch.minimum if i % 2 else torch.maximum)(a[..., i], b[..., i]) for i in range(6)]
     both = torch.stack(bounds, dim=-1)
     tight = _tight(both)
     return tight, _holds_any(both, tight)
@@ -248,8 +251,8 @@ def _refuse(slices: Tensor, first: int, second: int, both: Tensor) -> None:
 
 
 def slices_of_rows(start: Tensor, stop: Tensor) -> Tensor:
-    """int64 [N, 6] that see what one sequence's int [S] start and stop do: a slice for each run of rows whose ends stand
-    still or move on by one."""
+    """int64 [N, 6] that see what one sequence's int [S] start and stop do: a slice for each run of rows whose ends
+    stand still or move on by one."""
     start, stop = start.long(), stop.long()
     steps = torch.stack([start.diff(), stop.diff()])
     jump = ((steps < 0) | (steps > 1)).any(0)
@@ -257,7 +260,8 @@ def slices_of_rows(start: Tensor, stop: Tensor) -> Tensor:
     turn[1:] = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jump[:-1]
     begins = torch.nn.functional.pad(jump | turn, (1, 0), value=True).nonzero().flatten()
     ends = torch.nn.functional.pad(begins[1:], (0, 1), value=len(start))
-    low, high = start - torch.arange(len(start), device=start.device), stop - 1 - torch.arange(len(stop), device=stop.device)
+    position = torch.arange(len(start), device=start.device)
+    low, high = start - position, stop - 1 - position
     last = ends - 1
     return tightened(torch.stack([begins, ends, start[begins], stop[last], torch.minimum(low[begins], low[last]),
                                   torch.maximum(high[begins], high[last])], dim=-1).cpu())

@@ -16,8 +16,8 @@ class BlockLists(NamedTuple):
 
     full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], local block numbers, ascending, filled up with 0.
     Of a full tile every pair is seen; in a partial one start, stop and covered decide. No tile is in both.
-    partial_slice: like partial, which slice of the mask is meant (slice_tiles.py), which alone decides; a tile is in `partial`
-    once for each of its slices. None where the mask has no slices.
+    partial_slice: like partial, which slice of the mask is meant (slice_tiles.py), which alone decides; a tile is in
+    `partial` once for each of its slices. None where the mask has no slices.
     """
 
     full_count: Tensor
