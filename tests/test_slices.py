@@ -217,7 +217,7 @@ def test_statistics(name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["random 11", "stripes of keys", "document that sees nothing", "far future"])
+@pytest.mark.parametrize("name", ["random 11", "stripes of keys", "one key", "one query", "far future"])
 def test_work_and_needs_of_ranks(name, layout):
     mask, truth = mask_and_truth(name)
     table = block_ids(layout, 3, SEQ_LEN, 8)
