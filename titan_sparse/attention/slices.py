@@ -72,11 +72,11 @@ class Slices(Mask):
         table = self._table.to(device)
         if not torch.compiler.is_compiling():  # the number of slices differs from batch to batch
             torch._dynamo.maybe_mark_dynamic(table, 1)
-        ends = torch.zeros(len(table), seq_len + 1, dtype=torch.int32, device=device)
+        ends = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
         for column, step in ((0, 1), (1, -1)):
-            ends.scatter_add_(1, table[..., column].long(), torch.full_like(table[..., column], step))
+            ends.scatter_add_(1, self._table[..., column].long(), torch.full_like(self._table[..., column], step))
         sees = ends[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
-        start = torch.where(sees, 0, seq_len).int()
+        start = torch.where(sees, 0, seq_len).int().to(device)
         return Rows(start, torch.full_like(start, seq_len), None, causal=self._causal, slices=table)
 
 
@@ -99,8 +99,10 @@ def seen_by(rows: Rows, queries: Tensor) -> Callable[[Tensor], Tensor]:
     any_key = (query >= q_start) & (query < q_stop) & (start < stop)
     # No two slices overlap: the ranges of a query begin and end at different keys, and a byte holds their count.
     ends = torch.zeros(len(rows.slices), len(queries), seq_len + 1, dtype=torch.int8, device=queries.device)
-    for at, step in ((start, 1), (stop, -1)):
-        ends.scatter_add_(2, at.where(any_key, seq_len), any_key.to(torch.int8) * step)
+    line = torch.arange(ends[..., 0].numel(), device=queries.device).view(len(ends), -1, 1) * (seq_len + 1)
+    for at, step in ((start, 1), (stop, -1)):  # flat: of more dimensions there is no deterministic scatter on a GPU
+        place, steps = line + at.where(any_key, seq_len), any_key.to(torch.int8) * step
+        ends.view(-1).scatter_add_(0, place.flatten(), steps.flatten())
     seen = ends.cumsum(-1, dtype=torch.int8) > 0
     return lambda keys: seen[..., keys]
 
