@@ -22,6 +22,7 @@ from .piece import (
     load_rows,
     operand,
     query_positions,
+    slice_numbers,
     slice_of,
     store_rows,
 )
@@ -88,7 +89,10 @@ def _query_gradient(
     words, origin = piece.chosen, piece.origin
     if piece.chosen is not None:
         words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
+    numbers = piece.partial_slice
+    if piece.partial_slice is not None:
+        numbers = slice_numbers(piece, batch, head, q_block)
     dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, full, None, full_count, start, stop, query,
                     positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
     return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, partial, numbers, partial_count, start, stop,
@@ -186,7 +190,10 @@ def _key_kernel(
         covered = piece.covered
         if piece.covered is not None:
             covered += row * (q_len // BLOCK) * piece.words
-        full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, k_block)
+        full_count, full, partial_count, partial = list_row(piece, batch, head, k_block)
+        numbers = piece.partial_slice
+        if piece.partial_slice is not None:
+            numbers = slice_numbers(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
             delta + row * q_len, piece, batch, head, heads, q_len, full, None, full_count * split // splits,

@@ -18,6 +18,7 @@ from .piece import (
     load_rows,
     operand,
     query_positions,
+    slice_numbers,
     slice_of,
     store_rows,
 )
@@ -71,7 +72,10 @@ def _attend(
     words, origin = piece.chosen, piece.origin
     if piece.chosen is not None:
         words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial, numbers = list_row(piece, batch, head, q_block)
+    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
+    numbers = piece.partial_slice
+    if piece.partial_slice is not None:
+        numbers = slice_numbers(piece, batch, head, q_block)
     acc, weight, top = _walk(acc, weight, top, q_tile, piece, batch, k, v, full, None, full_count, start, stop, query,
                              positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
     return _walk(acc, weight, top, q_tile, piece, batch, k, v, partial, numbers, partial_count, start, stop, query,

@@ -144,13 +144,17 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 @triton.jit
 def list_row(piece, batch, head, block):
-    """Counts and tables of one block: full count, full table, partial count, partial table, and the latter's slices."""
+    """Counts and tables of one block: full count, full table, partial count, partial table."""
     row = batch.to(tl.int64) * piece.list_stride[0] + head * piece.list_stride[1] + block
     full, partial = piece.full + row * piece.full_width, piece.partial + row * piece.partial_width
-    numbers = piece.partial_slice
-    if piece.partial_slice is not None:
-        numbers += row * piece.partial_width
-    return tl.load(piece.full_count + row), full, tl.load(piece.partial_count + row), partial, numbers
+    return tl.load(piece.full_count + row), full, tl.load(piece.partial_count + row), partial
+
+
+@triton.jit
+def slice_numbers(piece, batch, head, block):
+    """Beside list_row()'s partial table the slices that its entries mean, of a piece that has slices."""
+    row = batch.to(tl.int64) * piece.list_stride[0] + head * piece.list_stride[1] + block
+    return piece.partial_slice + row * piece.partial_width
 
 
 @triton.jit
