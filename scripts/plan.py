@@ -21,6 +21,7 @@ from titan_sparse.attention.layout import LAYOUTS
 from titan_sparse.attention.masks import Causal, Rows, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.attention.patterns.build import build_pattern
+from titan_sparse.attention.slice_masks import sliding_window
 from titan_sparse.config import Config, ConfigError, check, load, padding_multiple
 from titan_sparse.index_file import load_indexes
 from titan_sparse.models.flavours import DecoderConfig, resolve
@@ -81,6 +82,8 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
     attention, multiple = config.attention, padding_multiple(config)
     seq_len = -(-config.training.seq_len // multiple) * multiple
     mask = Causal() & SlidingWindow(attention.sliding_window) if attention.sliding_window else Causal()
+    if attention.window_sinks:
+        mask = sliding_window([config.training.seq_len], attention.sliding_window, attention.window_sinks)
     rows = mask.rows(seq_len)
     pattern = build_pattern(attention)
     if not pattern.dynamic:

@@ -24,13 +24,14 @@ def _is_distributed(block: str) -> bool:
     return "init_process_group" in block
 
 
-def test_examples_of_attention_run():
+@pytest.mark.parametrize("page, least", [("docs/attention.md", 5), ("docs/masks.md", 1)])
+def test_examples_run(page, least):
     torch.set_num_threads(1)
-    blocks = [block for block in _python_blocks("docs/attention.md") if not _is_distributed(block)]
+    blocks = [block for block in _python_blocks(page) if not _is_distributed(block)]
     names: dict = {}
     for block in blocks:  # one after the other, as a reader would
-        exec(compile(block, "docs/attention.md", "exec"), names)
-    assert len(blocks) >= 5
+        exec(compile(block, page, "exec"), names)
+    assert len(blocks) >= least
 
 
 @pytest.mark.parametrize("processes", [1, 2])

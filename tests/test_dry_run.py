@@ -68,6 +68,17 @@ def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
     assert printed.startswith(shown)
 
 
+def test_window_with_sinks(monkeypatch, capsys):
+    """Kernels and pairs are those of a mask of slices."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    window = ["--attention.pattern", "dense", "--attention.sliding_window", "4096"]
+    printed = [_main(monkeypatch, capsys, *SMALL, *window, *sinks, "--dry-run", "--device-memory", "80")[1]
+               for sinks in ([], ["--attention.window_sinks", "1024"])]
+    assert "attention by flex" in printed[0] and "attention by triton" in printed[1]
+    flops = [float(re.search(r"(\S+) PFLOP dense", text)[1]) for text in printed]
+    assert flops[1] > flops[0]
+
+
 def test_what_does_not_fit_says_what_would(monkeypatch, capsys):
     words = ["--activation_checkpoint.mode", "none", "--training.loss_chunk_tokens", "16384"]
     status, printed = _main(monkeypatch, capsys, *SMALL, *words, "--dry-run", "--device-memory", "40")

@@ -34,9 +34,12 @@ def test_attention_flops_are_those_of_torchs_counter():
     assert attention_flops(FLAVOURS["debug"], 2 * 32 * 32) / 32 * 16 == 3 * counter.get_total_flops()  # debug has D = 32
 
 
-@pytest.mark.parametrize("seq_len, window", [(7, 0), (7, 3), (7, 7), (7, 9), (1, 1)])
-def test_causal_pairs(seq_len, window):
-    assert causal_pairs(seq_len, window) == sum(min(i + 1, window or seq_len) for i in range(seq_len))
+@pytest.mark.parametrize("seq_len, window, sinks", [
+    (7, 0, 0), (7, 3, 0), (7, 7, 0), (7, 9, 0), (1, 1, 0), (9, 3, 2), (9, 3, 8), (9, 9, 2), (9, 12, 2),
+])
+def test_causal_pairs(seq_len, window, sinks):
+    seen = lambda i: {j for j in range(i + 1) if i - j < (window or seq_len) or j < sinks}
+    assert causal_pairs(seq_len, window, sinks) == sum(len(seen(i)) for i in range(seq_len))
 
 
 @pytest.mark.parametrize("float8", [False, True])

@@ -21,6 +21,8 @@ from titan_sparse.attention.masks import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.slice_masks import prefix_lm, sliding_window
+from titan_sparse.attention.slices import Slices
 from titan_sparse.attention.statistics import recording
 from titan_sparse.models.flavours import FLAVOURS
 
@@ -29,6 +31,8 @@ SHARES = (0.25, 0.5, 1.0)
 PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, max_columns=60,
                                                               dense_below=40)}
 MASKS = {"causal": Causal(), "documents": Documents([[45, 3, 90, 17], [157]]), "window": Causal() & SlidingWindow(45)}
+SLICES = Slices.batch([sliding_window([45, 3, 90, 17], 20, sinks=5), sliding_window([157], 45, sinks=9)])
+"""A causal mask of slices, for pattern dense."""
 SELECTIVE = functools.partial(checkpoint, use_reentrant=False, context_fn=_full_contexts)
 CHECKPOINTS = {
     "none": lambda function, *inputs: function(*inputs),
@@ -85,8 +89,9 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_keeping_everything(pattern, how, compiled):
     leaves, every = _problem(), how == "selective" and not compiled
-    for mask, share in itertools.product(MASKS if every else ["documents"], SHARES if every else (0.5, 1.0)):
-        rows = MASKS[mask].rows(SEQ_LEN)
+    masks = [*(MASKS.values() if every else [MASKS["documents"]]), *([SLICES] if pattern == "dense" else [])]
+    for mask, share in itertools.product(masks, SHARES if every else (0.5, 1.0)):
+        rows = mask.rows(SEQ_LEN)
         want = _step(_block(rows, PATTERNS[pattern], 0.0), leaves)
         function = functools.partial(CHECKPOINTS[how], _block(rows, PATTERNS[pattern], share))
         if compiled:
@@ -138,12 +143,13 @@ def test_nested():
         _assert_equal(_step(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves), want, (inner, share))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern, mask", [*((name, Documents([45, 11])) for name in PATTERNS),
+                                           ("dense", sliding_window([45, 11], 20, sinks=5))])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a GPU test_gpu.py does it")
-def test_triton_and_its_tables(monkeypatch, pattern):
+def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(Run, "_has_table_kernels", lambda run: isinstance(run.index, VerticalSlashIndex))
-    rows = Documents([45, 11]).rows(64)  # whole blocks: what is remembered for a mask must not be that of another part
+    rows = mask.rows(64)  # whole blocks: what is remembered for a mask must not be that of another part
     leaves = [x.requires_grad_() for x in structured_qkv(1, 2, 1, 64, 16, dtype=torch.float32)]
     want = _step(_block(rows, PATTERNS[pattern], 0.0, backend="eager"), leaves)
     got = _step(functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], 0.4, backend="triton")), leaves)
@@ -155,7 +161,7 @@ def test_opcheck():
     q, k, v = (x.detach() for x in _problem())
     pattern, rows = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)[:3]
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
-    rest = (index, *rows, pattern.key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False)
+    rest = (index, *rows, pattern.key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, None)
     ops = torch.ops.titan_sparse
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *rest, 4, 10))
     out, lse, column_kv = ops.attend_forward(q, k, v, *rest, 4, 10)
@@ -277,7 +283,7 @@ def _check_ranks() -> None:
     contexts += [ContextParallel(mesh, "striped", "ring", BLOCK, "q"), ContextParallel(mesh, "zigzag", "ring", BLOCK)]
     full = [x.detach() for x in _problem(seq_len=seq_len)]
     documents = Documents([[101, 7, 1, 70], [45, 45, 45, 45]])
-    cases = [(Causal(), PATTERNS["vertical_slash"]), *((documents, pattern) for pattern in PATTERNS.values())]
+    cases = [(Causal(), PATTERNS["vertical_slash"]), *((documents, pattern) for pattern in PATTERNS.values()), (SLICES, Dense())]
     for cp, (mask, pattern) in itertools.product(contexts, cases):
         rows, leaves = mask.rows(seq_len), [cp.shard(x, 2).requires_grad_() for x in full]
         want, want_seen = _recorded(_block(rows, pattern, 0.0, cp), leaves)
@@ -323,6 +329,7 @@ def test_layouts_refused():
 
 @pytest.mark.parametrize("share, mask, words", [
     (-0.1, Causal(), "0 to 1"), (1.5, Causal(), "0 to 1"), (0.5, Full(), "causal mask; write recomputed=0 or 1"),
+    (0.5, prefix_lm([64], [9]), "causal mask; write recomputed=0 or 1"),
 ])
 def test_refused(share, mask, words):
     q = torch.zeros(1, 1, 4 * BLOCK, 8)

@@ -29,6 +29,7 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
     training, attention = config.training, config.attention
     dtype = training.dtype + ("" if training.dtype == "float64" else ", float32 weights and optimizer")
     window = f", window {attention.sliding_window}" if attention.sliding_window else ""
+    window += f" and {attention.window_sinks} sinks" if attention.window_sinks else ""
     kept = f"activation checkpointing {config.activation_checkpoint.mode}"
     kept += f" (attention of the first {100 * recomputed:g} % too)" if recomputed else ""
     compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"

@@ -97,13 +97,15 @@ def _step(config: "Config", model: DecoderConfig, pattern: Pattern, where: World
 def _backend(config: "Config", model: DecoderConfig) -> str:
     """Attention's backend; where no GPU is there to ask, what "auto" means on one with FlashAttention-4: it needs more."""
     name, size, dtype = config.attention.backend, config.attention.block_size, getattr(torch, config.training.dtype)
+    slices = config.attention.window_sinks > 0
     if name != "auto" or config.training.device == "cpu":
         return "eager" if name == "auto" else name
     if torch.cuda.is_available():
-        return backends.choose(name, "cuda", dtype, model.head_dim, size)
+        return backends.choose(name, "cuda", dtype, model.head_dim, size, slices)
     if dtype == torch.float64:
         return "eager"
-    return "flex" if dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 else "triton"
+    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not slices
+    return "flex" if serves_flash else "triton"
 
 
 # The report --------------------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def _flops(config: "Config", model: DecoderConfig, pattern: Pattern, where: Worl
     training, attention = config.training, config.attention
     sequences = training.local_batch_size * training.gradient_accumulation_steps * where.ranks // config.parallelism.cp
     tokens, heads = sequences * training.seq_len, model.layers * model.heads
-    dense = causal_pairs(training.seq_len, attention.sliding_window)
+    dense = causal_pairs(training.seq_len, attention.sliding_window, attention.window_sinks)
     least = tokens * flops_per_token(model, 0.0)
     total = lambda pairs: tokens * flops_per_token(model, heads * pairs / training.seq_len)
     lines = ["", f"a step: {sequences:,} sequences, {tokens:,} tokens, {total(dense) / 1e15:,.2f} PFLOP dense, of which attention "

@@ -40,10 +40,13 @@ def attention_flops(config: DecoderConfig, visited_pairs: float) -> float:
     return 12.0 * config.head_dim * visited_pairs
 
 
-def causal_pairs(seq_len: int, window: int = 0) -> float:
-    """Pairs of tokens that one head sees in a sequence of `seq_len` tokens; window: last tokens seen, 0: all."""
+def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
+    """Pairs of tokens that one head sees in a sequence of `seq_len` tokens; window: last tokens seen, 0: all; sinks: first
+    tokens seen besides."""
     inside = min(window or seq_len, seq_len)
-    return inside * (inside + 1) / 2 + (seq_len - inside) * inside
+    # The sinks before the window grow with the distance, as a window from the sequence's start does.
+    before = causal_pairs(seq_len - inside, sinks) if sinks else 0
+    return inside * (inside + 1) / 2 + (seq_len - inside) * inside + before
 
 
 def flops_per_token(config: DecoderConfig, pairs_per_token: float) -> float:

@@ -17,6 +17,8 @@ def save_indexes(path: str | Path, pattern: Pattern, rows: Rows, indexes: list[B
 
     All ranks hold the same index (attend(..., return_aux=True) gives it): let one of them write.
     """
+    if rows.slices is not None:
+        raise ValueError("save_indexes() keeps masks of one range of keys a query, not Slices")
     torch.save({
         "format": _FORMAT, "pattern": pattern.name, "parameters": dataclasses.asdict(pattern),
         "block_size": indexes[0].block_size, "batch": len(indexes[0].columns), "heads": indexes[0].heads,

@@ -16,6 +16,7 @@ from titan_sparse.attention import balance, layout as layouts, routing, schedule
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.attention.statistics import visible_pairs
 from titan_sparse.timeline import Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
@@ -111,7 +112,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     play = _gathered if schedule == "all_gather" else _circulated
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
-    visible = (rows.stop - rows.start).sum().item() * index.heads * (batch // len(rows.start))
+    visible = visible_pairs(rows).sum().item() * index.heads * (batch // len(rows.start))
     return Plan(layout, schedule, inter, intra, work.sum().item() / visible, work, needed.double().mean().item(),
                 case.chunk_bytes, case.gradient_bytes, case.columns, *everything, *only_needed)
 

@@ -20,6 +20,8 @@ from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
+from titan_sparse.attention.slice_masks import sliding_window
+from titan_sparse.attention.slices import Slices
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
@@ -73,7 +75,8 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.kernel = backends.explain(
-            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size
+            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
+            slices=config.attention.window_sinks > 0,
         )
 
         if not dist.is_initialized():
@@ -114,7 +117,8 @@ class Trainer:
         """What a step's memory depends on, with this share of attention recomputed."""
         config, attention = self.config, self.config.attention
         backend = backends.choose(
-            attention.backend, self.device.type, self.dtype, self.model_config.head_dim, attention.block_size)
+            attention.backend, self.device.type, self.dtype, self.model_config.head_dim, attention.block_size,
+            slices=attention.window_sinks > 0)
         step = step_of(config, self.model_config, build_pattern(attention), backend, dist.get_world_size(),
                        int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         return dataclasses.replace(step, attention_recompute=recomputed)
@@ -296,6 +300,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: Cont
 
 def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
     """The mask of one batch of packed sequences, from their documents' lengths."""
+    if attention.window_sinks:
+        spans = [[sum(row)] if attention.mask == "causal" else row for row in lengths]
+        return Slices.batch([sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans])
     mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
     return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
 

@@ -13,6 +13,7 @@ from .launch import key_splits, key_tile, options, query_tile
 from .piece import (
     LOG2_E,
     Piece,
+    bounds_in_slice,
     choices,
     dense_rows,
     hide_covered,
@@ -20,6 +21,8 @@ from .piece import (
     load_positions,
     load_rows,
     operand,
+    query_positions,
+    slice_numbers,
     slice_of,
     store_rows,
 )
@@ -44,7 +47,8 @@ def _delta_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q_tile, d_tile, lse, delta, piece, k, v, table, count, start, stop, positions, covered, words, origin, scale,
+    dq, q_tile, d_tile, lse, delta, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered,
+    words, origin, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq / logit scale over the listed KV blocks, N keys at a time."""
@@ -57,9 +61,11 @@ def _walk_keys(
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
             seen_from, seen_until = start, stop
+            if numbers is not None:
+                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
             if piece.chosen is not None:
-                seen_from, seen_until = chosen_range(start, stop, words, origin, piece.chunk, piece.chosen_words,
-                                                     tl.load(positions + first))
+                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
+                                                     piece.chosen_words, tl.load(positions + first))
             scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
@@ -76,17 +82,21 @@ def _query_gradient(
     """dq through one piece: the full list without masking, then the partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    query = query_positions(piece, rows, start)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     words, origin = piece.chosen, piece.origin
     if piece.chosen is not None:
         words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
-    dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, full, full_count, start, stop, positions, covered,
-                    words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, k, v, partial, partial_count, start, stop, positions,
-                      covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
+    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
+    numbers = piece.partial_slice
+    if piece.partial_slice is not None:
+        numbers = slice_numbers(piece, batch, head, q_block)
+    dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, full, None, full_count, start, stop, query,
+                    positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
+    return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, partial, numbers, partial_count, start, stop,
+                      query, positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit
@@ -120,8 +130,8 @@ def _query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, table, begin, end, start, stop, position,
-    covered, covered_step, keys, piece, batch, head, heads, q_len, first_position, scale,
+    dk, dv, k_tile, v_tile, q, q_step, d_out, d_out_step, lse, delta, piece, batch, head, heads, q_len, table, numbers,
+    begin, end, start, stop, position, first_position, covered, covered_step, keys, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk / logit scale and dv over the listed query blocks, M queries at a time; scores are [keys, queries]."""
@@ -137,7 +147,11 @@ def _walk_queries(
             visible = position
             if covered is not None:
                 visible = hide_covered(position, covered + q_block.to(tl.int64) * covered_step, keys)
-            seen_from, seen_until = tl.load(start + rows), tl.load(stop + rows)
+            if numbers is not None:
+                query = tl.load(piece.q_positions + rows)
+                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
+            else:
+                seen_from, seen_until = tl.load(start + rows), tl.load(stop + rows)
             if piece.chosen is not None:
                 words, origin = choices(piece, batch, head, heads, q_len, rows)
                 seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
@@ -176,17 +190,20 @@ def _key_kernel(
         covered = piece.covered
         if piece.covered is not None:
             covered += row * (q_len // BLOCK) * piece.words
-        full_count, full, partial_count, partial = list_row(piece, batch, head, heads, k_block)
+        full_count, full, partial_count, partial = list_row(piece, batch, head, k_block)
+        numbers = piece.partial_slice
+        if piece.partial_slice is not None:
+            numbers = slice_numbers(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, full, full_count * split // splits, full_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.words, keys, piece, batch, head, heads, q_len, first_position,
+            delta + row * q_len, piece, batch, head, heads, q_len, full, None, full_count * split // splits,
+            full_count * (split + 1) // splits, row_start, row_stop, position, first_position, covered, piece.words, keys,
             scale, BLOCK, M, HEAD_DIM, D, False)
         dk_sum, dv_sum = _walk_queries(
             dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, partial, partial_count * split // splits, partial_count * (split + 1) // splits,
-            row_start, row_stop, position, covered, piece.words, keys, piece, batch, head, heads, q_len, first_position,
-            scale, BLOCK, M, HEAD_DIM, D, True)
+            delta + row * q_len, piece, batch, head, heads, q_len, partial, numbers, partial_count * split // splits,
+            partial_count * (split + 1) // splits, row_start, row_stop, position, first_position, covered, piece.words,
+            keys, scale, BLOCK, M, HEAD_DIM, D, True)
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
     store_rows(dk + at, dk_sum * logit_scale, first, N, HEAD_DIM, D)

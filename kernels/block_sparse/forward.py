@@ -8,13 +8,26 @@ from torch import Tensor
 from ..chunks import chosen_range
 from .launch import forward_options, forward_tile
 from .piece import (
-    LOG2_E, Piece, choices, dense_rows, list_row, load_positions, load_rows, operand, slice_of, store_rows,
+    LOG2_E,
+    Piece,
+    bounds_in_slice,
+    choices,
+    dense_rows,
+    list_row,
+    load_positions,
+    load_rows,
+    operand,
+    query_positions,
+    slice_numbers,
+    slice_of,
+    store_rows,
 )
 
 
 @triton.jit
 def _walk(
-    acc, weight, top, q_tile, piece, k, v, table, count, start, stop, positions, covered, words, origin, scale,
+    acc, weight, top, q_tile, piece, batch, k, v, table, numbers, count, start, stop, query, positions, covered, words,
+    origin, scale,
     BLOCK: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (base 2) over the listed KV blocks, N keys at a time."""
@@ -26,9 +39,11 @@ def _walk(
         if MASKED:
             position = load_positions(positions, covered, first, N)[None, :]
             seen_from, seen_until = start, stop
+            if numbers is not None:
+                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
             if piece.chosen is not None:
-                seen_from, seen_until = chosen_range(start, stop, words, origin, piece.chunk, piece.chosen_words,
-                                                     tl.load(positions + first))
+                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
+                                                     piece.chosen_words, tl.load(positions + first))
             scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing yet; -inf - -inf would be NaN.
@@ -50,17 +65,21 @@ def _attend(
     """One piece: the full list without masking, then the partial list."""
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
+    query = query_positions(piece, rows, start)
     positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     words, origin = piece.chosen, piece.origin
     if piece.chosen is not None:
         words, origin = choices(piece, batch, head, heads, q_blocks * BLOCK, rows)
-    full_count, full, partial_count, partial = list_row(piece, batch, head, heads, q_block)
-    acc, weight, top = _walk(acc, weight, top, q_tile, piece, k, v, full, full_count, start, stop, positions, covered,
-                             words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk(acc, weight, top, q_tile, piece, k, v, partial, partial_count, start, stop, positions, covered,
-                 words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
+    full_count, full, partial_count, partial = list_row(piece, batch, head, q_block)
+    numbers = piece.partial_slice
+    if piece.partial_slice is not None:
+        numbers = slice_numbers(piece, batch, head, q_block)
+    acc, weight, top = _walk(acc, weight, top, q_tile, piece, batch, k, v, full, None, full_count, start, stop, query,
+                             positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
+    return _walk(acc, weight, top, q_tile, piece, batch, k, v, partial, numbers, partial_count, start, stop, query,
+                 positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
 
 
 @triton.jit

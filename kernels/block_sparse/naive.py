@@ -22,14 +22,33 @@ def _seen(piece: Piece, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
 
     lists, columns = piece.by_query, piece.k.shape[2] // block_size
     full = tokens(_listed(lists.full_count, lists.full, columns))
-    partial = tokens(_listed(lists.partial_count, lists.partial, columns))
-    position = piece.k_positions[:, :, None]
-    seen = (position >= start[:, None, :, None]) & (position < stop[:, None, :, None])
+    if piece.slices is None:
+        position = piece.k_positions[:, :, None]
+        seen = (position >= start[:, None, :, None]) & (position < stop[:, None, :, None])
+        seen = seen & tokens(_listed(lists.partial_count, lists.partial, columns))
+    else:
+        seen = _seen_in_slices(piece, block_size)
     if piece.covered is not None:
         seen = seen & ~unpack(piece.covered, piece.k.shape[2]).repeat_interleave(block_size, 2)
     if piece.chosen is not None:
         seen = seen & chosen_keys(piece.chosen, piece.k_positions)
-    return full | (partial & seen)
+    return full | seen
+
+
+def _seen_in_slices(piece: Piece, block_size: int) -> Tensor:
+    """bool [B, Hq, Sq, Sk]: the pairs of partial tiles, each entry of the lists with its slice."""
+    lists, query = piece.by_query, piece.q_positions.view(-1, block_size, 1)
+    keys = piece.k_positions.flatten().view(-1, 1, block_size)
+    shape = lists.partial.shape
+    seen = torch.zeros(*shape[:3], len(keys), block_size, block_size, dtype=torch.bool, device=query.device)
+    for b, h, block in torch.cartesian_prod(*map(torch.arange, shape[:3])).tolist():
+        for entry in range(int(lists.partial_count[b, h, block])):
+            number, other = (int(x[b, h, block, entry]) for x in (lists.partial_slice, lists.partial))
+            q_start, q_stop, k_start, k_stop, low, high = piece.slices[b, number].tolist()
+            q, k = query[block], keys[other]
+            seen[b, h, block, other] |= ((q >= q_start) & (q < q_stop) & (k >= k_start) & (k < k_stop)
+                                         & (k - q >= low) & (k - q <= high))
+    return seen.transpose(3, 4).flatten(2, 3).flatten(3, 4)
 
 
 def _keys(pieces: list[Piece], heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,15 @@ class Lists(NamedTuple):
 
     full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], K being any width from the largest count on.
     Of a full tile every pair is seen; in a partial one positions and `covered` decide.
+    partial_slice: like partial, or None: which of the piece's slices alone decides; a block may be there once for each
+    slice.
     """
 
     full_count: Tensor
     full: Tensor
     partial_count: Tensor
     partial: Tensor
+    partial_slice: Tensor | None = None
 
 
 class Piece(NamedTuple):
@@ -37,6 +40,9 @@ class Piece(NamedTuple):
     tile (bits.py).
     chosen: of the keys of a partial tile a query sees only those in chunks that it chose itself; k_positions of a
     block are neighbours then.
+    slices: int32 [B, N, 6] or None: (q_start, q_stop, k_start, k_stop, low, high) of each slice, in which query
+    position p sees key position r if q_start <= p < q_stop, k_start <= r < k_stop and low <= r - p <= high, in place of
+    start and stop; no two slices hold the same pair. q_positions: int32 [Sq], with slices only.
     """
 
     k: Tensor
@@ -46,10 +52,13 @@ class Piece(NamedTuple):
     k_positions: Tensor
     covered: Tensor | None
     chosen: ChosenChunks | None = None
+    slices: Tensor | None = None
+    q_positions: Tensor | None = None
 
 
 class Operand(NamedTuple):
-    """A Piece as a kernel gets it; *_stride: elements per batch, head and (k, v) token; blocks: rows of a table."""
+    """A Piece as a kernel gets it; *_stride: elements per batch, head and (k, v) token; list_stride: rows of a table
+    per batch and head, 0 where they share one."""
 
     k: Tensor
     k_stride: tuple[int, int, int]
@@ -63,7 +72,8 @@ class Operand(NamedTuple):
     partial_count: Tensor
     partial: Tensor
     partial_width: int
-    blocks: int
+    partial_slice: Tensor | None
+    list_stride: tuple[int, int]
     positions: Tensor
     positions_stride: tuple[int, int]
     covered: Tensor | None
@@ -72,6 +82,9 @@ class Operand(NamedTuple):
     chosen_words: int  # a query
     origin: Tensor | None
     chunk: int
+    slices: Tensor | None
+    slices_stride: int  # a batch
+    q_positions: Tensor | None
 
 
 def dense_rows(x: Tensor) -> Tensor:
@@ -82,15 +95,27 @@ def dense_rows(x: Tensor) -> Tensor:
 def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     """What a kernel walking `lists` (one of the piece's two) needs, for `heads` query heads."""
     k, v = dense_rows(piece.k), dense_rows(piece.v)
-    full_count, full, partial_count, partial = (x.contiguous() for x in lists)
+    lists, list_stride = _without_copies(lists)
+    full_count, full, partial_count, partial, partial_slice = lists
     positions = piece.k_positions.contiguous()
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
     covered = None if piece.covered is None else piece.covered.contiguous()
     words, origin, chunk = piece.chosen or (None, None, 0)
     chosen = (None, 0, None, 0) if words is None else (words.contiguous(), words.shape[-1], origin.contiguous(), chunk)
     return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
-                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], full.shape[2],
-                   positions, shared, covered, -(-k.shape[2] // 32), *chosen)
+                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], partial_slice,
+                   list_stride, positions, shared, covered, -(-k.shape[2] // 32), *chosen,
+                   piece.slices, 0 if piece.slices is None else piece.slices.stride(0), piece.q_positions)
+
+
+def _without_copies(lists: Lists) -> tuple[Lists, tuple[int, int]]:
+    """The lists, contiguous and once where batches or heads share their memory, and the rows of a table per batch,
+    head."""
+    shared = [all(x is None or x.stride(dim) == 0 for x in lists) for dim in (0, 1)]
+    batches, heads = (1 if alike else size for alike, size in zip(shared, lists.full.shape))
+    lists = Lists(*(None if x is None else x[:batches, :heads].contiguous() for x in lists))
+    blocks = lists.full.shape[2]
+    return lists, (heads * blocks if batches > 1 else 0, blocks if heads > 1 else 0)
 
 
 @triton.jit
@@ -118,11 +143,37 @@ def store_rows(pointer, x, first, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D:
 
 
 @triton.jit
-def list_row(piece, batch, head, heads, block):
+def list_row(piece, batch, head, block):
     """Counts and tables of one block: full count, full table, partial count, partial table."""
-    row = (batch.to(tl.int64) * heads + head) * piece.blocks + block
+    row = batch.to(tl.int64) * piece.list_stride[0] + head * piece.list_stride[1] + block
     full, partial = piece.full + row * piece.full_width, piece.partial + row * piece.partial_width
     return tl.load(piece.full_count + row), full, tl.load(piece.partial_count + row), partial
+
+
+@triton.jit
+def slice_numbers(piece, batch, head, block):
+    """Beside list_row()'s partial table the slices that its entries mean, of a piece that has slices."""
+    row = batch.to(tl.int64) * piece.list_stride[0] + head * piece.list_stride[1] + block
+    return piece.partial_slice + row * piece.partial_width
+
+
+@triton.jit
+def query_positions(piece, rows, start):
+    """Positions of the queries `rows` where the piece has slices; else any vector of that kind, which is not looked
+    at."""
+    if piece.q_positions is not None:
+        return tl.load(piece.q_positions + rows)
+    return start
+
+
+@triton.jit
+def bounds_in_slice(piece, batch, number, query):
+    """From and before which position queries at positions `query` see keys in one slice."""
+    at = piece.slices + batch.to(tl.int64) * piece.slices_stride + number * 6
+    inside = (query >= tl.load(at)) & (query < tl.load(at + 1))
+    start = tl.maximum(tl.load(at + 2), query + tl.load(at + 4))
+    stop = tl.minimum(tl.load(at + 3), query + tl.load(at + 5) + 1)
+    return start, tl.where(inside, stop, 0)
 
 
 @triton.jit

@@ -46,10 +46,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     blocks = _recomputed_blocks(recomputed, q, rows, world)
-    options = (pattern.key, world.key, backend, scale, rows.plain)
+    options = (pattern.key, world.key, backend, scale, rows.plain, rows.slices)
     out, lse = _attend_ops(q, k, v, *blocks, (tensors, *rows[:3], *options))
     if not return_aux:
         return out
@@ -125,6 +125,9 @@ def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
     seq_len = q.shape[2] * cp.size
     pattern.check_block_size(cp.block_size)
     rows = mask.rows(seq_len, q.device) if isinstance(mask, Mask) else mask
+    if rows.slices is not None and not pattern.takes_slices:
+        raise ValueError(f'pattern "{pattern.name}" needs a mask of one range of keys a query, not Slices; write '
+                         'pattern=Dense(), or a mask of Causal, SlidingWindow and Documents')
     if pattern.dynamic and not rows.causal:
         raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     if rows.start.shape[1] != seq_len:
@@ -167,7 +170,7 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
         return rows
     length, documents = rows.start.shape[1] + missing, rows.document_start
     return Rows(_whole_blocks(rows.start, 1, block_size, length), _whole_blocks(rows.stop, 1, block_size, length),
-                None if documents is None else _whole_blocks(documents, 1, block_size, -1))
+                None if documents is None else _whole_blocks(documents, 1, block_size, -1), slices=rows.slices)
 
 
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
@@ -202,11 +205,12 @@ def _executor(run: Run) -> ModuleType:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
              document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
-             first: int = 0, last: int | None = None, column_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+             slices: Tensor | None, first: int = 0, last: int | None = None,
+             column_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and gathered columns' KV, of all queries or of a part, as Run has it; a part has no gradient.
 
     column_kv: from another part of the same attention, needed where this one does not reach the end. Not returned again."""
-    rows = Rows(start, stop, document_start, plain=plain)
+    rows = Rows(start, stop, document_start, plain=plain, slices=slices)
     run = _run(q, index, rows, pattern, cp, backend, scale, first, last, column_kv)
     q_part, k_part, v_part = run.part(*(_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)))
     out, lse, gathered_kv = _executor(run).forward(run, q_part, k_part, v_part)
@@ -218,8 +222,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor
             gathered_kv if column_kv is None else q.new_empty(0))
 
 
-def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, first=0, last=None,
-                  column_kv=None):
+def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices, first=0,
+                  last=None, column_kv=None):
     dtype, size = torch.promote_types(q.dtype, torch.float32), context_by_key(cp).block_size
     columns = (2, *q.shape[:2], pattern_by_key(pattern).column_count(index), q.shape[-1]) if column_kv is None else (0,)
     length = q.shape[2] if last is None else min(last * size, q.shape[2]) - first * size
@@ -230,11 +234,12 @@ def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, back
 @torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
 def _join(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
           document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
-          outs: list[Tensor], lses: list[Tensor], column_kv: Tensor) -> tuple[Tensor, Tensor]:
+          slices: Tensor | None, outs: list[Tensor], lses: list[Tensor], column_kv: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of the whole from those of its parts; differentiated as the whole."""
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
     if statistics.is_recording():
-        run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
+        rows = Rows(start, stop, document_start, plain=plain, slices=slices)
+        run = _run(q, index, rows, pattern, cp, backend, scale)
         size = run.cp.block_size
         missing = (0, -q.shape[2] % size)
         statistics.observe_layer(run, *(_whole_blocks(x, 2, size) for x in (q, k)),
@@ -250,8 +255,8 @@ def _(q, *_):
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-              backend: str, scale: float, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start, plain=plain), pattern, cp, backend, scale)
+              backend: str, scale: float, plain: bool, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
     lse = torch.nn.functional.pad(lse, (0, -length % size), value=-torch.inf)
@@ -265,7 +270,7 @@ def _(d_out, q, k, v, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    if inputs[12:] != (0, None, None):
+    if inputs[13:] != (0, None, None):
         raise ValueError("a part of attention has no gradient of its own; detach its inputs and join the parts")
     _save_whole(ctx, inputs, *output)
     ctx.mark_non_differentiable(*output[1:])
@@ -277,21 +282,21 @@ def _save_joined(ctx, inputs, output) -> None:
 
 
 def _save_whole(ctx, inputs: tuple, out: Tensor, lse: Tensor, column_kv: Tensor) -> None:
-    q, k, v, index, start, stop, document_start, *ctx.options = inputs[:12]
+    q, k, v, index, start, stop, document_start, *ctx.options, slices = inputs[:13]
     ctx.index_size = len(index)
-    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, *index)
+    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, slices, *index)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 8
+        return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 9
     q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
-    rows, index = rows[:3], rows[3:]
+    rows, slices, index = rows[:3], rows[3], rows[4:]
     gradients = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options
+        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options, slices
     )
-    return (*gradients, [None] * ctx.index_size, *(None,) * 8)
+    return (*gradients, [None] * ctx.index_size, *(None,) * 9)
 
 
 def _differentiate_joined(ctx, d_out, *_):

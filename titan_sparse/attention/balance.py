@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import schedule as schedules
+from titan_sparse.attention import slice_tiles
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -25,7 +26,8 @@ _ELEMENTS = 1 << 23
 class Visits(NamedTuple):
     """What the queries of rank r compute on the keys of rank s; int64, H query heads (1: the sum of all heads), W ranks.
 
-    full, partial: [B, H, W, W] tiles (pairs of blocks) that are seen whole, that the mask cuts through.
+    full, partial: [B, H, W, W] tiles (pairs of blocks) that are seen whole, that the mask cuts through; the latter once for
+    each slice of the mask.
     pairs: [B, H, W, W] pairs of tokens computed in both kinds of tiles.
     column_pairs: [B, H, W] pairs of tokens of the gathered columns, those in computed tiles not counted again.
     """
@@ -87,6 +89,8 @@ def _tell_queries_apart(counts: Tensor, index: MoBAIndex, rows: Rows, q_blocks: 
 
 def _tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each tile whether it is seen whole, whether in part, and its visible pairs; int32 [Bm, nq, nk] each."""
+    if rows.slices is not None:
+        return slice_tiles.tile_weights(rows, q_blocks, k_blocks, size)
     reach = block_reach(rows, token_positions(q_blocks, size), size)
     begin = k_blocks * size
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)

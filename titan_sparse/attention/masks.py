@@ -2,7 +2,8 @@
 
 A mask says, for every query i, which contiguous range of keys it sees: start[i] <= j < stop[i]. Two vectors of length S
 are the whole mask; no S x S tensor exists anywhere. Both are nondecreasing in i, which the counting of visible pairs
-and the block classification rely on. Positions are global: a layout permutes tokens, never what they see.
+and the block classification rely on. What one range a query cannot say is for slices.py. Positions are global: a layout
+permutes tokens, never what they see.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ class Rows(NamedTuple):
     causal: no query sees a later key, which patterns that select block diagonals need.
     plain: known to let every query see all keys up to its own, which some kernels compute faster. Packed documents are
     never said to be, since torch.compile would compile anew for a sequence that happens to hold a single one.
+    slices: int32 [Bm, N, 6], what is seen, as in slices.py, where one range a query cannot say it; None elsewhere. start and
+    stop are then but bounds: 0 and S for a query that sees anything, S and S for others.
     """
 
     start: Tensor
@@ -28,6 +31,7 @@ class Rows(NamedTuple):
     document_start: Tensor | None
     causal: bool = True
     plain: bool = False
+    slices: Tensor | None = None
 
 
 class Mask:
@@ -43,6 +47,8 @@ class Mask:
     def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
         rows = self.rows(seq_len, device)
+        if rows.slices is not None:
+            return slices.dense(rows)
         keys = torch.arange(seq_len, device=device)
         return (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
 
@@ -132,8 +138,13 @@ class Intersection(Mask):
             raise ValueError("Documents & Documents: give the finer of the two document lists alone")
         if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
             raise ValueError(f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together")
+        if a.slices is not None or b.slices is not None:
+            return slices.intersected_rows(a, b)
         start, stop = torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)
         documents = a.document_start if b.document_start is None else b.document_start
         if documents is not None:  # what sees nothing is padding, also where the other mask says so
             documents = torch.where(start < stop, documents, -1)
         return Rows(start, torch.maximum(start, stop), documents, a.causal or b.causal)
+
+
+from titan_sparse.attention import slices  # noqa: E402, they are masks themselves

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from titan_sparse.attention import slice_tiles
 from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
@@ -38,6 +39,8 @@ def needed_chunks(run: Run) -> Tensor | None:
 
 def seen_chunks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
     """bool [W, W]: the mask lets some query of rank r see a key of rank s. table: int64 [W, n], the layout's blocks."""
+    if rows.slices is not None:
+        return slice_tiles.seen_chunks(rows, table, block_size)
     ranks, n = table.shape
     start, stop = (x.unflatten(1, (-1, block_size)) for x in (rows.start, rows.stop))
     seen = start < stop

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import slash_tiles, tiles
+from titan_sparse.attention import slash_tiles, slice_tiles, tiles
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
-from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.attention.patterns import BlockIndex, pattern_by_key
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.tiles import Tiles
 
@@ -74,9 +74,19 @@ class Run(NamedTuple):
         one after the other); by_key too if `transpose`."""
         table = self.cp.block_table(self.seq_len, self.rows.start.device)
         k_blocks = table[:, : self.last].flatten() if source is None else self.blocks(source)
+        if self.rows.slices is not None:
+            return self._tiles_of_slices(k_blocks, batch, transpose, (source, queries))
         if self._has_table_kernels():
             return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, k_blocks, transpose)
         return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), k_blocks, batch, transpose)
+
+    def _tiles_of_slices(self, k_blocks: Tensor, batch: int, transpose: bool, ranks: tuple[int | None, int | None]) -> Tiles:
+        """As tiles(), of the KV of ranks[0] and the queries of ranks[1]; the same for all layers where the pattern is static."""
+        make = lambda: slice_tiles.block_tiles(self.rows, self.index, self.query_blocks(ranks[1]), k_blocks, batch, transpose)
+        if pattern_by_key(self.pattern).dynamic:
+            return make()
+        key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, *ranks, self.first, self.last)
+        return once_per_mask(self.rows, key, make)
 
     def column_tiles(self, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the gathered columns."""

@@ -6,18 +6,19 @@ of their calls, so that one compiled block serves all layers. What activation ch
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import balance, timing
+from titan_sparse.attention import balance, slice_tiles, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.moba import MoBAIndex
+from titan_sparse.attention.slices import area, seen_by
 from titan_sparse.attention.tiles import all_blocks, covered_columns
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
 
 def visible_pairs(rows: Rows) -> Tensor:
     """Pairs that the mask allows, float64 [Bm]."""
+    if rows.slices is not None:
+        return area(rows.slices).sum(-1).double()
     return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
 
 
@@ -185,6 +188,8 @@ def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
 def _pairs_by_block(rows: Rows, q_blocks: Tensor, size: int) -> Tensor:
     """Pairs the mask allows between each query block and every key block, int32 [Bm, nq, blocks]."""
     begin = torch.arange(0, rows.start.shape[1], size, device=rows.start.device, dtype=torch.int32)
+    if rows.slices is not None:
+        return slice_tiles.tile_weights(rows, q_blocks, begin.long() // size, size)[2]
     tables = []
     for some in q_blocks.split(_MASK_BLOCKS):
         position = token_positions(some, size)
@@ -202,7 +207,8 @@ def recall(run: "Run", q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tenso
     sparse = _joined(run, lse[:, :, picked, None])[..., 0]
     where = run.cp.all_gather(position[picked]).flatten()
     start, stop = run.rows.start[:, where], run.rows.stop[:, where]
-    own = _lse_of_keys(queries, k, position, start, stop, run.scale)
+    sees = lambda keys: (keys >= start[..., None]) & (keys < stop[..., None])
+    own = _lse_of_keys(queries, k, position, sees if run.rows.slices is None else seen_by(run.rows, where), run.scale)
     dense = run.cp.all_gather(own).logsumexp(0)
     seen = (start < stop)[:, None].expand_as(sparse)
     kept = torch.where(seen, (sparse - dense).exp(), 0)
@@ -214,13 +220,13 @@ def _joined(run: "Run", x: Tensor) -> Tensor:
     return torch.cat(list(run.cp.all_gather(x)), dim=2)
 
 
-def _lse_of_keys(q: Tensor, k: Tensor, position: Tensor, start: Tensor, stop: Tensor, scale: float) -> Tensor:
-    """Log of the softmax sum of each query [B, Hq, n, D] over the keys [B, Hkv, S, D] it sees."""
+def _lse_of_keys(q: Tensor, k: Tensor, position: Tensor, sees: Callable[[Tensor], Tensor], scale: float) -> Tensor:
+    """Log of the softmax sum of each query [B, Hq, n, D] over the keys [B, Hkv, S, D] it sees: sees(positions [m]) gives
+    bool [Bm, n, m]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
     for keys, at in zip(k.split(_KEYS, dim=2), position.split(_KEYS)):
         scores = q.to(dtype) @ keys.to(dtype).repeat_interleave(group, 1).mT * scale
-        seen = (at >= start[..., None]) & (at < stop[..., None])
-        total = torch.logaddexp(total, scores.masked_fill(~seen[:, None], -torch.inf).logsumexp(-1))
+        total = torch.logaddexp(total, scores.masked_fill(~sees(at)[:, None], -torch.inf).logsumexp(-1))
     return total

@@ -18,12 +18,15 @@ class BlockLists(NamedTuple):
 
     full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], local block numbers, ascending, filled up with 0.
     Of a full tile every pair is seen; in a partial one start, stop and covered decide. No tile is in both.
+    partial_slice: like partial, which slice of the mask is meant (slice_tiles.py), which alone decides; a tile is in
+    `partial` once for each of its slices. None where the mask has no slices.
     """
 
     full_count: Tensor
     full: Tensor
     partial_count: Tensor
     partial: Tensor
+    partial_slice: Tensor | None = None
 
 
 class Tiles(NamedTuple):
@@ -36,6 +39,7 @@ class Tiles(NamedTuple):
     elsewhere, not to be counted again.
     block_size: tokens in a block of queries and of keys.
     chosen: what each query chose itself, for patterns that let it; full tiles are those that all of their queries chose.
+    slices: int32 [B, N, 6] that partial_slice counts, as in Rows. q_positions: int32 [Sq], global. None without slices.
     """
 
     by_query: BlockLists
@@ -46,6 +50,8 @@ class Tiles(NamedTuple):
     covered: Tensor | None
     block_size: int
     chosen: ChosenChunks | None = None
+    slices: Tensor | None = None
+    q_positions: Tensor | None = None
 
 
 class Reach(NamedTuple):

@@ -16,6 +16,7 @@ _MINIMUMS = {
     0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
         "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss",
         "training.mlp_chunk_tokens", "parallelism.cp_intra", "attention.sliding_window",
+        "attention.window_sinks",
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
@@ -173,6 +174,7 @@ def _check_attention(config: Config) -> None:
             f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1')
     require(attention.schedule != "double_ring" or cp > 1, 'attention.schedule = "double_ring" needs parallelism.cp '
             'above 1; write attention.schedule = "auto"')
+    _check_window_sinks(attention)
     _check_travel(attention, cp, config.training.dtype)
     for key, share, example in (("vertical_slash.recall", attention.vertical_slash.recall, 0.95),
                                 ("xattention.threshold", attention.xattention.threshold, 0.9)):
@@ -185,6 +187,17 @@ def _check_attention(config: Config) -> None:
         _check_xattention(attention.xattention, size)
     if attention.pattern == "moba":
         _check_moba(attention.moba, size)
+
+
+def _check_window_sinks(attention: Attention) -> None:
+    """Window and sinks are two ranges of keys for a query, which not everything takes."""
+    if attention.window_sinks:
+        sinks = f"attention.window_sinks = {attention.window_sinks}"
+        require(attention.sliding_window > 0, f"{sinks} would be ignored without a window; write attention.sliding_window = 4096, "
+                "or attention.window_sinks = 0")
+        require(attention.pattern == "dense", f'{sinks} does not go with attention.pattern = "{attention.pattern}"; write '
+                'attention.pattern = "dense" or attention.window_sinks = 0')
+        require(attention.backend != "flex", f'{sinks} does not go with attention.backend = "flex"; write attention.backend = "auto"')
 
 
 def _check_travel(attention: Attention, cp: int, dtype: str) -> None:

@@ -160,6 +160,8 @@ class Attention:
     "what may be seen: documents is causal inside each document, causal ignores document boundaries"
     sliding_window: int = 0
     "a query sees this many last tokens, itself included; 0: all"
+    window_sinks: int = 0
+    "with a sliding_window: first tokens of the document that are seen besides (mask = causal: of the sequence); for pattern = dense"
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     "what is worth seeing"
     layout: Literal["contiguous", "zigzag", "striped"] = "striped"

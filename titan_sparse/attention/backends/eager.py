@@ -15,6 +15,8 @@ from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
 READS_BY_KEY = False
 """Whether backward reads Tiles.by_key: here it goes query block by query block throughout."""
+SERVES_SLICES = True
+"""Whether it takes Tiles of a mask of slices."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -33,7 +35,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _met(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """KV blocks that one query block meets, int64 [B, Hq, K], and which of the K entries are real, bool alike."""
+    """KV blocks that one query block meets, int64 [B, Hq, K], full ones first, and which of the K entries are real, bool
+    alike."""
     lists, tables, real = tiles.by_query, [], []
     for count, table in ((lists.full_count, lists.full), (lists.partial_count, lists.partial)):
         count = count[:, :, q_block, None]
@@ -55,8 +58,7 @@ def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
     """bool [B, Hq, block, K * block]: pairs of one query block that are computed."""
     size = tiles.block_size
     position = _of_blocks(tiles.k_positions.expand(*table.shape[:2], -1), table, size)
-    rows = slice(q_block * size, (q_block + 1) * size)
-    start, stop = tiles.start[:, None, rows, None], tiles.stop[:, None, rows, None]
+    start, stop = _bounds(tiles, q_block) if tiles.slices is None else _bounds_in_slices(tiles, q_block)
     seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
     seen &= real.repeat_interleave(size, dim=-1)[:, :, None]
     if tiles.covered is not None:
@@ -64,9 +66,31 @@ def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
         seen &= ~_of_blocks(covered, table, size)[:, :, None]
     if tiles.chosen is not None:
         words, origin, tokens = tiles.chosen
+        rows = slice(q_block * size, (q_block + 1) * size)
         # A tile that is listed as full is chosen by all of its queries: looking again changes nothing.
         seen &= chosen_keys(ChosenChunks(words[:, :, rows], origin[:, rows], tokens), position)
     return seen
+
+
+def _bounds(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """start and stop of the queries of one block, int32 [B, 1, block, 1]."""
+    rows = slice(q_block * tiles.block_size, (q_block + 1) * tiles.block_size)
+    return tiles.start[:, None, rows, None], tiles.stop[:, None, rows, None]
+
+
+def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """From and before which key position each query of the block sees the keys of each entry of _met(), int64
+    [B, Hq, block, K * block]: all keys of full tiles, of others those of the entry's slice."""
+    lists, size = tiles.by_query, tiles.block_size
+    full, partial = (int(count[:, :, q_block].max()) for count in (lists.full_count, lists.partial_count))
+    number = lists.partial_slice[:, :, q_block, :partial].long()
+    batch = torch.arange(len(number), device=number.device)[:, None, None]
+    q_start, q_stop, k_start, k_stop, low, high = tiles.slices[batch, number].long()[:, :, None].unbind(-1)
+    query = tiles.q_positions[q_block * size : (q_block + 1) * size].long()[:, None]
+    inside = (query >= q_start) & (query < q_stop)
+    start, stop = torch.maximum(k_start, query + low), torch.minimum(k_stop, query + high + 1)
+    bounds = (start, 0), (torch.where(inside, stop, 0), torch.iinfo(torch.int32).max)
+    return tuple(torch.nn.functional.pad(x, (full, 0), value=value).repeat_interleave(size, -1) for x, value in bounds)
 
 
 def _of_blocks(x: Tensor, table: Tensor, size: int) -> Tensor:

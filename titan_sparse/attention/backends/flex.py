@@ -33,6 +33,8 @@ _compile = torch._inductor.compile
 
 READS_BY_KEY = True
 """Whether backward reads Tiles.by_key."""
+SERVES_SLICES = False
+"""Whether it takes Tiles of a mask of slices."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

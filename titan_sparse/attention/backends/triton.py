@@ -13,6 +13,8 @@ from titan_sparse.kernels.block_sparse import Lists, Piece
 
 READS_BY_KEY = True
 """Whether backward reads Tiles.by_key."""
+SERVES_SLICES = True
+"""Whether it takes Tiles of a mask of slices."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -83,4 +85,5 @@ def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
 def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
     by_key = None if tiles.by_key is None else Lists(*tiles.by_key)
-    return Piece(k, v, Lists(*tiles.by_query), by_key, tiles.k_positions, tiles.covered, tiles.chosen)
+    return Piece(k, v, Lists(*tiles.by_query), by_key, tiles.k_positions, tiles.covered, tiles.chosen, tiles.slices,
+                 tiles.q_positions)

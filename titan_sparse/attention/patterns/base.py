@@ -81,6 +81,8 @@ class Pattern:
     name: ClassVar[str]
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
+    takes_slices: ClassVar[bool] = False
+    """Whether it works with masks of Slices too, which have no single range of keys a query."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")

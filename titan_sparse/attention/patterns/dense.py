@@ -23,6 +23,7 @@ class Dense(Pattern):
 
     name: ClassVar[str] = "dense"
     dynamic: ClassVar[bool] = False
+    takes_slices: ClassVar[bool] = True
 
     def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> DenseIndex:
         columns = torch.empty(batch, heads, 0, dtype=torch.int32, device=rows.start.device)
