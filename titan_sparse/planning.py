@@ -16,6 +16,7 @@ from titan_sparse.attention import balance, layout as layouts, routing
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.attention.schedule import column_steps
 from titan_sparse.timeline import Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
@@ -107,7 +108,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     work, backward = (balance.by_step(visits, sources, back).sum((0, 1)).double() for back in (False, True))
     chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
-                 _column_seconds(index, shape, inter, intra, constants), constants)
+                 _column_seconds(index, shape, inter, intra, constants), index.columns.shape[-1] // index.block_size, constants)
     play = _gathered if schedule == "all_gather" else _circulated
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
@@ -118,7 +119,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
 
 class _Case(NamedTuple):
     """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
-    seconds of their exchange, forward and backward."""
+    seconds of their exchange, forward and backward; column_blocks: how many blocks they are."""
 
     work: Tensor
     backward_work: Tensor
@@ -128,6 +129,7 @@ class _Case(NamedTuple):
     chunk_bytes: int
     gradient_bytes: int
     columns: tuple[float, float]
+    column_blocks: int
     constants: Constants
 
     def forward_seconds(self, work: Tensor) -> Tensor:
@@ -151,9 +153,12 @@ def _circulated(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[di
     forward = ring_forward(case.forward_seconds(case.work), keys, case.sources, links)
     backward = case.backward_seconds(case.backward_work)
     backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links)
-    start, last = torch.zeros(len(needed)), forward.compute[:, -1] + forward.waiting[:, -1]
-    forward = with_columns(forward, case.columns[0], start, forward.finish() - last)
-    backward = with_columns(backward, case.columns[1], backward.compute[:, 0], backward.finish())
+    # As if every rank computed at every step.
+    computes = [True] * len(needed)
+    met, left = (column_steps(computes, case.column_blocks, back) or [0] for back in (False, True))
+    begins, ends = forward.began()[:, met[0]], backward.began()[:, left[-1]] + backward.compute[:, left[-1]]
+    forward = with_columns(forward, case.columns[0], torch.zeros(len(needed)), begins)
+    backward = with_columns(backward, case.columns[1], ends, backward.finish())
     return _traffic(sent, back, case), forward, backward
 
 

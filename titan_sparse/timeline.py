@@ -23,6 +23,11 @@ class Timeline(NamedTuple):
     compute: Tensor
     waiting: Tensor
 
+    def began(self) -> Tensor:
+        """Seconds until each rank begins each step, [W, steps]."""
+        each = self.compute + self.waiting
+        return each.cumsum(-1) - each
+
     def finish(self) -> Tensor:
         """Seconds until each rank is done, [W]."""
         return (self.compute + self.waiting).sum(-1)

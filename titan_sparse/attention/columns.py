@@ -1,7 +1,7 @@
 """The gathered columns of a vertical-slash index: their keys and values to every rank, their gradients back home.
 
-Both exchanges run beside the blocks' work: keys and values are wanted with the last chunk of the forward, gradients
-leave with the first chunk of the backward.
+Both exchanges run beside the blocks' work: a ring wants keys and values after the first step of the forward, gradients leave
+before the last step of the backward. In between columns are dealt out over the steps, block by block.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel import Pending
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.tiles import Tiles
 from titan_sparse.kernels import columns as kernel
 
 
@@ -23,6 +24,25 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     picked = torch.stack([x[:, :, None].expand(-1, -1, group, -1, -1).gather(3, rows).flatten(1, 2) for x in (k, v)])
     # Absent columns are added as zeros, which is exact in any dtype and needs no counts on the host.
     return run.cp.start_all_reduce(picked * (local >= 0)[..., None])
+
+
+def column_part(run: Run, column_kv: Tensor, part: int, parts: int, transpose: bool = False) -> tuple[Tensor, Tensor, Tiles]:
+    """Keys, values [B, Hq, n, D] and tiles of every parts-th block of the gathered columns, from block `part` on.
+
+    Whole blocks are dealt out, not single columns: runs of columns stay as short, so that no more tiles are cut by the mask.
+    """
+    deal = lambda x, dim: x.unflatten(dim, (-1, run.index.block_size))[(slice(None),) * dim + (slice(part, None, parts),)]
+    index = run.index.with_columns(deal(run.index.columns, 2).flatten(2, 3))
+    return *deal(column_kv, 3).flatten(3, 4), run._replace(index=index).column_tiles(column_kv.shape[1], transpose)
+
+
+def join_columns(parts: list[Tensor], block_size: int) -> Tensor:
+    """[B, Hq, C, D] from the parts of column_part()."""
+    parts = [x.unflatten(2, (-1, block_size)) for x in parts]
+    joined = parts[0].new_empty(*parts[0].shape[:2], sum(x.shape[2] for x in parts), *parts[0].shape[3:])
+    for number, part in enumerate(parts):
+        joined[:, :, number :: len(parts)] = part
+    return joined.flatten(2, 3)
 
 
 def reduce_columns(run: Run, d_columns: list[Tensor]) -> Pending:

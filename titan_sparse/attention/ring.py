@@ -1,7 +1,7 @@
 """Attention by the schedules that move chunks from rank to rank: local, ring and double_ring, forward and backward.
 
-Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and met in one rectangular piece,
-with the last chunk of the forward and the first of the backward, so that their exchanges have work to hide behind. Pieces
+Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and dealt out over the steps, but for
+the first of the forward and the last of the backward, so that their exchanges have work to hide behind. Pieces
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing, transport
-from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
+from titan_sparse.attention.columns import add_columns, column_part, gather_columns, join_columns, reduce_columns
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.schedule import column_steps
 
 
 @timing.timed
@@ -26,15 +27,15 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         return *run.backend.forward_causal(q, k, v, run.scale), columns.wait()
     total, dtype, batch = None, run.sum_dtype(q), len(q)
     route = transport.route(run.cp, needed_chunks(run))
-    last = max((o, t) for o, steps in enumerate(route.compute) for t, computes in enumerate(steps) if computes)
+    with_columns = column_steps(sum(route.compute, []), columns.result.shape[3] // run.cp.block_size)
     for step, (o, t, source, chunk) in enumerate(transport.circulate(run.cp, route, _kv_chunk(run, k, v))):
         if not route.compute[o][t]:
             continue
-        column_kv = columns.wait() if (o, t) == last and columns.result.shape[3] else None
+        column_kv = columns.wait() if step in with_columns else None
         with timing.computing(step):
             piece = (q, *_kv(chunk), run.tiles(batch, False, source))
             if column_kv is not None:
-                gathered = (*column_kv, run.column_tiles(batch))
+                gathered = column_part(run, column_kv, with_columns.index(step), len(with_columns))
                 total = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, total)
             else:
                 total = run.backend.forward(*piece, run.scale, dtype, total)
@@ -49,15 +50,19 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         return run.backend.backward_causal(d_out, q, k, v, out, lse, run.scale)
     if run.cp.size > 1 and _circulates_queries(run, q, k):
         return _backward_by_queries(run, d_out, q, k, v, out, lse, column_kv)
-    dq, columns, dtype = None, None, run.sum_dtype(q)
+    dq, columns, d_parts, dtype = None, None, [], run.sum_dtype(q)
+    route = transport.route(run.cp, needed_chunks(run))
+    parts = len(column_steps(sum(route.compute, []), column_kv.shape[3] // run.cp.block_size))
 
     def piece(source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
         nonlocal dq, columns
         inputs = (d_out, q, *_kv(chunk), out, lse, run.tiles(len(q), run.backend.READS_BY_KEY, source))
-        if columns is None and column_kv.shape[3]:
-            gathered = (*column_kv, run.column_tiles(len(q), run.backend.READS_BY_KEY))
+        if len(d_parts) < parts:
+            gathered = column_part(run, column_kv, len(d_parts), parts, run.backend.READS_BY_KEY)
             dq, dk, dv, *d_columns = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq)
-            columns = reduce_columns(run, d_columns)
+            d_parts.append(d_columns)
+            if len(d_parts) == parts:
+                columns = reduce_columns(run, [join_columns(x, run.cp.block_size) for x in zip(*d_parts)])
         else:
             dq, dk, dv = run.backend.backward(*inputs, run.scale, dtype, dq)
         return [dk, dv] if run.cp.size == 1 else torch.stack([dk, dv])
@@ -65,7 +70,6 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if run.cp.size == 1:
         d_kv = piece(run.cp.rank, [k, v])
     else:
-        route = transport.route(run.cp, needed_chunks(run))
         d_kv = transport.circulate_with_gradients(run.cp, route, _kv_chunk(run, k, v), piece)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())

@@ -1,5 +1,6 @@
 """What a pattern and its index are: the seam between choosing blocks (patterns) and computing them (backends)."""
 
+import copy
 import dataclasses
 import math
 from typing import TYPE_CHECKING, ClassVar
@@ -31,6 +32,12 @@ class BlockIndex:
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
         raise NotImplementedError
+
+    def with_columns(self, columns: Tensor) -> "BlockIndex":
+        """The same but for its columns."""
+        index = copy.copy(self)
+        index.columns = columns
+        return index
 
     def tensors(self) -> list[Tensor]:
         """What a custom op passes on and activation checkpointing keeps; Pattern.index() reads it back."""
