@@ -108,7 +108,8 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     work, backward = (balance.by_step(visits, sources, back).sum((0, 1)).double() for back in (False, True))
     chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
-                 _column_seconds(index, shape, inter, intra, constants), index.columns.shape[-1] // index.block_size, constants)
+                 _column_seconds(index, shape, inter, intra, constants), index.columns.shape[-1] // index.block_size,
+                 constants)
     play = _gathered if schedule == "all_gather" else _circulated
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))

@@ -26,7 +26,7 @@ class Visits(NamedTuple):
 
     full, partial: [B, H, W, W] tiles (pairs of blocks) that are seen whole, that the mask cuts through.
     pairs: [B, H, W, W] pairs of tokens computed in both kinds of tiles.
-    column_pairs: [B, H, W, C] pairs of tokens of each block of gathered columns, those in computed tiles not counted again.
+    column_pairs: [B, H, W, C] pairs of tokens of each block of gathered columns, without those in computed tiles.
     """
 
     full: Tensor
@@ -110,7 +110,7 @@ def _on_diagonals(index: VerticalSlashIndex, values: Tensor, whole: int, q_block
 
 
 def column_pairs(index: BlockIndex, rows: Rows, q_blocks: Tensor) -> Tensor:
-    """Pairs of the queries of these blocks with columns outside the tiles they compute, int64 [B, Hq, C], by block of columns."""
+    """Pairs of these blocks' queries with columns outside the tiles they compute, int64 [B, Hq, C], by block of columns."""
     size, capacity = index.block_size, index.columns.shape[-1]
     most = int((index.columns < index.seq_len).sum(-1).max()) if index.columns.numel() else 0
     columns = index.columns[..., : -(-most // size) * size]

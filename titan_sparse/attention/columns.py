@@ -1,7 +1,7 @@
 """The gathered columns of a vertical-slash index: their keys and values to every rank, their gradients back home.
 
-Both exchanges run beside the blocks' work: a ring wants keys and values after the first step of the forward, gradients leave
-before the last step of the backward. In between columns are dealt out over the steps, block by block.
+Both exchanges run beside the blocks' work: a ring wants keys and values after the first step of the forward, gradients
+leave before the last step of the backward. In between columns are dealt out over the steps, block by block.
 """
 
 import torch
@@ -26,12 +26,14 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     return run.cp.start_all_reduce(picked * (local >= 0)[..., None])
 
 
-def column_part(run: Run, column_kv: Tensor, part: int, parts: int, transpose: bool = False) -> tuple[Tensor, Tensor, Tiles]:
+def column_part(run: Run, column_kv: Tensor, part: int, parts: int,
+                transpose: bool = False) -> tuple[Tensor, Tensor, Tiles]:
     """Keys, values [B, Hq, n, D] and tiles of every parts-th block of the gathered columns, from block `part` on.
 
-    Whole blocks are dealt out, not single columns: runs of columns stay as short, so that no more tiles are cut by the mask.
+    Whole blocks are dealt out, not single columns: runs of columns stay as short, and the mask cuts no more tiles.
     """
-    deal = lambda x, dim: x.unflatten(dim, (-1, run.index.block_size))[(slice(None),) * dim + (slice(part, None, parts),)]
+    every = slice(part, None, parts)
+    deal = lambda x, dim: x.unflatten(dim, (-1, run.index.block_size))[(slice(None),) * dim + (every,)]
     index = run.index.with_columns(deal(run.index.columns, 2).flatten(2, 3))
     return *deal(column_kv, 3).flatten(3, 4), run._replace(index=index).column_tiles(column_kv.shape[1], transpose)
 

@@ -1,7 +1,7 @@
 """Attention by the schedules that move chunks from rank to rank: local, ring and double_ring, forward and backward.
 
-Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and dealt out over the steps, but for
-the first of the forward and the last of the backward, so that their exchanges have work to hide behind. Pieces
+Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and dealt out over the steps, but
+for the first of the forward and the last of the backward, so that their exchanges have work to hide behind. Pieces
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 

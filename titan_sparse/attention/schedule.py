@@ -36,9 +36,11 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
 
 
 def column_steps(computes: list[bool], blocks: int, backward: bool = False) -> list[int]:
-    """The steps that meet a part of the gathered columns, in order: part i is every n-th of their `blocks` blocks from the
-    i-th on. computes: by step, whether the rank computes at all. The forward leaves out its first step and the backward its
-    last one, behind which the columns' exchange hides; where blocks are few, more are left out."""
+    """The steps that meet a part of the gathered columns, in order: part i is every n-th of their `blocks` blocks from
+    the i-th on. computes: by step, whether the rank computes at all.
+
+    The forward leaves out its first step and the backward its last one, behind which the columns' exchange hides; where
+    blocks are few, more are left out."""
     steps = [step for step, computing in enumerate(computes) if computing]
     parts = min(max(len(steps) - 1, 1), blocks)
     return steps[:parts] if backward else steps[len(steps) - parts :]
