@@ -16,7 +16,8 @@ from titan_sparse.attention import balance, layout as layouts, routing, schedule
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.timeline import Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns
+from titan_sparse.timeline import (ColumnExchange, Timeline, gather_backward, gather_forward, ring_backward, ring_forward,
+                                   with_columns)
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 """Per visited pair of tokens, query head and element of D: 2 and 5 products, as in scripts/bench_attention.py."""
@@ -104,12 +105,12 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     """The plan of one setting on `inter` nodes of `intra` ranks. visits: of count() for the same layout."""
     sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
     ranks, (batch, seq_len) = inter * intra, (len(index.columns), rows.start.shape[1])
-    work, backward = (balance.by_step(visits, sources, back).sum((0, 1)).double() for back in (False, True))
+    rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
+    work, backward = (balance.by_step(visits, sources, back, rings[0]).sum((0, 1)).double() for back in (False, True))
     chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
-                 _column_seconds(index, shape, inter, intra, constants), constants)
+                 _column_seconds(index, shape, inter, intra, constants), _column_steps(visits, sources, rings[0]), constants)
     play = _gathered if schedule == "all_gather" else _circulated
-    rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
     visible = (rows.stop - rows.start).sum().item() * index.heads * (batch // len(rows.start))
     return Plan(layout, schedule, inter, intra, work.sum().item() / visible, work, needed.double().mean().item(),
@@ -118,7 +119,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
 
 class _Case(NamedTuple):
     """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
-    seconds of their exchange, forward and backward."""
+    seconds of their exchange, forward and backward; column_steps: by rank, when it has to be over, and begins; or None."""
 
     work: Tensor
     backward_work: Tensor
@@ -128,6 +129,7 @@ class _Case(NamedTuple):
     chunk_bytes: int
     gradient_bytes: int
     columns: tuple[float, float]
+    column_steps: tuple[Tensor, Tensor] | None
     constants: Constants
 
     def forward_seconds(self, work: Tensor) -> Tensor:
@@ -151,9 +153,9 @@ def _circulated(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[di
     sent, back = routing.traffic(keys, case.node), routing.traffic(gradients, case.node)
     # A group of heads is launched on its own at every step.
     forward, backward = case.forward_seconds(case.work / groups), case.backward_seconds(case.backward_work / groups)
-    forward = ring_forward(forward, keys, case.sources, links, groups, case.columns[0])
-    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links, groups)
-    backward = with_columns(backward, case.columns[1], backward.compute[:, 0], backward.finish())
+    met, left = map(ColumnExchange, case.columns, case.column_steps) if case.column_steps else (None, None)
+    forward = ring_forward(forward, keys, case.sources, links, groups, met)
+    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links, groups, left)
     return _traffic(sent, back, case), forward, backward
 
 
@@ -192,6 +194,16 @@ def _collective_seconds(sent: routing.Traffic, size: float, constants: Constants
     inside, across = (x.max().item() * size / 1e9 for x in sent)
     return max(inside / constants.inside_gb_s + (inside > 0) * constants.inside_latency_ms / 1e3,
                across / constants.across_gb_s + (across > 0) * constants.across_latency_ms / 1e3)
+
+
+def _column_steps(visits: Visits, sources: Tensor, windows: int) -> tuple[Tensor, Tensor] | None:
+    """int64 [W] each: a rank's first step of the forward with columns, its last one of the backward; None without columns."""
+    blocks = visits.column_pairs.shape[-1]
+    if not blocks:
+        return None
+    steps = lambda computes, backward: schedules.column_steps(computes, blocks, backward, windows)
+    computing = balance.computing_steps(visits, sources)
+    return torch.tensor([steps(x, False)[0] for x in computing]), torch.tensor([steps(x, True)[-1] for x in computing])
 
 
 def _column_seconds(index: BlockIndex, shape: Shape, inter: int, intra: int, constants: Constants) -> tuple[float, float]:
