@@ -15,9 +15,10 @@ from torch import Tensor
 from titan_sparse.attention import balance, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.needs import needed_chunks_of
 from titan_sparse.attention.patterns import BlockIndex
-from titan_sparse.timeline import (ColumnExchange, Timeline, gather_backward, gather_forward, ring_backward, ring_forward,
-                                   with_columns)
+from titan_sparse.timeline import (ColumnExchange, Timeline, gather_backward, gather_forward, ring_backward,
+                                   ring_forward, with_columns)
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 """Per visited pair of tokens, query head and element of D: 2 and 5 products, as in scripts/bench_attention.py."""
@@ -106,10 +107,13 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
     ranks, (batch, seq_len) = inter * intra, (len(index.columns), rows.start.shape[1])
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
-    work, backward = (balance.by_step(visits, sources, back, rings[0]).sum((0, 1)).double() for back in (False, True))
+    computed = needed_chunks_of(index, rows, layout, ranks)
+    work, backward = (balance.by_step(visits, sources, back, rings[0], computed).sum((0, 1)).double()
+                      for back in (False, True))
+    column_steps = _column_steps(index, balance.computing_steps(computed, sources), rings[0])
     chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
-                 _column_seconds(index, shape, inter, intra, constants), _column_steps(visits, sources, rings[0]), constants)
+                 _column_seconds(index, shape, inter, intra, constants), column_steps, constants)
     play = _gathered if schedule == "all_gather" else _circulated
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
     visible = (rows.stop - rows.start).sum().item() * index.heads * (batch // len(rows.start))
@@ -119,7 +123,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
 
 class _Case(NamedTuple):
     """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
-    seconds of their exchange, forward and backward; column_steps: by rank, when it has to be over, and begins; or None."""
+    seconds of their exchange, forward and backward; column_steps: of _column_steps()."""
 
     work: Tensor
     backward_work: Tensor
@@ -196,14 +200,13 @@ def _collective_seconds(sent: routing.Traffic, size: float, constants: Constants
                across / constants.across_gb_s + (across > 0) * constants.across_latency_ms / 1e3)
 
 
-def _column_steps(visits: Visits, sources: Tensor, windows: int) -> tuple[Tensor, Tensor] | None:
-    """int64 [W] each: a rank's first step of the forward with columns, its last one of the backward; None without columns."""
-    blocks = visits.column_pairs.shape[-1]
+def _column_steps(index: BlockIndex, computes: list[list[bool]], windows: int) -> tuple[Tensor, Tensor] | None:
+    """int64 [W] each: a rank's first step with columns of the forward, its last one of the backward; None without any."""
+    blocks = index.columns.shape[-1] // index.block_size
     if not blocks:
         return None
-    steps = lambda computes, backward: schedules.column_steps(computes, blocks, backward, windows)
-    computing = balance.computing_steps(visits, sources)
-    return torch.tensor([steps(x, False)[0] for x in computing]), torch.tensor([steps(x, True)[-1] for x in computing])
+    met, left = ([schedules.column_steps(x, blocks, back, windows) for x in computes] for back in (False, True))
+    return torch.tensor([steps[0] for steps in met]), torch.tensor([steps[-1] for steps in left])
 
 
 def _column_seconds(index: BlockIndex, shape: Shape, inter: int, intra: int, constants: Constants) -> tuple[float, float]:

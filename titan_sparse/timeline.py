@@ -38,8 +38,8 @@ class Timeline(NamedTuple):
 
 
 class ColumnExchange(NamedTuple):
-    """Of the gathered columns, beside a ring's transfers. step: int64 [W], the step by which each rank needs them, or in
-    the backward after which it has all of their gradients; counted as in the forward."""
+    """Of the gathered columns, beside a ring's transfers. step: int64 [W], the step before which each rank needs them,
+    in the backward that after which it has all their gradients; steps are counted as in the forward."""
 
     seconds: float
     step: Tensor
@@ -92,8 +92,8 @@ def _communicators(hops: Hops, links: Links) -> tuple[_Communicator, _Communicat
 
 
 class _Clock:
-    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces; ended:
-    [W, steps], when the last piece of each step was done."""
+    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces;
+    ended: [W, steps], when the last piece of each step was done."""
 
     def __init__(self, compute: Tensor):
         self.now, self.compute = torch.zeros(len(compute), dtype=torch.float64), compute

@@ -166,26 +166,30 @@ def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
     return torch.tensor([sum(windows(inter, intra, rank), []) for rank in range(inter * intra)])
 
 
-def by_step(visits: Visits, sources: Tensor, backward: bool = False, windows: int = 1) -> Tensor:
+def by_step(visits: Visits, sources: Tensor, backward: bool = False, windows: int = 1,
+            needed: Tensor | None = None) -> Tensor:
     """Pairs of tokens that each rank computes at each step, int64 [B, H, W, W]. sources: of step_sources().
 
     Steps are counted as in the forward, in the backward too, which takes them in another order if the schedule has
     several `windows` (a double ring's inter). It has the same tiles, but the columns in other steps.
+
+    needed: bool [W, W], the chunks that ranks compute on, at whose steps they meet columns. For ring.py's own steps it is
+    needs.needed_chunks_of(), which says yes here and there without a tile; by default needed_chunks().
     """
     work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
-    for rank, steps in enumerate(computing_steps(visits, sources)):
+    for rank, steps in enumerate(computing_steps(needed_chunks(visits) if needed is None else needed, sources)):
         add_columns(work[:, :, rank], visits.column_pairs[:, :, rank], steps, backward, windows)
     return work
 
 
-def computing_steps(visits: Visits, sources: Tensor) -> list[list[bool]]:
-    """By rank and step, whether the rank computes tiles; always true of the step with its own keys."""
-    own = torch.eye(len(sources), dtype=torch.bool)
-    return (needed_chunks(visits) | own).gather(-1, sources).tolist()
+def computing_steps(needed: Tensor, sources: Tensor) -> list[list[bool]]:
+    """By rank and step, whether the rank computes: on the chunks that it needs, bool [W, W], and always on its own."""
+    return (needed | torch.eye(len(sources), dtype=torch.bool)).gather(-1, sources).tolist()
 
 
-def add_columns(work: Tensor, column_pairs: Tensor, computes: list[bool], backward: bool = False, windows: int = 1) -> None:
-    """Add a rank's column_pairs [..., C] to its work [..., steps], in place, where ring.py meets them; see by_step()."""
+def add_columns(work: Tensor, column_pairs: Tensor, computes: list[bool], backward: bool = False,
+                windows: int = 1) -> None:
+    """Add a rank's column_pairs [..., C] to its work [..., steps], in place, where ring.py meets them; as by_step()."""
     steps = schedules.column_steps(computes, column_pairs.shape[-1], backward, windows)
     for part, step in enumerate(steps):
         work[..., step] += column_pairs[..., part :: len(steps)].sum(-1)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import rectangles, timing, transport
-from titan_sparse.attention.columns import add_columns, column_part, gather_columns, new_gradients, put_part, reduce_columns
+from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
+                                            reduce_columns)
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps, head_groups
