@@ -122,7 +122,7 @@ def covered_columns(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Ten
 
     columns: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     """
-    batch, heads, count = columns.shape
+    (batch, heads, count), columns = columns.shape, columns.contiguous()
     covered = torch.empty(batch, heads, len(q_blocks), -(-count // 32), dtype=torch.int32, device=columns.device)
     kind = torch.empty(batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=columns.device)
     _columns_kernel[(count // size, len(q_blocks), batch * heads)](

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend
 from titan_sparse import synthetic
 from titan_sparse.attention import ContextParallel, attend, balance
 from titan_sparse.attention.masks import Causal, Rows
+from titan_sparse.attention.needs import needed_chunks_of
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.planning import BACKWARD_FLOPS, FORWARD_FLOPS
 
@@ -259,7 +260,8 @@ def _counted(bench: Bench, index: object, rows: Rows, cp: ContextParallel) -> Te
     work = torch.zeros(cp.size, cp.size, dtype=torch.float64)
     if bench.rank == 0:
         visits = balance.count_visits_of_all_heads(index, rows, cp.block_table(rows.start.shape[1]))
-        work = balance.by_step(visits, balance.step_sources("ring", 1, cp.size)).sum((0, 1)).double()
+        needed = needed_chunks_of(index, rows, cp.layout, cp.size)
+        work = balance.by_step(visits, balance.step_sources("ring", 1, cp.size), needed=needed).sum((0, 1)).double()
     return gather(bench, work.tolist())[0]
 
 

@@ -104,18 +104,29 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
     visits = count_visits(index, rows, block_ids("striped", size, SEQ_LEN, BLOCK))
     work = by_step(visits, step_sources(schedule, inter, intra))
     assert torch.equal(work.sum(-1), visits.total())
-    backward = by_step(visits, step_sources(schedule, inter, intra), backward=True)
+    order = [0, 2, 3, 1] if schedule == "double_ring" else list(range(size))
+    windows = inter if schedule == "double_ring" else 1
+    backward = by_step(visits, step_sources(schedule, inter, intra), backward=True, windows=windows)[..., order]
     for rank in range(size):
         pairs = visits.pairs[:, :, rank][..., sum(SCHEDULES[schedule](inter, intra, rank), [])]
-        assert ((work[:, :, rank] - pairs).sum(-1) == visits.column_pairs[:, :, rank]).all()
-        assert torch.equal(backward[:, :, rank, 1:], pairs[..., 1:])
-        assert torch.equal(backward[:, :, rank, 0], pairs[..., 0] + visits.column_pairs[:, :, rank])
+        pairs_backward = pairs[..., order]
+        columns = visits.column_pairs[:, :, rank]
+        assert columns.shape[-1] >= size - 1
+        parts = torch.stack([columns[..., part :: size - 1].sum(-1) for part in range(size - 1)] or [columns.sum(-1)], -1)
+        # Striped, so that every rank computes at every step.
+        assert torch.equal(work[:, :, rank, -parts.shape[-1] :], pairs[..., -parts.shape[-1] :] + parts)
+        assert torch.equal(backward[:, :, rank, : parts.shape[-1]], pairs_backward[..., : parts.shape[-1]] + parts)
+        assert size == 1 or torch.equal(work[:, :, rank, 0], pairs[..., 0])
+        assert size == 1 or torch.equal(backward[:, :, rank, -1], pairs_backward[..., -1])
 
 
-def test_columns_come_with_the_last_chunk_that_a_rank_computes_on():
-    tiles, pairs = torch.zeros(1, 1, 3, 3, dtype=torch.int64), torch.tensor([[[[4, 0, 0], [5, 6, 0], [0, 0, 7]]]])
-    visits = Visits(tiles, tiles, pairs, torch.tensor([[[1, 1, 1]]]))
-    assert by_step(visits, step_sources("ring", 1, 3))[0, 0].tolist() == [[5, 0, 0], [6, 6, 0], [8, 0, 0]]
+def test_columns_come_with_chunks_that_a_rank_computes_on():
+    """Rank 0 computes at one step, rank 1 at two, rank 2 at three; three blocks of columns."""
+    pairs = torch.tensor([[[[4, 0, 0], [5, 6, 0], [1, 2, 7]]]])
+    visits = Visits(pairs, pairs, pairs, torch.tensor([[[[10, 20, 40]] * 3]]))
+    sources = step_sources("ring", 1, 3)
+    assert by_step(visits, sources)[0, 0].tolist() == [[74, 0, 0], [6, 75, 0], [7, 52, 21]]
+    assert by_step(visits, sources, backward=True)[0, 0].tolist() == [[74, 0, 0], [76, 5, 0], [57, 22, 1]]
 
 
 def test_a_chunk_is_needed_where_any_head_computes_a_tile_of_it():

@@ -1,8 +1,7 @@
-"""Context parallelism under stress on four GPUs (NCCL): late ranks and transfers, groups beside each other, memory, jobs that
-hang. `make test-gpu`.
+"""Context parallelism under stress on four GPUs (NCCL): late ranks and transfers, groups beside each other, memory, hangs.
 
-Four processes are started once for what attention does; each writes what it found. They run on the CPU too, at toy size:
-OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m tests.test_gpu_sturdy FOLDER cpu
+Run by `make test-gpu`. For what attention does four processes are started once; each writes what it found. They run on the
+CPU too, at toy size: OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m tests.test_gpu_sturdy FOLDER cpu
 """
 
 import contextlib
@@ -55,7 +54,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "cuda": Case("triton", 128, 24, [1100, 9, 1500, 301], VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)),
+    "cuda": Case("triton", 128, 24, [1100, 9, 1500, 301],
+                 VerticalSlash(recall=0.8, sinks=4, max_columns=400, dense_below=256)),
     "cpu": Case("eager", 16, 24, [140, 1, 190, 37], VerticalSlash(recall=0.8, sinks=3, max_columns=60, dense_below=48)),
 }
 
@@ -83,7 +83,8 @@ def found(tmp_path_factory) -> list[dict]:
 
 def test_late_ranks_and_transfers_do_not_change_a_bit(found):
     for rank in found:
-        assert set(rank["delays"]["differing"]) == {f"{name} {kind}" for name in SCHEDULES for kind in ("repeated", "delayed")}
+        names = {f"{name} {kind}" for name in SCHEDULES for kind in ("repeated", "delayed")}
+        assert set(rank["delays"]["differing"]) == names
         assert not any(rank["delays"]["differing"].values()), rank["delays"]
         assert min(rank["delays"]["count"][kind] for kind in ("work", "wait", "transfer", "collective")) > 20, rank["delays"]
 

@@ -5,7 +5,7 @@ import torch
 
 from titan_sparse.attention.layout import (LAYOUTS, block_ids, block_multiple, restore_blocks, striped, take_blocks,
                                            token_positions, zigzag)
-from titan_sparse.attention.schedule import SCHEDULES, all_gather, choose, double_ring, local, ring
+from titan_sparse.attention.schedule import SCHEDULES, all_gather, choose, column_steps, double_ring, local, ring
 
 WORLDS = [(inter, size // inter) for size in range(1, 9) for inter in range(1, size + 1) if size % inter == 0]
 SIZES = [1, 2, 3, 8]
@@ -133,6 +133,18 @@ def test_the_ring_lists_what_the_hops_bring(inter, intra):
     seen = _simulate(1, size, windows=1, steps=size)
     for rank in range(size):
         assert ring(inter, intra, rank) == seen[rank]
+
+
+def test_columns_are_dealt_over_the_steps_that_compute():
+    assert column_steps([True] * 4, 9) == [1, 2, 3] and column_steps([True] * 4, 9, backward=True) == [0, 1, 2]
+    assert column_steps([True] * 4, 2) == [2, 3] and column_steps([True] * 4, 2, backward=True) == [0, 1]
+    assert column_steps([True, False, True, False, True], 9) == [2, 4]
+    assert column_steps([True, False, True, False, True], 9, backward=True) == [0, 2]
+    assert column_steps([True], 3) == column_steps([True, False], 3) == [0]
+    assert column_steps([True] * 6, 9, backward=True, windows=2) == [0, 3, 4, 5, 1]
+    assert column_steps([True, True, False, False, True, True], 9, backward=True, windows=3) == [0, 4, 5]
+    assert column_steps([True] * 6, 9, windows=2) == [1, 2, 3, 4, 5]
+    assert column_steps([True] * 4, 0) == column_steps([True] * 4, 0, backward=True) == []
 
 
 def test_local_serves_one_rank_only():

@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.attention import ContextParallel, attend, balance, timing
+from titan_sparse.attention import ContextParallel, attend, balance, ring, timing
 from titan_sparse.attention.masks import Causal, Documents
+from titan_sparse.attention.needs import needed_chunks_of
 from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.run import Run
 from titan_sparse.attention.statistics import recording
 from titan_sparse.metrics import context_parallel_averages
 
@@ -73,13 +75,51 @@ def _check_work() -> None:
     assert torch.equal(seen.by_rank().work[0], totals[:, None].expand(-1, KV_HEADS) / KV_HEADS)
 
 
+SPARSE = VerticalSlash(recall=0.5, sinks=3, local_diagonals=1, max_columns=40, max_slashes=2, dense_below=48)
+
+
+def _check_columns_of_the_backward(schedule: str) -> None:
+    """by_step(backward=True) puts each part of the columns where the backward meets it, in each group of heads; the
+    gradients of all of them go home at once."""
+    seen, reduced, monkeypatch = [], [], pytest.MonkeyPatch()     # (columns of the group, source) or (columns, part)
+    tiles, part, reduce = Run.tiles, ring.column_part, ring.reduce_columns
+    cp = _cp("striped", schedule)
+    local = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, HEADS, KV_HEADS, TOKENS * cp.size, DIM)]
+    out, aux = attend(*local, pattern=SPARSE, cp=cp, return_aux=True)
+    monkeypatch.setattr(Run, "tiles",
+                        lambda run, *args: seen.append(("step", id(run.index), args[2])) or tiles(run, *args))
+    monkeypatch.setattr(ring, "column_part", lambda run, kv, number, *args:
+                        seen.append(("part", id(run.index), number, args[0])) or part(run, kv, number, *args))
+    monkeypatch.setattr(ring, "reduce_columns", lambda *args: reduced.append(len(seen)) or reduce(*args))
+    out.sum().backward()
+    monkeypatch.undo()
+    rows = Causal().rows(TOKENS * cp.size)
+    visits = balance.count_visits(aux.index, rows, cp.block_table(TOKENS * cp.size))
+    needed = needed_chunks_of(aux.index, rows, cp.layout, cp.size)
+    columns, sources = visits.column_pairs[0, :, cp.rank].sum(0), sum(cp.windows, [])
+    work = visits.pairs[0, :, cp.rank].sum(0)[sources]
+    groups = {group for _, group, *_ in seen}
+    assert len(groups) == len(cp.windows) and len(reduced) == 1
+    assert reduced[0] == max(i for i, event in enumerate(seen) if event[0] == "part") + 1 < len(seen)
+    want = balance.by_step(visits, balance.step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed)
+    for group in groups:
+        found, at = work.clone(), None
+        for kind, which, number, *parts in seen:
+            if which == group and kind == "step":
+                at = sources.index(number)
+            elif which == group:
+                found[at] += columns[number :: parts[0]].sum()
+        assert torch.equal(found, want[0, :, cp.rank].sum(0))
+
+
 def _check_sparse_work(schedules: tuple[str, ...]) -> None:
     """Against balance.py's own count, which test_balance.py checks against index.dense()."""
-    pattern = VerticalSlash(recall=0.5, sinks=3, local_diagonals=1, max_columns=40, max_slashes=2, dense_below=48)
     for schedule in schedules:
+        if schedule != "all_gather":
+            _check_columns_of_the_backward(schedule)
         cp = _cp("striped", schedule)
         mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
-        seen, index = _record(cp, mask=mask, pattern=pattern)
+        seen, index = _record(cp, mask=mask, pattern=SPARSE)
         rows = mask.rows(index.seq_len)
         visits = balance.count_visits(index, rows, cp.block_table(index.seq_len))
         assert visits.column_pairs.sum() > 0
@@ -87,7 +127,8 @@ def _check_sparse_work(schedules: tuple[str, ...]) -> None:
             want = visits.total().unflatten(1, (KV_HEADS, -1)).sum((0, 2)).T
         else:
             summed = balance.Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
-            want = balance.by_step(summed, balance.step_sources(schedule, cp.inter, cp.intra))[0, 0]
+            needed = needed_chunks_of(index, rows, cp.layout, cp.size)
+            want = balance.by_step(summed, balance.step_sources(schedule, cp.inter, cp.intra), needed=needed)[0, 0]
         work, compute, _ = seen.by_rank()
         assert torch.equal(work[0], want.double()), schedule
         assert (compute > 0)[work > 0].all(), schedule

@@ -18,10 +18,11 @@ from titan_sparse.attention.balance import step_sources
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.routing import gradient_hops, hops_needed
-from titan_sparse.attention.schedule import double_ring
+from titan_sparse.attention.schedule import column_steps, double_ring
 from titan_sparse.index_file import save_indexes
 from titan_sparse.planning import Constants, Shape, count, load_constants, plan
-from titan_sparse.timeline import gather_backward, gather_forward, ring_backward, ring_forward, with_columns
+from titan_sparse.timeline import (ColumnExchange, gather_backward, gather_forward, ring_backward, ring_forward,
+                                   with_columns)
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = Constants(forward_tflops=1, backward_tflops=1, launch_ms=0, inside_gb_s=1, across_gb_s=0.1, inside_latency_ms=0,
@@ -34,12 +35,12 @@ WORLDS = [(1, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3), (4, 2)]
 
 class Recorder:
     """What one rank does in transport.py, in order: ("post", axis, sends, receives), ("wait", number of the post),
-    ("work", step), ("columns",). It stands where a ContextParallel does, and nothing is sent."""
+    ("work", step), ("start columns",), ("columns",). It stands where a ContextParallel does, and nothing is sent."""
 
     gradient_dtype = None
 
-    def __init__(self, inter, intra, rank, needed, groups):
-        self.rank, self.size, self.done, self.posts = rank, inter * intra, [], 0
+    def __init__(self, inter, intra, rank, needed, groups, column_blocks):
+        self.rank, self.size, self.done, self.posts, self.column_blocks = rank, inter * intra, [], 0, column_blocks
         self.windows = double_ring(inter, intra, rank)
         self.route, self.order = transport.route(self, needed), sum(self.windows, [])
         self.chunks = [[torch.zeros(1)] for _ in range(groups)]
@@ -52,18 +53,27 @@ class Recorder:
         return SimpleNamespace(wait=lambda: self.done.append(("wait", number)) or [torch.zeros(1)] * receives)
 
     def forward(self):
-        last = max((o, t) for o, window in enumerate(self.route.compute) for t, works in enumerate(window) if works)
-        for group, o, t, source, _ in transport.circulate(self, self.route, self.chunks):
-            self.done += [("columns",)] * (group == 0 and (o, t) == last)       # as in ring.py
-            self.done += [("work", self.order.index(source))] * self.route.compute[o][t]
+        computes = sum(self.route.compute, [])
+        met = column_steps(computes, self.column_blocks)                        # as in ring.py
+        self.done.append(("start columns",))
+        for _, o, t, source, _ in transport.circulate(self, self.route, self.chunks):
+            step = self.order.index(source)
+            self.done += [("columns",)] * (step in met) + [("work", step)] * computes[step]
         return self.done
 
     def backward(self):
+        parts = len(column_steps(sum(self.route.compute, []), self.column_blocks))
+        met = [0] * len(self.chunks)
+
         def piece(group, source, chunk):
             self.done.append(("work", self.order.index(source)))
+            if met[group] < parts:                                              # as in ring.py
+                met[group] += 1
+                self.done += [("start columns",)] * (sum(met) == parts * len(met))
             return torch.zeros(1)
 
         transport.circulate_with_gradients(self, self.route, self.chunks, piece)
+        self.done += [("columns",)] * (parts > 0)
         return self.done
 
 
@@ -92,7 +102,8 @@ class Events:
         if kind == "work":
             return now + self.compute[rank, about[0]].item()
         if kind == "columns":
-            return max(now, self.columns)
+            started = [self.time(rank, program.index(("start columns",))) for rank, program in enumerate(self.programs)]
+            return max(now, max(started) + self.columns)
         return max(now, self.over(rank, about[0])) if kind == "wait" else now
 
     @functools.cache
@@ -136,13 +147,16 @@ def test_timelines_are_those_of_the_events(inter, intra, density, groups):
                    for axis, scale in zip(keys, (0.8, outer, 1.5, 4 * outer))}
         links, gradient_links = ([seconds[axis] for axis in some] for some in (keys[:2], keys[2:]))
         hops, back = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
-        columns = 2.0 * outer
-        forward = ring_forward(compute, hops, sources, links, groups, columns)
-        backward = ring_backward(compute, hops, back, sources, links, gradient_links, groups)
-        recorder = functools.partial(Recorder, inter, intra, needed=needed, groups=groups)
+        blocks, computing = 1 + int(outer), needed.gather(1, sources).tolist()
+        met = [column_steps(x, blocks)[0] for x in computing]
+        left = [column_steps(x, blocks, backward=True, windows=inter)[-1] for x in computing]
+        columns = [ColumnExchange(2.0 * outer, torch.tensor(x)) for x in (met, left)]
+        forward = ring_forward(compute, hops, sources, links, groups, columns[0])
+        backward = ring_backward(compute, hops, back, sources, links, gradient_links, groups, columns[1])
+        recorder = functools.partial(Recorder, inter, intra, needed=needed, groups=groups, column_blocks=blocks)
         for timeline, play in ((forward, Recorder.forward), (backward, Recorder.backward)):
             programs = [play(recorder(rank=rank)) for rank in range(ranks)]
-            events = Events(inter, intra, programs, compute, seconds, columns)
+            events = Events(inter, intra, programs, compute, seconds, 2.0 * outer)
             torch.testing.assert_close(timeline.finish(), events.finish())
             assert torch.equal(timeline.compute, compute * groups) and (timeline.waiting >= 0).all()
 
@@ -156,9 +170,12 @@ def test_groups_cross_nodes_one_after_the_other():
     forward = ring_forward(compute, hops, sources, links, 2)
     assert forward.finish().tolist() == [11.0, 11.0]            # the second group comes at 10, not at 5
     assert forward.waiting[0].tolist() == [3.0, 4.0]            # from 2 to 5 and from 6 to 10
-    assert ring_forward(compute, hops, sources, links, 2, columns=7.0).seconds() == 11.0    # from 5 to 7, then 8 to 10
+    columns = ColumnExchange(7.0, torch.tensor([1, 1]))
+    assert ring_forward(compute, hops, sources, links, 2, columns).seconds() == 11.0        # from 5 to 7, then 8 to 10
     backward = ring_backward(compute, hops, back, sources, links, gradient_links, 2)
     assert backward.seconds() == 24.0                           # gradients leave at 10, before the second piece, and at 17
+    columns = ColumnExchange(23.0, torch.tensor([0, 0]))        # begun at 2, after the first step of both groups
+    assert ring_backward(compute, hops, back, sources, links, gradient_links, 2, columns).seconds() == 25.0
 
 
 def test_a_sender_waits_for_the_receiver():

@@ -15,9 +15,12 @@ from torch import Tensor
 from titan_sparse.attention import balance, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.needs import needed_chunks_of
 from titan_sparse.attention.patterns import BlockIndex
 from titan_sparse.attention.statistics import visible_pairs
-from titan_sparse.timeline import Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns
+from titan_sparse.timeline import (
+    ColumnExchange, Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns,
+)
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 """Per visited pair of tokens, query head and element of D: 2 and 5 products, as in scripts/bench_attention.py."""
@@ -105,12 +108,15 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     """The plan of one setting on `inter` nodes of `intra` ranks. visits: of count() for the same layout."""
     sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
     ranks, (batch, seq_len) = inter * intra, (len(index.columns), rows.start.shape[1])
-    work, backward = (balance.by_step(visits, sources, back).sum((0, 1)).double() for back in (False, True))
+    rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
+    computed = needed_chunks_of(index, rows, layout, ranks)
+    work, backward = (balance.by_step(visits, sources, back, rings[0], computed).sum((0, 1)).double()
+                      for back in (False, True))
+    column_steps = _column_steps(index, balance.computing_steps(computed, sources), rings[0])
     chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
-                 _column_seconds(index, shape, inter, intra, constants), constants)
+                 _column_seconds(index, shape, inter, intra, constants), column_steps, constants)
     play = _gathered if schedule == "all_gather" else _circulated
-    rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
     visible = visible_pairs(rows).sum().item() * index.heads * (batch // len(rows.start))
     return Plan(layout, schedule, inter, intra, work.sum().item() / visible, work, needed.double().mean().item(),
@@ -119,7 +125,7 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
 
 class _Case(NamedTuple):
     """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
-    seconds of their exchange, forward and backward."""
+    seconds of their exchange, forward and backward; column_steps: of _column_steps()."""
 
     work: Tensor
     backward_work: Tensor
@@ -129,6 +135,7 @@ class _Case(NamedTuple):
     chunk_bytes: int
     gradient_bytes: int
     columns: tuple[float, float]
+    column_steps: tuple[Tensor, Tensor] | None
     constants: Constants
 
     def forward_seconds(self, work: Tensor) -> Tensor:
@@ -152,9 +159,9 @@ def _circulated(case: _Case, needed: Tensor, inter: int, intra: int) -> tuple[di
     sent, back = routing.traffic(keys, case.node), routing.traffic(gradients, case.node)
     # A group of heads is launched on its own at every step.
     forward, backward = case.forward_seconds(case.work / groups), case.backward_seconds(case.backward_work / groups)
-    forward = ring_forward(forward, keys, case.sources, links, groups, case.columns[0])
-    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links, groups)
-    backward = with_columns(backward, case.columns[1], backward.compute[:, 0], backward.finish())
+    met, left = map(ColumnExchange, case.columns, case.column_steps) if case.column_steps else (None, None)
+    forward = ring_forward(forward, keys, case.sources, links, groups, met)
+    backward = ring_backward(backward, keys, gradients, case.sources, links, gradient_links, groups, left)
     return _traffic(sent, back, case), forward, backward
 
 
@@ -193,6 +200,15 @@ def _collective_seconds(sent: routing.Traffic, size: float, constants: Constants
     inside, across = (x.max().item() * size / 1e9 for x in sent)
     return max(inside / constants.inside_gb_s + (inside > 0) * constants.inside_latency_ms / 1e3,
                across / constants.across_gb_s + (across > 0) * constants.across_latency_ms / 1e3)
+
+
+def _column_steps(index: BlockIndex, computes: list[list[bool]], windows: int) -> tuple[Tensor, Tensor] | None:
+    """int64 [W] each: a rank's first step with columns of the forward, its last one of the backward; None without any."""
+    blocks = index.columns.shape[-1] // index.block_size
+    if not blocks:
+        return None
+    met, left = ([schedules.column_steps(x, blocks, back, windows) for x in computes] for back in (False, True))
+    return torch.tensor([steps[0] for steps in met]), torch.tensor([steps[-1] for steps in left])
 
 
 def _column_seconds(index: BlockIndex, shape: Shape, inter: int, intra: int, constants: Constants) -> tuple[float, float]:

@@ -37,6 +37,14 @@ class Timeline(NamedTuple):
         return self.waiting.sum(-1).max().item()
 
 
+class ColumnExchange(NamedTuple):
+    """Of the gathered columns, beside a ring's transfers. step: int64 [W], the step before which each rank needs them,
+    in the backward that after which it has all their gradients; steps are counted as in the forward."""
+
+    seconds: float
+    step: Tensor
+
+
 class _Rings(NamedTuple):
     """The previous rank of each on the inner and on the outer ring, int64 [W]."""
 
@@ -84,14 +92,16 @@ def _communicators(hops: Hops, links: Links) -> tuple[_Communicator, _Communicat
 
 
 class _Clock:
-    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces."""
+    """The ranks' compute streams. now: [W] seconds; compute, waiting: [W, steps] of one piece, after a step's pieces;
+    ended: [W, steps], when the last piece of each step was done."""
 
     def __init__(self, compute: Tensor):
         self.now, self.compute = torch.zeros(len(compute), dtype=torch.float64), compute
-        self.waiting, self.step = torch.zeros_like(compute), 0
+        self.waiting, self.ended, self.step = torch.zeros_like(compute), torch.zeros_like(compute), 0
 
     def work(self, step: int) -> None:
         self.now, self.step = self.now + self.compute[:, step], step
+        self.ended[:, step] = self.now
 
     def wait(self, until: Tensor) -> None:
         now = torch.maximum(self.now, until)
@@ -100,14 +110,12 @@ class _Clock:
 
 
 def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, groups: int = 1,
-                 columns: float = 0.0) -> Timeline:
+                 columns: ColumnExchange | None = None) -> Timeline:
     """A ring or double ring's forward, as transport.circulate(). compute: float64 [W, steps] seconds of one of `groups`
-    equal groups of KV heads; sources: of balance.step_sources(); links: of one group's chunk. columns: seconds of their
-    exchange, begun at the start, waited for by the first group at the last step that a rank computes. The timeline sums
-    over groups."""
+    equal groups of KV heads; sources: of balance.step_sources(); links: of one group's chunk. columns: begun at the
+    start, waited for by the first group. The timeline sums over groups."""
     (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
     windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
-    last = ((compute > 0) * torch.arange(compute.shape[1])).amax(1)
     chunks = [outer.post(clock.now, to_node[:, 0]) for _ in range(groups)]
     for window, group in itertools.product(range(windows), range(groups)):
         if window:
@@ -115,17 +123,18 @@ def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, gro
             chunks[group] = outer.post(clock.now, to_node[:, window])
         for step in range(window * steps, (window + 1) * steps):
             chunk = inner.post(clock.now, to_next[:, step])
-            if group == 0:
-                clock.wait(torch.where(last == step, columns, -torch.inf))
+            if group == 0 and columns:
+                clock.wait(torch.where(columns.step == step, columns.seconds, -torch.inf))
             clock.work(step)
             clock.wait(chunk)
     return Timeline(compute * groups, clock.waiting)
 
 
 def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor, links: Links,
-                  gradient_links: Links, groups: int = 1) -> Timeline:
+                  gradient_links: Links, groups: int = 1, columns: ColumnExchange | None = None) -> Timeline:
     """A ring or double ring's backward, as transport.circulate_with_gradients(): the first step of the first window for
-    all groups, the other windows, the rest of the first. Arguments as for ring_forward()."""
+    all groups, the other windows, the rest of the first. Arguments as for ring_forward(); columns: begun after the last
+    group, waited for at the end."""
     (inner, outer), (to_next, to_node) = _communicators(hops, links), _sends(hops, sources)
     windows, steps, clock = to_node.shape[1], compute.shape[1] // to_node.shape[1], _Clock(compute)
     rings, sends = _communicators(gradients, gradient_links), _sends(gradients, sources)
@@ -146,6 +155,8 @@ def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor,
             clock.wait(chunk)
     for home in homes:
         home.finish()
+    if columns:
+        clock.wait(clock.ended.gather(1, columns.step[:, None]).max() + columns.seconds)
     return Timeline(compute * groups, clock.waiting)
 
 

@@ -29,7 +29,7 @@ class Visits(NamedTuple):
     full, partial: [B, H, W, W] tiles (pairs of blocks) that are seen whole, that the mask cuts through; the latter once for
     each slice of the mask.
     pairs: [B, H, W, W] pairs of tokens computed in both kinds of tiles.
-    column_pairs: [B, H, W] pairs of tokens of the gathered columns, those in computed tiles not counted again.
+    column_pairs: [B, H, W, C] pairs of tokens of each block of gathered columns, without those in computed tiles.
     """
 
     full: Tensor
@@ -39,7 +39,7 @@ class Visits(NamedTuple):
 
     def total(self) -> Tensor:
         """Pairs of tokens computed by each rank, int64 [B, H, W]; summed over ranks what statistics.py calls visited."""
-        return self.pairs.sum(-1) + self.column_pairs
+        return self.pairs.sum(-1) + self.column_pairs.sum(-1)
 
 
 # Counting -----------------------------------------------------------------------------------------------------------
@@ -61,14 +61,14 @@ def _count(index: BlockIndex, rows: Rows, table: Tensor, selecting: Callable[[Te
     batch, heads = len(index.columns), reduce(index.columns).shape[1]
     step = max(1, _ELEMENTS // (batch * heads * len(keys)))
     counts = torch.zeros(3, batch, heads, ranks, ranks, dtype=torch.int64)
-    columns = torch.zeros(batch, heads, ranks, dtype=torch.int64)
+    columns = torch.zeros(batch, heads, ranks, index.columns.shape[-1] // index.block_size, dtype=torch.int64)
     for rank, own in enumerate(table):
         for q_blocks in own.split(step):
             selected = selecting(q_blocks, keys)
             for number, weight in enumerate(_tile_weights(rows, q_blocks, keys, index.block_size)):
                 by_key = (selected * weight[:, None]).sum(2)
                 counts[number, :, :, rank] += by_key.unflatten(-1, (ranks, -1)).sum(-1)
-        columns[:, :, rank] = reduce(column_pairs(index, rows, own)).sum(-1)
+        columns[:, :, rank] = reduce(column_pairs(index, rows, own))
         if isinstance(index, MoBAIndex):
             _tell_queries_apart(counts[:, :, :, rank], index, rows, own, table, reduce)
     return Visits(*counts, columns)
@@ -130,17 +130,19 @@ def _on_diagonals(index: VerticalSlashIndex, values: Tensor, whole: int, q_block
 
 
 def column_pairs(index: BlockIndex, rows: Rows, q_blocks: Tensor) -> Tensor:
-    """Pairs of the queries of each block with columns outside the tiles it computes, int64 [B, Hq, nq]."""
+    """Pairs of these blocks' queries with columns outside the tiles they compute, int64 [B, Hq, C], by block of columns."""
+    size, capacity = index.block_size, index.columns.shape[-1]
     most = int((index.columns < index.seq_len).sum(-1).max()) if index.columns.numel() else 0
-    columns = index.columns[..., :most]
+    columns = index.columns[..., : -(-most // size) * size]
     first, last = _queries_seeing(rows, columns)
     step = max(1, _ELEMENTS // max(1, columns.numel()))
-    counted = []
+    counted = torch.zeros_like(columns, dtype=torch.int64)
     for some in q_blocks.split(step):
         begin = (some.int() * index.block_size)[:, None]
         seeing = (torch.minimum(last, begin + index.block_size) - torch.maximum(first, begin)).clamp(min=0)
-        counted.append((seeing * ~_covered(index, some, columns)).sum(-1))
-    return torch.cat(counted, dim=-1)
+        counted += (seeing * ~_covered(index, some, columns)).sum(2)
+    counted = torch.nn.functional.pad(counted, (0, capacity - columns.shape[-1]))
+    return counted.unflatten(-1, (capacity // size, size)).sum(-1)
 
 
 def _queries_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,19 +170,33 @@ def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
     return torch.tensor([sum(windows(inter, intra, rank), []) for rank in range(inter * intra)])
 
 
-def by_step(visits: Visits, sources: Tensor, backward: bool = False) -> Tensor:
+def by_step(visits: Visits, sources: Tensor, backward: bool = False, windows: int = 1,
+            needed: Tensor | None = None) -> Tensor:
     """Pairs of tokens that each rank computes at each step, int64 [B, H, W, W]. sources: of step_sources().
 
-    Columns count to the last step in which the rank computes a tile, in the backward to the first step, as in ring.py.
+    Steps are counted as in the forward, in the backward too, which takes them in another order if the schedule has
+    several `windows` (a double ring's inter). It has the same tiles, but the columns in other steps.
+
+    needed: bool [W, W], the chunks that ranks compute on, at whose steps they meet columns. For ring.py's own steps it is
+    needs.needed_chunks_of(), which says yes here and there without a tile; by default needed_chunks().
     """
     work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
-    step = torch.zeros_like(work[..., :1]) if backward else _last(work > 0)
-    return work.scatter_add(-1, step, visits.column_pairs[..., None])
+    for rank, steps in enumerate(computing_steps(needed_chunks(visits) if needed is None else needed, sources)):
+        add_columns(work[:, :, rank], visits.column_pairs[:, :, rank], steps, backward, windows)
+    return work
 
 
-def _last(flags: Tensor) -> Tensor:
-    """int64 [..., 1]: the last place that is True, 0 if none."""
-    return (flags * torch.arange(flags.shape[-1])).amax(-1, keepdim=True)
+def computing_steps(needed: Tensor, sources: Tensor) -> list[list[bool]]:
+    """By rank and step, whether the rank computes: on the chunks that it needs, bool [W, W], and always on its own."""
+    return (needed | torch.eye(len(sources), dtype=torch.bool)).gather(-1, sources).tolist()
+
+
+def add_columns(work: Tensor, column_pairs: Tensor, computes: list[bool], backward: bool = False,
+                windows: int = 1) -> None:
+    """Add a rank's column_pairs [..., C] to its work [..., steps], in place, where ring.py meets them; as by_step()."""
+    steps = schedules.column_steps(computes, column_pairs.shape[-1], backward, windows)
+    for part, step in enumerate(steps):
+        work[..., step] += column_pairs[..., part :: len(steps)].sum(-1)
 
 
 def needed_chunks(visits: Visits) -> Tensor:

@@ -1,14 +1,16 @@
 """The gathered columns of a vertical-slash index: their keys and values to every rank, their gradients back home.
 
-Both exchanges run beside the blocks' work: keys and values are wanted with the last chunk of the forward, gradients
-leave with the first chunk of the backward.
+Both exchanges run beside the blocks' work: a ring wants keys and values after the first step of the forward, gradients
+leave before the last step of the backward. In between columns are dealt out over the steps, block by block.
 """
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.context_parallel import Pending
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.tiles import Tiles
 from titan_sparse.kernels import columns as kernel
 
 
@@ -25,6 +27,33 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     picked = torch.stack([x[:, :, None].expand(-1, -1, group, -1, -1).gather(3, rows).flatten(1, 2) for x in (k, v)])
     # Absent columns are added as zeros, which is exact in any dtype and needs no counts on the host.
     return run.cp.start_all_reduce(picked * (local >= 0)[..., None])
+
+
+def column_part(run: Run, column_kv: Tensor, part: int, parts: int,
+                transpose: bool = False) -> tuple[Tensor, Tensor, Tiles]:
+    """Keys, values [B, Hq, n, D] and tiles of every parts-th block of the gathered columns, from block `part` on.
+
+    Whole blocks are dealt out, not single columns: runs of columns stay as short, and the mask cuts no more tiles.
+    """
+    deal = lambda x, dim: _dealt(x, dim, part, parts, run.index.block_size).flatten(dim, dim + 1)
+    index = run.index.with_columns(deal(run.index.columns, 2))
+    return *deal(column_kv, 3), run._replace(index=index).column_tiles(column_kv.shape[1], transpose)
+
+
+def new_gradients(column_kv: Tensor) -> Tensor:
+    """For dk and dv of all columns, [2, B, Hq, C, D] in the dtype that they are summed in; not yet filled."""
+    return column_kv.new_empty(column_kv.shape, dtype=accumulation_dtype(column_kv.dtype))
+
+
+def put_part(d_columns: Tensor, found: list[Tensor], part: int, parts: int, block_size: int) -> None:
+    """Write dk and dv [B, Hq, n, D] of column_part() where they belong in [2, B, Hq, C, D]."""
+    for whole, x in zip(d_columns, found):
+        _dealt(whole, 2, part, parts, block_size).copy_(x.unflatten(2, (-1, block_size)))
+
+
+def _dealt(x: Tensor, dim: int, part: int, parts: int, block_size: int) -> Tensor:
+    """A view of every parts-th block along `dim`, which becomes two: blocks and their tokens."""
+    return x.unflatten(dim, (-1, block_size))[(slice(None),) * dim + (slice(part, None, parts),)]
 
 
 def reduce_columns(run: Run, d_columns: Tensor) -> Pending:

@@ -9,6 +9,7 @@ from titan_sparse.attention import slice_tiles
 from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.run import Run
 
@@ -28,12 +29,23 @@ def needed_chunks(run: Run) -> Tensor | None:
     key = ("needed", run.cp.key)
     by_mask = once_per_mask(run.rows, key, lambda: seen_chunks(run.rows, run.cp.block_table(run.seq_len, run.rows.start.device),
                                                                run.cp.block_size).cpu())
-    if not isinstance(run.index, VerticalSlashIndex) or run.cp.layout == "striped":
+    return _without_unmet(by_mask, run.index, run.cp.layout)
+
+
+def needed_chunks_of(index: BlockIndex, rows: Rows, layout: str, ranks: int) -> Tensor:
+    """needed_chunks() of a run over so many ranks."""
+    table = block_ids(layout, ranks, index.seq_len, index.block_size).to(rows.start.device)
+    return _without_unmet(seen_chunks(rows, table, index.block_size).cpu(), index, layout)
+
+
+def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
+    """Of the chunks that the mask lets ranks see, those that block diagonals meet, where it is worth looking."""
+    if not isinstance(index, VerticalSlashIndex) or layout == "striped":
         return by_mask
-    distances = block_distances(run.cp.layout, run.cp.size, run.seq_len, run.cp.block_size, run.index.slashes.device)
+    distances = block_distances(layout, len(by_mask), index.seq_len, index.block_size, index.slashes.device)
     if distances is None:
         return by_mask
-    met = (distances_on(run.index).to(distances.dtype) @ distances).view(run.cp.size, -1) > 0
+    met = (distances_on(index).to(distances.dtype) @ distances).view(len(by_mask), -1) > 0
     return by_mask & met.cpu()
 
 

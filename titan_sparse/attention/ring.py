@@ -1,7 +1,7 @@
 """Attention by the schedules that move chunks from rank to rank: local, ring and double_ring, forward and backward.
 
-Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and met in one rectangular piece,
-with the last chunk of the forward and the first of the backward, so that their exchanges have work to hide behind. Pieces
+Block pairs follow the schedule, chunk by chunk. Columns do not: they are gathered once and dealt out over the steps, but
+for the first of the forward and the last of the backward, so that their exchanges have work to hide behind. Pieces
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import rectangles, timing, transport
-from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
+from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
+                                            reduce_columns)
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
-from titan_sparse.attention.schedule import head_groups
+from titan_sparse.attention.schedule import column_steps, head_groups
 
 
 @timing.timed
@@ -31,16 +32,17 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
-    last = max((o, t) for o, steps in enumerate(route.compute) for t, computes in enumerate(steps) if computes)
+    with_columns = column_steps(sum(route.compute, []), columns.result.shape[3] // run.cp.block_size)
     for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
-        group, heads = groups[number].run, groups[number].heads
-        column_kv = columns.wait() if (o, t) == last and columns.result.shape[3] else None
-        with timing.computing(o * len(run.cp.windows[0]) + t):
+        group, heads, step = groups[number].run, groups[number].heads, o * len(run.cp.windows[0]) + t
+        column_kv = columns.wait() if step in with_columns else None
+        with timing.computing(step):
             piece = (q[:, heads], *_kv(chunk))
             if column_kv is not None:
-                gathered = (group.tiles(batch, False, source), *column_kv[:, :, heads], group.column_tiles(batch))
+                part = column_part(group, column_kv[:, :, heads], with_columns.index(step), len(with_columns))
+                gathered = (group.tiles(batch, False, source), *part)
                 totals[number] = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, totals[number])
             elif part := rectangles.rectangle(run, q, source):
                 totals[number] = rectangles.forward(run, part, *piece, dtype, totals[number])
@@ -59,7 +61,9 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if run.cp.size > 1 and _circulates_queries(run, q, k):
         return _backward_by_queries(run, d_out, q, k, v, out, lse, column_kv)
     groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
-    dq, d_columns = [None] * len(groups), []
+    route = transport.route(run.cp, needed_chunks(run))
+    parts = len(column_steps(sum(route.compute, []), column_kv.shape[3] // run.cp.block_size))
+    dq, met, d_columns = [None] * len(groups), [0] * len(groups), new_gradients(column_kv)
 
     def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
         nonlocal columns
@@ -69,12 +73,15 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         tiles = None if part else group.tiles(len(q), by_key, source)
         if part:
             dq[number], dk, dv = rectangles.backward(run, part, *inputs, dtype, dq[number])
-        elif dq[number] is None and column_kv.shape[3]:
-            gathered = (*column_kv[:, :, heads], group.column_tiles(len(q), by_key))
-            dq[number], dk, dv, *found = run.backend.backward_with_columns(*inputs, tiles, *gathered, run.scale, dtype)
-            d_columns.append(torch.stack(found))
-            if len(d_columns) == len(groups):
-                columns = reduce_columns(run, _joined(d_columns, 2))
+        elif met[number] < parts:
+            gathered = column_part(group, column_kv[:, :, heads], met[number], parts, by_key)
+            dq[number], dk, dv, *found = run.backend.backward_with_columns(
+                *inputs, tiles, *gathered, run.scale, dtype, dq[number])
+            put_part(d_columns[:, :, heads], found, met[number], parts, run.cp.block_size)
+            met[number] += 1
+            # Groups come in another order than steps do: the exchange begins when all have met all columns.
+            if sum(met) == parts * len(groups):
+                columns = reduce_columns(run, d_columns)
         else:
             dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number])
         return [dk, dv] if run.cp.size == 1 else torch.stack([dk, dv])
@@ -82,7 +89,6 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if run.cp.size == 1:
         d_kv = piece(0, run.cp.rank, [k, v])
     else:
-        route = transport.route(run.cp, needed_chunks(run))
         d_kv = _joined(transport.circulate_with_gradients(run.cp, route, _kv_chunks(groups, k, v), piece), 2)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())

@@ -37,6 +37,24 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     ]
 
 
+def backward_order(windows: int, steps: int) -> list[int]:
+    """The order in which a backward takes steps, which are counted as in the forward: of the first window only the
+    first, then the other windows, then the rest of the first (transport.circulate_backward)."""
+    return [0, *range(steps // windows, steps), *range(1, steps // windows)]
+
+
+def column_steps(computes: list[bool], blocks: int, backward: bool = False, windows: int = 1) -> list[int]:
+    """The steps that meet a part of the gathered columns, in order: part i is every n-th of their `blocks` blocks from
+    the i-th on. computes: by step, in the forward's order, whether the rank computes at all. windows: of the schedule.
+
+    The forward leaves out its first step and the backward its last one, behind which the columns' exchange hides; where
+    blocks are few, more are left out."""
+    order = backward_order(windows, len(computes)) if backward else range(len(computes))
+    steps = [step for step in order if computes[step]]
+    parts = min(max(len(steps) - 1, 1), blocks)
+    return steps[:parts] if backward else steps[len(steps) - parts :]
+
+
 SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring}
 
 

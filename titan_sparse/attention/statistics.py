@@ -17,9 +17,11 @@ from titan_sparse.attention import balance, slice_tiles, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.slices import area, seen_by
 from titan_sparse.attention.tiles import all_blocks, covered_columns
+from titan_sparse.attention.transport import route
 
 if TYPE_CHECKING:
     from titan_sparse.attention.context_parallel import ContextParallel
@@ -81,7 +83,7 @@ class Recording:
         cp, work = self.calls[0].cp, torch.stack(self.work)
         times = torch.stack([call.milliseconds() for call in self.calls]).to(work.device)
         work, times = (cp.all_gather(x).transpose(0, 1).cpu() for x in (work, times))
-        return ByRank(_in_steps(work, cp), *times.unbind(2))
+        return ByRank(work, *times.unbind(2))
 
 
 _active: Recording | None = None
@@ -117,7 +119,7 @@ def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
     pairs, column_pairs = visited_pairs(run, len(q))
     if run.cp.size > 1:
         _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
-    _active.parts.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs).mean(0))
+    _active.parts.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs.sum(-1)).mean(0))
 
 
 def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
@@ -141,41 +143,36 @@ def visible_pairs(rows: Rows) -> Tensor:
 
 
 def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int) -> Tensor:
-    """This rank's visited pairs as _in_steps() wants them, float64: by KV head; or by source rank, then of columns."""
+    """This rank's visited pairs by step, float64 [steps]."""
     if run.cp.schedule == "all_gather":
-        return (pairs.sum(-1) + column_pairs).unflatten(1, (kv_heads, -1)).sum((0, 2))
-    return torch.cat([pairs.sum((0, 1)), column_pairs.sum().view(1)])
-
-
-def _in_steps(work: Tensor, cp: "ContextParallel") -> Tensor:
-    """_own_work() of all ranks [calls, ranks, ...] in the order of the schedule, [calls, ranks, steps]."""
-    if cp.schedule == "all_gather":
-        return work
-    pairs, column_pairs = work[:, None, :, :-1], work[:, None, :, -1]
-    sources = balance.step_sources(cp.schedule, cp.inter, cp.intra)
-    return balance.by_step(balance.Visits(pairs, pairs, pairs, column_pairs), sources)[:, 0]
+        return (pairs.sum(-1) + column_pairs.sum(-1)).unflatten(1, (kv_heads, -1)).sum((0, 2))
+    computes = sum(route(run.cp, needed_chunks(run)).compute, [])
+    work = pairs.sum((0, 1))[sum(run.cp.windows, [])]
+    balance.add_columns(work, column_pairs.sum((0, 1)), computes)
+    return work
 
 
 def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
     """Pairs computed for this rank's queries: in blocks of each source rank, float64 [B, Hq, W], and of columns outside
-    them, [B, Hq]."""
+    them, by block of columns [B, Hq, C]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
     if isinstance(index, MoBAIndex):
         by_rank = index.pairs(run.rows, blocks, run.cp.block_table(run.seq_len, blocks.device))
-        return by_rank, torch.zeros_like(by_rank[..., 0])
+        return by_rank, torch.zeros_like(by_rank[..., :0])
     pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
     keys = all_blocks(index)
     by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=index.columns.device)
-    column_pairs = by_key.new_zeros(batch, index.heads)
+    column_pairs = by_key.new_zeros(index.columns.shape)
     for q_blocks, seen in zip(blocks.split(_Q_BLOCKS), pairs.split(_Q_BLOCKS, dim=1)):
         selected = index.selects(q_blocks, keys)
         by_key += torch.where(selected, seen[:, None], 0).sum(dim=-2)
         begin = (q_blocks * index.block_size)[:, None]
         rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
-        column_pairs += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=(-1, -2))
+        column_pairs += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=-2)
     table = run.cp.block_table(run.seq_len, by_key.device)
-    return by_key[..., table].sum(-1), column_pairs
+    by_block = column_pairs.unflatten(-1, (index.columns.shape[-1] // index.block_size, index.block_size)).sum(-1)
+    return by_key[..., table].sum(-1), by_block
 
 
 def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:

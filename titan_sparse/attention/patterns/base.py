@@ -44,6 +44,12 @@ class BlockIndex:
         part.heads = part.columns.shape[1]
         return part
 
+    def with_columns(self, columns: Tensor) -> "BlockIndex":
+        """The same but for its columns."""
+        index = copy.copy(self)
+        index.columns = columns
+        return index
+
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose, where the mask lets all
         of them see all keys. Only patterns with chosen_chunks() tell queries of a block apart."""
