@@ -54,7 +54,7 @@ def test_report(monkeypatch, capsys):
     status, printed = _main(monkeypatch, capsys, *SMALL, "--dry-run", "--device-memory", "80")
     peak = float(re.search(r"peak (\S+) GiB", printed)[1])
     rows = [float(x) for x in re.findall(r"^  \(\d\) .*?(\d+\.\d\d)", printed, re.MULTILINE)]
-    assert status == 0 and peak == max(rows) and len(rows) == 6 and f"{peak + 1.5:.2f} GiB of 80.0: fits" in printed
+    assert status == 0 and peak == max(rows) and len(rows) == 6 and f"{peak + 1.5:.2f} GiB of 80.0, 3 % kept free: fits" in printed
     columns = [line.split()[-6:] for line in printed.splitlines() if re.fullmatch(r"  [a-z][a-z -]*( +\d+\.\d\d){6}", line)]
     for number, total in enumerate(rows):
         assert sum(float(row[number]) for row in columns) == pytest.approx(total, abs=0.05)

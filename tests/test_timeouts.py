@@ -49,10 +49,11 @@ def run_until_it_ends(folder: Path, processes: int, rank: int, action: str, opti
     (folder / "job.py").write_text(SCRIPT.format(rank=rank, action=action))
     options = {"training.output_dir": folder / "run", "metrics.tensorboard": "false"} | options
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    path = filter(None, [os.environ.get("PYTHONPATH")])
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
          folder / "job.py", *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
     )
     assert result.returncode != 0 and (folder / "job.hit").is_file(), result.stdout

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 OUTSIDE_GIB, COMMUNICATORS_GIB = 1.5, 2.0
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps; NCCL's with several ranks."""
 
+RESERVE = 0.03
+"""Share of a device's memory that stays free: the estimate is up to so much too low (docs/memory.md)."""
+
 _LONGEST = 2**30
 
 
@@ -40,8 +43,8 @@ class World:
 
     @property
     def usable(self) -> float | None:
-        """GiB that PyTorch's allocator can hand out."""
-        return None if self.device_memory is None else self.device_memory - outside_gib(self.ranks)
+        """GiB that a step may be estimated to need of PyTorch's allocator."""
+        return None if self.device_memory is None else (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
 
 
 def outside_gib(ranks: int) -> float:
@@ -83,7 +86,7 @@ def find_max_length(config: "Config", where: World) -> tuple[str, bool]:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if needed(middle) <= where.usable else (low, middle - 1)
-    room = f"{where.usable:.1f} GiB that PyTorch can have of {where.device_memory:.1f}"
+    room = f"{where.usable:.1f} GiB that PyTorch may have of {where.device_memory:.1f}"
     if low == 0:
         return f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, more than the {room}", False
     return (f"training.seq_len = {low * multiple} is the longest multiple of {multiple} that fits on {_ranks(where)}: "
@@ -148,7 +151,7 @@ def _verdict(needed: float, where: World) -> list[str]:
     if where.device_memory is None:
         return ["", f"{total}; no GPU is here to compare with: write --device-memory GIB"]
     verdict = "fits" if needed <= where.usable else "does NOT fit"
-    return ["", f"{total} of {where.device_memory:.1f}: {verdict}"]
+    return ["", f"{total} of {where.device_memory:.1f}, {100 * RESERVE:.0f} % kept free: {verdict}"]
 
 
 def _levers(step: Step) -> Iterator[tuple[str, dict]]:
