@@ -170,8 +170,10 @@ def _written(writer: Writer, missing: list[int], processes: int) -> Iterator[int
     if processes <= 1:
         yield from map(writer.write, missing)
         return
-    # Not forked: the libraries that read and tokenize have threads by now.
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (writer.recipe, writer.folder))
+    # Not forked from here: the libraries that read and tokenize have threads by now. From a server that only imported them.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["datasets", __name__])
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (writer.recipe, writer.folder))
     try:
         for future in as_completed([pool.submit(_write, number) for number in missing]):
             yield future.result()
