@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.bench_loader import NODE_TOKENS_PER_SECOND, tokens_per_second
 from scripts.prepare_data import main, show_histogram
 from tests.test_data import END, PADDING, cache, train_tokenizer, write_rows, write_texts  # noqa: F401  (cache is a fixture)
 from tests.test_loader import rows, stream
@@ -327,3 +328,16 @@ def test_a_mixture_resumes_on_any_number_of_ranks(tmp_path, dp_size, batch_size)
         loader(Data(source=str(tmp_path / "a"))).load_state_dict(state)
     with pytest.raises(ValueError, match="data.sequences was packed and is fixed"):
         loader(replace(data, sequences="fixed")).load_state_dict(state)
+
+
+# ---- speed
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("sequences", ["packed", "fixed"])
+def test_the_loader_is_twenty_times_as_fast_as_a_node_trains(tmp_path, sequences):
+    folder = prepared(tmp_path, lengths=[600_000, 1_300_000, 530_000])
+    config = Config(data=Data(source=folder, sequences=sequences))
+    config.training.seq_len = 524_288
+    # Processor time would be fairer on a busy machine, but waiting for pages counts too; the margin is tenfold.
+    assert tokens_per_second(config, 0.5) > 20 * NODE_TOKENS_PER_SECOND
