@@ -39,7 +39,8 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{config.data.source}, {config.data.sequences}, {config.training.seq_len:,} tokens a sequence: "
-          f"{rate / 1e6:.1f} million tokens a second, {rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 trains on")
+          f"{rate / 1e6:.1f} million tokens a second, {rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 "
+          "trains on")
     return 0
 
 

@@ -69,7 +69,8 @@ def main(words: list[str]) -> int:
     try:
         meta = prepare(recipe, args.out, args.processes, progress)
     except BrokenProcessPool:
-        print("error: a process died, perhaps for want of memory; the same command with fewer --processes goes on", file=sys.stderr)
+        print("error: a process died, perhaps for want of memory; the same command goes on, with fewer --processes",
+              file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,12 +32,14 @@ class MDSRows:
         self.rows = _open(str(Path(source).expanduser()))
         columns = set(self.rows.shards[0].column_names)
         if text_field not in columns and "input_ids" not in columns:
-            raise ValueError(f"{source} has neither the column {text_field} nor input_ids; its columns: {', '.join(sorted(columns))}")
+            raise ValueError(f"{source} has neither the column {text_field} (--text-field) nor input_ids; write one of: "
+                             f"{', '.join(sorted(columns))}")
         if text_field not in columns and source_tokenizer is None:
             raise ValueError(f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that made them "
                              "(Llama-3's for ProLong)")
         if text_field in columns and source_tokenizer is not None:
-            raise ValueError(f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; leave it out")
+            raise ValueError(f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; "
+                             "leave it out")
 
     def __len__(self) -> int:
         return len(self.rows)
