@@ -16,7 +16,7 @@ from titan_sparse.config import Config, ConfigError, Data, check
 from titan_sparse.config.mixture import source_weights
 from titan_sparse.data.loader import PackedLoader, build_loader
 from titan_sparse.data.preparing import Recipe, histogram, prepare
-from titan_sparse.data.shards import TokenShards, write_shard
+from titan_sparse.data.shards import TokenShards, token_dtype, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 LENGTHS = [5, 40, 0, 1, 15, 16, 17, 33, 3, 90]
@@ -147,7 +147,8 @@ def test_a_tokenizer_file_travels_with_the_shards_and_another_is_refused(tmp_pat
         TokenShards(folder, ByteTokenizer())
 
 
-def test_large_vocabularies_take_uint32_and_damage_is_seen(tmp_path):
+def test_large_vocabularies_take_uint32(tmp_path):
+    assert [token_dtype(size) for size in (258, 65536, 65537, 151936)] == ["uint16", "uint16", "uint32", "uint32"]
     ids = np.array([0, 65536, 151935], dtype=np.int32)
     assert write_shard(tmp_path, 0, [ids, ids[:1]], 151643, "uint32") == 6
     assert np.fromfile(tmp_path / "shard_00000.bin", "<u4").tolist() == [0, 65536, 151935, 151643, 0, 151643]
