@@ -4,6 +4,7 @@ import math
 import os
 from operator import attrgetter
 
+from titan_sparse.config.mixture import source_weights
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
     KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, MoBA, Model, Optimizer, Parallelism, VerticalSlash,
@@ -129,10 +130,14 @@ def _check_huggingface(config: Config) -> None:
 
 
 def _check_data(data: Data) -> None:
-    if data.source != "python":
+    sources = source_weights(data.source)
+    require(data.sequences == "packed" or "python" not in sources, f'data.sequences = "{data.sequences}" needs tokens that '
+            'scripts.prepare_data has prepared, not data.source = "python"; write data.sequences = "packed"')
+    if "python" not in sources:
         require(not data.join_packages,
                 f"data.join_packages would be ignored with data.source = {show(data.source)}; "
                 'write data.join_packages = false or data.source = "python"')
+    if set(sources) != {"python"}:
         return
     for name in ("text_field", "subset", "split"):
         value, default = getattr(data, name), getattr(Data(), name)

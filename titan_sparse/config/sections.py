@@ -33,7 +33,7 @@ class Model:
 class Data:
     """Where the text comes from and how it becomes documents of tokens."""
     source: str = "python"
-    "python (the .py files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder, a dataset name"
+    "python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of them, prepared tokens, a dataset name; a mixture: \"a:0.7, b:0.3\""
     join_packages: bool = False
     "join the files of a package (folder) to one long document; source = python only"
     text_field: str = "text"
@@ -48,6 +48,8 @@ class Data:
     "shorter documents are skipped; tokens"
     shuffle: bool = True
     "permute the documents anew in every epoch"
+    sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
+    "packed: documents one after the other; fixed: training.seq_len tokens of one document, its rest dropped or kept, padded"
 
 
 @dataclass
