@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks import build_mask
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.attention.statistics import Recording, recording
@@ -41,7 +41,7 @@ from titan_sparse.timeouts import meet, set_timeout
 from titan_sparse.watch import Watch
 
 if TYPE_CHECKING:
-    from titan_sparse.config import Attention, Config
+    from titan_sparse.config import Config
 
 logger = logging.getLogger("titan_sparse")
 
@@ -292,12 +292,6 @@ class Trainer:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
             recomputed: float) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
-
-
-def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
-    """The mask of one batch of packed sequences, from their documents' lengths."""
-    mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
-    return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
 
 
 def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:

@@ -7,10 +7,13 @@ and the block classification rely on. Positions are global: a layout permutes to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Attention
 
 
 class Rows(NamedTuple):
@@ -137,3 +140,9 @@ class Intersection(Mask):
         if documents is not None:  # what sees nothing is padding, also where the other mask says so
             documents = torch.where(start < stop, documents, -1)
         return Rows(start, torch.maximum(start, stop), documents, a.causal or b.causal)
+
+
+def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
+    """The mask of one batch of packed sequences, from their documents' lengths."""
+    mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
+    return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
