@@ -4,15 +4,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_processes
-from tests.runs import TINY, tiny_config, write_texts
-from titan_sparse.data.sources import Source
+from tests.evaluation import plain_logits, scorer_of
+from tests.runs import tiny_config, write_texts
 from titan_sparse.evaluation.position import documents, position_loss, windows
-from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.models.decoder import Decoder
-from titan_sparse.trainer import Trainer
 
 LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 
@@ -36,33 +32,14 @@ def test_bad_windows_are_refused():
             next(windows([np.arange(9)], 7, stride))
 
 
-def _scorer(config) -> tuple[Scorer, Source]:
-    trainer = Trainer(config)
-    return Scorer(trainer.model, config, trainer.cp, trainer.device, trainer.loader.stream.tokenizer,
-                  trainer.meshes.dp_rank, trainer.meshes.dp_size), trainer.loader.stream.source
-
-
-def _plain(model: Decoder, tokens: np.ndarray, labels: np.ndarray) -> torch.Tensor:
-    """Cross-entropy of each label, by full logits of a decoder that is not sharded."""
-    ids = torch.from_numpy(tokens)[None]
-    rows = torch.arange(ids.shape[1])
-    mask = rows[:, None] >= rows
-    weights = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
-    plain = Decoder(TINY, lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)).double()
-    plain.load_state_dict(weights)
-    with torch.no_grad():
-        logits = plain(ids, rows[None], None)[0]
-    return F.cross_entropy(logits, torch.from_numpy(labels), reduction="none")
-
-
 def _compare(folder, cp: int) -> None:
     config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
-    scorer, source = _scorer(config)
+    scorer, source = scorer_of(config)
     for stride in (LENGTH, 40):
         found = list(windows(documents(source, scorer.tokenizer, 0), LENGTH, stride))[:WINDOWS]
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
-            losses = _plain(scorer.model, tokens, labels)
+            losses = F.cross_entropy(plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none")
             for place in np.flatnonzero(labels != -100):
                 sums[int(place / LENGTH * BUCKETS)] += losses[place]
                 counts[int(place / LENGTH * BUCKETS)] += 1
@@ -76,7 +53,7 @@ def _compare(folder, cp: int) -> None:
 
 def _uneven(folder) -> None:
     """Fewer windows than ranks, and a position range that nothing reaches."""
-    scorer, source = _scorer(tiny_config(folder, "run"))
+    scorer, source = scorer_of(tiny_config(folder, "run"))
     text = next(documents(source, scorer.tokenizer, 0))[:30]
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
