@@ -109,7 +109,7 @@ def _memorised(folder) -> None:
     padded = scorer.padded_length(len(tokens)) - len(tokens)
     ids, labels = F.pad(ids, (0, padded), value=257), F.pad(labels, (0, padded), value=-100)
     rows = Causal(valid=(len(tokens),)).rows(ids.shape[1])
-    for _ in range(25):
+    for _ in range(45):
         scorer.model(ids, torch.arange(ids.shape[1])[None], rows, labels).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -25,6 +25,8 @@ from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.evaluation.validation import Validation
 from titan_sparse.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
 from titan_sparse.memory import Step, estimate, peak_gib, peak_phase, step_of
@@ -67,6 +69,7 @@ class Trainer:
 
             check_weights(config.model.initial_hf, self.model_config)
         self.loader = _open_data(config, self.model_config)
+        self.validation = Validation(config, self.loader.stream.tokenizer)
         self.stop_signals = 0
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -94,6 +97,8 @@ class Trainer:
             config.metrics, training.output_dir, training.steps, self.model_config, self.device,
             dist.get_world_size(), writes=dist.get_rank() == 0, float8=config.float8.enable,
         )
+        self.scorer = Scorer(self.model, config, self.cp, self.device, self.loader.stream.tokenizer, self.meshes.dp_rank,
+                             self.meshes.dp_size)
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
@@ -256,11 +261,16 @@ class Trainer:
     def _after_step(self, stopped: bool, profile, is_first: bool) -> None:
         step, training = self.progress.step, self.config.training
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last)
+        saves, validates = self.checkpointer.is_due(step, is_last), self.validation.is_due(step)
+        if saves or validates:
+            # Disks may be slow, and not alike; what has not been compiled for validation is, at first.
+            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
         if saves:
-            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)  # disks may be slow, and not alike
             self.checkpointer.save(step, is_last)
-        if saves or is_first:
+        if validates:
+            self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
+            self.metrics.start_interval()
+        if saves or validates or is_first:
             meet()
             self._set_timeout(self.config.parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
