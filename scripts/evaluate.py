@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loss by position, Needle In A Haystack; with dense attention or as it was trained.
+"""Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER; with dense attention or as it was trained.
 
 From the project's root:
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titan_sparse.data.sources import Source
     from titan_sparse.evaluation.scorer import Scorer
 
-TASKS = ("position", "needle")
+TASKS = ("position", "needle", "ruler")
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -36,10 +36,11 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     weights = parser.add_mutually_exclusive_group(required=True)
     weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
     weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
-    parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}, or tasks of RULER by name")
     parser.add_argument("--lengths", default="", help="tokens, with commas between; default: training.seq_len")
     parser.add_argument("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
-    parser.add_argument("--samples", type=int, default=10, help="windows of a length; needles of a length and depth")
+    parser.add_argument("--samples", type=int, default=10, help="windows of a length; needles of a length and depth; "
+                        "prompts of a RULER task and length")
     parser.add_argument("--stride", type=int, default=0, help="tokens between windows; 0: windows do not overlap")
     parser.add_argument("--buckets", type=int, default=16, help="ranges of positions")
     parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
@@ -67,9 +68,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
 
 def _resolve(args: argparse.Namespace, config: Config) -> None:
     """Lists in place of words, checked."""
+    from titan_sparse.evaluation import ruler
+
     args.tasks = [name.strip() for name in args.tasks.split(",")]
+    known = (*TASKS, *ruler.TASKS)
     for name in args.tasks:
-        require(name in TASKS, f"--tasks {name} is unknown; write some of {', '.join(TASKS)}")
+        require(name in known, f"--tasks {name} is unknown; write some of {', '.join(known)}")
     words = args.lengths.split(",") if args.lengths else [str(config.training.seq_len)]
     require(all(word.strip().isdecimal() and int(word) > 0 for word in words),
             f"--lengths {args.lengths} are no positive integers; write for example 4096,8192")
@@ -86,7 +90,7 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
 
 def evaluate(args: argparse.Namespace, scorer: "Scorer", source: "Source", min_document_length: int) -> dict[str, Any]:
     """Results by task, the same on all ranks."""
-    from titan_sparse.evaluation import needle, position
+    from titan_sparse.evaluation import needle, position, ruler
     from titan_sparse.evaluation.answers import score_samples
     from titan_sparse.evaluation.haystack import Haystack
 
@@ -101,6 +105,11 @@ def evaluate(args: argparse.Namespace, scorer: "Scorer", source: "Source", min_d
         samples = needle.needle_samples(haystack, args.lengths, needle.depths(args.depths), args.samples, args.seed)
         records = score_samples(scorer, samples, generate)
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
+    tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
+    if tasks:
+        samples = ruler.ruler_samples(haystack, tasks, args.lengths, args.samples, args.seed)
+        records = score_samples(scorer, samples, generate)
+        results["ruler"] = {"scores": ruler.by_task(records), "records": records}
     return results
 
 
@@ -114,8 +123,9 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
     files, tables = ["results.json"], {}
     if "position" in results:
         tables["position"] = [{"length": result["length"], **part} for result in results["position"] for part in result["buckets"]]
-    if "needle" in results:
-        tables["needle"] = results["needle"]["cells"]
+    for task, key in (("needle", "cells"), ("ruler", "scores")):
+        if task in results:
+            tables[task] = results[task][key]
     for task, rows in tables.items():
         with open(folder / f"{task}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -123,7 +133,8 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
             writer.writerows(rows)
         files.append(f"{task}.csv")
     figures = {"position": lambda: pictures.position_figure(results["position"]),
-               "needle": lambda: pictures.needle_figure(tables["needle"])}
+               "needle": lambda: pictures.needle_figure(tables["needle"]),
+               "ruler": lambda: pictures.ruler_figure(tables["ruler"])}
     for task in tables if pictures.has_matplotlib() else ():
         figures[task]().savefig(folder / f"{task}.png", dpi=120)
         files.append(f"{task}.png")
@@ -136,6 +147,8 @@ def summary(results: dict[str, Any]) -> str:
              f"{result['tokens']:,} tokens" for result in results.get("position", []) if result["tokens"]]
     for cell in results.get("needle", {}).get("cells", []):
         lines.append(f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: score {100 * cell['score']:.1f} %")
+    for row in results.get("ruler", {}).get("scores", []):
+        lines.append(f"{row['task']:<16} {row['length']:>9,}: {row['score']:.2f}")
     return "\n".join(lines)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts.evaluate import main
-from titan_sparse.config import save
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
+from titan_sparse.config import save
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["--lengths", "440", "--depths", "2", "--samples", "3", "--buckets", "4"]
@@ -52,9 +52,14 @@ def test_results_of_a_run(tmp_path):
         part["loss"] for part in position["buckets"] if part["tokens"]]
 
     two = _evaluate(tmp_path, "two", ["--checkpoint", str(tmp_path / "run"), "--parallelism.cp", "2"], ranks=2)
-    dense = _evaluate(tmp_path, "dense", ["--checkpoint", str(tmp_path / "run/checkpoint/step-2"), "--attention", "dense"])
+    # The documents are shorter than both lengths: the windows are the same.
+    dense = _evaluate(tmp_path, "dense", ["--checkpoint", str(tmp_path / "run/checkpoint/step-2"), "--attention", "dense",
+                                          "--tasks", "position,niah_multikey_3", "--lengths", "1700", "--answers", "generated"])
     assert two["position"][0]["loss"] == pytest.approx(position["loss"], rel=1e-5)
     assert dense["about"]["pattern"] == "dense" and abs(dense["position"][0]["loss"] / position["loss"] - 1) > 1e-7
+    (row,) = dense["ruler"]["scores"]
+    assert (row["task"], row["length"], row["samples"]) == ("niah_multikey_3", 1700, 3) and 0 <= row["score"] <= 100
+    assert (tmp_path / "dense/ruler.csv").is_file() and len(dense["ruler"]["records"]) == 3
     for ours, theirs in zip(two["needle"]["cells"], one["needle"]["cells"], strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 

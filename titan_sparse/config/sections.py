@@ -95,7 +95,7 @@ class Parallelism:
     cp_intra: int = 0
     "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
     first_step_timeout_seconds: int = 1800
-    "collective timeout until the first step is done (compilation, loading), and while a checkpoint is saved; seconds"
+    "collective timeout until the first step is done (compilation, loading), while a checkpoint is saved and in validation; seconds"
     timeout_seconds: int = 300
     "collective timeout after the first step; seconds"
     reshard_after_forward: bool = True
