@@ -97,7 +97,7 @@ class Parallelism:
     cp_intra: int = 0
     "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
     first_step_timeout_seconds: int = 1800
-    "collective timeout until the first step is done (compilation, loading), and while a checkpoint is saved; seconds"
+    "collective timeout until the first step is done (compilation, loading), while a checkpoint is saved and in validation; seconds"
     timeout_seconds: int = 300
     "collective timeout after the first step; seconds"
     reshard_after_forward: bool = True
@@ -290,6 +290,29 @@ class Metrics:
 
 
 @dataclass
+class Validation:
+    """Loss by position and needles, measured while training. Does nothing unless enabled. docs/evaluation.md"""
+    enable: bool = False
+    "measure every `every` steps and after the last; training goes on as if it had not"
+    every: int = 500
+    "steps between measurements"
+    source: str = ""
+    "text that is not trained on, named as in data.source; empty: data.source"
+    split: str = ""
+    "split of a Hugging Face dataset, such as validation; empty: data.split"
+    windows: int = 16
+    "windows of training.seq_len tokens, the source's first, over all ranks; the same ones at each measurement"
+    position_buckets: int = 8
+    "ranges of positions, equally wide, whose loss is told apart"
+    needle_lengths: str = ""
+    "lengths of Needle In A Haystack with commas between, such as \"4096,16384\"; tokens; empty: none"
+    needle_depths: int = 5
+    "depths of the needle, evenly from the beginning to the end"
+    needle_samples: int = 2
+    "needles of each length and depth, the same ones at each measurement"
+
+
+@dataclass
 class Profiling:
     """torch.profiler. Does nothing unless enabled."""
     enable: bool = False
@@ -317,6 +340,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     profiling: Profiling = field(default_factory=Profiling)
 
 

@@ -1,0 +1,64 @@
+"""A decoder for evaluation: weights of a run's checkpoint or of a Hugging Face folder, no optimizer, no backward."""
+
+import dataclasses
+import functools
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from titan_sparse.attention import attend
+from titan_sparse.attention.patterns.build import build_pattern
+from titan_sparse.checkpoint import newest_checkpoint
+from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
+from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import resolve
+from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
+
+if TYPE_CHECKING:
+    from titan_sparse.config import Config
+
+
+def find_checkpoint(path: str) -> str:
+    """The folder step-N that `path` names: that folder, or an output_dir, whose newest one counts. ValueError if none."""
+    folder = path if os.path.isfile(os.path.join(path, ".metadata")) else newest_checkpoint(path)
+    if folder is None:
+        raise ValueError(f"--checkpoint {path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N")
+    return folder
+
+
+def build_scorer(config: "Config", checkpoint: str | None) -> Scorer:
+    """Join the process group, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
+    from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
+
+    Raises ValueError, before any process group, for a tokenizer or weights that cannot be used.
+    """
+    device, dtype = choose_device(config.training.device), getattr(torch, config.training.dtype)
+    model_config, tokenizer = resolve(**dataclasses.asdict(config.model)), load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ValueError(f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
+                         f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with")
+    if checkpoint is None:
+        from titan_sparse.models.huggingface import check_weights, load_weights  # only where asked for: safetensors
+
+        check_weights(config.model.initial_hf, model_config)
+    init_distributed(device, config.parallelism.first_step_timeout_seconds)
+    cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    meshes = build_meshes(config.parallelism, cp_intra, device.type)
+    cp = build_context_parallel(config.attention, meshes.cp)
+    call = functools.partial(attend, pattern=build_pattern(config.attention), cp=cp, backend=config.attention.backend)
+    with torch.device("meta"):
+        model = Decoder(model_config, call).to(dtype)
+    parallelize(model, meshes.fsdp, dtype, True, ActivationCheckpoint(mode="none"), Compile())
+    model.to_empty(device=device)
+    if checkpoint is None:
+        load_weights(model, config.model.initial_hf, model_config)
+    else:
+        state = get_model_state_dict(model)
+        dcp.load(state, checkpoint_id=checkpoint)  # casts while it copies
+        set_model_state_dict(model, state)
+    return Scorer(model, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size)
