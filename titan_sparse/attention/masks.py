@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+
 class Rows(NamedTuple):
     """A mask resolved for one sequence length. All int32, global positions; Bm is 1 or the batch size.
 
