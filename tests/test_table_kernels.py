@@ -25,7 +25,7 @@ PATTERNS = [VerticalSlash(recall=0.7, sinks=3, max_columns=60, dense_below=48),
 
 
 def _same_lists(got: tiles.BlockLists, want: tiles.BlockLists) -> None:
-    for count, table, wanted_count, wanted_table in ((*got[:2], *want[:2]), (*got[2:], *want[2:])):
+    for count, table, wanted_count, wanted_table in ((*got[:2], *want[:2]), (*got[2:4], *want[2:4])):
         assert torch.equal(count, wanted_count)
         width = wanted_table.shape[-1]
         inside = torch.arange(width, device=count.device) < count[..., None]
