@@ -194,9 +194,13 @@ def main(words: list[str]) -> int:
         files = write(results, about, args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")
-    dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == 0:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    sys.exit(status)
