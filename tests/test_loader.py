@@ -11,7 +11,9 @@ import torch
 
 from tests.test_data import END, PADDING, TEXTS, cache, write_texts  # noqa: F401  (cache is a fixture)
 from titan_sparse.config import Data
+from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
+from titan_sparse.data.stream import Mixture, PackedStream
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 
@@ -22,11 +24,10 @@ def documents(lengths: list[int]) -> list[str]:
 
 
 def make_loader(source: list[str], **options) -> PackedLoader:
-    defaults = dict(
-        tokenizer=ByteTokenizer(), seq_len=16, batch_size=1, seed=3, shuffle=True, min_document_length=0,
-        dp_rank=0, dp_size=1,
-    )  # fmt: skip
-    return PackedLoader(source, **{**defaults, **options})
+    stream = dict(tokenizer=ByteTokenizer(), seq_len=16, seed=3, shuffle=True, min_document_length=0)
+    stream |= {name: options.pop(name) for name in stream if name in options}
+    mixture = Mixture([PackedStream(TokenizedTexts(source, stream["tokenizer"]), **stream)], [1.0])
+    return PackedLoader(mixture, **{**dict(batch_size=1, dp_rank=0, dp_size=1), **options})
 
 
 def rows(batch: Batch) -> Iterator[tuple]:

@@ -47,6 +47,21 @@ def token_cross_entropy(
     return _TokenCrossEntropy.apply(hidden, weight, labels, chunk_tokens, z_loss)
 
 
+@torch.no_grad()
+def answer_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """For each of the N labels != -100, in order: cross-entropy [N], as token_cross_entropy() has it, and the token with
+    the largest logit, int64 [N]. For evaluation, where few labels count: logits of the others are not computed."""
+    _check(hidden, weight, labels, chunk_tokens)
+    rows, targets = hidden[labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
+    losses = token_cross_entropy(rows, weight, targets, chunk_tokens, z_loss)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    largest = [_matmul(part, weight.T, part.new_empty(len(part), len(weight), dtype=dtype)).argmax(-1)
+               for part in rows.split(chunk_tokens)]
+    return losses, torch.cat(largest)
+
+
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} less D.")

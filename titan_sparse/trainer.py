@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.build import build_mask
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.attention.slice_masks import sliding_window
-from titan_sparse.attention.slices import Slices
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.evaluation.validation import Validation
 from titan_sparse.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
 from titan_sparse.memory import Step, estimate, peak_gib, peak_phase, step_of
@@ -43,7 +43,7 @@ from titan_sparse.timeouts import meet, set_timeout
 from titan_sparse.watch import Watch
 
 if TYPE_CHECKING:
-    from titan_sparse.config import Attention, Config
+    from titan_sparse.config import Config
 
 logger = logging.getLogger("titan_sparse")
 
@@ -69,6 +69,7 @@ class Trainer:
 
             check_weights(config.model.initial_hf, self.model_config)
         self.loader = _open_data(config, self.model_config)
+        self.validation = Validation(config, self.loader.tokenizer)
         self.stop_signals = 0
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -97,6 +98,8 @@ class Trainer:
             config.metrics, training.output_dir, training.steps, self.model_config, self.device,
             dist.get_world_size(), writes=dist.get_rank() == 0, float8=config.float8.enable,
         )
+        self.scorer = Scorer(self.model, config, self.cp, self.device, self.loader.tokenizer, self.meshes.dp_rank,
+                             self.meshes.dp_size)
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
@@ -260,11 +263,16 @@ class Trainer:
     def _after_step(self, stopped: bool, profile, is_first: bool) -> None:
         step, training = self.progress.step, self.config.training
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last)
+        saves, validates = self.checkpointer.is_due(step, is_last), self.validation.is_due(step)
+        if saves or validates:
+            # Disks may be slow, and not alike; what has not been compiled for validation is, at first.
+            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
         if saves:
-            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)  # disks may be slow, and not alike
             self.checkpointer.save(step, is_last)
-        if saves or is_first:
+        if validates:
+            self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
+            self.metrics.start_interval()
+        if saves or validates or is_first:
             meet()
             self._set_timeout(self.config.parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
@@ -296,15 +304,6 @@ class Trainer:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
             recomputed: float) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
-
-
-def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
-    """The mask of one batch of packed sequences, from their documents' lengths."""
-    if attention.window_sinks:
-        spans = [[sum(row)] if attention.mask == "causal" else row for row in lengths]
-        return Slices.batch([sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans])
-    mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
-    return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
 
 
 def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:

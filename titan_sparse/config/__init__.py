@@ -5,18 +5,19 @@ and back. checking.py: refuses impossible combinations; the sizes that other par
 """
 
 from titan_sparse.config.checking import (
-    check, load_and_check, padding_multiple, resolve_cp_intra, world_from_environment, world_of,
+    check, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, world_from_environment, world_of,
 )
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, Float8, LRScheduler, Metrics, MoBA,
-    Model, Optimizer, Parallelism, Profiling, Training, VerticalSlash, XAttention, field_docs,
+    Model, Optimizer, Parallelism, Profiling, Training, Validation, VerticalSlash, XAttention,
+    field_docs,
 )
 
 __all__ = [
     "ActivationCheckpoint", "Attention", "Checkpoint", "Compile", "Config", "ConfigError", "Data", "Dense", "Flags",
     "Float8", "LRScheduler", "Metrics", "MoBA", "Model", "Optimizer", "Parallelism", "Profiling", "Training",
-    "VerticalSlash", "XAttention", "check",
-    "field_docs", "load", "load_and_check", "padding_multiple", "resolve_cp_intra", "save", "to_toml", "usage",
+    "Validation", "VerticalSlash", "XAttention", "check",
+    "field_docs", "load", "load_and_check", "needle_lengths", "padding_multiple", "resolve_cp_intra", "save", "to_toml", "usage",
     "world_from_environment", "world_of",
 ]

@@ -4,10 +4,11 @@ import math
 import os
 from operator import attrgetter
 
+from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, MoBA, Model, Optimizer, Parallelism, VerticalSlash,
-    XAttention,
+    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, MoBA, Model, Optimizer, Parallelism, Validation,
+    VerticalSlash, XAttention,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
@@ -27,7 +28,8 @@ _MINIMUMS = {
         "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
         "attention.vertical_slash.max_columns", "attention.xattention.stride", "attention.moba.chunk_size",
         "attention.moba.top_k", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
-        "profiling.first_step", "profiling.steps"),
+        "profiling.first_step", "profiling.steps", "validation.every", "validation.windows",
+        "validation.position_buckets", "validation.needle_depths", "validation.needle_samples"),
     -1: ("checkpoint.load_step",),
 }
 
@@ -88,6 +90,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     _check_float8(config)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
+    _check_validation(config)
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
@@ -129,10 +132,14 @@ def _check_huggingface(config: Config) -> None:
 
 
 def _check_data(data: Data) -> None:
-    if data.source != "python":
+    sources = source_weights(data.source)
+    require(data.sequences == "packed" or "python" not in sources, f'data.sequences = "{data.sequences}" needs tokens that '
+            'scripts.prepare_data has prepared, not data.source = "python"; write data.sequences = "packed"')
+    if "python" not in sources:
         require(not data.join_packages,
                 f"data.join_packages would be ignored with data.source = {show(data.source)}; "
                 'write data.join_packages = false or data.source = "python"')
+    if set(sources) != {"python"}:
         return
     for name in ("text_field", "subset", "split"):
         value, default = getattr(data, name), getattr(Data(), name)
@@ -343,3 +350,29 @@ def _check_run(config: Config) -> None:
     require(not config.profiling.enable or last <= config.training.steps,
             f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
             f"{config.training.steps}; write a smaller profiling.first_step")
+
+
+def needle_lengths(validation: Validation) -> list[int]:
+    """validation.needle_lengths as numbers, tokens; ConfigError for other words."""
+    words = [word.strip() for word in validation.needle_lengths.split(",")] if validation.needle_lengths else []
+    require(all(word.isdecimal() and int(word) > 0 for word in words), f"validation.needle_lengths = "
+            f'{show(validation.needle_lengths)} are no lengths; write for example "4096,16384"')
+    return [int(word) for word in words]
+
+
+def _check_validation(config: Config) -> None:
+    validation, seq_len = config.validation, config.training.seq_len
+    lengths = needle_lengths(validation)
+    for name, default in vars(Validation()).items():
+        value = getattr(validation, name)
+        require(validation.enable or value == default, f"validation.{name} = {show(value)} would be ignored with "
+                f"validation.enable = false; write validation.enable = true or validation.{name} = {show(default)}")
+        require(lengths or value == default or name not in ("needle_depths", "needle_samples"), f"validation.{name} = "
+                f'{value} would be ignored with validation.needle_lengths = ""; write lengths, such as "4096"')
+    if not validation.enable:
+        return
+    require(validation.position_buckets <= seq_len, "validation.position_buckets = "
+            f"{validation.position_buckets} is above training.seq_len = {seq_len}; write {seq_len} or less")
+    source = single_source(validation.source or config.data.source, "validation.source")
+    require(not validation.split or source != "python", f"validation.split = {show(validation.split)} would be ignored with the "
+            'source "python"; write validation.split = "" or another validation.source')

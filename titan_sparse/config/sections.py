@@ -33,7 +33,7 @@ class Model:
 class Data:
     """Where the text comes from and how it becomes documents of tokens."""
     source: str = "python"
-    "python (the .py files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder, a dataset name"
+    "python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of them, prepared tokens, a dataset name; a mixture: \"a:0.7, b:0.3\""
     join_packages: bool = False
     "join the files of a package (folder) to one long document; source = python only"
     text_field: str = "text"
@@ -48,6 +48,8 @@ class Data:
     "shorter documents are skipped; tokens"
     shuffle: bool = True
     "permute the documents anew in every epoch"
+    sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
+    "packed: documents one after the other; fixed: training.seq_len tokens of one document, its rest dropped or kept, padded"
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Parallelism:
     cp_intra: int = 0
     "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
     first_step_timeout_seconds: int = 1800
-    "collective timeout until the first step is done (compilation, loading), and while a checkpoint is saved; seconds"
+    "collective timeout until the first step is done (compilation, loading), while a checkpoint is saved and in validation; seconds"
     timeout_seconds: int = 300
     "collective timeout after the first step; seconds"
     reshard_after_forward: bool = True
@@ -288,6 +290,29 @@ class Metrics:
 
 
 @dataclass
+class Validation:
+    """Loss by position and needles, measured while training. Does nothing unless enabled. docs/evaluation.md"""
+    enable: bool = False
+    "measure every `every` steps and after the last; training goes on as if it had not"
+    every: int = 500
+    "steps between measurements"
+    source: str = ""
+    "text that is not trained on, named as in data.source, but one source and without data.subset; empty: data.source"
+    split: str = ""
+    "split of a Hugging Face dataset, such as validation; empty: data.split"
+    windows: int = 16
+    "windows of training.seq_len tokens, the source's first, over all ranks; the same ones at each measurement"
+    position_buckets: int = 8
+    "ranges of positions, equally wide, whose loss is told apart"
+    needle_lengths: str = ""
+    "lengths of Needle In A Haystack with commas between, such as \"4096,16384\"; tokens; empty: none"
+    needle_depths: int = 5
+    "depths of the needle, evenly from the beginning to the end"
+    needle_samples: int = 2
+    "needles of each length and depth, the same ones at each measurement"
+
+
+@dataclass
 class Profiling:
     """torch.profiler. Does nothing unless enabled."""
     enable: bool = False
@@ -315,6 +340,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     profiling: Profiling = field(default_factory=Profiling)
 
 

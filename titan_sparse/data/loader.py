@@ -1,17 +1,20 @@
 """One endless global stream of packed sequences, shared out to the data-parallel ranks; deterministic and resumable."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_sparse.data.packing import Packed, Piece, pack, pad_to_multiple
-from titan_sparse.data.sources import Source, open_source
+from titan_sparse.config.mixture import source_weights
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.packing import Packed, pad_to_multiple
+from titan_sparse.data.stream import Cursor, Mixture, PackedStream, SampleStream, Stream
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -21,8 +24,11 @@ logger = logging.getLogger("titan_sparse")
 
 # What fixes the global stream -> how to name it to the user.
 FINGERPRINT_KEYS = {
+    "share": "a part's share of data.source",
     "documents": "the number of documents of data.source",
+    "tokens": "the number of prepared tokens of data.source (0: texts)",
     "vocab_size": "the vocabulary size of data.tokenizer",
+    "sequences": "data.sequences",
     "seq_len": "training.seq_len",
     "seed": "training.seed",
     "shuffle": "data.shuffle",
@@ -44,158 +50,24 @@ class Batch:
     """per sequence the tokens of each piece in global order; what they leave of S is padding"""
 
 
-@dataclass
-class Cursor:
-    """The first token of the stream that has not been taken."""
-
-    sequence: int = 0
-    """global number of the next sequence"""
-    epoch: int = 0
-    document: int = 0
-    """place in the epoch's order"""
-    offset: int = 0
-    """tokens of that document already taken"""
-    documents_seen: int = 0
-    """documents begun, over all epochs and ranks"""
-
-
-class Span(NamedTuple):
-    """Tokens [start, stop) of the source's document `index`."""
-
-    index: int
-    start: int
-    stop: int
-
-
-class DocumentStream:
-    """Cuts the endless stream of documents to sequences: first as spans, which are cheap, then as tokens."""
-
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, seq_len: int, seed: int, shuffle: bool, min_document_length: int
-    ) -> None:
-        self.source = source
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        self.seed = seed
-        self.shuffle = shuffle
-        self.min_document_length = min_document_length
-        self.cursor = Cursor()
-        # With the end-of-document token, so 0 can stand for "not known yet".
-        self._lengths = np.zeros(len(source), dtype=np.int64)
-        self._tokens: dict[int, NDArray[np.int32]] = {}
-        self._order_epoch = -1
-        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def fingerprint(self) -> dict[str, int]:
-        """What fixes the stream: with another fingerprint a cursor points to other tokens."""
-        return {
-            "documents": len(self.source),
-            "vocab_size": self.tokenizer.vocab_size,
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "min_document_length": self.min_document_length,
-        }
-
-    def next_sequence(self) -> list[Span]:
-        """Take the next sequence as spans of `seq_len` tokens together; to pass over a sequence, drop them.
-
-        Raises ValueError if no document is long enough.
-        """
-        cursor, spans, room = self.cursor, [], self.seq_len
-        while room > 0:
-            index, length = self._find_document()
-            span = Span(index, cursor.offset, min(length, cursor.offset + room))
-            cursor.documents_seen += span.start == 0
-            cursor.offset = span.stop
-            room -= span.stop - span.start
-            spans.append(span)
-            if span.stop == length:
-                self._next_document()
-        cursor.sequence += 1
-        return spans
-
-    def pack(self, spans: list[Span]) -> Packed:
-        """Read the tokens of a sequence just taken by `next_sequence`."""
-        pieces = [Piece(self._tokenize(span.index), span.start, span.stop) for span in spans]
-        return pack(pieces, self.seq_len, self.tokenizer.padding)
-
-    def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence, save those of its last document: the next sequence may go on with it."""
-        last = spans[-1].index
-        self._tokens = {last: self._tokens[last]} if last in self._tokens else {}
-
-    def _find_document(self) -> tuple[int, int]:
-        """Index and length (end-of-document token included) of the cursor's document, skipping those too short."""
-        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is long enough.
-        for _ in range(2 * len(self.source)):
-            index = self._index()
-            length = self._length(index)
-            if length > max(self.min_document_length, 1):
-                return index, length
-            self._tokens.pop(index, None)
-            self._next_document()
-        raise ValueError(
-            f"no document of data.source has data.min_document_length = {self.min_document_length} tokens, or any at "
-            "all; write a smaller data.min_document_length or another data.source"
-        )
-
-    def _index(self) -> int:
-        cursor = self.cursor
-        if not self.shuffle:
-            return cursor.document
-        if self._order_epoch != cursor.epoch:
-            # The pair, not the sum: else seed 0 in epoch 1 and seed 1 in epoch 0 would read in the same order.
-            self._order = np.random.default_rng([self.seed, cursor.epoch]).permutation(len(self.source))
-            self._order_epoch = cursor.epoch
-        return int(self._order[cursor.document])
-
-    def _next_document(self) -> None:
-        cursor = self.cursor
-        cursor.document += 1
-        cursor.offset = 0
-        if cursor.document == len(self.source):
-            cursor.epoch += 1
-            cursor.document = 0
-
-    def _length(self, index: int) -> int:
-        if self._lengths[index] == 0:
-            self._lengths[index] = len(self._tokenize(index))
-        return int(self._lengths[index])
-
-    def _tokenize(self, index: int) -> NDArray[np.int32]:
-        if index not in self._tokens:
-            ids = self.tokenizer.encode(self.source[index])
-            self._tokens[index] = np.append(ids, np.int32(self.tokenizer.end_of_document))
-        return self._tokens[index]
-
-
 class PackedLoader:
     """Endless iterator of `Batch`; sequence number n of the global stream is the same on any number of ranks.
 
     In each micro-batch data-parallel rank r of R takes the b = `batch_size` sequences r*b ... r*b + b-1 of the next
-    R*b. S is `seq_len` padded up to `padding_multiple`. `shard(x, dim)` keeps this context-parallel rank's blocks of a
-    [b, S] tensor (None: all). Documents with fewer than `min_document_length` tokens (the end-of-document token not
-    counted) and empty ones are skipped. Raises ValueError for a negative seed, or when no document is long enough.
+    R*b. S is training.seq_len padded up to `padding_multiple`. `shard(x, dim)` keeps this context-parallel rank's blocks of
+    a [b, S] tensor (None: all). Raises ValueError when no document is long enough.
     """
 
     def __init__(
         self,
-        source: Source,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        mixture: Mixture,
         batch_size: int,
-        seed: int,
-        shuffle: bool,
-        min_document_length: int,
         dp_rank: int,
         dp_size: int,
         padding_multiple: int = 1,
         shard: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        if seed < 0:
-            raise ValueError(f"training.seed = {seed} cannot seed the order of documents; write 0 or more")
-        self.stream = DocumentStream(source, tokenizer, seq_len, seed, shuffle, min_document_length)
+        self.mixture = mixture
         self.batch_size = batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -203,14 +75,19 @@ class PackedLoader:
         self.shard = shard
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The one of all parts of the mixture."""
+        return self.mixture.streams[0].tokenizer
+
+    @property
     def epoch(self) -> int:
-        """Number of whole passes over the source (all ranks together)."""
-        return self.stream.cursor.epoch
+        """Number of whole passes over the source, all ranks together; in a mixture over the part that is passed most."""
+        return max(stream.cursor.epoch for stream in self.mixture.streams)
 
     @property
     def documents_seen(self) -> int:
         """Number of documents begun, over all epochs and ranks."""
-        return self.stream.cursor.documents_seen
+        return sum(stream.cursor.documents_seen for stream in self.mixture.streams)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -221,19 +98,22 @@ class PackedLoader:
         packed = []
         # To the end of the micro-batch, not of the own sequences: the cursor is then the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
-            spans = self.stream.next_sequence()
+            stream = self.mixture.next_stream()
+            spans = stream.next_sequence()
             if number in own:
-                packed.append(self.stream.pack(spans))
-            self.stream.release(spans)
+                packed.append(self._pad(stream, stream.pack(spans)))
+            stream.release(spans)
         return self._batch(packed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been handed out, as plain ints; the same on all ranks."""
+        """What has been handed out, the same on all ranks; a cursor and a fingerprint for each part of the mixture."""
         return {
-            **asdict(self.stream.cursor),
+            "sequence": self.mixture.sequence,
             "dp_size": self.dp_size,
             "batch_size": self.batch_size,
-            "fingerprint": self.stream.fingerprint(),
+            # As text: a checkpoint is read into a state of the same shape, and another mixture has another.
+            "cursors": json.dumps([asdict(stream.cursor) for stream in self.mixture.streams]),
+            "fingerprint": json.dumps(self.mixture.fingerprint()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -241,8 +121,9 @@ class PackedLoader:
 
         Raises ValueError, saying what differs, if the saved stream was another one.
         """
-        _check_fingerprint(state["fingerprint"], self.stream.fingerprint())
-        self.stream.cursor = Cursor(**{field: state[field] for field in asdict(self.stream.cursor)})
+        _check_fingerprint(json.loads(state["fingerprint"]), self.mixture.fingerprint())
+        for stream, cursor in zip(self.mixture.streams, json.loads(state["cursors"]), strict=True):
+            stream.cursor = Cursor(**cursor)
         if (state["dp_size"], state["batch_size"]) != (self.dp_size, self.batch_size):
             logger.info(
                 "loader: saved with %d data-parallel ranks x %d sequences, "
@@ -250,9 +131,10 @@ class PackedLoader:
                 state["dp_size"], state["batch_size"], self.dp_size, self.batch_size, state["sequence"],
             )  # fmt: skip
 
-    def _batch(self, packed: list[Packed]) -> Batch:
-        padding_id = self.stream.tokenizer.padding
-        padded = [pad_to_multiple(sequence, self.padding_multiple, padding_id) for sequence in packed]
+    def _pad(self, stream: Stream, sequence: Packed) -> Packed:
+        return pad_to_multiple(sequence, self.padding_multiple, stream.tokenizer.padding)
+
+    def _batch(self, padded: list[Packed]) -> Batch:
         return Batch(
             tokens=self._local([sequence.tokens for sequence in padded]),
             labels=self._local([sequence.labels for sequence in padded]),
@@ -265,14 +147,27 @@ class PackedLoader:
         return full if self.shard is None else self.shard(full, 1)
 
 
-def _check_fingerprint(saved: dict[str, int], current: dict[str, int]) -> None:
+def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
+    if len(saved) != len(current):
+        raise ValueError("the saved loader state is of another stream of sequences: "
+                         f"data.source had {len(saved)} parts and has {len(current)}")
     differences = [
-        f"{name} was {saved[key]} and is {current[key]}"
+        f"{name} was {old[key]} and is {new[key]}"
+        for old, new in zip(saved, current, strict=True)
         for key, name in FINGERPRINT_KEYS.items()
-        if saved[key] != current[key]
+        if old[key] != new[key]
     ]
     if differences:
         raise ValueError(f"the saved loader state is of another stream of sequences: {'; '.join(differences)}")
+
+
+def build_stream(data: "Data", tokenizer: Tokenizer, seq_len: int, seed: int) -> Stream:
+    """The stream of one part of a mixture, `data.source`. Raises ValueError, naming the key, if it cannot be opened."""
+    documents = open_documents(data, tokenizer)
+    options = (tokenizer, seq_len, seed, data.shuffle, data.min_document_length)
+    if data.sequences == "packed":
+        return PackedStream(documents, *options)
+    return SampleStream(documents, *options, keep_rest=data.sequences == "fixed_and_rest")
 
 
 def build_loader(
@@ -286,20 +181,11 @@ def build_loader(
     shard: Callable[[Tensor, int], Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> PackedLoader:
-    """Open the [data] section's source, and its tokenizer unless one is given, and load packed sequences from it.
+    """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load sequences from it.
 
-    Raises ValueError, naming the key, if the source or the tokenizer cannot be opened.
+    Raises ValueError, naming the key, if a source or the tokenizer cannot be opened, and for a negative seed.
     """
-    return PackedLoader(
-        source=open_source(data),
-        tokenizer=load_tokenizer(data.tokenizer) if tokenizer is None else tokenizer,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        shuffle=data.shuffle,
-        min_document_length=data.min_document_length,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        padding_multiple=padding_multiple,
-        shard=shard,
-    )
+    tokenizer = load_tokenizer(data.tokenizer) if tokenizer is None else tokenizer
+    weights = source_weights(data.source)
+    streams = [build_stream(replace(data, source=source), tokenizer, seq_len, seed) for source in weights]
+    return PackedLoader(Mixture(streams, list(weights.values())), batch_size, dp_rank, dp_size, padding_multiple, shard)

@@ -64,7 +64,7 @@ def _open_python(join_packages: bool) -> Source:
     packages = defaultdict(list)
     for name, path in files:
         packages[name.rpartition("/")[0]].append((name, path))
-    return LazyTexts(list(packages.values()), _read_package)
+    return LazyTexts(list(packages.values()), join_files)
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
@@ -88,7 +88,8 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _read_package(files: list[tuple[str, Path]]) -> str:
+def join_files(files: list[tuple[str, Path]]) -> str:
+    """One text of (name, path) pairs: each file after a line with its name; bytes that are no UTF-8 are replaced."""
     return "\n".join(f"# {name}\n{_read(path)}" for name, path in files)
 
 

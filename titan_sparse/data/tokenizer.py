@@ -1,5 +1,6 @@
 """Text <-> token ids: raw bytes, or a local tokenizer.json."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
     padding: int
+    digest: str
+    """tells tokenizers apart: "bytes", or the SHA-256 of tokenizer.json"""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]."""
@@ -34,6 +37,7 @@ class ByteTokenizer:
     vocab_size = 258
     end_of_document = 256
     padding = 257
+    digest = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes "?"."""
@@ -53,6 +57,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _read_tokenizer(path)
+        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         config = _read_config(path.with_name("tokenizer_config.json"))
         end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
         if end is None:

@@ -100,12 +100,13 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Any, labels: Tensor | None = None, loss_chunk_tokens: int = 4096,
-        z_loss: float = 0.0,
+        z_loss: float = 0.0, loss: Callable[..., Tensor] = linear_cross_entropy,
     ) -> Tensor:
         """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits [B, S, V].
 
         tokens, positions and labels are int [B, S] (labels already shifted); `mask` is handed to attend unchanged.
         The loss never holds more than `loss_chunk_tokens` rows of logits; z_loss is the weight of their lse^2 in it.
+        `loss`: another function of titan_sparse.loss, called alike, whose result is returned.
         """
         x = self.embed_tokens(tokens)
         table_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -117,4 +118,4 @@ class Decoder(nn.Module):
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if labels is None:
             return F.linear(hidden, weight)
-        return linear_cross_entropy(hidden, weight, labels, loss_chunk_tokens, z_loss)
+        return loss(hidden, weight, labels, loss_chunk_tokens, z_loss)

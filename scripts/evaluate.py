@@ -1,0 +1,215 @@
+"""Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER; with dense attention or as it was trained.
+
+From the project's root:
+
+  python -m scripts.evaluate --config outputs/run/config.toml --checkpoint outputs/run --tasks position,needle --lengths 4096
+  torchrun --nproc-per-node 8 -m scripts.evaluate --config C --hf FOLDER --tasks needle --lengths 131072 --parallelism.cp 8
+
+Other words are options of the configuration, as train.py takes them: --data.source is the text that is read and that hides
+needles. Writes OUT/results.json (everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"): docs/evaluation.md
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titan_sparse.config import Config, Flags, check, load, world_from_environment
+from titan_sparse.config.mixture import single_source
+from titan_sparse.config.reading import require
+
+if TYPE_CHECKING:
+    from titan_sparse.data import Tokenizer
+    from titan_sparse.evaluation.answers import Sample
+    from titan_sparse.evaluation.scorer import Scorer, Sequence
+
+TASKS = ("position", "needle", "ruler")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    weights = parser.add_mutually_exclusive_group(required=True)
+    weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
+    weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
+    parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}, or tasks of RULER by name")
+    parser.add_argument("--lengths", default="", help="tokens, with commas between; default: training.seq_len")
+    parser.add_argument("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
+    parser.add_argument("--samples", type=int, default=10, help="windows of a length; needles of a length and depth; "
+                        "prompts of a RULER task and length")
+    parser.add_argument("--stride", type=int, default=0, help="tokens between windows; 0: windows do not overlap")
+    parser.add_argument("--buckets", type=int, default=16, help="ranges of positions")
+    parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
+    parser.add_argument("--answers", choices=["forced", "generated"], default="forced",
+                        help="teacher-forced (one forward a prompt) or by greedy decoding")
+    parser.add_argument("--seed", type=int, default=0, help="of needles and prompts")
+    parser.add_argument("--out", default="evaluation", help="folder to write")
+    return parser
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
+    args, rest = _parser().parse_known_args(words)
+    config, flags = load(["--config", args.config, *rest])
+    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+    if args.hf:
+        config.model.initial_hf = args.hf
+    if args.attention == "dense":
+        config.attention.pattern = "dense"
+    if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
+        config.attention.schedule = "auto"
+    config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
+    _resolve(args, config)
+    # What only training has does not matter here, and must not stand in the way on another mesh.
+    config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
+                                 compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)
+    config.data.source, config.data.sequences = single_source(config.data.source, "data.source"), "packed"
+    config.training.mlp_chunk_tokens, config.checkpoint = 0, Config().checkpoint
+    check(config, *world_from_environment())
+    return args, config
+
+
+def _resolve(args: argparse.Namespace, config: Config) -> None:
+    """Lists in place of words, checked."""
+    from titan_sparse.evaluation import ruler
+
+    args.tasks = [name.strip() for name in args.tasks.split(",")]
+    known = (*TASKS, *ruler.TASKS)
+    for name in args.tasks:
+        require(name in known, f"--tasks {name} is unknown; write some of {', '.join(known)}")
+    words = args.lengths.split(",") if args.lengths else [str(config.training.seq_len)]
+    require(all(word.strip().isdecimal() and int(word) > 0 for word in words),
+            f"--lengths {args.lengths} are no positive integers; write for example 4096,8192")
+    args.lengths = [int(word) for word in words]
+    for name in ("samples", "depths", "buckets"):
+        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is too small; write 1 or more")
+    shortest = min(args.lengths)
+    require(0 <= args.stride <= shortest, f"--stride {args.stride} is not in [0, {shortest}], the shortest of --lengths")
+    require("position" not in args.tasks or args.buckets <= shortest,
+            f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer")
+    needs = {"stride": ("position",), "buckets": ("position",), "depths": ("needle",), "answers": known[1:], "seed": known[1:]}
+    for name, tasks in needs.items():
+        require(getattr(args, name) == _parser().get_default(name) or set(tasks) & set(args.tasks),
+                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out")
+    require(args.answers == "forced" or config.parallelism.cp == 1, "--answers generated needs parallelism.cp = 1, not "
+            f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1")
+
+
+class Work(NamedTuple):
+    """What goes through the model. windows: by length; empty where --tasks does not ask for them, as the others."""
+
+    windows: dict[int, list["Sequence"]]
+    needles: list["Sample"]
+    ruler: list["Sample"]
+
+
+def read(args: argparse.Namespace, config: Config, tokenizer: "Tokenizer") -> Work:
+    """Windows and prompts, made before any process group. Raises ValueError for a text or length that cannot be used."""
+    from titan_sparse.data.documents import open_documents
+    from titan_sparse.evaluation import needle, ruler
+    from titan_sparse.evaluation.haystack import Haystack
+    from titan_sparse.evaluation.position import first_windows
+
+    documents, lengths = open_documents(config.data, tokenizer), args.lengths
+    haystack = Haystack(documents, tokenizer)
+    windows = {length: first_windows(documents, config.data.min_document_length, length, args.stride or length, args.samples)
+               for length in lengths} if "position" in args.tasks else {}
+    needles = needle.needle_samples(haystack, lengths, needle.depths(args.depths), args.samples,
+                                    args.seed) if "needle" in args.tasks else []
+    tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
+    return Work(windows, needles, ruler.ruler_samples(haystack, tasks, lengths, args.samples, args.seed))
+
+
+def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict[str, Any]:
+    """Results by task, the same on all ranks."""
+    from titan_sparse.evaluation import needle, position, ruler
+    from titan_sparse.evaluation.answers import score_samples
+
+    results: dict[str, Any] = {}
+    if work.windows:
+        results["position"] = [position.position_loss(scorer, windows, length, buckets)
+                               for length, windows in work.windows.items()]
+    if work.needles:
+        records = score_samples(scorer, work.needles, generate)
+        results["needle"] = {"cells": needle.by_cell(records), "records": records}
+    if work.ruler:
+        records = score_samples(scorer, work.ruler, generate)
+        results["ruler"] = {"scores": ruler.by_task(records), "records": records}
+    return results
+
+
+def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:
+    """results.json, a CSV for each table and a PNG for each picture, into the folder `out`; returns their names."""
+    from titan_sparse.evaluation import pictures
+    from titan_sparse.metrics import json_ready
+
+    folder = Path(out)
+    (folder / "results.json").write_text(json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8")
+    files, tables = ["results.json"], {}
+    if "position" in results:
+        tables["position"] = [{"length": result["length"], **part} for result in results["position"] for part in result["buckets"]]
+    for task, key in (("needle", "cells"), ("ruler", "scores")):
+        if task in results:
+            tables[task] = results[task][key]
+    for task, rows in tables.items():
+        with open(folder / f"{task}.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        files.append(f"{task}.csv")
+    figures = {"position": lambda: pictures.position_figure(results["position"]),
+               "needle": lambda: pictures.needle_figure(tables["needle"]),
+               "ruler": lambda: pictures.ruler_figure(tables["ruler"])}
+    for task in tables if pictures.has_matplotlib() else ():
+        figures[task]().savefig(folder / f"{task}.png", dpi=120)
+        files.append(f"{task}.png")
+    return files
+
+
+def summary(results: dict[str, Any]) -> str:
+    """A line a result, for people."""
+    lines = [f"position {result['length']:>9,}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}, over "
+             f"{result['tokens']:,} tokens" for result in results.get("position", []) if result["tokens"]]
+    for cell in results.get("needle", {}).get("cells", []):
+        lines.append(f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: score {100 * cell['score']:.1f} %")
+    for row in results.get("ruler", {}).get("scores", []):
+        lines.append(f"{row['task']:<16} {row['length']:>9,}: {row['score']:.2f}")
+    return "\n".join(lines)
+
+
+def main(words: list[str]) -> int:
+    try:
+        args, config = parse(words)
+        import torch.distributed as dist
+
+        from titan_sparse.data import load_tokenizer
+        from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+
+        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        work = read(args, config, tokenizer)
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        scorer = build_scorer(config, checkpoint, tokenizer)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = evaluate(work, scorer, args.buckets, args.answers == "generated")
+    if dist.get_rank() == 0:
+        about = {**vars(args), "checkpoint": checkpoint, "pattern": config.attention.pattern, "source": config.data.source}
+        files = write(results, about, args.out)
+        print(summary(results))
+        print(f"wrote {', '.join(files)} in {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if status == 0:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    sys.exit(status)

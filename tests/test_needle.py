@@ -1,0 +1,151 @@
+"""Needle In A Haystack: exact samples; answers teacher-forced and generated are those of a plain forward on any mesh."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from tests.distributed import run_processes
+from tests.evaluation import plain_decoder, plain_logits, scorer_of
+from tests.runs import tiny_config, write_texts
+from titan_sparse.data.documents import TokenizedTexts
+from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all, string_match_part, text_of
+from titan_sparse.evaluation.generation import greedy
+from titan_sparse.evaluation.haystack import Haystack
+from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
+from titan_sparse.models.decoder import Decoder
+
+TOKENIZER = ByteTokenizer()
+HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER), TOKENIZER)
+
+
+def test_samples_have_exact_length_and_depth():
+    samples = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
+    assert [(s.about["length"], s.about["depth"]) for s in samples[::2]] == [
+        (500, 0.0), (500, 0.5), (500, 1.0), (900, 0.0), (900, 0.5), (900, 1.0)]
+    for sample in samples:
+        assert len(sample.prompt) + len(sample.answer) == sample.length == sample.about["length"]
+        text, (value,) = TOKENIZER.decode(sample.prompt), sample.references
+        introduction, rest = text.split("afterwards.\n")
+        before, after = rest.split(f" is: {value}.\n")
+        before = before.split("\nOne of the special magic numbers for ")[0]
+        after, question = after.split("\nWhat is the special magic number for ")
+        assert TOKENIZER.decode(sample.answer) == f" {value}." and question.endswith("text is")
+        assert len(before) == round(sample.about["depth"] * len(before + after)) and len(before + after) > 50
+        assert before + after in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
+    assert len({sample.references for sample in samples}) == len(samples)  # each with its own number
+    again = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
+    assert all((a.prompt == b.prompt).all() for a, b in zip(samples, again, strict=True))
+    assert any((a.prompt != b.prompt).any() for a, b in zip(samples, needle_samples(HAYSTACK, [500, 900], depths(3), 2, 2)))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="do not fit in 100 tokens; write 3.. or more"):
+        needle_samples(HAYSTACK, [100], [0.5], 1, 0)
+    with pytest.raises(ValueError, match="a depth of 50 is no share"):
+        needle_samples(HAYSTACK, [400], [50], 1, 0)
+    with pytest.raises(ValueError, match="empty"):
+        Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
+
+
+def test_scorers_of_ruler():
+    references = ("Alpha", "beta", "gamma", "delta")
+    assert string_match_all("the ALPHA, and betas", references) == 0.5
+    assert string_match_part("the ALPHA, and betas", references) == 1 and string_match_part("none", references) == 0
+    assert text_of(TOKENIZER, np.array([104, 105, TOKENIZER.end_of_document, 106])) == "hi"
+
+
+def test_cells_are_means():
+    records = [{"length": 8, "depth": depth, "score": score, "exact": 0.0, "correct": 0.5, "loss": 2.0}
+               for depth, score in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0))]
+    assert by_cell(records) == [
+        {"length": 8, "depth": 0.0, "samples": 1, "score": 0.0, "exact": 0.0, "correct": 0.5, "loss": 2.0},
+        {"length": 8, "depth": 1.0, "samples": 2, "score": 0.5, "exact": 0.0, "correct": 0.5, "loss": 2.0}]
+
+
+def _samples() -> list[Sample]:
+    return needle_samples(HAYSTACK, [420, 471], [0.3], 2, seed=0)[:3]
+
+
+def _forced(folder, cp: int) -> None:
+    scorer, _ = scorer_of(tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense"))
+    records = score_samples(scorer, _samples(), generate=False)
+    assert len(records) == 3
+    for sample, record in zip(_samples(), records):
+        logits = plain_logits(scorer.model, np.concatenate([sample.prompt, sample.answer]))
+        logits, answer = logits[len(sample.prompt) - 1 : -1], torch.from_numpy(sample.answer)
+        assert record["loss"] == pytest.approx(F.cross_entropy(logits, answer).item(), rel=1e-9)
+        assert record["prediction"] == TOKENIZER.decode(logits.argmax(-1))
+        assert record["correct"] == (logits.argmax(-1) == answer).double().mean().item() and record["exact"] == 0
+        assert (record["length"], record["depth"]) == (sample.length, 0.3)
+    if cp > 1:
+        with pytest.raises(ValueError, match="needs parallelism.cp = 1, not 2; write --answers forced"):
+            score_samples(scorer, _samples(), generate=True)
+
+
+def _generated(folder) -> None:
+    """With a cache as without one: each token by a forward over all before it. 50 tokens, so that prompts are ragged."""
+    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense"))
+    _sharpen(scorer.model)
+    samples = _samples()
+    records = score_samples(scorer, samples, generate=True)
+    for sample, record in zip(samples, records):
+        tokens = sample.prompt
+        for _ in range(sample.new_tokens):
+            tokens = np.append(tokens, plain_logits(scorer.model, tokens)[-1].argmax().item())
+        assert record["prediction"] == text_of(TOKENIZER, tokens[len(sample.prompt) :])
+    assert len({record["prediction"] for record in records}) > 1
+
+
+def _sharpen(model: Decoder) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # far from uniform: else the same token for ever
+
+
+def _windowed(folder) -> None:
+    """Generated with a sliding window and sinks, an answer is the most likely one by one forward with that mask too."""
+    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense", attention__sliding_window=40,
+                                      attention__window_sinks=3))
+    _sharpen(scorer.model)
+    prompt = _samples()[0].prompt
+    answer = greedy(scorer, prompt, 20)
+    (record,) = score_samples(scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False)
+    assert record["exact"] == 1 and len(set(answer.tolist())) > 1
+
+
+def _memorised(folder) -> None:
+    """A model that has been trained on one answer gives it, forced and generated, by sparse attention too."""
+    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="vertical_slash"))
+    sample = _samples()[0]
+    _teach(scorer.model, sample)
+    forced, generated = (score_samples(scorer, [sample], generate)[0] for generate in (False, True))
+    assert forced["exact"] == forced["score"] == 1
+    assert generated["score"] == 1 and generated["prediction"] == f" {sample.references[0]}."
+    assert greedy(scorer, sample.prompt, 3).tolist() == sample.answer[:3].tolist()
+
+
+def _teach(model: Decoder, sample: Sample) -> None:
+    """Until the answer comes by dense attention, in the plain twin: that is faster."""
+    plain, (prompt, answer) = plain_decoder(model), map(torch.from_numpy, (sample.prompt, sample.answer))
+    tokens, optimizer = torch.cat([prompt, answer])[None], torch.optim.Adam(plain.parameters(), 1e-2)
+    for _ in range(60):
+        logits = plain(tokens, torch.arange(tokens.shape[1])[None], None)[0, len(prompt) - 1 : -1]
+        F.cross_entropy(logits, answer).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
+def _on_two_ranks(folder) -> None:
+    _forced(folder, 1)
+    _forced(folder, 2)
+    _generated(folder)
+    _windowed(folder)
+    _memorised(folder)
+
+
+def test_answers_are_those_of_a_plain_forward(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _on_two_ranks, tmp_path)

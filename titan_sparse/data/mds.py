@@ -1,0 +1,88 @@
+"""MDS shards (mosaicml-streaming), the format in which ProLong's data are released.
+
+Rows hold text, or `input_ids` of some tokenizer with, where several documents share a row, `indices`: their [start, stop).
+(ProLong, princeton-nlp/prolong-data-512K: Llama-3 tokens.)
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_sparse.data.tokenizer import Tokenizer
+
+
+def is_mds(source: str) -> bool:
+    """Whether `source` is a folder of MDS shards."""
+    return (Path(source).expanduser() / "index.json").is_file()
+
+
+class MDSRows:
+    """Rows of MDS shards as documents in `tokenizer`'s tokens.
+
+    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew; if both are the same tokenizer
+    they are taken as they are. Raises ValueError without the mosaicml-streaming package, or without a source tokenizer where
+    rows are token ids, or if a row has neither text nor ids.
+    """
+
+    def __init__(self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None) -> None:
+        self.text_field, self.tokenizer, self.source_tokenizer = text_field, tokenizer, source_tokenizer
+        self.rows = _open(str(Path(source).expanduser()))
+        columns = set(self.rows.shards[0].column_names)
+        if text_field not in columns and "input_ids" not in columns:
+            raise ValueError(f"{source} has neither the column {text_field} (--text-field) nor input_ids; write one of: "
+                             f"{', '.join(sorted(columns))}")
+        if text_field not in columns and source_tokenizer is None:
+            raise ValueError(f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that made them "
+                             "(Llama-3's for ProLong)")
+        if text_field in columns and source_tokenizer is not None:
+            raise ValueError(f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; "
+                             "leave it out")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def documents(self, row: int) -> Iterator[NDArray[np.int32]]:
+        """Tokens of each document of a row, int32 [length], without the end-of-document token."""
+        columns = self.rows[row]
+        if self.text_field in columns:
+            yield self.tokenizer.encode(columns[self.text_field])
+            return
+        ids = np.asarray(columns["input_ids"]).astype(np.int32).ravel()
+        for start, stop in np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2).tolist():
+            yield self._convert(ids[start:stop])
+
+    def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        source = self.source_tokenizer
+        if source.digest != self.tokenizer.digest:
+            return self.tokenizer.encode(source.decode(ids))
+        # The shard writer closes every document itself.
+        return ids[:-1] if len(ids) and ids[-1] == source.end_of_document else ids
+
+
+def unpack(source: str) -> None:
+    """Decompress all shards beside their compressed files; once, before several processes read them.
+
+    Raises ValueError without the mosaicml-streaming package.
+    """
+    streaming = _library()
+    if all(path.with_suffix("").is_file() for path in Path(source).expanduser().glob("*.mds.*")):
+        return
+    dataset = streaming.StreamingDataset(local=str(Path(source).expanduser()), batch_size=1)
+    for shard in range(len(dataset.shards)):
+        dataset.prepare_shard(shard)
+
+
+def _open(folder: str) -> Any:
+    return _library().LocalDataset(folder)
+
+
+def _library() -> Any:
+    try:
+        import streaming
+    except ImportError as error:
+        raise ValueError("MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
+                         f'({error}); pip install "titan-sparse[mds]", in an environment of its own') from error
+    return streaming

@@ -1,0 +1,73 @@
+"""Text to hide things in, as tokens; and the words that keys are made of."""
+
+import random
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_sparse.data.documents import Documents
+from titan_sparse.data.tokenizer import Tokenizer
+
+_ADJECTIVES = ("amber", "brave", "calm", "dusty", "early", "fancy", "gentle", "hollow", "icy", "jolly", "kind", "lazy",
+               "misty", "noble", "olive", "proud", "quiet", "rusty", "silent", "tidy", "urban", "vivid", "windy", "young")
+_NOUNS = ("anchor", "barrel", "candle", "desert", "engine", "forest", "garden", "harbor", "island", "jacket", "kettle",
+          "ladder", "market", "needle", "orchard", "pillow", "quarry", "river", "saddle", "temple", "umbrella", "valley",
+          "window", "yard")
+_EMPTY = "the text to hide needles in is empty; write another data.source"
+
+
+class Haystack:
+    """The documents one after the other, from the beginning again after the last; read as far as asked for."""
+
+    def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
+        self.documents, self.tokenizer = documents, tokenizer
+        self._tokens, self._documents_read = np.empty(0, dtype=np.int64), 0
+        self._sentences: list[str] = []
+        self._documents_split = 0
+
+    def tokens(self, start: int, count: int) -> NDArray[np.int64]:
+        """int64 [count], from token `start` on, a line break between documents. Raises ValueError if no document holds text."""
+        if len(self._tokens) < start + count:
+            self._read(start + count)
+        return self._tokens[start : start + count]
+
+    def sentences(self, count: int) -> list[str]:
+        """`count` sentences or lines from the first document on. Raises ValueError if no document holds any text."""
+        while len(self._sentences) < count:
+            if self._documents_split >= len(self.documents) and not self._sentences:
+                raise ValueError(_EMPTY)
+            text = self.tokenizer.decode(self._document(self._documents_split))
+            self._sentences += [piece.strip() for piece in re.split(r"(?<=[.!?])\s+|\n+", text) if piece.strip()]
+            self._documents_split += 1
+        return self._sentences[:count]
+
+    def _read(self, count: int) -> None:
+        line_break = self.tokenizer.encode("\n")
+        parts, length = [self._tokens], len(self._tokens)
+        while length < count:
+            if self._documents_read >= len(self.documents) and length == 0:
+                raise ValueError(_EMPTY)
+            ids = self._document(self._documents_read)
+            self._documents_read += 1
+            if len(ids):
+                parts += [ids, line_break]
+                length += len(ids) + len(line_break)
+        self._tokens = np.concatenate(parts).astype(np.int64)
+
+    def _document(self, place: int) -> NDArray[np.integer]:
+        """Tokens at a place of the endless row of documents, without the end-of-document token."""
+        index = place % len(self.documents)
+        ids = self.documents.tokens(index)[:-1]
+        self.documents.forget(index)
+        return ids
+
+
+def key(draw: random.Random) -> str:
+    """A key of two words, such as "misty-harbor"."""
+    return f"{draw.choice(_ADJECTIVES)}-{draw.choice(_NOUNS)}"
+
+
+def number(draw: random.Random) -> str:
+    """A number of seven digits."""
+    return str(draw.randint(1_000_000, 9_999_999))

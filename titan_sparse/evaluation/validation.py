@@ -1,0 +1,121 @@
+"""[validation]: position loss and needles while training, without a trace in the training itself."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titan_sparse.config import needle_lengths
+from titan_sparse.config.mixture import single_source
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.shards import is_prepared
+from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.evaluation import needle, pictures, position
+from titan_sparse.evaluation.answers import Sample, score_samples
+from titan_sparse.evaluation.haystack import Haystack
+from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.metrics import json_ready
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from titan_sparse.config import Config, Data
+
+logger = logging.getLogger("titan_sparse")
+
+
+class Validation:
+    """The sequences of the [validation] section, read once, and the runs over them. Made before any process group.
+
+    Raises ValueError, one line, for a source that cannot be read, lengths that hold no needle, or missing matplotlib.
+    """
+
+    def __init__(self, config: "Config", tokenizer: Tokenizer) -> None:
+        self.section, self.length, self.output_dir = config.validation, config.training.seq_len, config.training.output_dir
+        self.steps = config.training.steps
+        self.sequences: list[Sequence] = []
+        self.needles: list[Sample] = []
+        if not self.section.enable:
+            return
+        if self.section.needle_lengths and config.metrics.tensorboard and not pictures.has_matplotlib():
+            raise ValueError('validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
+                             "metrics.tensorboard = false")
+        try:
+            self._read(config, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"[validation]: {error}") from error
+
+    def _read(self, config: "Config", tokenizer: Tokenizer) -> None:
+        data, section = _data(config), self.section
+        documents = open_documents(data, tokenizer)
+        self.sequences = position.first_windows(documents, data.min_document_length, self.length, self.length, section.windows)
+        self.needles = needle.needle_samples(Haystack(documents, tokenizer), needle_lengths(section),
+                                             needle.depths(section.needle_depths), section.needle_samples, config.training.seed)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to measure after `step`: every validation.every steps, and after the last of all."""
+        return self.section.enable and (step % self.section.every == 0 or step == self.steps)
+
+    def run(self, scorer: Scorer, step: int, board: "SummaryWriter | None", writes: bool) -> dict[str, Any]:
+        """Measure; the rank that `writes` appends to <output_dir>/validation.jsonl and to TensorBoard. Collective."""
+        with _random_states_kept(scorer.device):
+            found = position.position_loss(scorer, self.sequences, self.length, self.section.position_buckets)
+            record: dict[str, Any] = {"step": step, **found}
+            if self.needles:
+                records = score_samples(scorer, self.needles, generate=False)
+                record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
+        if writes:
+            with open(os.path.join(self.output_dir, "validation.jsonl"), "a", encoding="utf-8") as file:
+                file.write(json.dumps(json_ready(record)) + "\n")
+            if board is not None:
+                _write_board(board, record)
+            logger.info(_line(record))
+        return record
+
+
+def _data(config: "Config") -> "Data":
+    """The [data] section that says how to read validation.source."""
+    data, section = config.data, config.validation
+    source = single_source(section.source or data.source, "validation.source")
+    if section.source in ("", data.source):
+        return dataclasses.replace(data, source=source, split=section.split or data.split, sequences="packed")
+    # What chooses within data.source chooses nothing in another source.
+    return dataclasses.replace(
+        data, source=source, split=section.split or "train", subset="", sequences="packed",
+        text_field="text" if is_prepared(source) else data.text_field,
+        join_packages=data.join_packages and source == "python")
+
+
+@contextlib.contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    """Nothing here draws from torch's generators on purpose; a kernel or a library might."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def _write_board(board: "SummaryWriter", record: dict[str, Any]) -> None:
+    step = record["step"]
+    for name in ("loss", "perplexity"):
+        board.add_scalar(f"validation/{name}", record[name], step)
+    for part in record["buckets"]:
+        if part["loss"] is not None:
+            board.add_scalar(f"validation_loss_by_position/{part['start']}", part["loss"], step)
+    if "needle" in record:
+        for name in ("score", "exact", "correct", "loss"):
+            board.add_scalar(f"validation_needle/{name}", record["needle"][name], step)
+        for value in ("score", "correct"):
+            board.add_figure(f"validation_needle/{value}_by_depth", pictures.needle_figure(record["needle"]["cells"], value), step)
+
+
+def _line(record: dict[str, Any]) -> str:
+    parts = [f"validation after step {record['step']}: loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}"]
+    known = [part for part in record["buckets"] if part["loss"] is not None]
+    parts.append(f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: " + " ".join(f"{part['loss']:.3f}" for part in known))
+    if "needle" in record:
+        parts.append(f"needles found {100 * record['needle']['score']:.0f} %")
+    return ", ".join(parts)
