@@ -31,6 +31,14 @@ def _append(table, count, flags, numbers, capacity):
 
 
 @triton.jit
+def _fill(table, count, capacity, CHUNK: tl.constexpr):
+    """Zeros behind the `count` entries of the table."""
+    for start in range(0, capacity, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        tl.store(table + place, tl.zeros_like(place), mask=(place >= count) & (place < capacity))
+
+
+@triton.jit
 def _lists_kernel(
     slashes, spans, reach, q_blocks, k_blocks, full_count, full, partial_count, partial,
     heads, entries, nq, nk, capacity, size, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
@@ -65,6 +73,8 @@ def _lists_kernel(
         whole = (tl.load(r + 2, mask=valid, other=0) <= begin) & (tl.load(r + 3, mask=valid, other=0) >= begin + size)
         n_full = _append(full, n_full, seen & whole, o_other, capacity)
         n_partial = _append(partial, n_partial, seen & (whole == 0), o_other, capacity)
+    _fill(full, n_full, capacity, CHUNK)
+    _fill(partial, n_partial, capacity, CHUNK)
     tl.store(full_count + i_bh * rows + i_row, tl.minimum(n_full, capacity))
     tl.store(partial_count + i_bh * rows + i_row, tl.minimum(n_partial, capacity))
 
@@ -81,14 +91,19 @@ def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor,
     batch, heads, entries = slashes.shape
     nq, nk = len(q_blocks), len(k_blocks)
     n = nk if by_key else nq
-    new = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=slashes.device)
-    counts, tables = ([new(batch, heads, n, *width) for _ in range(2)] for width in ((), (capacity,)))
+    counts, tables = _new_lists(batch, heads, n, capacity, slashes.device)
     chunk = min(_CHUNK, triton.next_power_of_2(nq if by_key else nk))
     _lists_kernel[(n, batch * heads)](
         slashes.view(torch.uint8), spans, reach, q_blocks, k_blocks, counts[0], tables[0], counts[1], tables[1],
         heads, entries, nq, nk, capacity, size, BY_KEY=by_key, CHUNK=chunk, num_warps=4,
     )
     return counts[0], tables[0], counts[1], tables[1]
+
+
+def _new_lists(batch: int, heads: int, n: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for counts int32 [2, B, H, n] and lists int32 [2, B, H, n, capacity], of full and of partial tiles."""
+    return (torch.empty(2, batch, heads, n, dtype=torch.int32, device=device),
+            torch.empty(2, batch, heads, n, capacity, dtype=torch.int32, device=device))
 
 
 @triton.jit
@@ -130,3 +145,50 @@ def covered_columns(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Ten
         slashes.shape[-1], len(q_blocks), count, size, 2 * covered.shape[-1], SIZE=size, num_warps=1,
     )
     return covered, kind
+
+
+@triton.jit
+def _kinds_kernel(kind, full_count, full, partial_count, partial, rows, others, row_stride, stride, CHUNK: tl.constexpr):
+    i_row, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind += i_bh * rows * others + i_row * row_stride
+    full += (i_bh * rows + i_row) * others
+    partial += (i_bh * rows + i_row) * others
+    n_full, n_partial = 0, 0
+    for start in range(0, others, CHUNK):
+        o_other = start + tl.arange(0, CHUNK)
+        b_kind = tl.load(kind + o_other * stride, mask=o_other < others, other=0)
+        n_full = _append(full, n_full, b_kind == 2, o_other, others)
+        n_partial = _append(partial, n_partial, b_kind == 1, o_other, others)
+    _fill(full, n_full, others, CHUNK)
+    _fill(partial, n_partial, others, CHUNK)
+    tl.store(full_count + i_bh * rows + i_row, n_full)
+    tl.store(partial_count + i_bh * rows + i_row, n_partial)
+
+
+def kind_lists(kind: Tensor, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """full_count, full, partial_count, partial: int32 [B, H, n], [B, H, n, m] of the kinds of covered_columns(): for each
+    query block the tiles of columns, or (by_key) for each tile of columns the query blocks; ascending, filled up with 0.
+
+    kind: int8 [B, H, nq, tiles], contiguous.
+    """
+    batch, heads, nq, tiles = kind.shape
+    rows, others, row_stride, stride = (tiles, nq, 1, tiles) if by_key else (nq, tiles, tiles, 1)
+    counts, tables = _new_lists(batch, heads, rows, others, kind.device)
+    _kinds_kernel[(rows, batch * heads)](
+        kind, counts[0], tables[0], counts[1], tables[1], rows, others, row_stride, stride,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(others)), num_warps=1,
+    )
+    return counts[0], tables[0], counts[1], tables[1]
+
+
+def kind_lists_naive(kind: Tensor, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The twin of kind_lists()."""
+    kind = kind.mT if by_key else kind
+    return *_ascending(kind == 2), *_ascending(kind == 1)
+
+
+def _ascending(listed: Tensor) -> tuple[Tensor, Tensor]:
+    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    count = listed.sum(-1, dtype=torch.int32)
+    inside = torch.arange(listed.shape[-1], device=listed.device) < count[..., None]
+    return count, torch.where(inside, order, 0).int()

@@ -1,21 +1,28 @@
 """Adding the gradients of gathered columns to the keys and values that they came from, in place and in a fixed order."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-def add_columns_naive(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, block_size: int) -> None:
+def add_columns_naive(totals: Sequence[Tensor], parts: Sequence[Tensor], columns: Tensor, blocks: Tensor,
+                      block_size: int) -> None:
     """The twin of add_columns(), for any floating dtype."""
-    batch, heads = columns.shape[:2]
-    kv_heads, length, dim = total.shape[1:]
     place = torch.full((int(blocks.max()) + 1,), -1, dtype=torch.long, device=columns.device)
     place[blocks.long()] = torch.arange(len(blocks), device=columns.device)
     block = columns.long() // block_size
     place = torch.where(block < len(place), place[block.clamp(max=len(place) - 1)], -1)
     # Columns of other ranks, and padding, go to one row more, which is dropped.
-    local = torch.where(place < 0, length, place * block_size + columns % block_size)
+    local = torch.where(place < 0, len(blocks) * block_size, place * block_size + columns % block_size)
+    for total, part in zip(totals, parts):
+        _add_naive(total, part, local)
+
+
+def _add_naive(total: Tensor, parts: Tensor, local: Tensor) -> None:
+    batch, kv_heads, length, dim = total.shape
     local = local.view(batch, kv_heads, -1, 1).expand(-1, -1, -1, dim)
     padded = torch.nn.functional.pad(total, (0, 0, 0, 1)).to(torch.promote_types(total.dtype, parts.dtype))
     padded.scatter_add_(2, local, parts.reshape(batch, kv_heads, -1, dim).to(padded.dtype))
@@ -53,21 +60,23 @@ def _add_kernel(
         tl.store(at, b_total.to(total.dtype.element_ty), mask=inside)
 
 
-def add_columns(total: Tensor, parts: Tensor, columns: Tensor, blocks: Tensor, block_size: int) -> None:
-    """Add each column's row of `parts` to the row of `total` that is its key; in place, the same to the bit every time.
+def add_columns(totals: Sequence[Tensor], parts: Sequence[Tensor], columns: Tensor, blocks: Tensor, block_size: int) -> None:
+    """Add each column's row of each of `parts` (dk and dv) to the row of its total that is the column's key; in place, the
+    same to the bit every time.
 
-    total: [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; a rank's keys. parts: [B, Hq, C, D], Hq
+    totals: [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; of a rank's keys. parts: [B, Hq, C, D], Hq
     a multiple of Hkv, contiguous. columns: int32 [B, Hq, C], global positions, ascending. blocks: int32 [n], the
-    global blocks of `total`, which holds only some of the columns. block_size: a multiple of 16.
+    global blocks of the totals, which hold only some of the columns. block_size: a multiple of 16.
     """
     batch, heads, count = columns.shape
-    kv_heads, dim = total.shape[1], total.shape[3]
+    kv_heads, dim = totals[0].shape[1], totals[0].shape[3]
     columns = columns.contiguous()
     offsets = torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)
     starts = (blocks[:, None] * block_size + offsets).flatten()
     wanted = starts.expand(batch, heads, -1).contiguous()
     begin, end = (torch.searchsorted(columns, wanted + rows, out_int32=True) for rows in (0, _ROWS))
-    _add_kernel[len(starts), kv_heads, batch](
-        total, parts.contiguous(), columns, begin, end, starts, heads, heads // kv_heads, count, len(starts),
-        ROWS=_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=2,
-    )  # fmt: skip
+    for total, part in zip(totals, parts):
+        _add_kernel[len(starts), kv_heads, batch](
+            total, part.contiguous(), columns, begin, end, starts, heads, heads // kv_heads, count, len(starts),
+            ROWS=_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), num_warps=2,
+        )  # fmt: skip

@@ -184,9 +184,10 @@ def test_columns_go_home(heads, dim, size, dtype):
         if block in blocks.tolist():
             want[b, h // (heads[0] // heads[1]), blocks.tolist().index(block) * size + row] += parts[b, h, c].double()
     for add in (add_columns, add_columns_naive):
-        got = total.clone()
-        add(got, parts, columns, blocks.to(DEVICE), size)
+        got, other = total.clone(), total.clone()
+        add([got, other], [parts, -parts], columns, blocks.to(DEVICE), size)
         assert got.dtype == dtype and _relative(got, want) < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert _relative(other, 2 * total.double() - want) < (1e-6 if dtype == torch.float32 else 1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash, probe
 from titan_sparse.kernels.bits import pack, unpack
-from titan_sparse.kernels import merge
+from titan_sparse.kernels import block_tables, merge
 from titan_sparse.kernels import probe as probe_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,6 +54,16 @@ def test_lists(mask, pattern, layout):
         _same_lists(got.by_key, want.by_key)
         real = (index.columns < SEQ_LEN)[:, :, None]
         assert torch.equal(*(unpack(x.covered, index.columns.shape[-1]) & real for x in (got, want)))
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 7, 5), (1, 2, 140, 3), (1, 2, 3, 150)])
+def test_lists_of_kinds(shape, by_key):
+    kind = torch.randint(3, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(shape[2])).to(DEVICE)
+    kind[..., -1] = 0
+    kind[:, -1] = 2
+    for got, want in zip(block_tables.kind_lists(kind, by_key), block_tables.kind_lists_naive(kind, by_key), strict=True):
+        assert got.dtype == torch.int32 and got.is_contiguous() and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 7, 24), (2, 3, 65, 64)])

@@ -4,11 +4,14 @@ Both exchanges run beside the blocks' work: a ring wants keys and values after t
 leave before the last step of the backward. In between columns are dealt out over the steps, block by block.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.context_parallel import Pending
+from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.tiles import Tiles
 from titan_sparse.kernels import columns as kernel
@@ -18,7 +21,9 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     """Start to bring keys and values of all columns, [2, B, Hq, C, D], to every rank, in one exchange of fixed size."""
     if run.column_kv is not None:
         return Pending(run.column_kv)
-    local = run.cp.local_position(run.index.columns.clamp(max=run.seq_len), run.seq_len)
+    lookup = once_per_mask(run.rows, ("local position", run.cp.key),
+                           lambda: run.cp.local_lookup(run.seq_len, run.rows.start.device))
+    local = lookup[run.index.columns.clamp(max=run.seq_len)]
     group = run.index.heads // k.shape[1]
     if run.index.columns.shape[-1] == 0:
         return Pending(k.new_empty(2, *local.shape, k.shape[-1]))
@@ -61,11 +66,8 @@ def reduce_columns(run: Run, d_columns: Tensor) -> Pending:
     return run.cp.start_all_reduce(d_columns)
 
 
-def add_columns(run: Run, d_kv: list[Tensor], d_columns: Tensor) -> None:
-    """Add dk and dv of the columns to [dk, dv] [B, Hkv, S_local, D] where the columns came from, in place."""
-    for total, parts in zip(d_kv, d_columns):
-        arguments = (total, parts, run.index.columns, run.blocks().int(), run.index.block_size)
-        if total.is_cuda and total.dtype != torch.float64:
-            kernel.add_columns(*arguments)
-        else:
-            kernel.add_columns_naive(*arguments)
+def add_columns(run: Run, d_kv: Sequence[Tensor], d_columns: Tensor) -> None:
+    """Add dk and dv of the columns to dk and dv [B, Hkv, S_local, D] where the columns came from, in place."""
+    on_kernels = d_kv[0].is_cuda and d_kv[0].dtype != torch.float64
+    add = kernel.add_columns if on_kernels else kernel.add_columns_naive
+    add(d_kv, d_columns, run.index.columns, run.blocks().int(), run.index.block_size)

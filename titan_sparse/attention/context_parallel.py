@@ -81,12 +81,16 @@ class ContextParallel:
         """int64 [n]: the global blocks of `rank`, or of this rank, in local order."""
         return self.block_table(seq_len, device)[self.rank if rank is None else rank]
 
+    def local_lookup(self, seq_len: int, device: torch.device) -> Tensor:
+        """int64 [seq_len + 1]: where this rank holds each token, -1 if it does not; the last entry, for no token, is -1."""
+        here = layouts.token_positions(self.blocks(seq_len, device=device), self.block_size)
+        lookup = torch.full((seq_len + 1,), -1, device=device)
+        lookup[here] = torch.arange(len(here), device=device)
+        return lookup
+
     def local_position(self, positions: Tensor, seq_len: int) -> Tensor:
         """int64, shape of `positions` (global; seq_len allowed): where this rank holds the token, -1 if it does not."""
-        here = layouts.token_positions(self.blocks(seq_len, device=positions.device), self.block_size)
-        lookup = torch.full((seq_len + 1,), -1, device=positions.device)
-        lookup[here] = torch.arange(len(here), device=positions.device)
-        return lookup[positions.long()]
+        return self.local_lookup(seq_len, positions.device)[positions.long()]
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`."""

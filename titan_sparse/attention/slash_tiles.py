@@ -52,17 +52,7 @@ def column_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) ->
     """As tiles.column_tiles()."""
     size, columns = index.block_size, index.columns
     covered, kind = block_tables.covered_columns(index.slashes, side.spans, side.reach, side.blocks, columns, size)
-    by_key = _lists(kind.mT) if transpose else None
-    return Tiles(_lists(kind), by_key, side.start, side.stop, columns, covered, size)
-
-
-def _lists(kind: Tensor) -> BlockLists:
-    """Lists as wide as the table from int8 [B, H, n, m]: 2 full, 1 partial. Columns make few tiles, so m or n is small."""
-    return BlockLists(*_ascending(kind == 2), *_ascending(kind == 1))
-
-
-def _ascending(listed: Tensor) -> tuple[Tensor, Tensor]:
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    count = listed.sum(-1, dtype=torch.int32)
-    inside = torch.arange(listed.shape[-1], device=listed.device) < count[..., None]
-    return count, torch.where(inside, order, 0).int().contiguous()
+    # As wide as the table: columns make few tiles, so one of its sides is short.
+    by_query, by_key = (BlockLists(*block_tables.kind_lists(kind, by_key)) if by_key <= transpose else None
+                        for by_key in (False, True))
+    return Tiles(by_query, by_key, side.start, side.stop, columns, covered, size)
