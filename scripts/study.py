@@ -1,0 +1,240 @@
+"""What does sparse training cost in quality? MTraining's Figure 6a and Table 1 in small, in one command (docs/study.md).
+
+From the project's root, on one GPU:
+
+  python -m scripts.study --out outputs/study            about an hour; --short: about 20 minutes; --toy: a minute on a CPU
+  python -m scripts.study --out outputs/study --list     the parts, and the FLOPs of each
+  python -m scripts.study --out outputs/study --part 3   one part; with --minutes 9 as much as fits into nine minutes
+
+A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then extended to 64K with YaRN by each
+method: same weights, data and order. What is there already is not done again; a run that was stopped goes on. OUT/report has
+the results. Status 0: all parts that were asked for are done; 3: the time is over, the same command goes on.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import logging
+import math
+import sys
+import threading
+import time
+from pathlib import Path
+
+from scripts.study_report import report
+from scripts.study_runs import PRETRAIN, SIZES, Size, configuration, cost, is_done, methods
+from titan_sparse.config import save
+from train import set_allocator
+
+MORE_TO_DO = 3
+
+
+class Clock:
+    """The time that a call may take; minutes: infinite for no limit."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+
+class OutOfTime(Exception):
+    """The clock has run out; what was begun is saved."""
+
+
+def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
+    """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime."""
+    if is_done(size, folder, name):
+        return
+    check_time(clock)
+    import torch
+    import torch.distributed as dist
+
+    from titan_sparse.trainer import Trainer
+
+    torch.compiler.reset()  # torch compiles the same code only so many times, and each run is another configuration
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    trainer = Trainer(configuration(size, folder, name))
+    timer = threading.Timer(max(clock.left(), 0), stop, [trainer]) if math.isfinite(clock.left()) else None
+    try:
+        if timer is not None:
+            timer.start()
+        trainer.train()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        dist.destroy_process_group()
+        del trainer
+        gc.collect()
+    if not is_done(size, folder, name):
+        raise OutOfTime
+
+
+def stop(trainer) -> None:
+    """Let the step end, then save, as a signal does."""
+    trainer.stop_signals += 1
+
+
+def check_time(clock: Clock) -> None:
+    """Raises OutOfTime."""
+    if clock.left() <= 0:
+        raise OutOfTime
+
+
+def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) -> None:
+    """A run's weights in the attention of method `mode`, over text that is held out: OUT/evaluation/WEIGHTS--MODE/results.json,
+    as scripts.evaluate has it. Raises OutOfTime."""
+    out = folder / "evaluation" / f"{weights}--{mode}"
+    if (out / "results.json").is_file():
+        return
+    check_time(clock)
+    import torch.distributed as dist
+
+    from scripts import evaluate as evaluation
+    from scripts.study_text import validation_texts
+    from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+
+    save(configuration(size, folder, mode), out)
+    options = {"config": out / "config.toml", "checkpoint": folder / weights, "tasks": f"position,{size.tasks}",
+               "lengths": ",".join(map(str, size.lengths)), "depths": size.depths, "samples": size.samples, "out": out}
+    args, config = evaluation.parse([word for key, value in options.items() for word in (f"--{key}", str(value))])
+    began, texts = time.perf_counter(), validation_texts(folder / "text")
+    scorer = build_scorer(config, find_checkpoint(args.checkpoint))
+    try:
+        rest, samples = args.tasks[1:], args.samples
+        args.tasks, args.samples = ["position"], size.windows
+        results = evaluation.evaluate(args, scorer, texts, size.context)
+        args.tasks, args.samples = rest, samples
+        results |= evaluation.evaluate(args, scorer, texts, size.context)
+    finally:
+        dist.destroy_process_group()
+    about = {"weights": weights, "mode": mode, "windows": size.windows, **options, "seconds": time.perf_counter() - began}
+    (out / "results.json").write_text(json.dumps({"about": about, **results}, indent=1, default=str) + "\n", encoding="utf-8")
+    print(f"{weights}, inference {mode}:\n{evaluation.summary(results)}", flush=True)
+
+
+def evaluations(size: Size) -> dict[str, list[str]]:
+    """The attention to evaluate with, by the weights that are: dense and as trained, and minference's fixed budgets as in
+    MTraining's Table 1. What the extensions start from is evaluated densely."""
+    found = {PRETRAIN: ["dense"]} | {name: list(dict.fromkeys(["dense", name])) for name in methods(size)}
+    for name in ("dense", "vertical_slash_95"):
+        found[name].append("minference")
+    return found
+
+
+def parts(size: Size) -> list[str]:
+    """Their names in order."""
+    return ["text", PRETRAIN, *methods(size)]
+
+
+def do_part(size: Size, folder: Path, name: str, clock: Clock) -> None:
+    """What is missing of a part. Raises OutOfTime; ValueError for parts that have to be done before."""
+    if name == "text":
+        from scripts.study_text import prepare_text
+
+        prepare_text(folder / "text", size.model["vocab_size"], size.context, size.most_characters)
+        return
+    if not (folder / "text/text.json").is_file():
+        raise ValueError(f"{name} needs part 0 in {folder}; leave --part out, or write --part 0 first")
+    if name != PRETRAIN and not is_done(size, folder, PRETRAIN):
+        raise ValueError(f"{name} needs part 1 in {folder}; leave --part out, or write --part 1 first")
+    train(size, folder, name, clock)
+    for mode in evaluations(size)[name]:
+        evaluate(size, folder, name, mode, clock)
+
+
+@contextlib.contextmanager
+def noted(folder: Path, name: str):
+    """Add the seconds that a part took to OUT/seconds.json, those of earlier calls too."""
+    began, path = time.perf_counter(), folder / "seconds.json"
+    try:
+        yield
+    finally:
+        seconds = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+        path.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+        print(f"part {name}: {seconds[name] / 60:.1f} minutes so far", flush=True)
+
+
+def listing(size: Size) -> str:
+    """Each part with what it costs at most: attention as if it were dense."""
+    lines = [f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP dense attention':>22}"]
+    for number, name in enumerate(parts(size)):
+        spent = None if name == "text" else cost(size, name)
+        numbers = "" if spent is None else (f"{spent.tokens:>12,} {spent.linear / 1e15:>13,.3f} {spent.attention / 1e15:>22,.3f}")
+        lines.append(f"{number:>4} {name:<26} {numbers}".rstrip())
+    return "\n".join(lines)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options; exits with status 2 on a mistake."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--short", dest="size", action="store_const", const="short", help="about 20 minutes on an H200")
+    sizes.add_argument("--toy", dest="size", action="store_const", const="toy", help="a minute on a CPU; says nothing")
+    parser.add_argument("--part", type=int, help="do this part only; --list names them")
+    parser.add_argument("--methods", default="", help="of the extensions only these, with commas between")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: a step is ended and saved, an "
+                        "evaluation that has begun is finished")
+    parser.add_argument("--list", action="store_true", help="print the parts and stop")
+    parser.set_defaults(size="full")
+    args = parser.parse_args(words)
+    names = parts(SIZES[args.size])
+    if args.part is not None and not 0 <= args.part < len(names):
+        parser.error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
+    args.methods = [name.strip() for name in args.methods.split(",")] if args.methods else names[2:]
+    for name in args.methods:
+        if name not in names[2:]:
+            parser.error(f"--methods {name} is unknown; write some of {','.join(names[2:])}")
+    args.parts = [name for name in (names if args.part is None else [names[args.part]]) if name not in names[2:] or name in args.methods]
+    if not args.parts:
+        parser.error(f"--part {args.part} is {names[args.part]}, which --methods leaves out; write one of them only")
+    return args
+
+
+def claim(size: Size, folder: Path) -> None:
+    """Say in OUT/study.json what it holds. Raises ValueError if that is a study of another size, or something else."""
+    path = folder / "study.json"
+    if folder.is_dir() and any(folder.iterdir()) and not path.is_file():
+        raise ValueError(f"--out {folder} holds something else; write a new or empty folder")
+    found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else size.name
+    if found != size.name:
+        raise ValueError(f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"size": size.name}) + "\n", encoding="utf-8")
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
+    size, folder, clock = SIZES[args.size], Path(args.out), Clock(args.minutes)
+    if args.list:
+        print(listing(size))
+        return 0
+    # As train.py: told before torch is loaded, and what a run logs goes to the terminal.
+    set_allocator()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("titan_sparse").setLevel(logging.INFO)
+    status = 0
+    try:
+        claim(size, folder)
+        for name in args.parts:
+            with noted(folder, name):
+                do_part(size, folder, name, clock)
+    except OutOfTime:
+        print("the time is over; the same command goes on", flush=True)
+        status = MORE_TO_DO
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report(size, folder)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

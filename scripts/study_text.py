@@ -1,0 +1,150 @@
+"""The study's part 0: the Python files installed here as long documents, a tokenizer trained on them, and their tokens.
+
+Text that any machine has without a network: real, with references over long distances (scripts/study.py says what it is for).
+"""
+
+import hashlib
+import json
+import os
+import random
+import site
+import sysconfig
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.repositories import open_folder
+from titan_sparse.data.sources import NOT_STDLIB
+
+DONE = "text.json"
+"""Written last: a folder that has it is whole."""
+_HELD_OUT = 0.03
+"""Share of the text that is not trained on."""
+_CHARACTERS_PER_TOKEN = 4
+_TOKENIZER_CHARACTERS = 40_000_000
+"""Text that the tokenizer is trained on."""
+
+
+def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: int) -> dict[str, Any]:
+    """Write folder/train and folder/validation (a folder for each document), folder/tokenizer.json and folder/tokens (what
+    data.source reads: of train alone). Returns what folder/text.json says of them; where that is there, nothing is done.
+
+    A document is files of one package: about four times `context` tokens, and 1.5 times for validation, so that its windows are
+    from many. Held out are whole packages. most_characters: of a
+    package; 0: all. Raises ValueError if there are too few packages to hold one out.
+    """
+    if (folder / DONE).is_file():
+        return json.loads((folder / DONE).read_text(encoding="utf-8"))
+    packages = installed_packages(most_characters)
+    held_out = choose_held_out(packages, context)
+    about: dict[str, Any] = {"held_out": sorted(held_out), "packages": len(packages)}
+    for name, chosen, contexts in (("train", packages.keys() - held_out, 4), ("validation", held_out, 1.5)):
+        texts = {key: packages[key] for key in sorted(chosen)}
+        about[name] = _write(folder / name, texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
+        print(f"{name}: {about[name]['documents']:,} documents, {about[name]['characters']:,} characters", flush=True)
+    if not (folder / "tokenizer.json").is_file():
+        train_tokenizer(_sample(packages), vocab_size, folder / "tokenizer.json")
+    recipe = Recipe(source=str(folder / "train"), tokenizer=str(folder / "tokenizer.json"), document="folder")
+    processes = 1 if most_characters else os.cpu_count() or 1
+    about["tokens"] = prepare(recipe, str(folder / "tokens"), processes, lambda done, shards: None)["tokens"]
+    print(f"{about['tokens']:,} tokens to train on", flush=True)
+    (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return about
+
+
+def validation_texts(folder: Path) -> list[str]:
+    """The documents that are held out, in an order that mixes packages and is always the same."""
+    texts = list(open_folder(str(folder / "validation"), whole=False))
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
+    """Texts of the Python files installed on this machine by top-level package, each headed by its name, in the order of
+    their names, up to `most_characters` of each, 0: all. Exact copies of a file come once."""
+    packages, characters, seen = defaultdict(list), Counter(), set()
+    for name, path in sorted(_python_files()):
+        package = name.partition("/")[0] if "/" in name else "modules"
+        if 0 < most_characters < characters[package] + path.stat().st_size:
+            continue
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).digest()
+        if digest in seen or not content.strip():
+            continue
+        seen.add(digest)
+        text = content.decode("utf-8", errors="replace").replace("\0", "")
+        packages[package].append(f"# {name}\n{text}\n")
+        characters[package] += len(text)
+    return dict(packages)
+
+
+def _python_files() -> Iterator[tuple[str, Path]]:
+    roots = {Path(path).resolve() for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"],
+                                               sysconfig.get_paths()["platlib"], *site.getsitepackages())}
+    for root in sorted(roots):
+        for path in root.rglob("*.py"):
+            relative = path.relative_to(root)
+            if NOT_STDLIB.isdisjoint(relative.parts) and path.is_file():
+                yield relative.as_posix(), path
+
+
+def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
+    """Packages of at least two contexts and at most a tenth of all text, in an order by hash of their names, until they hold
+    3 % of it. Raises ValueError if there is none."""
+    sizes = {name: sum(map(len, texts)) for name, texts in packages.items()}
+    total, reached, chosen = sum(sizes.values()), 0, set()
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
+        if reached < _HELD_OUT * total and 2 * _CHARACTERS_PER_TOKEN * context <= sizes[name] <= total / 10:
+            chosen.add(name)
+            reached += sizes[name]
+    if not chosen:
+        raise ValueError(f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and at most a "
+                         "tenth of all text, so that none can be held out; install more packages")
+    return chosen
+
+
+def _write(folder: Path, packages: dict[str, list[str]], least: int) -> dict[str, int]:
+    """A folder for each document of at least that many characters, with one file; returns how many and how long they are."""
+    count = characters = 0
+    for name, texts in packages.items():
+        for number, text in enumerate(documents(texts, least)):
+            path = folder / f"{name}-{number:04}" / "source.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            count, characters = count + 1, characters + len(text)
+    return {"documents": count, "characters": characters}
+
+
+def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts one after the other, joined until they reach `characters`; the last one may be shorter."""
+    joined: list[str] = []
+    for text in texts:
+        joined.append(text)
+        if sum(map(len, joined)) >= characters:
+            yield "".join(joined)
+            joined = []
+    if joined:
+        yield "".join(joined)
+
+
+def _sample(packages: dict[str, list[str]]) -> Iterator[str]:
+    """Every n-th file, so that all packages have their share."""
+    texts = [text for name in sorted(packages) for text in packages[name]]
+    return iter(texts[:: max(1, sum(map(len, texts)) // _TOKENIZER_CHARACTERS)])
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """A byte-level BPE of at most vocab_size tokens; each digit is a token, so that no number is rare."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
