@@ -7,19 +7,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.runs import TINY
 from titan_sparse.config import Config
-from titan_sparse.data.sources import Source
+from titan_sparse.data.documents import Documents
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.trainer import Trainer
 
 
-def scorer_of(config: Config) -> tuple[Scorer, Source]:
+def scorer_of(config: Config) -> tuple[Scorer, Documents]:
     """Of a run's model as it starts, and its documents."""
     trainer = Trainer(config)
-    stream = trainer.loader.stream
-    scorer = Scorer(trainer.model, config, trainer.cp, trainer.device, stream.tokenizer, trainer.meshes.dp_rank,
-                    trainer.meshes.dp_size)
-    return scorer, stream.source
+    return trainer.scorer, trainer.loader.mixture.streams[0].documents
 
 
 def plain_logits(model: Decoder, tokens: np.ndarray) -> torch.Tensor:

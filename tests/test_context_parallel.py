@@ -121,6 +121,7 @@ def _check_refusals() -> None:
         attend(*structured_qkv(1, 1, 1, 24, 8), cp=cp)
     with pytest.raises(ValueError, match="multiple of 32"):
         cp.shard(torch.zeros(40), 0)
+    dist.barrier()  # a process that leaves while another still connects a group makes that one fail
 
 
 def test_refusals():

@@ -78,11 +78,11 @@ def test_gradients_are_near_and_training_goes_down(recipe):
         assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
     losses = {}
     for key, model in (("bfloat16", plain), ("float8", float8)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # larger steps make any rounding grow
         for _ in range(15):
             optimizer.zero_grad()
             loss = _loss(model)
             loss.backward()
             optimizer.step()
         losses[key] = loss.item()
-    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.1), losses
+    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.01), losses

@@ -9,6 +9,7 @@ from tests.distributed import run_processes
 from tests.evaluation import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.attention.masks import Causal
+from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all, string_match_part, text_of
 from titan_sparse.evaluation.generation import greedy
@@ -16,7 +17,7 @@ from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
 
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER)
+HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER), TOKENIZER)
 
 
 def test_samples_have_exact_length_and_depth():
@@ -32,7 +33,7 @@ def test_samples_have_exact_length_and_depth():
         after, question = after.split("\nWhat is the special magic number for ")
         assert TOKENIZER.decode(sample.answer) == f" {value}." and question.endswith("text is")
         assert len(before) == round(sample.about["depth"] * len(before + after)) and len(before + after) > 50
-        assert before + after in ("Call me Ishmael. " * 5 + "\n\nIt was the best of times. \n") * 20
+        assert before + after in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
     assert len({sample.references for sample in samples}) == len(samples)  # each with its own number
     again = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
     assert all((a.prompt == b.prompt).all() for a, b in zip(samples, again, strict=True))
@@ -45,7 +46,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="a depth of 50 is no share"):
         needle_samples(HAYSTACK, [400], [50], 1, 0)
     with pytest.raises(ValueError, match="empty"):
-        Haystack(["", ""], TOKENIZER).tokens(0, 10)
+        Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
 
 
 def test_scorers_of_ruler():

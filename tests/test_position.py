@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tests.distributed import run_processes
 from tests.evaluation import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
-from titan_sparse.evaluation.position import documents, position_loss, windows
+from titan_sparse.evaluation.position import first_windows, position_loss, windows
 
 LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 
@@ -34,9 +34,9 @@ def test_bad_windows_are_refused():
 
 def _compare(folder, cp: int) -> None:
     config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
-    scorer, source = scorer_of(config)
+    scorer, documents = scorer_of(config)
     for stride in (LENGTH, 40):
-        found = list(windows(documents(source, scorer.tokenizer, 0), LENGTH, stride))[:WINDOWS]
+        found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
             losses = F.cross_entropy(plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none")
@@ -53,8 +53,8 @@ def _compare(folder, cp: int) -> None:
 
 def _uneven(folder) -> None:
     """Fewer windows than ranks, and a position range that nothing reaches."""
-    scorer, source = scorer_of(tiny_config(folder, "run"))
-    text = next(documents(source, scorer.tokenizer, 0))[:30]
+    scorer, documents = scorer_of(tiny_config(folder, "run"))
+    text = documents.tokens(0)[:30].astype(np.int64)
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
     assert got["buckets"][1] == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}

@@ -95,7 +95,7 @@ ROWS = [Full(), Causal(), Causal(valid=(50,)), SlidingWindow(9), Documents([30, 
         Documents([30, 1, 90]) & SlidingWindow(7)]
 
 
-@pytest.mark.parametrize("mask", ROWS, ids=repr)
+@pytest.mark.parametrize("mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"])
 def test_rows_as_slices_and_intersections(mask):
     rows = mask.rows(SEQ_LEN)
     same = Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0]))

@@ -11,7 +11,7 @@ from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import Config, ConfigError, check
-from titan_sparse.evaluation.position import documents, position_loss, windows
+from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {"training__steps": 4, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
@@ -58,8 +58,8 @@ def _leaves_no_trace(folder: Path) -> None:
 
 def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
-    stream = trainer.loader.stream
-    wanted = position_loss(trainer.scorer, list(windows(documents(stream.source, stream.tokenizer, 0), 300, 300))[:3], 300, 4)
+    documents = trainer.loader.mixture.streams[0].documents
+    wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
     assert lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]} and lines[0]["loss"] != lines[1]["loss"]
     assert len(lines[1]["needle"]["cells"]) == 2 and 0 < lines[1]["needle"]["loss"] < 10
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
