@@ -13,6 +13,7 @@ the results. Status 0: all parts that were asked for are done; 3: the time is ov
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -20,12 +21,19 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from scripts import evaluate as evaluation
 from scripts.study_report import report
 from scripts.study_runs import PRETRAIN, SIZES, Size, configuration, cost, is_done, methods
 from titan_sparse.config import save
 from train import set_allocator
+
+if TYPE_CHECKING:
+    from titan_sparse.data import Tokenizer
+    from titan_sparse.trainer import Trainer
 
 MORE_TO_DO = 3
 
@@ -49,7 +57,7 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
     """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime."""
     if is_done(size, folder, name):
         return
-    check_time(clock)
+    check_time(size, clock)
     import torch
     import torch.distributed as dist
 
@@ -59,30 +67,34 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    trainer = Trainer(configuration(size, folder, name))
-    timer = threading.Timer(max(clock.left(), 0), stop, [trainer]) if math.isfinite(clock.left()) else None
     try:
-        if timer is not None:
-            timer.start()
-        trainer.train()
+        trainer = Trainer(configuration(size, folder, name))
+        with stopped_in_time(trainer, clock):
+            trainer.train()
     finally:
-        if timer is not None:
-            timer.cancel()
-        dist.destroy_process_group()
-        del trainer
-        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    del trainer
+    gc.collect()
     if not is_done(size, folder, name):
         raise OutOfTime
 
 
-def stop(trainer) -> None:
-    """Let the step end, then save, as a signal does."""
-    trainer.stop_signals += 1
+@contextlib.contextmanager
+def stopped_in_time(trainer: "Trainer", clock: Clock) -> Iterator[None]:
+    """When the time is over the run ends its step and saves, as after a signal."""
+    timer = threading.Timer(min(max(clock.left(), 0), threading.TIMEOUT_MAX), setattr, [trainer, "stop_signals", 1])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
-def check_time(clock: Clock) -> None:
-    """Raises OutOfTime."""
-    if clock.left() <= 0:
+def check_time(size: Size, clock: Clock) -> None:
+    """Raises OutOfTime if too little is left to begin anything."""
+    if clock.left() <= size.reserve_seconds:
         raise OutOfTime
 
 
@@ -92,30 +104,45 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
     out = folder / "evaluation" / f"{weights}--{mode}"
     if (out / "results.json").is_file():
         return
-    check_time(clock)
+    check_time(size, clock)
     import torch.distributed as dist
 
-    from scripts import evaluate as evaluation
-    from scripts.study_text import validation_texts
     from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 
     save(configuration(size, folder, mode), out)
-    options = {"config": out / "config.toml", "checkpoint": folder / weights, "tasks": f"position,{size.tasks}",
-               "lengths": ",".join(map(str, size.lengths)), "depths": size.depths, "samples": size.samples, "out": out}
-    args, config = evaluation.parse([word for key, value in options.items() for word in (f"--{key}", str(value))])
-    began, texts = time.perf_counter(), validation_texts(folder / "text")
-    scorer = build_scorer(config, find_checkpoint(args.checkpoint))
+    words = ["--config", str(out / "config.toml"), "--checkpoint", str(folder / weights), "--out", str(out), *held_out(size, folder)]
+    args, config = evaluation.parse(words)
+    work, tokenizer = read_held_out(size.name, folder)
+    began, scorer = time.perf_counter(), build_scorer(config, find_checkpoint(args.checkpoint), tokenizer)
     try:
-        rest, samples = args.tasks[1:], args.samples
-        args.tasks, args.samples = ["position"], size.windows
-        results = evaluation.evaluate(args, scorer, texts, size.context)
-        args.tasks, args.samples = rest, samples
-        results |= evaluation.evaluate(args, scorer, texts, size.context)
+        results = evaluation.evaluate(work, scorer, args.buckets, generate=False)
     finally:
         dist.destroy_process_group()
-    about = {"weights": weights, "mode": mode, "windows": size.windows, **options, "seconds": time.perf_counter() - began}
-    (out / "results.json").write_text(json.dumps({"about": about, **results}, indent=1, default=str) + "\n", encoding="utf-8")
+    about = {"weights": weights, "mode": mode, "options": words, "windows": size.windows, "seconds": time.perf_counter() - began}
+    (out / "results.json").write_text(json.dumps({"about": about, **results}, indent=1) + "\n", encoding="utf-8")
     print(f"{weights}, inference {mode}:\n{evaluation.summary(results)}", flush=True)
+
+
+def held_out(size: Size, folder: Path) -> list[str]:
+    """What is asked, as options of scripts.evaluate: the same of all weights, in any attention."""
+    options = {"tasks": f"position,{size.tasks}", "lengths": ",".join(map(str, size.lengths)), "depths": size.depths,
+               "samples": size.samples, "data.source": folder / "text/validation", "data.min_document_length": size.context}
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+@functools.cache
+def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, "Tokenizer"]:
+    """Windows and prompts, and the tokenizer; once in a call, as prompts of 64K tokens take their time to build. name: the
+    size's."""
+    from titan_sparse.data import load_tokenizer
+
+    size = SIZES[name]
+    config_file, tokenizer = folder / "evaluation/config.toml", load_tokenizer(str(folder / "text"))
+    save(configuration(size, folder, "dense"), config_file.parent)
+    args, config = evaluation.parse(["--config", str(config_file), "--checkpoint", "", *held_out(size, folder)])
+    prompts = evaluation.read(args, config, tokenizer)
+    args.tasks, args.samples = ["position"], size.windows
+    return prompts._replace(windows=evaluation.read(args, config, tokenizer).windows), tokenizer
 
 
 def evaluations(size: Size) -> dict[str, list[str]]:
@@ -149,7 +176,7 @@ def do_part(size: Size, folder: Path, name: str, clock: Clock) -> None:
 
 
 @contextlib.contextmanager
-def noted(folder: Path, name: str):
+def noted(folder: Path, name: str) -> Iterator[None]:
     """Add the seconds that a part took to OUT/seconds.json, those of earlier calls too."""
     began, path = time.perf_counter(), folder / "seconds.json"
     try:
@@ -180,12 +207,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     sizes.add_argument("--toy", dest="size", action="store_const", const="toy", help="a minute on a CPU; says nothing")
     parser.add_argument("--part", type=int, help="do this part only; --list names them")
     parser.add_argument("--methods", default="", help="of the extensions only these, with commas between")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: a step is ended and saved, an "
-                        "evaluation that has begun is finished")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: the step ends and is saved; what "
+                        "would not get far is not begun")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.set_defaults(size="full")
     args = parser.parse_args(words)
-    names = parts(SIZES[args.size])
+    names, least = parts(SIZES[args.size]), SIZES[args.size].reserve_seconds / 60
+    if not args.minutes > 2 * least:
+        parser.error(f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}")
     if args.part is not None and not 0 <= args.part < len(names):
         parser.error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
     args.methods = [name.strip() for name in args.methods.split(",")] if args.methods else names[2:]

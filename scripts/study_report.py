@@ -1,6 +1,7 @@
 """The study's results, of what is done so far: OUT/report/results.json, tables.md, and pictures where matplotlib is installed."""
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def _read_json(path: Path) -> Any:
 
 def run_results(size: Size, folder: Path, name: str) -> dict[str, Any]:
     """Of a finished run: its curves by step, by layer too, and what stands in the table. Shares are of 1."""
-    lines = [line for _, line in sorted(read_metrics(folder / name).items())]
+    lines = [line | {"loss": math.nan if line["loss"] is None else line["loss"]}  # of a run that diverged
+             for _, line in sorted(read_metrics(folder / name).items())]
     intervals = [line["step"] - before for line, before in zip(lines, [0, *(line["step"] for line in lines)])]
     last = lines[-max(1, len(lines) // 10):]
     spent, density = cost(size, name), [line["density"] for line in lines]

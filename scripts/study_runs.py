@@ -19,7 +19,7 @@ PRETRAIN = "pretrain"
 class Size:
     """Of the whole study: lengths in tokens, batches in sequences of `short` tokens. An extension's step is one sequence of
     `context` tokens. common: keys that all runs share. windows: of validation text, for the loss by position. tasks, depths,
-    samples: of scripts.evaluate. most_characters: of the text, from each package; 0: all."""
+    samples: of scripts.evaluate. reserve_seconds: with less time than that nothing is begun (compilation, an evaluation). most_characters: of the text, from each package; 0: all."""
 
     name: str
     model: dict[str, Any]
@@ -42,18 +42,19 @@ class Size:
     windows: int
     depths: int
     samples: int
+    reserve_seconds: float
     most_characters: int = 0
 
 
 FULL = Size(
     # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), a small vocabulary.
     "full", {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
-    short=4096, context=65536, pretrain_steps=800, micro_batch=16, accumulation=4, steps=240, block_size=128, dense_below=4096,
+    short=4096, context=65536, pretrain_steps=700, micro_batch=16, accumulation=4, steps=300, block_size=128, dense_below=4096,
     # MoBA: chunks as large a share of the context as published (4096 of 524288, docs/patterns.md); fixed budgets as published.
     moba_chunk=512, fixed_columns=1000, fixed_slashes=48, compile_pretrain=True, compile_extensions=True,
     common={"training.dtype": "bfloat16", "training.device": "cuda", "training.loss_chunk_tokens": 8192,
             "metrics.recall_every": 20},
-    lengths=(16384, 65536), tasks="needle,vt,fwe,niah_multikey_3", windows=32, depths=5, samples=10,
+    lengths=(16384, 65536), tasks="needle,vt,fwe,niah_multikey_3", windows=32, depths=5, samples=10, reserve_seconds=75,
 )
 SHORT = dataclasses.replace(
     FULL, name="short", pretrain_steps=300, steps=80, compile_extensions=False,
@@ -65,7 +66,7 @@ TOY = Size(
     moba_chunk=32, fixed_columns=32, fixed_slashes=6, compile_pretrain=False, compile_extensions=False,
     common={"training.dtype": "float32", "training.device": "cpu", "training.loss_chunk_tokens": 1024,
             "metrics.recall_every": 2, "metrics.recall_rows": 16},
-    lengths=(1024,), tasks="needle", windows=4, depths=2, samples=1,
+    lengths=(1024,), tasks="needle", windows=4, depths=2, samples=1, reserve_seconds=0,
     most_characters=16_000,
 )
 SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
@@ -95,7 +96,7 @@ def configuration(size: Size, folder: Path, name: str) -> Config:
     """The checked configuration of a run of the study in `folder`: PRETRAIN, or a method's extension, which starts from the
     newest checkpoint of PRETRAIN, if there is one. Raises ConfigError."""
     keys = {f"model.{key}": value for key, value in size.model.items()} | size.common | {
-        "data.source": str(folder / "text/tokens"), "data.tokenizer": str(folder / "text/tokens"), "data.sequences": "fixed",
+        "data.source": str(folder / "text/train"), "data.tokenizer": str(folder / "text"), "data.sequences": "fixed",
         "training.output_dir": str(folder / name), "attention.block_size": size.block_size,
         "activation_checkpoint.mode": "none", "checkpoint.enable": True, "checkpoint.keep_latest_k": 2,
     }

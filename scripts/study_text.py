@@ -6,7 +6,6 @@ Text that any machine has without a network: real, with references over long dis
 import hashlib
 import json
 import os
-import random
 import site
 import sysconfig
 from collections import Counter, defaultdict
@@ -17,7 +16,6 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titan_sparse.data.preparing import Recipe, prepare
-from titan_sparse.data.repositories import open_folder
 from titan_sparse.data.sources import NOT_STDLIB
 
 DONE = "text.json"
@@ -30,8 +28,9 @@ _TOKENIZER_CHARACTERS = 40_000_000
 
 
 def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: int) -> dict[str, Any]:
-    """Write folder/train and folder/validation (a folder for each document), folder/tokenizer.json and folder/tokens (what
-    data.source reads: of train alone). Returns what folder/text.json says of them; where that is there, nothing is done.
+    """Write texts (folder/train_texts, folder/validation_texts: a folder for each document), folder/tokenizer.json, and tokens,
+    which data.source reads (folder/train, folder/validation). Returns what folder/text.json says of them; where that is there,
+    nothing is done.
 
     A document is files of one package: about four times `context` tokens, and 1.5 times for validation, so that its windows are
     from many. Held out are whole packages. most_characters: of a
@@ -41,26 +40,20 @@ def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: i
         return json.loads((folder / DONE).read_text(encoding="utf-8"))
     packages = installed_packages(most_characters)
     held_out = choose_held_out(packages, context)
+    if not (folder / "tokenizer.json").is_file():
+        train_tokenizer(_sample(packages), vocab_size, folder / "tokenizer.json")
     about: dict[str, Any] = {"held_out": sorted(held_out), "packages": len(packages)}
     for name, chosen, contexts in (("train", packages.keys() - held_out, 4), ("validation", held_out, 1.5)):
         texts = {key: packages[key] for key in sorted(chosen)}
-        about[name] = _write(folder / name, texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
-        print(f"{name}: {about[name]['documents']:,} documents, {about[name]['characters']:,} characters", flush=True)
-    if not (folder / "tokenizer.json").is_file():
-        train_tokenizer(_sample(packages), vocab_size, folder / "tokenizer.json")
-    recipe = Recipe(source=str(folder / "train"), tokenizer=str(folder / "tokenizer.json"), document="folder")
-    processes = 1 if most_characters else os.cpu_count() or 1
-    about["tokens"] = prepare(recipe, str(folder / "tokens"), processes, lambda done, shards: None)["tokens"]
-    print(f"{about['tokens']:,} tokens to train on", flush=True)
+        _write(folder / f"{name}_texts", texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
+        recipe = Recipe(source=str(folder / f"{name}_texts"), tokenizer=str(folder / "tokenizer.json"), document="folder")
+        processes = 1 if most_characters else os.cpu_count() or 1
+        meta = prepare(recipe, str(folder / name), processes, lambda done, shards: None)
+        about[name] = {key: meta[key] for key in ("documents", "tokens")}
+        about[name]["characters"] = sum(len(text) for part in texts.values() for text in part)
+        print(f"{name}: {about[name]}", flush=True)
     (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return about
-
-
-def validation_texts(folder: Path) -> list[str]:
-    """The documents that are held out, in an order that mixes packages and is always the same."""
-    texts = list(open_folder(str(folder / "validation"), whole=False))
-    random.Random(0).shuffle(texts)
-    return texts
 
 
 def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
@@ -107,16 +100,15 @@ def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
     return chosen
 
 
-def _write(folder: Path, packages: dict[str, list[str]], least: int) -> dict[str, int]:
-    """A folder for each document of at least that many characters, with one file; returns how many and how long they are."""
-    count = characters = 0
+def _write(folder: Path, packages: dict[str, list[str]], least: int) -> None:
+    """A folder with one file for each document of at least that many characters. Names begin with a hash, so that in their order
+    packages mix."""
     for name, texts in packages.items():
         for number, text in enumerate(documents(texts, least)):
-            path = folder / f"{name}-{number:04}" / "source.py"
+            document = f"{name}-{number:04}"
+            path = folder / f"{hashlib.sha256(document.encode()).hexdigest()[:8]}-{document}" / "source.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            count, characters = count + 1, characters + len(text)
-    return {"documents": count, "characters": characters}
 
 
 def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
