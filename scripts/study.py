@@ -190,10 +190,10 @@ def noted(folder: Path, name: str) -> Iterator[None]:
 
 def listing(size: Size) -> str:
     """Each part with what it costs at most: attention as if it were dense."""
-    lines = [f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP dense attention':>22}"]
+    lines = [f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP attention, dense':>23}"]
     for number, name in enumerate(parts(size)):
         spent = None if name == "text" else cost(size, name)
-        numbers = "" if spent is None else (f"{spent.tokens:>12,} {spent.linear / 1e15:>13,.3f} {spent.attention / 1e15:>22,.3f}")
+        numbers = "" if spent is None else (f"{spent.tokens:>12,} {spent.linear / 1e15:>13.4g} {spent.attention / 1e15:>23.4g}")
         lines.append(f"{number:>4} {name:<26} {numbers}".rstrip())
     return "\n".join(lines)
 

@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from scripts.study_runs import PRETRAIN, Size
+from scripts.study_runs import FULL, PRETRAIN, methods
+
+COLOURS = {PRETRAIN: "black"} | {name: f"C{number}" for number, name in enumerate(methods(FULL))}
+"""The same in all pictures."""
 
 
-def draw(out: Path, found: dict[str, Any], size: Size) -> None:
+def draw(out: Path, found: dict[str, Any]) -> None:
     """loss.png, sparsity.png, position.png and needle.png in `out`, of what is there."""
     extensions = {name: run for name, run in found["runs"].items() if name != PRETRAIN}
     figures = {"loss": loss_figure(found), "sparsity": sparsity_figure(extensions) if extensions else None,
@@ -33,10 +36,10 @@ def loss_figure(found: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 9), layout="constrained")
     first, above, below = figure.subplots(3, 1)
     for name, run in found["runs"].items():
-        (first if name == PRETRAIN else above).plot(run["steps"], smooth(run["loss"]), label=name)
+        (first if name == PRETRAIN else above).plot(run["steps"], smooth(run["loss"]), color=COLOURS[name], label=name)
     for part in found["differences"].values():
         if part["a"] == "dense":
-            below.plot(part["steps"], 100 * smooth(part["shares"]), label=part["b"])
+            below.plot(part["steps"], 100 * smooth(part["shares"]), color=COLOURS[part["b"]], label=part["b"])
     first.set(title="before the extension", ylabel="loss")
     above.set(title="extension, by method (running means)", ylabel="loss")
     below.set(xlabel="step", ylabel="difference to dense (%)")
@@ -59,6 +62,7 @@ def sparsity_figure(runs: dict[str, dict[str, Any]]) -> Figure:
                 image = axes.imshow(grid, aspect="auto", vmin=0, vmax=1, interpolation="nearest",
                                     extent=(steps[0], max(steps[-1], steps[0] + 1), len(layers) - 0.5, -0.5))
                 figure.colorbar(image)
+                axes.set_yticks(range(len(layers)))
             axes.set(xlabel="step", ylabel="layer")
             axes.label_outer()
     return figure
@@ -74,7 +78,7 @@ def position_figure(rows: list[dict[str, Any]]) -> Figure | None:
                 longest = max(row["position"], key=lambda part: part["length"])
                 known = [part for part in longest["buckets"] if part["loss"] is not None]
                 axes.plot([(part["start"] + part["stop"]) / 2 for part in known], [part["loss"] for part in known],
-                          label=row["weights"])
+                          color=COLOURS[row["weights"]], label=row["weights"])
         if axes.lines:
             axes.legend(fontsize="small")
     return figure if rows else None

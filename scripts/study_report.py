@@ -34,7 +34,7 @@ def report(size: Size, folder: Path) -> None:
     if has_matplotlib():
         from scripts import study_pictures
 
-        study_pictures.draw(out, found, size)
+        study_pictures.draw(out, found)
     else:
         print('no pictures: they need pip install -e ".[eval]"')
     print(f"wrote {out}", flush=True)
@@ -109,7 +109,12 @@ def evaluation_results(size: Size, folder: Path) -> list[dict[str, Any]]:
 
 def tables(found: dict[str, Any]) -> str:
     """The tables as markdown."""
-    return "\n\n".join(part for part in (_training_table(found), _evaluation_table(found), _findings(found)) if part) + "\n"
+    minutes = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found["seconds"].items())
+    text = found["text"]["train"]
+    parts = (_training_table(found), _evaluation_table(found), _findings(found),
+             f"Text to train on: {text['tokens']:,} tokens. Minutes by part: {minutes}, in all "
+             f"{sum(found['seconds'].values()) / 60:.1f}.")
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
