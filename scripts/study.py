@@ -8,7 +8,7 @@ From the project's root, on one GPU:
 
 A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then extended to 64K with YaRN by each
 method: same weights, data and order. What is there already is not done again; a run that was stopped goes on. OUT/report has
-the results. Status 0: all parts that were asked for are done; 3: the time is over, the same command goes on.
+the results. Status 0: all parts that were asked for are done; 3: stopped before the end, the same command goes on.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 from scripts import evaluate as evaluation
 from scripts.study_report import report
 from scripts.study_runs import PRETRAIN, SIZES, Size, configuration, cost, is_done, methods
-from titan_sparse.config import save
+from titan_sparse.config import ConfigError, save
+from titan_sparse.config.reading import require
 from train import set_allocator
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Clock:
 
 
 class OutOfTime(Exception):
-    """The clock has run out; what was begun is saved."""
+    """The clock has run out, or a signal has come; what was begun is saved."""
 
 
 def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
@@ -71,6 +72,10 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
         trainer = Trainer(configuration(size, folder, name))
         with stopped_in_time(trainer, clock):
             trainer.train()
+    except ValueError as error:
+        if dist.is_initialized():
+            raise
+        raise ConfigError(str(error)) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -160,16 +165,19 @@ def parts(size: Size) -> list[str]:
 
 
 def do_part(size: Size, folder: Path, name: str, clock: Clock) -> None:
-    """What is missing of a part. Raises OutOfTime; ValueError for parts that have to be done before."""
+    """What is missing of a part. Raises OutOfTime; ConfigError for parts that have to be done before."""
     if name == "text":
         from scripts.study_text import prepare_text
 
-        prepare_text(folder / "text", size.model["vocab_size"], size.context, size.most_characters)
+        try:
+            prepare_text(folder / "text", size.model["vocab_size"], size.context, size.most_characters)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         return
-    if not (folder / "text/text.json").is_file():
-        raise ValueError(f"{name} needs part 0 in {folder}; leave --part out, or write --part 0 first")
-    if name != PRETRAIN and not is_done(size, folder, PRETRAIN):
-        raise ValueError(f"{name} needs part 1 in {folder}; leave --part out, or write --part 1 first")
+    ready = (folder / "text/text.json").is_file()
+    require(ready, f"{name} needs part 0 in {folder}; leave --part out, or write --part 0 first")
+    ready = name == PRETRAIN or is_done(size, folder, PRETRAIN)
+    require(ready, f"{name} needs part 1 in {folder}; leave --part out, or write --part 1 first")
     train(size, folder, name, clock)
     for mode in evaluations(size)[name]:
         evaluate(size, folder, name, mode, clock)
@@ -201,7 +209,7 @@ def listing(size: Size) -> str:
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; exits with status 2 on a mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB")
+    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB, up to twice that if it is stopped")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--short", dest="size", action="store_const", const="short", help="about 20 minutes on an H200")
     sizes.add_argument("--toy", dest="size", action="store_const", const="toy", help="a minute on a CPU; says nothing")
@@ -228,13 +236,12 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def claim(size: Size, folder: Path) -> None:
-    """Say in OUT/study.json what it holds. Raises ValueError if that is a study of another size, or something else."""
+    """Say in OUT/study.json what it holds. Raises ConfigError if that is a study of another size, or something else."""
     path = folder / "study.json"
-    if folder.is_dir() and any(folder.iterdir()) and not path.is_file():
-        raise ValueError(f"--out {folder} holds something else; write a new or empty folder")
+    require(path.is_file() or not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
+            f"--out {folder} holds something else; write a new or empty folder")
     found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else size.name
-    if found != size.name:
-        raise ValueError(f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
+    require(found == size.name, f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"size": size.name}) + "\n", encoding="utf-8")
 
@@ -256,9 +263,9 @@ def main(words: list[str]) -> int:
             with noted(folder, name):
                 do_part(size, folder, name, clock)
     except OutOfTime:
-        print("the time is over; the same command goes on", flush=True)
+        print("stopped before the end; the same command goes on", flush=True)
         status = MORE_TO_DO
-    except ValueError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report(size, folder)

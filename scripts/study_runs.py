@@ -62,12 +62,12 @@ SHORT = dataclasses.replace(
 )
 TOY = Size(
     "toy", {"flavour": "debug", "layers": 2, "vocab_size": 512},
-    short=256, context=1024, pretrain_steps=10, micro_batch=4, accumulation=1, steps=4, block_size=32, dense_below=64,
+    short=256, context=1024, pretrain_steps=8, micro_batch=4, accumulation=1, steps=4, block_size=32, dense_below=64,
     moba_chunk=32, fixed_columns=32, fixed_slashes=6, compile_pretrain=False, compile_extensions=False,
     common={"training.dtype": "float32", "training.device": "cpu", "training.loss_chunk_tokens": 1024,
             "metrics.recall_every": 2, "metrics.recall_rows": 16},
     lengths=(1024,), tasks="needle", windows=4, depths=2, samples=1, reserve_seconds=0,
-    most_characters=16_000,
+    most_characters=10_000,
 )
 SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
 

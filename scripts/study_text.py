@@ -62,7 +62,7 @@ def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
     packages, characters, seen = defaultdict(list), Counter(), set()
     for name, path in sorted(_python_files()):
         package = name.partition("/")[0] if "/" in name else "modules"
-        if 0 < most_characters < characters[package] + path.stat().st_size:
+        if most_characters and characters[package] + path.stat().st_size > most_characters:
             continue
         content = path.read_bytes()
         digest = hashlib.sha256(content).digest()
@@ -76,13 +76,14 @@ def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
-    roots = {Path(path).resolve() for path in (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"],
-                                               sysconfig.get_paths()["platlib"], *site.getsitepackages())}
-    for root in sorted(roots):
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            if NOT_STDLIB.isdisjoint(relative.parts) and path.is_file():
-                yield relative.as_posix(), path
+    """(name below its root, path); the standard library, and what is installed beside it."""
+    names = ("stdlib", "purelib", "platlib")
+    for root in sorted({Path(path).resolve() for path in (*map(sysconfig.get_path, names), *site.getsitepackages())}):
+        for folder, folders, files in os.walk(root):
+            # In place: os.walk goes on by this list. Packages in the standard library's folder have a root of their own.
+            folders[:] = [name for name in folders if name not in NOT_STDLIB and name != "__pycache__"]
+            prefix = Path(folder).relative_to(root)
+            yield from (((prefix / name).as_posix(), Path(folder, name)) for name in files if name.endswith(".py"))
 
 
 def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:

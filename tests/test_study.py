@@ -88,7 +88,8 @@ def test_what_is_there_is_not_done_again(toy):
                 for path in (toy / folder).rglob("*") if path.is_file()}
 
     before = state()
-    assert study.main(["--toy", "--out", str(toy), "--methods", CHOSEN, "--part", "2"]) == 0
+    study.do_part(TOY, toy, PRETRAIN, study.Clock(1))
+    study.do_part(TOY, toy, "dense", study.Clock(1))
     assert state() == before and len(before) > 10
 
 
