@@ -1,14 +1,15 @@
-"""What does sparse training cost in quality? MTraining's Figure 6a and Table 1 in small, in one command (docs/study.md).
+"""What does sparse training cost in quality? MTraining's Figure 6a and Table 1 in small (docs/study.md).
 
 From the project's root, on one GPU:
 
-  python -m scripts.study --out outputs/study            about an hour; --short: about 20 minutes; --toy: a minute on a CPU
+  python -m scripts.study --out outputs/study            about an hour; --short: 20 minutes; --toy: a minute on a CPU
   python -m scripts.study --out outputs/study --list     the parts, and the FLOPs of each
   python -m scripts.study --out outputs/study --part 3   one part; with --minutes 9 as much as fits into nine minutes
 
-A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then extended to 64K with YaRN by each
-method: same weights, data and order. What is there already is not done again; a run that was stopped goes on. OUT/report has
-the results. Status 0: all parts that were asked for are done; 3: stopped before the end, the same command goes on.
+A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then extended to 64K with YaRN
+by each method: same weights, data and order. What is there already is not done again; a run that was stopped goes on.
+OUT/report has the results. Status 0: all parts that were asked for are done; 3: stopped before the end, the same
+command goes on.
 """
 
 import argparse
@@ -104,8 +105,8 @@ def check_time(size: Size, clock: Clock) -> None:
 
 
 def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) -> None:
-    """A run's weights in the attention of method `mode`, over text that is held out: OUT/evaluation/WEIGHTS--MODE/results.json,
-    as scripts.evaluate has it. Raises OutOfTime."""
+    """A run's weights in the attention of method `mode`, over text that is held out, as scripts.evaluate does it:
+    OUT/evaluation/WEIGHTS--MODE/results.json. Raises OutOfTime."""
     out = folder / "evaluation" / f"{weights}--{mode}"
     if (out / "results.json").is_file():
         return
@@ -113,9 +114,11 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
     import torch.distributed as dist
 
     from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+    from titan_sparse.metrics import json_ready
 
     save(configuration(size, folder, mode), out)
-    words = ["--config", str(out / "config.toml"), "--checkpoint", str(folder / weights), "--out", str(out), *held_out(size, folder)]
+    words = ["--config", str(out / "config.toml"), "--checkpoint", str(folder / weights), "--out", str(out),
+             *held_out(size, folder)]
     args, config = evaluation.parse(words)
     work, tokenizer = read_held_out(size.name, folder)
     began, scorer = time.perf_counter(), build_scorer(config, find_checkpoint(args.checkpoint), tokenizer)
@@ -123,22 +126,26 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
         results = evaluation.evaluate(work, scorer, args.buckets, generate=False)
     finally:
         dist.destroy_process_group()
-    about = {"weights": weights, "mode": mode, "options": words, "windows": size.windows, "seconds": time.perf_counter() - began}
-    (out / "results.json").write_text(json.dumps({"about": about, **results}, indent=1) + "\n", encoding="utf-8")
+    about = {"weights": weights, "mode": mode, "options": words, "windows": size.windows,
+             "seconds": time.perf_counter() - began}
+    text = json.dumps(json_ready({"about": about, **results}), indent=1)
+    (out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(f"{weights}, inference {mode}:\n{evaluation.summary(results)}", flush=True)
 
 
 def held_out(size: Size, folder: Path) -> list[str]:
     """What is asked, as options of scripts.evaluate: the same of all weights, in any attention."""
     options = {"tasks": f"position,{size.tasks}", "lengths": ",".join(map(str, size.lengths)), "depths": size.depths,
-               "samples": size.samples, "data.source": folder / "text/validation", "data.min_document_length": size.context}
+               "samples": size.samples, "data.source": folder / "text/validation",
+               "data.min_document_length": size.context}
     return [f"--{key}={value}" for key, value in options.items()]
 
 
 @functools.cache
 def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, "Tokenizer"]:
-    """Windows and prompts, and the tokenizer; once in a call, as prompts of 64K tokens take their time to build. name: the
-    size's."""
+    """Windows and prompts, and the tokenizer; once in a call, as prompts of 64K tokens take their time to build.
+
+    name: the size's."""
     from titan_sparse.data import load_tokenizer
 
     size = SIZES[name]
@@ -151,7 +158,7 @@ def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, "Tokenizer"
 
 
 def evaluations(size: Size) -> dict[str, list[str]]:
-    """The attention to evaluate with, by the weights that are: dense and as trained, and minference's fixed budgets as in
+    """The attentions to evaluate with, by weights: dense and as trained, and for two minference's fixed budgets as in
     MTraining's Table 1. What the extensions start from is evaluated densely."""
     found = {PRETRAIN: ["dense"]} | {name: list(dict.fromkeys(["dense", name])) for name in methods(size)}
     for name in ("dense", "vertical_slash_95"):
@@ -201,7 +208,8 @@ def listing(size: Size) -> str:
     lines = [f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP attention, dense':>23}"]
     for number, name in enumerate(parts(size)):
         spent = None if name == "text" else cost(size, name)
-        numbers = "" if spent is None else (f"{spent.tokens:>12,} {spent.linear / 1e15:>13.4g} {spent.attention / 1e15:>23.4g}")
+        numbers = "" if spent is None else (
+            f"{spent.tokens:>12,} {spent.linear / 1e15:>13.4g} {spent.attention / 1e15:>23.4g}")
         lines.append(f"{number:>4} {name:<26} {numbers}".rstrip())
     return "\n".join(lines)
 
@@ -209,14 +217,15 @@ def listing(size: Size) -> str:
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; exits with status 2 on a mistake."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB, up to twice that if it is stopped")
+    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB, up to twice that "
+                        "if it is stopped on the way")
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--short", dest="size", action="store_const", const="short", help="about 20 minutes on an H200")
     sizes.add_argument("--toy", dest="size", action="store_const", const="toy", help="a minute on a CPU; says nothing")
     parser.add_argument("--part", type=int, help="do this part only; --list names them")
     parser.add_argument("--methods", default="", help="of the extensions only these, with commas between")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: the step ends and is saved; what "
-                        "would not get far is not begun")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: the step ends and is "
+                        "saved; what would not get far is not begun")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.set_defaults(size="full")
     args = parser.parse_args(words)
@@ -229,7 +238,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name in args.methods:
         if name not in names[2:]:
             parser.error(f"--methods {name} is unknown; write some of {','.join(names[2:])}")
-    args.parts = [name for name in (names if args.part is None else [names[args.part]]) if name not in names[2:] or name in args.methods]
+    asked = names if args.part is None else [names[args.part]]
+    args.parts = [name for name in asked if name in (*names[:2], *args.methods)]
     if not args.parts:
         parser.error(f"--part {args.part} is {names[args.part]}, which --methods leaves out; write one of them only")
     return args
@@ -241,7 +251,8 @@ def claim(size: Size, folder: Path) -> None:
     require(path.is_file() or not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
             f"--out {folder} holds something else; write a new or empty folder")
     found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else size.name
-    require(found == size.name, f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
+    require(found == size.name,
+            f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"size": size.name}) + "\n", encoding="utf-8")
 

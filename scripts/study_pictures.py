@@ -72,7 +72,7 @@ def position_figure(rows: list[dict[str, Any]]) -> Figure | None:
     """Validation loss against position at the longest length, in the attention trained with and densely."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     for axes, dense in zip(figure.subplots(1, 2, sharey=True), (False, True)):
-        axes.set(title="inference dense" if dense else "inference as trained", xlabel="position (tokens)", ylabel="loss")
+        axes.set(title=f"inference {'dense' if dense else 'as trained'}", xlabel="position (tokens)", ylabel="loss")
         for row in rows:
             if row["mode"] == ("dense" if dense else row["weights"]):
                 longest = max(row["position"], key=lambda part: part["length"])
@@ -85,16 +85,18 @@ def position_figure(rows: list[dict[str, Any]]) -> Figure | None:
 
 
 def needle_figure(rows: list[dict[str, Any]]) -> Figure | None:
-    """Share of the needle's tokens that are right: a row for each pair of weights and attention, a column for each length and
-    depth."""
+    """Share of the needle's tokens that are right: a row for each pair of weights and attention, a column for each
+    length and depth."""
     if not rows:
         return None
     figure = Figure(figsize=(9, 0.35 * len(rows) + 1.8), layout="constrained")
     axes = figure.subplots()
     cells = rows[0]["needle"]
-    image = axes.imshow([[cell["correct"] for cell in row["needle"]] for row in rows], cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    grid = [[cell["correct"] for cell in row["needle"]] for row in rows]
+    image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set_yticks(range(len(rows)), [f"{row['weights']}, {row['mode']}" for row in rows], fontsize="small")
-    axes.set_xticks(range(len(cells)), [f"{cell['length']:,}\n{100 * cell['depth']:.0f} %" for cell in cells], fontsize="small")
+    names = [f"{cell['length']:,}\n{100 * cell['depth']:.0f} %" for cell in cells]
+    axes.set_xticks(range(len(cells)), names, fontsize="small")
     axes.set(title="needle: right tokens of the answer", xlabel="length (tokens), depth")
     figure.colorbar(image)
     return figure

@@ -1,4 +1,4 @@
-"""The study's results, of what is done so far: OUT/report/results.json, tables.md, and pictures where matplotlib is installed."""
+"""The study's results, of what is done so far: OUT/report/results.json, tables.md, differences.txt, and pictures."""
 
 import json
 import math
@@ -18,17 +18,20 @@ TWINS = ("vertical_slash_xattention", "xattention")
 
 def report(size: Size, folder: Path) -> None:
     """Write OUT/report."""
+    from titan_sparse.metrics import json_ready  # here, as it loads torch
+
     names = [name for name in [PRETRAIN, *methods(size)] if is_done(size, folder, name)]
     if not names:
         return
     out = folder / "report"
     out.mkdir(exist_ok=True)
-    found = {"size": size.name, "text": _read_json(folder / "text/text.json"), "seconds": _read_json(folder / "seconds.json"),
+    found = {"size": size.name, "text": _read_json(folder / "text/text.json"),
+             "seconds": _read_json(folder / "seconds.json"),
              "runs": {name: run_results(size, folder, name) for name in names},
              "evaluations": evaluation_results(size, folder)}
     extensions = [name for name in methods(size) if name in names]
     found["differences"] = loss_differences(folder, extensions)
-    (out / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (out / "results.json").write_text(json.dumps(json_ready(found), indent=1) + "\n", encoding="utf-8")
     (out / "tables.md").write_text(tables(found), encoding="utf-8")
     print(tables(found))
     if has_matplotlib():
@@ -59,7 +62,8 @@ def run_results(size: Size, folder: Path, name: str) -> dict[str, Any]:
         "final_density": statistics.fmean(line["density"] for line in last),
         "final_recall": list(recalls.values())[-1] if recalls else None,
         "tokens_per_second": statistics.median(line["tokens_per_second_per_device"] for line in lines),
-        "peak_gib": lines[-1]["memory_gib"], "minutes": sum(x["step_seconds"] * n for x, n in zip(lines, intervals)) / 60,
+        "peak_gib": lines[-1]["memory_gib"],
+        "minutes": sum(line["step_seconds"] * n for line, n in zip(lines, intervals)) / 60,
         "pflop": (spent.linear + attention) / 1e15, "pflop_attention": attention / 1e15,
         "by_layer": {kind: by_layer(folder / name / "tensorboard", kind) for kind in ("density", "recall")},
     }
@@ -77,8 +81,8 @@ def by_layer(events: Path, kind: str) -> list[dict[int, float]]:
 
 
 def loss_differences(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Of each method to BASE, and between TWINS, by scripts.compare_runs: the share of the loss, signed, at each step, and its
-    mean over the last tenth. Also as OUT/report/differences.txt."""
+    """Of each method to BASE, and between TWINS, by scripts.compare_runs: the share of the loss, signed, at each step,
+    and its mean over the last tenth. Also as OUT/report/differences.txt."""
     pairs = [(BASE, name) for name in names if BASE in names and name != BASE]
     pairs += [TWINS] if set(TWINS) <= set(names) else []
     found, texts = {}, []
@@ -125,10 +129,11 @@ def _training_table(found: dict[str, Any]) -> str:
     rows = []
     for name, run in found["runs"].items():
         difference = found["differences"].get(f"{name} to {BASE}")
+        recall = "" if run["final_recall"] is None else f"{100 * run['final_recall']:.1f} %"
         rows.append([
             name, f"{run['final_loss']:.4f}", f"{100 * difference['final']:+.2f} %" if difference else "",
-            f"{100 * run['final_density']:.1f} %", "" if run["final_recall"] is None else f"{100 * run['final_recall']:.1f} %",
-            f"{run['tokens_per_second']:,.0f}", f"{run['pflop']:.3g}", f"{run['minutes']:.1f}", f"{run['peak_gib']:.1f}"])
+            f"{100 * run['final_density']:.1f} %", recall, f"{run['tokens_per_second']:,.0f}", f"{run['pflop']:.3g}",
+            f"{run['minutes']:.1f}", f"{run['peak_gib']:.1f}"])
     return ("Training; loss, density and difference are means over the last tenth of the steps:\n\n" + _markdown(
         ["run", "loss", f"to {BASE}", "density", "recall", "tokens/s", "PFLOP", "minutes", "peak GiB"], rows))
 
@@ -137,8 +142,7 @@ def _evaluation_table(found: dict[str, Any]) -> str:
     rows, columns = [], []
     for row in found["evaluations"]:
         longest = max(row["position"], key=lambda part: part["length"])
-        known = [part["loss"] for part in longest["buckets"] if part["loss"] is not None]
-        cells = {f"loss at {longest['length']:,}": _number(longest["loss"], 4), "its last positions": _number(known[-1] if known else None, 4)}
+        cells = {f"loss at {longest['length']:,}": _loss(longest), "its last positions": _loss(longest["buckets"][-1])}
         for length in sorted({cell["length"] for cell in row["needle"]}):
             here = [cell for cell in row["needle"] if cell["length"] == length]
             cells[f"needle {length:,}"] = f"{100 * statistics.fmean(cell['score'] for cell in here):.0f} %"
@@ -146,11 +150,12 @@ def _evaluation_table(found: dict[str, Any]) -> str:
         cells |= {f"{score['task']} {score['length']:,}": f"{score['score']:.1f}" for score in row["ruler"]}
         columns = columns or list(cells)
         rows.append([row["weights"], row["mode"], *cells.values()])
-    return rows and ("Evaluation on held-out text; teacher-forced:\n\n" + _markdown(["trained", "inference", *columns], rows))
+    table = _markdown(["trained", "inference", *columns], rows)
+    return f"Evaluation on held-out text; teacher-forced:\n\n{table}" if rows else ""
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+def _loss(part: dict[str, Any]) -> str:
+    return "" if part["loss"] is None else f"{part['loss']:.4f}"
 
 
 def _findings(found: dict[str, Any]) -> str:
@@ -159,10 +164,13 @@ def _findings(found: dict[str, Any]) -> str:
     for name in found["runs"]:
         own, moba = final.get(f"{name} to {BASE}"), final.get(f"moba to {BASE}")
         if name.startswith("vertical_slash") and own is not None:
-            lines.append(f"* {name}: {100 * own:+.2f} % of {BASE}'s loss at the end, {'' if abs(own) <= WITHIN else 'not '}within "
-                         f"{100 * WITHIN:.0f} %" + ("" if moba is None else f"; {'better' if own < moba else 'no better'} than moba ({100 * moba:+.2f} %)"))
+            near = f"{'' if abs(own) <= WITHIN else 'not '}within {100 * WITHIN:.0f} %"
+            against = "" if moba is None else (
+                f"; {'better' if own < moba else 'no better'} than moba ({100 * moba:+.2f} %)")
+            lines.append(f"* {name}: {100 * own:+.2f} % of {BASE}'s loss at the end, {near}{against}")
     twins = found["differences"].get(f"{TWINS[1]} to {TWINS[0]}")
     if twins:
+        most = max(map(abs, twins["shares"]))
         lines.append(f"* noise: {TWINS[0]} and {TWINS[1]} are the same attention on one GPU, and differ by up to "
-                     f"{100 * max(map(abs, twins['shares'])):.3f} % at a step, {100 * twins['final']:+.3f} % at the end")
+                     f"{100 * most:.3f} % at a step, {100 * twins['final']:+.3f} % at the end")
     return "\n".join(lines)

@@ -17,9 +17,10 @@ PRETRAIN = "pretrain"
 
 @dataclass(frozen=True)
 class Size:
-    """Of the whole study: lengths in tokens, batches in sequences of `short` tokens. An extension's step is one sequence of
-    `context` tokens. common: keys that all runs share. windows: of validation text, for the loss by position. tasks, depths,
-    samples: of scripts.evaluate. reserve_seconds: with less time than that nothing is begun (compilation, an evaluation). most_characters: of the text, from each package; 0: all."""
+    """Of the whole study: lengths in tokens, batches in sequences of `short` tokens. An extension's step is one
+    sequence of `context` tokens. common: keys that all runs share. windows: of validation text, for the loss by
+    position. tasks, depths, samples: of scripts.evaluate. reserve_seconds: with less time left than that nothing is
+    begun (a compilation, an evaluation). most_characters: of the text, from each package; 0: all."""
 
     name: str
     model: dict[str, Any]
@@ -49,9 +50,11 @@ class Size:
 FULL = Size(
     # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), a small vocabulary.
     "full", {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
-    short=4096, context=65536, pretrain_steps=700, micro_batch=16, accumulation=4, steps=300, block_size=128, dense_below=4096,
-    # MoBA: chunks as large a share of the context as published (4096 of 524288, docs/patterns.md); fixed budgets as published.
-    moba_chunk=512, fixed_columns=1000, fixed_slashes=48, compile_pretrain=True, compile_extensions=True,
+    short=4096, context=65536, pretrain_steps=700, micro_batch=16, accumulation=4, steps=300, block_size=128,
+    # MoBA: chunks as large a share of the context as published (4096 of 524288, docs/patterns.md); fixed budgets as
+    # published.
+    dense_below=4096, moba_chunk=512, fixed_columns=1000, fixed_slashes=48,
+    compile_pretrain=True, compile_extensions=True,
     common={"training.dtype": "bfloat16", "training.device": "cuda", "training.loss_chunk_tokens": 8192,
             "metrics.recall_every": 20},
     lengths=(16384, 65536), tasks="needle,vt,fwe,niah_multikey_3", windows=32, depths=5, samples=10, reserve_seconds=75,
@@ -93,8 +96,8 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 
 
 def configuration(size: Size, folder: Path, name: str) -> Config:
-    """The checked configuration of a run of the study in `folder`: PRETRAIN, or a method's extension, which starts from the
-    newest checkpoint of PRETRAIN, if there is one. Raises ConfigError."""
+    """The checked configuration of a run of the study in `folder`: PRETRAIN, or a method's extension, which starts from
+    the newest checkpoint of PRETRAIN, if there is one. Raises ConfigError."""
     keys = {f"model.{key}": value for key, value in size.model.items()} | size.common | {
         "data.source": str(folder / "text/train"), "data.tokenizer": str(folder / "text"), "data.sequences": "fixed",
         "training.output_dir": str(folder / name), "attention.block_size": size.block_size,
@@ -108,7 +111,8 @@ def configuration(size: Size, folder: Path, name: str) -> Config:
 
 def _pretraining(size: Size) -> dict[str, Any]:
     return {
-        "training.steps": size.pretrain_steps, "training.seq_len": size.short, "training.local_batch_size": size.micro_batch,
+        "training.steps": size.pretrain_steps, "training.seq_len": size.short,
+        "training.local_batch_size": size.micro_batch,
         "training.gradient_accumulation_steps": size.accumulation, "attention.pattern": "dense",
         "optimizer.lr": 1e-3, "lr_scheduler.warmup_steps": max(1, size.pretrain_steps // 10),
         "compile.enable": size.compile_pretrain, "metrics.recall_every": 0, "metrics.log_every": 10,
@@ -118,9 +122,11 @@ def _pretraining(size: Size) -> dict[str, Any]:
 def _extension(size: Size, folder: Path, method: str) -> dict[str, Any]:
     keys = {f"attention.{key}": value for key, value in methods(size)[method].items()}
     return keys | {
-        "model.rope_scaling": "yarn", "model.rope_factor": size.context / size.short, "model.rope_original_length": size.short,
+        "model.rope_scaling": "yarn", "model.rope_factor": size.context / size.short,
+        "model.rope_original_length": size.short,
         "training.steps": size.steps, "training.seq_len": size.context,
-        "optimizer.lr": 2e-4, "lr_scheduler.warmup_steps": max(1, size.steps // 10), "compile.enable": size.compile_extensions,
+        "optimizer.lr": 2e-4, "lr_scheduler.warmup_steps": max(1, size.steps // 10),
+        "compile.enable": size.compile_extensions,
         "checkpoint.initial_load_path": _newest(folder / PRETRAIN) or "",
     }
 

@@ -1,6 +1,6 @@
 """The study's part 0: the Python files installed here as long documents, a tokenizer trained on them, and their tokens.
 
-Text that any machine has without a network: real, with references over long distances (scripts/study.py says what it is for).
+Text that any machine has without a network: real, with references over long distances.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ _TOKENIZER_CHARACTERS = 40_000_000
 
 
 def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: int) -> dict[str, Any]:
-    """Write texts (folder/train_texts, folder/validation_texts: a folder for each document), folder/tokenizer.json, and tokens,
-    which data.source reads (folder/train, folder/validation). Returns what folder/text.json says of them; where that is there,
-    nothing is done.
+    """Write texts (folder/train_texts, folder/validation_texts: a folder for each document), folder/tokenizer.json, and
+    tokens, which data.source reads (folder/train, folder/validation). Returns what folder/text.json says of them; where
+    that is there, nothing is done.
 
-    A document is files of one package: about four times `context` tokens, and 1.5 times for validation, so that its windows are
-    from many. Held out are whole packages. most_characters: of a
-    package; 0: all. Raises ValueError if there are too few packages to hold one out.
+    A document is files of one package: about four times `context` tokens, and 1.5 times for validation, so that its
+    windows are from many. Held out are whole packages. most_characters: of a package; 0: all. Raises
+    ValueError if there are too few packages to hold one out.
     """
     if (folder / DONE).is_file():
         return json.loads((folder / DONE).read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: i
     for name, chosen, contexts in (("train", packages.keys() - held_out, 4), ("validation", held_out, 1.5)):
         texts = {key: packages[key] for key in sorted(chosen)}
         _write(folder / f"{name}_texts", texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
-        recipe = Recipe(source=str(folder / f"{name}_texts"), tokenizer=str(folder / "tokenizer.json"), document="folder")
+        recipe = Recipe(str(folder / f"{name}_texts"), str(folder / "tokenizer.json"), document="folder")
         processes = 1 if most_characters else os.cpu_count() or 1
         meta = prepare(recipe, str(folder / name), processes, lambda done, shards: None)
         about[name] = {key: meta[key] for key in ("documents", "tokens")}
@@ -57,8 +57,8 @@ def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: i
 
 
 def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
-    """Texts of the Python files installed on this machine by top-level package, each headed by its name, in the order of
-    their names, up to `most_characters` of each, 0: all. Exact copies of a file come once."""
+    """Texts of the Python files installed on this machine by top-level package, each headed by its name, in the order
+    of their names, up to `most_characters` of each, 0: all. Exact copies of a file come once."""
     packages, characters, seen = defaultdict(list), Counter(), set()
     for name, path in sorted(_python_files()):
         package = name.partition("/")[0] if "/" in name else "modules"
@@ -80,15 +80,15 @@ def _python_files() -> Iterator[tuple[str, Path]]:
     names = ("stdlib", "purelib", "platlib")
     for root in sorted({Path(path).resolve() for path in (*map(sysconfig.get_path, names), *site.getsitepackages())}):
         for folder, folders, files in os.walk(root):
-            # In place: os.walk goes on by this list. Packages in the standard library's folder have a root of their own.
+            # In place: os.walk goes on by this list. Packages below the standard library have a root of their own.
             folders[:] = [name for name in folders if name not in NOT_STDLIB and name != "__pycache__"]
             prefix = Path(folder).relative_to(root)
             yield from (((prefix / name).as_posix(), Path(folder, name)) for name in files if name.endswith(".py"))
 
 
 def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
-    """Packages of at least two contexts and at most a tenth of all text, in an order by hash of their names, until they hold
-    3 % of it. Raises ValueError if there is none."""
+    """Packages of at least two contexts and at most a tenth of all text, in an order by hash of their names, until they
+    hold 3 % of it. Raises ValueError if there is none."""
     sizes = {name: sum(map(len, texts)) for name, texts in packages.items()}
     total, reached, chosen = sum(sizes.values()), 0, set()
     for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
@@ -96,14 +96,14 @@ def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
             chosen.add(name)
             reached += sizes[name]
     if not chosen:
-        raise ValueError(f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and at most a "
-                         "tenth of all text, so that none can be held out; install more packages")
+        raise ValueError(f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and "
+                         "at most a tenth of all text, so that none can be held out; install more packages")
     return chosen
 
 
 def _write(folder: Path, packages: dict[str, list[str]], least: int) -> None:
-    """A folder with one file for each document of at least that many characters. Names begin with a hash, so that in their order
-    packages mix."""
+    """A folder with one file for each document of at least that many characters. Names begin with a hash, so that in
+    their order packages mix."""
     for name, texts in packages.items():
         for number, text in enumerate(documents(texts, least)):
             document = f"{name}-{number:04}"

@@ -1,5 +1,7 @@
 """Loss by position: windows score each token once, and the sums are those of a plain forward on any mesh."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,13 @@ import torch.nn.functional as F
 from tests.distributed import run_processes
 from tests.evaluation import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
+from titan_sparse.config import Data
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
+from titan_sparse.metrics import json_ready
 
 LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 
@@ -30,6 +38,19 @@ def test_bad_windows_are_refused():
     for stride in (0, 8):
         with pytest.raises(ValueError, match="write 1 to 7"):
             next(windows([np.arange(9)], 7, stride))
+
+
+def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
+    write_texts(tmp_path / "texts")
+    (tmp_path / "texts/00.txt").write_text("")  # left out of both
+    prepare(Recipe(str(tmp_path / "texts"), shard_rows=5), str(tmp_path / "out"), 1, lambda done, shards: None)
+    tokenizer = ByteTokenizer()
+    texts, tokens = (open_documents(Data(source=str(tmp_path / name)), tokenizer) for name in ("texts", "out"))
+    pairs = [first_windows(documents, 50, LENGTH, 100, 30) for documents in (texts, tokens)]
+    for one, other in zip(*pairs, strict=True):
+        assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
+    one, other = Haystack(texts, tokenizer), Haystack(tokens, tokenizer)
+    assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all() and one.sentences(300) == other.sentences(300)
 
 
 def _compare(folder, cp: int) -> None:
@@ -58,6 +79,11 @@ def _uneven(folder) -> None:
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
     assert got["buckets"][1] == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}
+
+
+def test_what_json_has_not_is_null():
+    assert json_ready({"loss": math.nan, "buckets": [{"perplexity": math.inf, "tokens": 3}]}) == {
+        "loss": None, "buckets": [{"perplexity": None, "tokens": 3}]}
 
 
 def _on_two_ranks(folder) -> None:

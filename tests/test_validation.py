@@ -15,7 +15,8 @@ from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {"training__steps": 4, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
-            "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4, "parallelism__cp": 2}
+            "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4, "parallelism__cp": 2,
+            "attention__block_size": 32}
 VALIDATION = {"validation__enable": True, "validation__every": 2, "validation__windows": 3, "validation__position_buckets": 4,
               "validation__needle_lengths": "420", "validation__needle_depths": 2, "validation__needle_samples": 1}
 
@@ -82,6 +83,8 @@ def test_training_is_the_same_with_and_without(tmp_path):
     ("position_buckets", 9999, "is above training.seq_len = 4096"),
     ("needle_depths", 3, "would be ignored with validation.needle_lengths"),
     ("windows", 0, "is too small; write 1 or more"),
+    ("source", "a:1, b:1", 'is a mixture, but evaluation reads one source; write one of its parts, such as validation.source = "a"'),
+    ("split", "test", 'would be ignored with the source "python"'),
 ])
 def test_what_cannot_run_is_refused(name, value, reason):
     config = Config()
@@ -96,7 +99,7 @@ def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
     write_texts(tmp_path / "texts")
     for overrides, reason in (({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
                               ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
-                              ({"data__min_document_length": 100_000}, "write another validation.source")):
+                              ({"data__min_document_length": 100_000}, "a smaller data.min_document_length or another source")):
         with pytest.raises(ValueError, match=reason):
             Trainer(tiny_config(tmp_path, "run", validation__enable=True, **overrides))
     assert not dist.is_initialized()

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from titan_sparse.config import Config
 
 
+_NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
+"""What a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
+
+
 def find_checkpoint(path: str) -> str:
     """The folder step-N that `path` names: that folder, or an output_dir, whose newest one counts. ValueError if none."""
     folder = path if os.path.isfile(os.path.join(path, ".metadata")) else newest_checkpoint(path)
@@ -34,17 +39,18 @@ def find_checkpoint(path: str) -> str:
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
-    """Raises ValueError, one line, naming a tensor of the model that `folder` has not, or has in another shape."""
+    """Raises ValueError, one line, naming a tensor that only `folder` or only the model has, or that has two shapes."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, shape in tensor_shapes(config).items():
-        size = tuple(saved[name].size) if name in saved else None
-        if size != tuple(shape):
-            raise ValueError(f"--checkpoint {folder} has {'no' if size is None else list(size)} {name}, but the model of --config "
-                             f"wants {list(shape)}; write the config.toml of that run")
+    found = {name: list(item.size) for name, item in saved.items() if name.startswith(_NAMES)}
+    wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(f"--checkpoint {folder} has {found.get(name, 'no')} {name}, the model of --config has "
+                             f"{wanted.get(name, 'none')}; write the config.toml of that run")
 
 
 def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
-    """Join the process group, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
+    """Join the process group, unless that is done, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
     from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
 
     Raises ValueError, before any process group, for a tokenizer or weights that do not fit the model.
@@ -58,7 +64,8 @@ def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer)
         check_weights(config.model.initial_hf, model_config)
     else:
         _check_checkpoint(checkpoint, model_config)
-    init_distributed(device, config.parallelism.first_step_timeout_seconds)
+    if not dist.is_initialized():
+        init_distributed(device, config.parallelism.first_step_timeout_seconds)
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
