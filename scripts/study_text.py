@@ -83,7 +83,8 @@ def _python_files() -> Iterator[tuple[str, Path]]:
             # In place: os.walk goes on by this list. Packages below the standard library have a root of their own.
             folders[:] = [name for name in folders if name not in NOT_STDLIB and name != "__pycache__"]
             prefix = Path(folder).relative_to(root)
-            yield from (((prefix / name).as_posix(), Path(folder, name)) for name in files if name.endswith(".py"))
+            paths = (Path(folder, name) for name in files if name.endswith(".py"))
+            yield from (((prefix / path.name).as_posix(), path) for path in paths if path.is_file())
 
 
 def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
@@ -108,8 +109,11 @@ def _write(folder: Path, packages: dict[str, list[str]], least: int) -> None:
         for number, text in enumerate(documents(texts, least)):
             document = f"{name}-{number:04}"
             path = folder / f"{hashlib.sha256(document.encode()).hexdigest()[:8]}-{document}" / "source.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            if not path.exists():  # written anew it would have another time, and its tokens be refused
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_name(".source.py")
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.rename(path)
 
 
 def documents(texts: Iterable[str], characters: int) -> Iterator[str]:

@@ -140,6 +140,15 @@ def test_documents_are_joined_and_none_is_lost():
     assert list(study_text.documents(texts, 6)) == ["aaabbbb", "ccccccccc", "def"]
 
 
+def test_text_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    packages = {f"p{number}": [f"def f{number}_{file}(): return {file}\n" * 20 for file in range(3)] for number in range(12)}
+    monkeypatch.setattr(study_text, "installed_packages", lambda most: packages)
+    about = study_text.prepare_text(tmp_path, 300, 64, 1)
+    for name in ("text.json", "validation/meta.json", "train/shard_00000.json"):
+        (tmp_path / name).unlink()
+    assert study_text.prepare_text(tmp_path, 300, 64, 1) == about and about["train"]["tokens"] > 1000
+
+
 def test_held_out_packages_are_neither_small_nor_large():
     packages = {"large": ["x" * 50_000], "small": ["x" * 10]} | {f"p{number}": ["x" * 900] for number in range(20)}
     chosen = study_text.choose_held_out(packages, 100)
