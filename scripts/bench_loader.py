@@ -10,7 +10,8 @@ import argparse
 import sys
 import time
 
-from titan_sparse.config import Config, ConfigError, load_and_check, padding_multiple
+from titan_sparse.config import Config, ConfigError, Flags, load_and_check, padding_multiple
+from titan_sparse.config.reading import require
 from titan_sparse.data import build_loader
 
 NODE_TOKENS_PER_SECOND = 8 * 13_000
@@ -33,7 +34,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
     try:
-        config, _ = load_and_check(rest, 1, 1)
+        config, flags = load_and_check(rest, 1, 1)
+        require(flags == Flags(), "flags of train.py would be ignored; leave them out")
         rate = tokens_per_second(config, args.seconds)
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,7 +3,8 @@
 From the project's root: python -m scripts.compare_runs A B [--field loss] [--max-difference 0.01] [--relative 0.01] [--plot P]
 
 A and B are output_dirs of runs, or files metrics.jsonl. Status 0: no step is further apart than the thresholds (or none was
-given); 1: some step is; 2: the runs cannot be compared, as their logged steps differ. Plots need pip install -e ".[eval]"
+given); 1: some step is; 2: the runs cannot be compared, as their logged steps differ, or the
+plot cannot be written. Plots need pip install -e ".[eval]"
 """
 
 import argparse
@@ -84,16 +85,13 @@ def table(found: list[Difference], rows: int = 10) -> str:
 
 
 def plot(found: list[Difference], names: tuple[str, str], field: str, path: str) -> None:
-    """A picture: both curves above, their difference below. Needs matplotlib."""
+    """A picture: both curves above, their difference below. Raises ValueError without matplotlib, OSError for the path."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # no pyplot: no display
     except ImportError:
-        raise SystemExit('a plot needs matplotlib: pip install -e ".[eval]"') from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = [item.step for item in found]
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), layout="constrained")
+        raise ValueError('--plot needs matplotlib: pip install -e ".[eval]"') from None
+    steps, figure = [item.step for item in found], Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
     for name, values in zip(names, ([item.a for item in found], [item.b for item in found]), strict=True):
         above.plot(steps, values, label=name)
     above.set_ylabel(field)
@@ -102,7 +100,16 @@ def plot(found: list[Difference], names: tuple[str, str], field: str, path: str)
     below.axhline(0, color="gray", linewidth=0.8)
     below.set(xlabel="step", ylabel="B - A")
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+
+def _threshold(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:  # nothing would ever be beyond NaN
+        raise argparse.ArgumentTypeError(f"{text} is no finite number of 0 or more")
+    return value
 
 
 def main(words: list[str]) -> int:
@@ -110,18 +117,18 @@ def main(words: list[str]) -> int:
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--field", default="loss", help="a field of metrics.jsonl")
-    parser.add_argument("--max-difference", type=float, help="largest |B - A| of a step")
-    parser.add_argument("--relative", type=float, help="largest |B - A| / |A| of a step")
+    parser.add_argument("--max-difference", type=_threshold, help="largest |B - A| of a step")
+    parser.add_argument("--relative", type=_threshold, help="largest |B - A| / |A| of a step")
     parser.add_argument("--plot", help="PNG to write")
     args = parser.parse_args(words)
     try:
         found = differences(args.a, args.b, args.field)
-    except ValueError as error:
+        if args.plot:
+            plot(found, (args.a, args.b), args.field, args.plot)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(found))
-    if args.plot:
-        plot(found, (args.a, args.b), args.field, args.plot)
     too_far = beyond(found, args.max_difference, args.relative)
     if too_far:
         print(f"{len(too_far)} of {len(found)} steps are beyond the threshold, step {too_far[0].step} first")

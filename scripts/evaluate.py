@@ -12,18 +12,19 @@ needles. Writes OUT/results.json (everything), OUT/*.csv (tables) and OUT/*.png 
 import argparse
 import csv
 import dataclasses
-import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan_sparse.config import Config, check, load, world_from_environment
+from titan_sparse.config import Config, Flags, check, load, world_from_environment
+from titan_sparse.config.mixture import single_source
 from titan_sparse.config.reading import require
 
 if TYPE_CHECKING:
-    from titan_sparse.data.sources import Source
-    from titan_sparse.evaluation.scorer import Scorer
+    from titan_sparse.data import Tokenizer
+    from titan_sparse.evaluation.answers import Sample
+    from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 TASKS = ("position", "needle", "ruler")
 
@@ -49,7 +50,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--seed", type=int, default=0, help="of needles and prompts")
     parser.add_argument("--out", default="evaluation", help="folder to write")
     args, rest = parser.parse_known_args(words)
-    config = load(["--config", args.config, *rest])[0]
+    config, flags = load(["--config", args.config, *rest])
+    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
     if args.hf:
         config.model.initial_hf = args.hf
     if args.attention == "dense":
@@ -60,7 +62,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     _resolve(args, config)
     # What only training has does not matter here, and must not stand in the way on another mesh.
     config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
-                                 compile=Config().compile, optimizer=Config().optimizer)
+                                 compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)
+    config.data.source, config.data.sequences = single_source(config.data.source, "data.source"), "packed"
     config.training.mlp_chunk_tokens, config.checkpoint = 0, Config().checkpoint
     check(config, *world_from_environment())
     return args, config
@@ -88,27 +91,45 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
             f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1")
 
 
-def evaluate(args: argparse.Namespace, scorer: "Scorer", source: "Source", min_document_length: int) -> dict[str, Any]:
+class Work(NamedTuple):
+    """What goes through the model. windows: by length; empty where --tasks does not ask for them, as the others."""
+
+    windows: dict[int, list["Sequence"]]
+    needles: list["Sample"]
+    ruler: list["Sample"]
+
+
+def read(args: argparse.Namespace, config: Config, tokenizer: "Tokenizer") -> Work:
+    """Windows and prompts, made before any process group. Raises ValueError for a text or length that cannot be used."""
+    from titan_sparse.data.documents import open_documents
+    from titan_sparse.evaluation import needle, ruler
+    from titan_sparse.evaluation.haystack import Haystack
+    from titan_sparse.evaluation.position import first_windows
+
+    documents, lengths = open_documents(config.data, tokenizer), args.lengths
+    haystack = Haystack(documents, tokenizer)
+    windows = {length: first_windows(documents, config.data.min_document_length, length, args.stride or length, args.samples)
+               for length in lengths} if "position" in args.tasks else {}
+    needles = needle.needle_samples(haystack, lengths, needle.depths(args.depths), args.samples,
+                                    args.seed) if "needle" in args.tasks else []
+    tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
+    return Work(windows, needles, ruler.ruler_samples(haystack, tasks, lengths, args.samples, args.seed))
+
+
+def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict[str, Any]:
     """Results by task, the same on all ranks."""
     from titan_sparse.evaluation import needle, position, ruler
     from titan_sparse.evaluation.answers import score_samples
-    from titan_sparse.evaluation.haystack import Haystack
 
     results: dict[str, Any] = {}
-    generate, haystack = args.answers == "generated", Haystack(source, scorer.tokenizer)
-    if "position" in args.tasks:
-        results["position"] = [
-            position.position_loss(scorer, itertools.islice(position.windows(
-                position.documents(source, scorer.tokenizer, min_document_length), length, args.stride or length),
-                args.samples), length, args.buckets) for length in args.lengths]
-    if "needle" in args.tasks:
-        samples = needle.needle_samples(haystack, args.lengths, needle.depths(args.depths), args.samples, args.seed)
-        records = score_samples(scorer, samples, generate)
+    if work.windows:
+        results["position"] = [position.position_loss(scorer, windows, length, buckets)
+                               for length, windows in work.windows.items()]
+    if work.needles:
+        records = score_samples(scorer, work.needles, generate)
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
-    tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
-    if tasks:
-        samples = ruler.ruler_samples(haystack, tasks, args.lengths, args.samples, args.seed)
-        records = score_samples(scorer, samples, generate)
+    if work.ruler:
+        records = score_samples(scorer, work.ruler, generate)
         results["ruler"] = {"scores": ruler.by_task(records), "records": records}
     return results
 
@@ -157,29 +178,29 @@ def main(words: list[str]) -> int:
         args, config = parse(words)
         import torch.distributed as dist
 
-        from titan_sparse.data.sources import open_source
+        from titan_sparse.data import load_tokenizer
         from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 
-        source = open_source(config.data)
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-        scorer = build_scorer(config, checkpoint)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        work = read(args, config, tokenizer)
+        scorer = build_scorer(config, checkpoint, tokenizer)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        results = evaluate(args, scorer, source, config.data.min_document_length)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        dist.destroy_process_group()
-        return 2
+    results = evaluate(work, scorer, args.buckets, args.answers == "generated")
     if dist.get_rank() == 0:
         about = {**vars(args), "checkpoint": checkpoint, "pattern": config.attention.pattern, "source": config.data.source}
         files = write(results, about, args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")
-    dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == 0:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    sys.exit(status)

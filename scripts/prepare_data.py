@@ -36,7 +36,10 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--source-tokenizer", default="", help="tokenizer.json that made the token ids of MDS shards")
     parser.add_argument("--shard-rows", type=_count, default=0, help="rows of the source to a shard; 0: by their number")
     parser.add_argument("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
-    return parser.parse_args(words)
+    args = parser.parse_args(words)
+    if args.processes == 0:
+        parser.error("--processes 0 would do nothing; write 1 or more")
+    return args
 
 
 def _count(text: str) -> int:

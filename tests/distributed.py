@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 def run_processes(world_size: int, function: Callable, *args) -> None:
     """function(*args) in `world_size` processes of one gloo group. `function` must be importable (module level)."""
-    mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "titan_sparse.attention"])
+    mp.get_context("forkserver").set_forkserver_preload(["datasets", "titan_sparse.trainer"])
     # A folder, since the last process to leave the store deletes its file.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, os.path.join(folder, "rendezvous"), function, args)

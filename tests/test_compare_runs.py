@@ -43,13 +43,21 @@ def test_a_loss_that_is_no_number_is_beyond_any_threshold(tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 3: 4.0})
     empty = _run(tmp_path / "empty", {})
     for words, reason in (([a, b], "only one of them has step 2"), ([a, str(tmp_path)], "neither a run's output_dir"),
-                          ([a, a, "--field", "recall"], "recall was not logged"), ([empty, empty], "no step's metrics")):
+                          ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"), ([a, a, "--field", "recall"], "recall was not logged"), ([empty, empty], "no step's metrics")):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("threshold", ["nan", "-1", "inf", "x"])
+def test_a_threshold_that_nothing_is_beyond_is_refused(capsys, threshold):
+    with pytest.raises(SystemExit) as caught:
+        main(["a", "b", "--relative", threshold])
+    assert caught.value.code == 2 and "no finite number of 0 or more" in capsys.readouterr().err
 
 
 def test_plot(tmp_path):

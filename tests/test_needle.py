@@ -4,19 +4,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.distributed import run_processes
-from tests.evaluation import plain_logits, scorer_of
+from tests.evaluation import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
-from titan_sparse.attention.masks import Causal
+from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all, string_match_part, text_of
 from titan_sparse.evaluation.generation import greedy
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
+from titan_sparse.models.decoder import Decoder
 
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER)
+HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER), TOKENIZER)
 
 
 def test_samples_have_exact_length_and_depth():
@@ -32,7 +34,7 @@ def test_samples_have_exact_length_and_depth():
         after, question = after.split("\nWhat is the special magic number for ")
         assert TOKENIZER.decode(sample.answer) == f" {value}." and question.endswith("text is")
         assert len(before) == round(sample.about["depth"] * len(before + after)) and len(before + after) > 50
-        assert before + after in ("Call me Ishmael. " * 5 + "\n\nIt was the best of times. \n") * 20
+        assert before + after in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
     assert len({sample.references for sample in samples}) == len(samples)  # each with its own number
     again = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
     assert all((a.prompt == b.prompt).all() for a, b in zip(samples, again, strict=True))
@@ -45,7 +47,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="a depth of 50 is no share"):
         needle_samples(HAYSTACK, [400], [50], 1, 0)
     with pytest.raises(ValueError, match="empty"):
-        Haystack(["", ""], TOKENIZER).tokens(0, 10)
+        Haystack(TokenizedTexts(["", ""], TOKENIZER), TOKENIZER).tokens(0, 10)
 
 
 def test_scorers_of_ruler():
@@ -86,8 +88,7 @@ def _forced(folder, cp: int) -> None:
 def _generated(folder) -> None:
     """With a cache as without one: each token by a forward over all before it. 50 tokens, so that prompts are ragged."""
     scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense"))
-    for parameter in scorer.model.parameters():
-        parameter.data.mul_(3)  # far from uniform: else the same token for ever
+    _sharpen(scorer.model)
     samples = _samples()
     records = score_samples(scorer, samples, generate=True)
     for sample, record in zip(samples, records):
@@ -98,31 +99,50 @@ def _generated(folder) -> None:
     assert len({record["prediction"] for record in records}) > 1
 
 
+def _sharpen(model: Decoder) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # far from uniform: else the same token for ever
+
+
+def _windowed(folder) -> None:
+    """Generated with a sliding window and sinks, an answer is the most likely one by one forward with that mask too."""
+    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense", attention__sliding_window=40,
+                                      attention__window_sinks=3))
+    _sharpen(scorer.model)
+    prompt = _samples()[0].prompt
+    answer = greedy(scorer, prompt, 20)
+    (record,) = score_samples(scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False)
+    assert record["exact"] == 1 and len(set(answer.tolist())) > 1
+
+
 def _memorised(folder) -> None:
     """A model that has been trained on one answer gives it, forced and generated, by sparse attention too."""
     scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="vertical_slash"))
     sample = _samples()[0]
-    tokens = np.concatenate([sample.prompt, sample.answer])
-    ids, optimizer = torch.from_numpy(tokens)[None], torch.optim.Adam(scorer.model.parameters(), 1e-2)
-    labels = torch.full_like(ids, -100)
-    labels[0, len(sample.prompt) - 1 : -1] = torch.from_numpy(sample.answer)
-    padded = scorer.padded_length(len(tokens)) - len(tokens)
-    ids, labels = F.pad(ids, (0, padded), value=257), F.pad(labels, (0, padded), value=-100)
-    rows = Causal(valid=(len(tokens),)).rows(ids.shape[1])
-    for _ in range(45):
-        scorer.model(ids, torch.arange(ids.shape[1])[None], rows, labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _teach(scorer.model, sample)
     forced, generated = (score_samples(scorer, [sample], generate)[0] for generate in (False, True))
     assert forced["exact"] == forced["score"] == 1
     assert generated["score"] == 1 and generated["prediction"] == f" {sample.references[0]}."
     assert greedy(scorer, sample.prompt, 3).tolist() == sample.answer[:3].tolist()
 
 
+def _teach(model: Decoder, sample: Sample) -> None:
+    """Until the answer comes by dense attention, in the plain twin: that is faster."""
+    plain, (prompt, answer) = plain_decoder(model), map(torch.from_numpy, (sample.prompt, sample.answer))
+    tokens, optimizer = torch.cat([prompt, answer])[None], torch.optim.Adam(plain.parameters(), 1e-2)
+    for _ in range(60):
+        logits = plain(tokens, torch.arange(tokens.shape[1])[None], None)[0, len(prompt) - 1 : -1]
+        F.cross_entropy(logits, answer).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+
+
 def _on_two_ranks(folder) -> None:
     _forced(folder, 1)
     _forced(folder, 2)
     _generated(folder)
+    _windowed(folder)
     _memorised(folder)
 
 

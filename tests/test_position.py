@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from tests.distributed import run_processes
 from tests.evaluation import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
-from titan_sparse.evaluation.position import documents, position_loss, windows
+from titan_sparse.config import Data
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation.haystack import Haystack
+from titan_sparse.evaluation.position import first_windows, position_loss, windows
 
 LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 
@@ -32,11 +37,24 @@ def test_bad_windows_are_refused():
             next(windows([np.arange(9)], 7, stride))
 
 
+def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
+    write_texts(tmp_path / "texts")
+    (tmp_path / "texts/00.txt").write_text("")  # left out of both
+    prepare(Recipe(str(tmp_path / "texts"), shard_rows=5), str(tmp_path / "out"), 1, lambda done, shards: None)
+    tokenizer = ByteTokenizer()
+    texts, tokens = (open_documents(Data(source=str(tmp_path / name)), tokenizer) for name in ("texts", "out"))
+    pairs = [first_windows(documents, 50, LENGTH, 100, 30) for documents in (texts, tokens)]
+    for one, other in zip(*pairs, strict=True):
+        assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
+    one, other = Haystack(texts, tokenizer), Haystack(tokens, tokenizer)
+    assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all() and one.sentences(300) == other.sentences(300)
+
+
 def _compare(folder, cp: int) -> None:
     config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
-    scorer, source = scorer_of(config)
+    scorer, documents = scorer_of(config)
     for stride in (LENGTH, 40):
-        found = list(windows(documents(source, scorer.tokenizer, 0), LENGTH, stride))[:WINDOWS]
+        found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
             losses = F.cross_entropy(plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none")
@@ -53,8 +71,8 @@ def _compare(folder, cp: int) -> None:
 
 def _uneven(folder) -> None:
     """Fewer windows than ranks, and a position range that nothing reaches."""
-    scorer, source = scorer_of(tiny_config(folder, "run"))
-    text = next(documents(source, scorer.tokenizer, 0))[:30]
+    scorer, documents = scorer_of(tiny_config(folder, "run"))
+    text = documents.tokens(0)[:30].astype(np.int64)
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
     assert got["buckets"][1] == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}

@@ -6,13 +6,14 @@ from collections import Counter
 
 import pytest
 
+from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation import ruler_tasks
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.ruler import TASKS, by_task, ruler_samples
 
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(["Call me Ishmael. Some years ago, never mind how long precisely.\nI sailed!", ""], TOKENIZER)
+HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. Some years ago, never mind how long precisely.\nI sailed!", ""], TOKENIZER), TOKENIZER)
 WITHOUT_WORDS = ["niah_multikey_3", "vt", "fwe"]
 EXPECTED = {"niah_multivalue@own": 4, "niah_multiquery@own": 4, "vt": 5, "cwe": 10, "fwe": 3}
 

@@ -11,7 +11,7 @@ from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import Config, ConfigError, check
-from titan_sparse.evaluation.position import documents, position_loss, windows
+from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {"training__steps": 4, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
@@ -58,8 +58,8 @@ def _leaves_no_trace(folder: Path) -> None:
 
 def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
-    stream = trainer.loader.stream
-    wanted = position_loss(trainer.scorer, list(windows(documents(stream.source, stream.tokenizer, 0), 300, 300))[:3], 300, 4)
+    documents = trainer.loader.mixture.streams[0].documents
+    wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
     assert lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]} and lines[0]["loss"] != lines[1]["loss"]
     assert len(lines[1]["needle"]["cells"]) == 2 and 0 < lines[1]["needle"]["loss"] < 10
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -82,6 +82,8 @@ def test_training_is_the_same_with_and_without(tmp_path):
     ("position_buckets", 9999, "is above training.seq_len = 4096"),
     ("needle_depths", 3, "would be ignored with validation.needle_lengths"),
     ("windows", 0, "is too small; write 1 or more"),
+    ("source", "a:1, b:1", 'is a mixture, but evaluation reads one source; write one of its parts, such as validation.source = "a"'),
+    ("split", "test", 'would be ignored with the source "python"'),
 ])
 def test_what_cannot_run_is_refused(name, value, reason):
     config = Config()
@@ -96,7 +98,7 @@ def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
     write_texts(tmp_path / "texts")
     for overrides, reason in (({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
                               ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
-                              ({"data__min_document_length": 100_000}, "write another validation.source")):
+                              ({"data__min_document_length": 100_000}, "a smaller data.min_document_length or another source")):
         with pytest.raises(ValueError, match=reason):
             Trainer(tiny_config(tmp_path, "run", validation__enable=True, **overrides))
     assert not dist.is_initialized()

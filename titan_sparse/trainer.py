@@ -69,7 +69,7 @@ class Trainer:
 
             check_weights(config.model.initial_hf, self.model_config)
         self.loader = _open_data(config, self.model_config)
-        self.validation = Validation(config, self.loader.stream.tokenizer)
+        self.validation = Validation(config, self.loader.tokenizer)
         self.stop_signals = 0
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -98,7 +98,7 @@ class Trainer:
             config.metrics, training.output_dir, training.steps, self.model_config, self.device,
             dist.get_world_size(), writes=dist.get_rank() == 0, float8=config.float8.enable,
         )
-        self.scorer = Scorer(self.model, config, self.cp, self.device, self.loader.stream.tokenizer, self.meshes.dp_rank,
+        self.scorer = Scorer(self.model, config, self.cp, self.device, self.loader.tokenizer, self.meshes.dp_rank,
                              self.meshes.dp_size)
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.

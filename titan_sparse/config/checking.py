@@ -4,7 +4,7 @@ import math
 import os
 from operator import attrgetter
 
-from titan_sparse.config.mixture import source_weights
+from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
     KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, Metrics, MoBA, Model, Optimizer, Parallelism, Validation,
@@ -378,5 +378,10 @@ def _check_validation(config: Config) -> None:
                 f"validation.enable = false; write validation.enable = true or validation.{name} = {show(default)}")
         require(lengths or value == default or name not in ("needle_depths", "needle_samples"), f"validation.{name} = "
                 f'{value} would be ignored with validation.needle_lengths = ""; write lengths, such as "4096"')
-    require(not validation.enable or validation.position_buckets <= seq_len, "validation.position_buckets = "
+    if not validation.enable:
+        return
+    require(validation.position_buckets <= seq_len, "validation.position_buckets = "
             f"{validation.position_buckets} is above training.seq_len = {seq_len}; write {seq_len} or less")
+    source = single_source(validation.source or config.data.source, "validation.source")
+    require(not validation.split or source != "python", f"validation.split = {show(validation.split)} would be ignored with the "
+            'source "python"; write validation.split = "" or another validation.source')

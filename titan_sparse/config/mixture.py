@@ -23,3 +23,11 @@ def source_weights(source: str) -> dict[str, float]:
     require(min(weights.values()) > 0, f"data.source = {show(source)} has a weight of 0; leave that part out")
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def single_source(source: str, key: str) -> str:
+    """The one part of `source`. Raises ConfigError for a mixture, naming the option `key` that must say which part."""
+    parts = list(source_weights(source))
+    require(len(parts) == 1, f"{show(source)} is a mixture, but evaluation reads one source; write one of its parts, such as "
+            f"{key} = {show(parts[0])}")
+    return parts[0]

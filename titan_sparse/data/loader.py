@@ -75,6 +75,11 @@ class PackedLoader:
         self.shard = shard
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The one of all parts of the mixture."""
+        return self.mixture.streams[0].tokenizer
+
+    @property
     def epoch(self) -> int:
         """Number of whole passes over the source, all ranks together; in a mixture over the part that is passed most."""
         return max(stream.cursor.epoch for stream in self.mixture.streams)

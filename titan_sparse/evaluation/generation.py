@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,12 +15,15 @@ from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.loss import answer_scores
 from titan_sparse.models.decoder import Attend, Attention, Decoder
 
+if TYPE_CHECKING:
+    from titan_sparse.config import Attention as AttentionSection
+
 
 class _CachedAttend:
     """One layer's attention: keeps the prompt's keys and values, and answers a single query by all that are kept."""
 
-    def __init__(self, attend: Attend, prompt: int, capacity: int, sliding_window: int) -> None:
-        self.attend, self.length, self.capacity, self.window = attend, 0, capacity, sliding_window
+    def __init__(self, attend: Attend, prompt: int, capacity: int, sliding_window: int, sinks: int) -> None:
+        self.attend, self.length, self.capacity, self.window, self.sinks = attend, 0, capacity, sliding_window, sinks
         self.prompt, self.kv = prompt, None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -29,9 +32,15 @@ class _CachedAttend:
             self._append(k[:, :, : self.prompt], v[:, :, : self.prompt])  # what follows is padding
             return self.attend(q, k, v, mask)
         self._append(k, v)
-        first = max(0, self.length - self.window) if self.window else 0
-        keys, values = self.kv[:, :, :, first : self.length]
+        keys, values = self._seen()
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    def _seen(self) -> Tensor:
+        """Keys and values that the last token sees, as attention.sliding_window and window_sinks have it."""
+        first = max(0, self.length - self.window) if self.window else 0
+        seen = self.kv[:, :, :, first : self.length]
+        sinks = min(self.sinks, first)
+        return torch.cat([self.kv[:, :, :, :sinks], seen], dim=3) if sinks else seen
 
     def _append(self, k: Tensor, v: Tensor) -> None:
         stop = self.length + k.shape[2]
@@ -40,11 +49,11 @@ class _CachedAttend:
 
 
 @contextlib.contextmanager
-def _cached(model: Decoder, prompt: int, capacity: int, sliding_window: int) -> Iterator[None]:
+def _cached(model: Decoder, prompt: int, capacity: int, attention: "AttentionSection") -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     plain = [layer.attend for layer in layers]
     for layer in layers:
-        layer.attend = _CachedAttend(layer.attend, prompt, capacity, sliding_window)
+        layer.attend = _CachedAttend(layer.attend, prompt, capacity, attention.sliding_window, attention.window_sinks)
     try:
         yield
     finally:
@@ -62,7 +71,7 @@ def greedy(scorer: Scorer, prompt: NDArray[np.int64], new_tokens: int) -> NDArra
     if scorer.cp.size > 1:
         raise ValueError(f'generation needs parallelism.cp = 1, not {scorer.cp.size}; write --answers forced')
     count = len(prompt)
-    with _cached(scorer.model, count, count + new_tokens, scorer.attention.sliding_window):
+    with _cached(scorer.model, count, count + new_tokens, scorer.attention):
         labels = np.full(count, IGNORED_LABEL)
         labels[-1] = prompt[-1]  # any token: says where the next one is wanted
         token = scorer.answer(Sequence(prompt, labels), count)[1]

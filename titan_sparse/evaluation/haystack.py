@@ -6,7 +6,7 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_sparse.data.sources import Source
+from titan_sparse.data.documents import Documents
 from titan_sparse.data.tokenizer import Tokenizer
 
 _ADJECTIVES = ("amber", "brave", "calm", "dusty", "early", "fancy", "gentle", "hollow", "icy", "jolly", "kind", "lazy",
@@ -14,22 +14,20 @@ _ADJECTIVES = ("amber", "brave", "calm", "dusty", "early", "fancy", "gentle", "h
 _NOUNS = ("anchor", "barrel", "candle", "desert", "engine", "forest", "garden", "harbor", "island", "jacket", "kettle",
           "ladder", "market", "needle", "orchard", "pillow", "quarry", "river", "saddle", "temple", "umbrella", "valley",
           "window", "yard")
-
-
 _EMPTY = "the text to hide needles in is empty; write another data.source"
 
 
 class Haystack:
-    """The documents of `source` one after the other, from the beginning again after the last; read as far as asked for."""
+    """The documents one after the other, from the beginning again after the last; read as far as asked for."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
-        self.source, self.tokenizer = source, tokenizer
-        self._tokens, self._next = np.empty(0, dtype=np.int64), 0
+    def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
+        self.documents, self.tokenizer = documents, tokenizer
+        self._tokens, self._documents_read = np.empty(0, dtype=np.int64), 0
         self._sentences: list[str] = []
         self._documents_split = 0
 
     def tokens(self, start: int, count: int) -> NDArray[np.int64]:
-        """int64 [count], from token `start` on. Raises ValueError if no document holds any text."""
+        """int64 [count], from token `start` on, a line break between documents. Raises ValueError if no document holds text."""
         if len(self._tokens) < start + count:
             self._read(start + count)
         return self._tokens[start : start + count]
@@ -37,21 +35,32 @@ class Haystack:
     def sentences(self, count: int) -> list[str]:
         """`count` sentences or lines from the first document on. Raises ValueError if no document holds any text."""
         while len(self._sentences) < count:
-            if self._documents_split >= len(self.source) and not self._sentences:
+            if self._documents_split >= len(self.documents) and not self._sentences:
                 raise ValueError(_EMPTY)
-            pieces = re.split(r"(?<=[.!?])\s+|\n+", self.source[self._documents_split % len(self.source)])
-            self._sentences += [piece.strip() for piece in pieces if piece.strip()]
+            text = self.tokenizer.decode(self._document(self._documents_split))
+            self._sentences += [piece.strip() for piece in re.split(r"(?<=[.!?])\s+|\n+", text) if piece.strip()]
             self._documents_split += 1
         return self._sentences[:count]
 
     def _read(self, count: int) -> None:
+        line_break = self.tokenizer.encode("\n")
         parts, length = [self._tokens], len(self._tokens)
         while length < count:
-            parts.append(self.tokenizer.encode(self.source[self._next % len(self.source)] + "\n").astype(np.int64))
-            length, self._next = length + len(parts[-1]), self._next + 1
-            if self._next == len(self.source) and length <= len(self.source):
+            if self._documents_read >= len(self.documents) and length == 0:
                 raise ValueError(_EMPTY)
-        self._tokens = np.concatenate(parts)
+            ids = self._document(self._documents_read)
+            self._documents_read += 1
+            if len(ids):
+                parts += [ids, line_break]
+                length += len(ids) + len(line_break)
+        self._tokens = np.concatenate(parts).astype(np.int64)
+
+    def _document(self, place: int) -> NDArray[np.integer]:
+        """Tokens at a place of the endless row of documents, without the end-of-document token."""
+        index = place % len(self.documents)
+        ids = self.documents.tokens(index)[:-1]
+        self.documents.forget(index)
+        return ids
 
 
 def key(draw: random.Random) -> str:

@@ -6,21 +6,28 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from titan_sparse.attention import attend
 from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.checkpoint import newest_checkpoint
 from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.flavours import resolve
+from titan_sparse.models.flavours import DecoderConfig, resolve
+from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
 
 if TYPE_CHECKING:
     from titan_sparse.config import Config
+
+
+_NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
+"""What a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
 
 
 def find_checkpoint(path: str) -> str:
@@ -31,22 +38,34 @@ def find_checkpoint(path: str) -> str:
     return folder
 
 
-def build_scorer(config: "Config", checkpoint: str | None) -> Scorer:
-    """Join the process group, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
+def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
+    """Raises ValueError, one line, naming a tensor that only `folder` or only the model has, or that has two shapes."""
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {name: list(item.size) for name, item in saved.items() if name.startswith(_NAMES)}
+    wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise ValueError(f"--checkpoint {folder} has {found.get(name, 'no')} {name}, the model of --config has "
+                             f"{wanted.get(name, 'none')}; write the config.toml of that run")
+
+
+def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
+    """Join the process group, unless that is done, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
     from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
 
-    Raises ValueError, before any process group, for a tokenizer or weights that cannot be used.
+    Raises ValueError, before any process group, for a tokenizer or weights that do not fit the model.
     """
     device, dtype = choose_device(config.training.device), getattr(torch, config.training.dtype)
-    model_config, tokenizer = resolve(**dataclasses.asdict(config.model)), load_tokenizer(config.data.tokenizer)
+    model_config = resolve(**dataclasses.asdict(config.model))
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
                          f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with")
     if checkpoint is None:
-        from titan_sparse.models.huggingface import check_weights, load_weights  # only where asked for: safetensors
-
         check_weights(config.model.initial_hf, model_config)
-    init_distributed(device, config.parallelism.first_step_timeout_seconds)
+    else:
+        _check_checkpoint(checkpoint, model_config)
+    if not dist.is_initialized():
+        init_distributed(device, config.parallelism.first_step_timeout_seconds)
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)

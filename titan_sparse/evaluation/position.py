@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from titan_sparse.data.documents import Documents
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.data.sources import Source
-from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 
-def documents(source: Source, tokenizer: Tokenizer, min_length: int) -> Iterator[NDArray[np.int64]]:
+def long_documents(documents: Documents, min_length: int) -> Iterator[NDArray[np.int64]]:
     """Tokens of each document in the source's order, closed by the end-of-document token; those with fewer than
     `min_length` tokens (that token not counted), and empty ones, are skipped."""
-    for index in range(len(source)):
-        ids = tokenizer.encode(source[index])
-        if len(ids) >= max(min_length, 1):
-            yield np.append(ids, tokenizer.end_of_document).astype(np.int64)
+    for index in range(len(documents)):
+        if documents.length(index) > max(min_length, 1):
+            yield documents.tokens(index).astype(np.int64)
+        documents.forget(index)
 
 
 def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) -> Iterator[Sequence]:
@@ -46,6 +45,17 @@ def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) ->
             labels[scored - start : len(following)] = following[scored - start :]
             scored = start + len(following)
             yield Sequence(tokens, labels)
+
+
+def first_windows(documents: Documents, min_length: int, length: int, stride: int, count: int) -> list[Sequence]:
+    """The first `count` windows() over documents of at least `min_length` tokens; fewer if there are no more of them.
+
+    Raises ValueError if no document is that long."""
+    found = list(itertools.islice(windows(long_documents(documents, min_length), length, stride), count))
+    if not found:
+        raise ValueError(f"no document has data.min_document_length = {min_length} tokens, or any at all; write a smaller "
+                         "data.min_document_length or another source")
+    return found
 
 
 def position_loss(scorer: Scorer, sequences: Iterable[Sequence], length: int, buckets: int) -> dict[str, Any]:

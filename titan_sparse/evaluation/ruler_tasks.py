@@ -181,4 +181,3 @@ TASKS = {
     # With fewer, ranks of the answer are as frequent as others.
     "fwe": Task(_fwe, 50, 50),
 }
-

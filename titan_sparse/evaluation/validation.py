@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan_sparse.config import needle_lengths
-from titan_sparse.data.sources import open_source
+from titan_sparse.config.mixture import single_source
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
@@ -22,7 +23,7 @@ from titan_sparse.evaluation.scorer import Scorer, Sequence
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from titan_sparse.config import Config
+    from titan_sparse.config import Config, Data
 
 logger = logging.getLogger("titan_sparse")
 
@@ -40,23 +41,20 @@ class Validation:
         self.needles: list[Sample] = []
         if not self.section.enable:
             return
-        data, section = config.data, self.section
-        data = dataclasses.replace(data, source=section.source or data.source, split=section.split or data.split,
-                                   join_packages=data.join_packages and section.source in ("", "python"))
-        source = open_source(data)
-        documents = position.documents(source, tokenizer, data.min_document_length)
-        windows = position.windows(documents, self.length, self.length)
-        self.sequences = list(itertools.islice(windows, section.windows))
-        if not self.sequences:
-            raise ValueError(f"validation: no document of {data.source} has data.min_document_length = "
-                             f"{data.min_document_length} tokens, or any at all; write another validation.source")
-        lengths = needle_lengths(section)
-        if lengths:
-            if config.metrics.tensorboard and not pictures.has_matplotlib():
-                raise ValueError('validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
-                                 "metrics.tensorboard = false")
-            self.needles = needle.needle_samples(Haystack(source, tokenizer), lengths, needle.depths(section.needle_depths),
-                                                 section.needle_samples, config.training.seed)
+        if self.section.needle_lengths and config.metrics.tensorboard and not pictures.has_matplotlib():
+            raise ValueError('validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
+                             "metrics.tensorboard = false")
+        try:
+            self._read(config, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"[validation]: {error}") from error
+
+    def _read(self, config: "Config", tokenizer: Tokenizer) -> None:
+        data, section = _data(config), self.section
+        documents = open_documents(data, tokenizer)
+        self.sequences = position.first_windows(documents, data.min_document_length, self.length, self.length, section.windows)
+        self.needles = needle.needle_samples(Haystack(documents, tokenizer), needle_lengths(section),
+                                             needle.depths(section.needle_depths), section.needle_samples, config.training.seed)
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after `step`: every validation.every steps, and after the last of all."""
@@ -77,6 +75,19 @@ class Validation:
                 _write_board(board, record)
             logger.info(_line(record))
         return record
+
+
+def _data(config: "Config") -> "Data":
+    """The [data] section that says how to read validation.source."""
+    data, section = config.data, config.validation
+    source = single_source(section.source or data.source, "validation.source")
+    if section.source in ("", data.source):
+        return dataclasses.replace(data, source=source, split=section.split or data.split, sequences="packed")
+    # What chooses within data.source chooses nothing in another source.
+    return dataclasses.replace(
+        data, source=source, split=section.split or "train", subset="", sequences="packed",
+        text_field="text" if is_prepared(source) else data.text_field,
+        join_packages=data.join_packages and source == "python")
 
 
 @contextlib.contextmanager
