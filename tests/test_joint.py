@@ -164,6 +164,9 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals():
     assert (columns > free_columns)[free_slashes > 2].all() and (slashes <= 2).all()
     columns, slashes = counts(chosen(recall=0.01, min_columns=40, min_slashes=3))
     assert (columns == 42).all() and (slashes == 4).all()
+    # Floors take nothing from the padding.
+    index = _joint(recall=0.01, min_columns=40, min_slashes=3, dense_below=16).select(q, k, Causal(valid=(30,)), block_size=BLOCK)
+    assert (counts(index)[0] == 30).all() and (counts(index)[1] == 2).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

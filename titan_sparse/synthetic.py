@@ -161,8 +161,8 @@ def select(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[
 def expected_selection(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
     """As select(), but from expected masses, with no tensors of D dims: seconds for millions of tokens.
 
-    Raises ValueError for budget = "joint", which needs more than these masses; seq_len has to be a multiple of block_size. A key's mass is exp(expected logit) of its distance from the last block,
-    times log-normal noise; an outlier's is exp(v).
+    seq_len has to be a multiple of block_size. A key's mass is exp(expected logit) of its distance from the last block,
+    times log-normal noise; an outlier's is exp(v). Raises ValueError for budget = "joint", which needs more than these masses.
     """
     if pattern.budget == "joint":
         raise ValueError('attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '

@@ -28,8 +28,8 @@ COLUMN_COST = 2.0
 H200 (docs/benchmarks.md, where the time goes): 1.5 with triton's kernels, 2.4 with flex's."""
 _COST_UNITS = 2.0**32
 """Costs are summed as integers too."""
-_ROUNDS = 6
-"""Of the search for each diagonal's price, which ends by itself after two to four."""
+_ROUNDS = 3
+"""Of the search for each diagonal's price: more than two changed no choice that was tried."""
 
 
 class Incidence(NamedTuple):
