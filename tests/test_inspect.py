@@ -39,7 +39,8 @@ def test_masses_against_the_table_of_all_pairs():
     ranked = dense.sort(-1, descending=True).values
     for k_largest, got in zip(TOP_K, layer.top_k.T):
         torch.testing.assert_close(got, ranked[..., :k_largest].sum(-1).mean(-1))
-    assert layer.allowed == (TOKENS + 1) / 2
+    keys = torch.arange(1, TOKENS + 1)
+    assert layer.top_k_density.tolist() == pytest.approx([(keys.clamp(max=k) / keys.sum()).sum().item() for k in TOP_K])
     columns = [[int((row.sort(descending=True).values.cumsum(0) < share * row.sum()).sum()) + 1 for share in SHARES]
                for row in last.mean(1)]
     assert layer.columns.tolist() == columns

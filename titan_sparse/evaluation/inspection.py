@@ -29,15 +29,15 @@ class Layer(NamedTuple):
     """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
 
     column_mass: [Hq, bins], share of the last rows' mass by position of the key. diagonal_mass: [Hq, K], share of all sampled
-    rows' mass by distance in blocks. top_k: [Hq, len(TOP_K)], mean share that a row's k largest keys hold. allowed: mean
-    keys that a random row may see. columns, diagonals, blocks: [Hq, len(SHARES)], how many of the largest hold these shares:
+    rows' mass by distance in blocks. top_k: [Hq, len(TOP_K)], mean share that a row's k largest keys hold.
+    top_k_density: [len(TOP_K)], these keys of all that the random rows may see. columns, diagonals, blocks: [Hq, len(SHARES)], how many of the largest hold these shares:
     of the last rows' columns, of their diagonals, of a random row's blocks (mean). curves: a dict of each pattern and setting.
     """
 
     column_mass: Tensor
     diagonal_mass: Tensor
     top_k: Tensor
-    allowed: float
+    top_k_density: Tensor
     columns: Tensor
     diagonals: Tensor
     blocks: Tensor
@@ -88,9 +88,10 @@ def inspect_layer(q: Tensor, k: Tensor, rows: Rows, attention: "Attention", cp: 
         heads.append((_pooled(columns), both.cpu().double(), _top_k(random), count_to_hold(columns[None], shares)[0],
                       count_to_hold(diagonals[None], shares)[0], count_to_hold(blocks, shares).mean(0)))
     *parts, needed_columns, needed_diagonals, needed_blocks = (torch.stack(part) for part in zip(*heads))
-    allowed = (rows.stop - rows.start)[0, chosen].double().mean().item()
+    allowed = (rows.stop - rows.start)[0, chosen, None].cpu().double()
+    top_k_density = allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean()
     curves = [curve(pattern, q, k, rows, cp, chosen, torch.stack(kept)) for pattern in patterns(attention, tokens)]
-    return Layer(*parts, allowed, needed_columns, needed_diagonals, needed_blocks, curves)
+    return Layer(*parts, top_k_density, needed_columns, needed_diagonals, needed_blocks, curves)
 
 
 def probabilities(q: Tensor, k: Tensor, rows: Rows, at: Tensor) -> Tensor:
@@ -187,6 +188,6 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
     """Everything but the masses, for JSON."""
     about = {"shares": SHARES, "top_k": TOP_K}
     plain = lambda x: x.tolist() if isinstance(x, Tensor) else x
-    fields = ("top_k", "allowed", "columns", "diagonals", "blocks", "curves")
+    fields = ("top_k", "top_k_density", "columns", "diagonals", "blocks", "curves")
     return about | {"layers": [{"layer": number} | {name: plain(getattr(layer, name)) for name in fields}
                                for number, layer in layers.items()]}

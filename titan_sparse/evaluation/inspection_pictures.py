@@ -31,7 +31,8 @@ def layer_figure(number: int, layer: Layer, seq_len: int) -> "Figure":
 
 
 def curves_figure(layers: list[Layer]) -> "Figure":
-    """Recall against density, means over layers and heads: a curve a pattern, and the largest keys of each row as the bound."""
+    """Recall against density, means over layers and heads: a curve a pattern, and the largest keys of each row to
+    compare with."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -40,8 +41,7 @@ def curves_figure(layers: list[Layer]) -> "Figure":
         at = [i for i, point in enumerate(layers[0].curves) if point["pattern"] == name]
         mean = lambda key: [np.mean([layer.curves[i][key] for layer in layers]) for i in at]
         axes.plot(mean("density"), mean("recall"), marker="o", markersize=3, label=name)
-    allowed = np.mean([layer.allowed for layer in layers])
-    axes.plot([min(1, k / allowed) for k in TOP_K], _mean_top_k(layers), "k--", marker=".", label="largest keys of each row")
+    axes.plot(layers[0].top_k_density, _mean_top_k(layers), "k--", marker=".", label="largest keys, as many in each row")
     axes.set_xscale("log")
     axes.set(xlabel="density (share of the pairs allowed)", ylabel="recall (share of the mass)", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
@@ -50,17 +50,18 @@ def curves_figure(layers: list[Layer]) -> "Figure":
 
 
 def top_k_figure(layers: dict[int, Layer]) -> "Figure":
-    """Layers down, heads to the right, in two panels: recall of the smallest and of the middle number of keys a row; and the
+    """Layers down, heads to the right, in two panels: recall of the 64 and the 1024 largest keys of a row; and the
     means over k."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2 + 0.18 * len(layers)), layout="constrained")
     panels = figure.subplots(1, 3)
-    for axes, which in zip(panels, (1, TOP_K.index(1024))):
+    for axes, which in zip(panels, (TOP_K.index(64), TOP_K.index(1024))):
         table = torch.stack([layer.top_k[:, which] for layer in layers.values()])
         image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(title=f"recall of the {TOP_K[which]} largest keys", xlabel="head", ylabel="layer")
         axes.set_yticks(range(len(layers)), list(layers))
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=panels[:2])
     panels[2].plot(TOP_K, _mean_top_k(list(layers.values())), marker="o")
     panels[2].set_xscale("log", base=2)
