@@ -6,6 +6,7 @@ from torch import Tensor
 from titan_sparse.attention import slice_tiles
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex
 
 _MASK_BLOCKS, _Q_BLOCKS = 16, 256
@@ -23,13 +24,14 @@ def thumbnail(index: BlockIndex, rows: Rows, cells: int) -> Tensor:
     size = min(cells, len(blocks))
     cell = torch.nn.functional.one_hot(blocks * size // len(blocks), size).float()
     first = Rows(rows.start[:1], rows.stop[:1], None, slices=None if rows.slices is None else rows.slices[:1])
-    column_blocks = index.columns[0].long().clamp(max=index.seq_len) // index.block_size
-    count = torch.zeros(index.heads, len(blocks) + 1, device=blocks.device)
-    count.scatter_add_(1, column_blocks, (index.columns[0] < index.seq_len).float())
-    share = (count[:, None, :-1] / index.block_size).clamp(max=1)
+    pairs_of = once_per_mask(rows, ("pairs of all blocks", index.block_size),
+                             lambda: pairs_by_block(first, blocks, index.block_size)[0])
+    edges = torch.arange(len(blocks) + 1, device=blocks.device, dtype=torch.int32) * index.block_size
+    before = torch.searchsorted(index.columns[0], edges.clamp(max=index.seq_len).expand(index.heads, -1).contiguous())
+    share = before.diff(dim=-1)[:, None].float() / index.block_size
     computed, allowed = (torch.zeros(*shape, size, size, device=blocks.device) for shape in ((index.heads,), ()))
     for some, of in zip(blocks.split(_Q_BLOCKS), cell.split(_Q_BLOCKS)):
-        pairs = pairs_by_block(first, some, index.block_size)[0].float()
+        pairs = pairs_of[some].float()
         selected = index.selects(some, blocks)[0]
         computed += of.T @ (torch.where(selected, pairs, pairs * share) @ cell)
         allowed += of.T @ (pairs @ cell)
