@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 TASKS = ("position", "needle", "ruler")
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the run's config.toml")
@@ -49,7 +48,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
                         help="teacher-forced (one forward a prompt) or by greedy decoding")
     parser.add_argument("--seed", type=int, default=0, help="of needles and prompts")
     parser.add_argument("--out", default="evaluation", help="folder to write")
-    args, rest = parser.parse_known_args(words)
+    return parser
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
+    args, rest = _parser().parse_known_args(words)
     config = load_for_evaluation(args, rest)
     _resolve(args, config)
     check(config, *world_from_environment())
@@ -93,6 +97,10 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
     require(0 <= args.stride <= shortest, f"--stride {args.stride} is not in [0, {shortest}], the shortest of --lengths")
     require("position" not in args.tasks or args.buckets <= shortest,
             f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer")
+    needs = {"stride": ("position",), "buckets": ("position",), "depths": ("needle",), "answers": known[1:], "seed": known[1:]}
+    for name, tasks in needs.items():
+        require(getattr(args, name) == _parser().get_default(name) or set(tasks) & set(args.tasks),
+                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out")
     require(args.answers == "forced" or config.parallelism.cp == 1, "--answers generated needs parallelism.cp = 1, not "
             f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1")
 
@@ -141,12 +149,12 @@ def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict
 
 
 def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:
-    """results.json, a CSV for each table and a PNG for each picture; returns the names of the files."""
+    """results.json, a CSV for each table and a PNG for each picture, into the folder `out`; returns their names."""
     from titan_sparse.evaluation import pictures
+    from titan_sparse.metrics import json_ready
 
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps({"about": about, **results}, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8")
     files, tables = ["results.json"], {}
     if "position" in results:
         tables["position"] = [{"length": result["length"], **part} for result in results["position"] for part in result["buckets"]]
@@ -190,8 +198,9 @@ def main(words: list[str]) -> int:
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer)
         work = read(args, config, tokenizer)
+        Path(args.out).mkdir(parents=True, exist_ok=True)
         scorer = build_scorer(config, checkpoint, tokenizer)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     results = evaluate(work, scorer, args.buckets, args.answers == "generated")

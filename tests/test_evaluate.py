@@ -16,7 +16,8 @@ from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import save
 
 ROOT = Path(__file__).parent.parent
-WORDS = ["--lengths", "440", "--depths", "2", "--samples", "3", "--buckets", "4"]
+WORDS = ["--lengths", "440", "--samples", "3", "--buckets", "4"]
+NEEDLES = ["--depths", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def _results(folder: Path, out: str) -> dict:
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
     """What one rank finds."""
-    assert main(_words(folder, "one")) == 0
+    assert main(_words(folder, "one", *NEEDLES)) == 0
     return _results(folder, "one")
 
 
@@ -81,7 +82,7 @@ def _check_two_ranks(one: dict, two: dict) -> None:
 
 
 def test_two_ranks_that_share_a_sequence_find_the_same(folder, one):
-    run_processes(2, _evaluate, _words(folder, "two", "--parallelism.cp", "2"))
+    run_processes(2, _evaluate, _words(folder, "two", *NEEDLES, "--parallelism.cp", "2"))
     _check_two_ranks(one, _results(folder, "two"))
 
 
@@ -103,7 +104,7 @@ def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, cap
 @pytest.mark.slow
 def test_from_the_command_line(folder, one):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.evaluate"]
-    result = subprocess.run(command + _words(folder, "torchrun", "--parallelism.cp", "2"), cwd=ROOT, capture_output=True,
+    result = subprocess.run(command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"), cwd=ROOT, capture_output=True,
                             text=True, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stdout + result.stderr
     _check_two_ranks(one, _results(folder, "torchrun"))
@@ -115,6 +116,8 @@ def test_from_the_command_line(folder, one):
     (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
     (["--answers", "generated", "--parallelism.cp", "2"], "--answers generated needs parallelism.cp = 1, not 2"),
     (["--training.sede", "1"], "training.sede"),
+    (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
+    (["--tasks", "position", "--answers", "generated"], "--answers would be ignored with --tasks position"),
     (["--dry-run"], "flags of train.py would be ignored"),
     (["--data.source", "a:1, b:1"], 'is a mixture, but evaluation reads one source; write one of its parts, such as data.source = "a"'),
     ([], "holds no complete checkpoint"),

@@ -1,5 +1,7 @@
 """Loss by position: windows score each token once, and the sums are those of a plain forward on any mesh."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.position import first_windows, position_loss, windows
+from titan_sparse.metrics import json_ready
 
 LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 
@@ -76,6 +79,11 @@ def _uneven(folder) -> None:
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
     assert got["buckets"][1] == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}
+
+
+def test_what_json_has_not_is_null():
+    assert json_ready({"loss": math.nan, "buckets": [{"perplexity": math.inf, "tokens": 3}]}) == {
+        "loss": None, "buckets": [{"perplexity": None, "tokens": 3}]}
 
 
 def _on_two_ranks(folder) -> None:

@@ -15,7 +15,8 @@ from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {"training__steps": 4, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
-            "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4, "parallelism__cp": 2}
+            "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4, "parallelism__cp": 2,
+            "attention__block_size": 32}
 VALIDATION = {"validation__enable": True, "validation__every": 2, "validation__windows": 3, "validation__position_buckets": 4,
               "validation__needle_lengths": "420", "validation__needle_depths": 2, "validation__needle_samples": 1}
 

@@ -30,6 +30,7 @@ LEVERS = {
     "mlp_chunk_tokens": "training.mlp_chunk_tokens",
     "offload_optimizer": "optimizer.offload",
     "float8": "float8.enable",
+    "float8_recipe": "float8.recipe",
 }
 """Fields of Step that are options of their own: where the configuration has them. Those it does not have keep the default."""
 
@@ -70,6 +71,7 @@ class Step:
     mlp_chunk_tokens: int = 0
     offload_optimizer: bool = False
     float8: bool = False
+    float8_recipe: str = "rowwise"
 
     @property
     def tokens(self) -> int:
@@ -274,8 +276,10 @@ def _block_peak(step: Step) -> float:
     mlp = _bytes(step, _recomputed_units(step), tokens)
     if step.mlp_chunk_tokens:  # the weights' gradients are summed over chunks in fp32
         mlp += 3 * step.model.hidden_size * step.model.intermediate_size * step.wide
-    if step.float8:  # both operands of a matmul, a byte an element
+    if step.float8 and step.float8_recipe == "tensorwise":  # both operands of a matmul, a byte an element
         mlp += tokens * (step.model.hidden_size + step.model.intermediate_size)
+    elif step.float8:  # the weights' gradients are of bf16 operands, which are kept beside; measured: docs/memory.md
+        mlp += tokens * 8 * step.model.intermediate_size
     attention = _bytes(step, _attention_units(step)) + _workspace(step)
     return max(mlp, attention) + _recomputed_share(step) * _bytes(step, Units(query=1))
 

@@ -86,7 +86,7 @@ class MetricsLog:
             "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen), **context_parallel_averages(seen),
         }
         if self.json is not None:
-            self.json.write(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+            self.json.write(json.dumps(json_ready(record)) + "\n")
             self._write_board(step, record, seen)
             logger.info(progress_line(record, self.steps))
         self.start_interval()
@@ -205,7 +205,11 @@ def _peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _json_number(value: Any) -> Any:
-    """JSON has no NaN or infinity: null stands for them."""
+def json_ready(value: Any) -> Any:
+    """Numbers, tensors of one number, lists and dicts of them. JSON has no NaN or infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_ready(item) for item in value]
     value = value.item() if isinstance(value, Tensor) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

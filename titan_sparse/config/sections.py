@@ -301,7 +301,7 @@ class Validation:
     every: int = 500
     "steps between measurements"
     source: str = ""
-    "text that is not trained on, named as in data.source; empty: data.source"
+    "text that is not trained on, named as in data.source, but one source and without data.subset; empty: data.source"
     split: str = ""
     "split of a Hugging Face dataset, such as validation; empty: data.split"
     windows: int = 16

@@ -19,6 +19,7 @@ from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.metrics import json_ready
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -70,7 +71,7 @@ class Validation:
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
         if writes:
             with open(os.path.join(self.output_dir, "validation.jsonl"), "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(json_ready(record)) + "\n")
             if board is not None:
                 _write_board(board, record)
             logger.info(_line(record))
