@@ -191,3 +191,23 @@ def _compare_ranks() -> None:
 def test_unknown_budget_is_refused():
     with pytest.raises(ValueError, match="independent"):
         VerticalSlash(budget="shared")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """The probe's kernels, in bf16, and the choice on a GPU: the recall is reached there, also with deterministic algorithms."""
+    heads = synthetic.draw_heads(4096, heads=4, kv_heads=2, head_dim=64)
+    q, k = (make(heads, 0, 4096, torch.bfloat16).cuda() for make in (synthetic.queries, synthetic.keys))
+    for mask, last in ((Causal(), 4096), (Documents([[1000, 2900]]), 3900)):
+        index = _joint(recall=0.9, dense_below=64).select(q, k, mask, block_size=64)
+        seen = mask.dense(4096, "cuda")[0, last - 64 : last]
+        scores = q[0, :, last - 64 : last].float() @ k[0].repeat_interleave(2, 0).float().mT / 8
+        probability = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        kept = (probability * index.dense(mask)[0, :, last - 64 : last]).sum(-1).mean(-1)
+        assert (kept > 0.899).all() and (index.slashes.sum(-1) < index.slashes.shape[-1] // 2).all()
+        torch.use_deterministic_algorithms(True)
+        try:
+            again = _joint(recall=0.9, dense_below=64).select(q, k, mask, block_size=64)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(a, b) for a, b in zip(index.tensors(), again.tensors()))
