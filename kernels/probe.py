@@ -71,23 +71,26 @@ def _span_kernel(block_lse, slot, run, lse, heads, n, local, queries, T: tl.cons
 
 @triton.jit
 def _mass_kernel(q, k, start, stop, slot, blocks, lse, block_back, column, tile, scale, heads, group, n, local, queries, dim,
-                 T: tl.constexpr, U: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-                 UPCAST: tl.constexpr):
+                 T: tl.constexpr, U: tl.constexpr, V: tl.constexpr, V2: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+                 SIZE: tl.constexpr, UPCAST: tl.constexpr):
     i_c, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // heads, i_bh % heads
-    o_p = tl.arange(0, P)
-    b_column = tl.zeros([SIZE], tl.float32)
+    o_p, o_v = tl.arange(0, P), tl.arange(0, V2)
+    b_column = tl.zeros([V2, SIZE], tl.float32)
     for i_t in tl.static_range(T):
         b_s, known = _scores(q, k, start, stop, slot, blocks, scale, i_b, i_h, i_c, i_t, heads, group, n, local, queries, dim,
                              T, P, D, SIZE, UPCAST)
         b_lse = tl.load(lse + (i_bh * n + known) * queries + o_p, mask=o_p < queries, other=0.0)
         b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[:, None])
-        b_column += tl.sum(b_mass, 0)
         b_row = tl.sum(b_mass, 1)
         back = tl.load(block_back + (i_b * n + known) * queries + o_p, mask=o_p < queries, other=-1)
         for u in tl.static_range(U):
             tl.store(tile + ((i_bh * local + i_c) * T + i_t) * U + u, tl.sum(tl.where(back == u, b_row, 0.0), 0))
-    tl.store(column + (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE), b_column)
+        for v in tl.static_range(V):
+            b_part = tl.sum(b_mass if V == 1 else tl.where((back == v)[:, None], b_mass, 0.0), 0)
+            b_column += tl.where((o_v == v)[:, None], b_part[None, :], 0.0)
+    at = ((i_bh * local + i_c) * V + o_v)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(column + at, b_column, mask=(o_v < V)[:, None])
 
 
 def _sizes(q: Tensor, block_size: int) -> dict:
@@ -130,18 +133,20 @@ def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
 
 
 def block_masses(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, slot: Tensor, blocks: Tensor, scale: float,
-                 block_size: int, lse: Tensor, block_back: Tensor, back: int) -> tuple[Tensor, Tensor]:
-    """Softmax mass by column, fp32 [B, Hq, local, block_size], and by tile and block back, [B, Hq, local, T, back].
+                 block_size: int, lse: Tensor, block_back: Tensor, back: int, split: bool = False) -> tuple[Tensor, Tensor]:
+    """Softmax mass by column, fp32 [B, Hq, local, V, block_size], and by tile and block back, [B, Hq, local, T, back].
 
-    lse: fp32 [B, Hq, n, P] over all keys. block_back: int32 [B, n, P]. The rest as in block_lse().
+    lse: fp32 [B, Hq, n, P] over all keys. block_back: int32 [B, n, P]. split: columns too by block back, V = back; else
+    V = 1. The rest as in block_lse().
     """
     batch, heads, n, queries, dim = q.shape
     local, touched = slot.shape[1:]
-    column = torch.empty(batch, heads, local, block_size, dtype=torch.float32, device=q.device)
+    parts = back if split else 1
+    column = torch.empty(batch, heads, local, parts, block_size, dtype=torch.float32, device=q.device)
     tile = torch.empty(batch, heads, local, touched, back, dtype=torch.float32, device=q.device)
     _mass_kernel[(local, batch * heads)](
         q.contiguous(), k.contiguous(), start.contiguous(), stop.contiguous(), slot.contiguous(), blocks, lse.contiguous(),
         block_back.contiguous(), column, tile, scale, heads, heads // k.shape[1], n, local, queries, dim,
-        T=touched, U=back, **_sizes(q, block_size),
+        T=touched, U=back, V=parts, V2=triton.next_power_of_2(parts), **_sizes(q, block_size),
     )
     return column, tile

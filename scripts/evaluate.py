@@ -54,6 +54,15 @@ def _parser() -> argparse.ArgumentParser:
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
     args, rest = _parser().parse_known_args(words)
+    config = load_for_evaluation(args, rest)
+    _resolve(args, config)
+    check(config, *world_from_environment())
+    return args, config
+
+
+def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
+    """The configuration of args.config and `rest`, with args.hf and args.attention, and without what only training has, which
+    must not stand in the way on another mesh."""
     config, flags = load(["--config", args.config, *rest])
     require(flags == Flags(), "flags of train.py would be ignored; leave them out")
     if args.hf:
@@ -63,14 +72,11 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
         config.attention.schedule = "auto"
     config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
-    _resolve(args, config)
-    # What only training has does not matter here, and must not stand in the way on another mesh.
     config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
                                  compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)
     config.data.source, config.data.sequences = single_source(config.data.source, "data.source"), "packed"
     config.training.mlp_chunk_tokens, config.checkpoint = 0, Config().checkpoint
-    check(config, *world_from_environment())
-    return args, config
+    return config
 
 
 def _resolve(args: argparse.Namespace, config: Config) -> None:

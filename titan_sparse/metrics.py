@@ -16,12 +16,16 @@ from torch.utils.tensorboard import SummaryWriter
 from titan_sparse.attention import balance
 from titan_sparse.attention.statistics import Recording
 from titan_sparse.flops import flops_per_token, peak_flops, utilization
+from titan_sparse.heat_maps import contact_sheet, heat_map
 from titan_sparse.models.flavours import DecoderConfig
 
 if TYPE_CHECKING:
     from titan_sparse.config import Metrics
 
 logger = logging.getLogger("titan_sparse")
+
+THUMBNAIL_CELLS = 48
+"""A side of a TensorBoard picture of one head's selection."""
 
 
 class MetricsLog:
@@ -63,6 +67,11 @@ class MetricsLog:
         every = self.section.recall_every
         return self.section.recall_rows if every and (step == 1 or step % every == 0) else 0
 
+    def thumbnail_cells(self, step: int) -> int:
+        """Cells a side of the pictures of what was selected at a logged step; 0 where there are none."""
+        every = self.section.pictures_every
+        return THUMBNAIL_CELLS if self.board is not None and every and (step == 1 or step % every == 0) else 0
+
     def log(self, step: int, tokens_seen: int, values: dict[str, float], seen: Recording, sequence_tokens: float) -> None:
         """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on this rank's last micro-batch,
         whose sequences held `sequence_tokens` tokens on average. Collective."""
@@ -103,6 +112,11 @@ class MetricsLog:
         for name, layers in (("density", seen.density()), ("recall", seen.recall), ("capped", seen.capped)):
             for number, heads in enumerate(layers):
                 self.board.add_scalar(f"{name}_by_layer/{number}", heads.mean().item(), step)
+        if seen.thumbnails:
+            self.board.add_image("density_heat_map", heat_map(seen.density()), step)
+            if seen.recall:
+                self.board.add_image("recall_heat_map", heat_map(torch.stack(seen.recall)), step)
+            self.board.add_image("selection", contact_sheet(torch.stack(seen.thumbnails)), step)
 
     def close(self) -> None:
         """Flush the files."""
@@ -112,25 +126,34 @@ class MetricsLog:
             self.board.close()
 
 
+_BY_LAYER = ("visited", "recall", "capped", "blocks_per_query", "columns", "columns_at_cap")
+"""What a Recording holds by layer and head."""
+
+
 def average_over_ranks(seen: Recording, sequence_tokens: float) -> float:
     """Make a recording the mean over all ranks' data, in place; returns the mean of `sequence_tokens`. Collective."""
-    parts = [*seen.visited, *seen.recall, *seen.capped, seen.visible.view(1), seen.visible.new_tensor([sequence_tokens])]
+    parts = [x for name in _BY_LAYER for x in getattr(seen, name)]
+    parts += [seen.visible.view(1), seen.visible.new_tensor([sequence_tokens])]
     means = torch.cat([part.double() for part in parts])
     dist.all_reduce(means)
     means = list((means / dist.get_world_size()).split([len(part) for part in parts]))
-    tokens, seen.visible = means.pop().item(), means.pop()[0]
-    layers = len(seen.visited)
-    seen.visited, means = means[:layers], means[layers:]
-    seen.recall, seen.capped = means[: len(seen.recall)], means[len(seen.recall) :]
-    return tokens
+    for name in _BY_LAYER:
+        layers = len(getattr(seen, name))
+        setattr(seen, name, means[:layers])
+        means = means[layers:]
+    seen.visible = means[0][0]
+    return means[1].item()
 
 
 def attention_averages(seen: Recording) -> dict[str, float]:
-    """density, and recall and capped (share of budgets kept short by a cap) where recorded, over layers and heads."""
+    """Over layers and heads: density, blocks_per_query, and where recorded recall, capped (share of budgets kept short by a
+    cap), columns (their mean and 95th percentile) and columns_at_cap."""
     averages = {"density": seen.density().mean().item()}
-    for name, layers in (("recall", seen.recall), ("capped", seen.capped)):
-        if layers:
+    for name in _BY_LAYER[1:]:
+        if layers := getattr(seen, name):
             averages[name] = torch.stack(layers).double().mean().item()
+    if seen.columns:
+        averages["columns_p95"] = torch.stack(seen.columns).double().quantile(0.95).item()
     return averages
 
 

@@ -162,8 +162,11 @@ def expected_selection(heads: Heads, pattern: VerticalSlash, block_size: int = 1
     """As select(), but from expected masses, with no tensors of D dims: seconds for millions of tokens.
 
     seq_len has to be a multiple of block_size. A key's mass is exp(expected logit) of its distance from the last block,
-    times log-normal noise; an outlier's is exp(v).
+    times log-normal noise; an outlier's is exp(v). Raises ValueError for budget = "joint", which needs more than these masses.
     """
+    if pattern.budget == "joint":
+        raise ValueError('attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '
+                         "indexes that were recorded")
     columns = _column_masses(heads, block_size)
     diagonals = columns.unflatten(-1, (-1, block_size)).sum(-1).flip(-1)
     vertical, cut_columns = _fill(columns, pattern.recall, pattern.min_columns, pattern.max_columns, pattern.sinks)

@@ -203,7 +203,8 @@ class Trainer:
         logged, loss = self.metrics.should_log(step), torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
             watch = logged and number == len(batches) - 1
-            with recording(self.metrics.recall_rows(step)) if watch else nullcontext() as seen:
+            pictures = self.metrics.thumbnail_cells(step)
+            with recording(self.metrics.recall_rows(step), pictures) if watch else nullcontext() as seen:
                 loss += self._forward_backward(batch, valid)
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import balance, slice_tiles, timing
+from titan_sparse.attention import balance, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.slices import area, seen_by
+from titan_sparse.attention.thumbnails import pairs_by_block, thumbnail
 from titan_sparse.attention.tiles import all_blocks, covered_columns
 from titan_sparse.attention.transport import route
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from titan_sparse.attention.context_parallel import ContextParallel
     from titan_sparse.attention.run import Run
 
-_Q_BLOCKS, _MASK_BLOCKS, _KEYS = 256, 16, 8192
-"""Query blocks of the index, of the mask, and keys, that are looked at together: bounds the memory."""
+_Q_BLOCKS, _KEYS = 256, 8192
+"""Query blocks of the index, and keys, that are looked at together: bounds the memory."""
 
 
 class ByRank(NamedTuple):
@@ -50,6 +51,10 @@ class Recording:
     visited: pairs of tokens computed per sequence. visible: pairs the mask allows (one number).
     recall: share of the full softmax mass that the selection kept, over sampled rows; empty unless asked for.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without budgets.
+    blocks_per_query: keys in selected blocks that a query sees, on average, columns not counted; in blocks.
+    columns, columns_at_cap: columns of a head, and share of heads whose cap kept columns from the target; empty for patterns
+    without columns.
+    thumbnails: of the first sequence's selection, [Hq, P, P] (thumbnails.py); empty unless asked for.
     Of this rank alone, and only with several context-parallel ranks:
     calls, work: times and visited pairs of each attention call's forward, as by_rank() reads them; an attention whose first
     part is recomputed has two calls.
@@ -58,16 +63,21 @@ class Recording:
     """
 
     recall_rows: int = 0
+    thumbnail_cells: int = 0
     visited: list[Tensor] = field(default_factory=list)
     visible: Tensor | None = None
     recall: list[Tensor] = field(default_factory=list)
     capped: list[Tensor] = field(default_factory=list)
+    blocks_per_query: list[Tensor] = field(default_factory=list)
+    columns: list[Tensor] = field(default_factory=list)
+    columns_at_cap: list[Tensor] = field(default_factory=list)
+    thumbnails: list[Tensor] = field(default_factory=list)
     calls: list[timing.Call] = field(default_factory=list)
     work: list[Tensor] = field(default_factory=list)
     bytes_sent: int = 0
     plain_ring_bytes: int = 0
     parts: list[Tensor] = field(default_factory=list, repr=False)
-    """visited of the calls that the attention in hand has made so far."""
+    """[2, Hq], visited and those of them in blocks, of the calls that the attention in hand has made so far."""
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
@@ -90,14 +100,15 @@ _active: Recording | None = None
 
 
 @contextlib.contextmanager
-def recording(recall_rows: int = 0) -> Iterator[Recording]:
-    """Record every attention inside; with `recall_rows` > 0 sampled query rows a sequence, recall too.
+def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Recording]:
+    """Record every attention inside; with `recall_rows` > 0 sampled query rows a sequence, recall too; with thumbnail_cells
+    > 0 pictures of so many cells a side, which may be asked for on some ranks only.
 
     Collective: all context-parallel ranks record at the same time.
     """
     global _active
     with timing.timed_calls() as calls:
-        _active = seen = Recording(recall_rows, calls=calls)
+        _active = seen = Recording(recall_rows, thumbnail_cells, calls=calls)
         try:
             yield seen
         finally:
@@ -119,18 +130,26 @@ def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
     pairs, column_pairs = visited_pairs(run, len(q))
     if run.cp.size > 1:
         _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
-    _active.parts.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs.sum(-1)).mean(0))
+    in_blocks = pairs.sum(-1)
+    _active.parts.append(run.cp.all_reduce(torch.stack([in_blocks + column_pairs.sum(-1), in_blocks])).mean(1))
 
 
 def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
     """Called once for each attention, after its call or calls, with padded inputs and lse [B, Hq, S_local] of all rows."""
     if not is_recording():
         return
-    _active.visited.append(torch.stack(_active.parts).sum(0))
+    visited, in_blocks = torch.stack(_active.parts).sum(0)
     _active.parts.clear()
+    _active.visited.append(visited)
+    queries = (run.rows.start < run.rows.stop).sum(-1).double().mean()
+    _active.blocks_per_query.append(in_blocks / queries / run.index.block_size)
     _active.visible = visible_pairs(run.rows).mean()
     if hasattr(run.index, "capped"):
         _active.capped.append(run.index.capped.double().mean(dim=(0, 2)))
+        _active.columns.append((run.index.columns < run.seq_len).sum(-1).double().mean(0))
+        _active.columns_at_cap.append(run.index.capped[..., 0].double().mean(0))
+    if _active.thumbnail_cells:
+        _active.thumbnails.append(thumbnail(run.index, run.rows, _active.thumbnail_cells))
     if _active.recall_rows:
         _active.recall.append(recall(run, q, k, lse, _active.recall_rows))
 
@@ -159,7 +178,7 @@ def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
     if isinstance(index, MoBAIndex):
         by_rank = index.pairs(run.rows, blocks, run.cp.block_table(run.seq_len, blocks.device))
         return by_rank, torch.zeros_like(by_rank[..., :0])
-    pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
+    pairs = once_per_mask(run.rows, key, lambda: pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
     keys = all_blocks(index)
     by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=index.columns.device)
@@ -180,20 +199,6 @@ def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
     flat = columns.flatten(1).contiguous()
     first, last = (torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True) for x in (rows.stop, rows.start))
     return first.view(columns.shape), last.view(columns.shape)
-
-
-def _pairs_by_block(rows: Rows, q_blocks: Tensor, size: int) -> Tensor:
-    """Pairs the mask allows between each query block and every key block, int32 [Bm, nq, blocks]."""
-    begin = torch.arange(0, rows.start.shape[1], size, device=rows.start.device, dtype=torch.int32)
-    if rows.slices is not None:
-        return slice_tiles.tile_weights(rows, q_blocks, begin.long() // size, size)[2]
-    tables = []
-    for some in q_blocks.split(_MASK_BLOCKS):
-        position = token_positions(some, size)
-        start, stop = (x[:, position, None] for x in (rows.start, rows.stop))
-        pairs = (torch.minimum(stop, begin + size) - torch.maximum(start, begin)).clamp(min=0)
-        tables.append(pairs.unflatten(1, (len(some), size)).sum(2, dtype=torch.int32))
-    return torch.cat(tables, dim=1)
 
 
 def recall(run: "Run", q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, MoBA, Model, Optimizer, Parallelism, Validation,
+    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, Metrics, MoBA, Model, Optimizer, Parallelism, Validation,
     VerticalSlash, XAttention,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
@@ -21,7 +21,7 @@ _MINIMUMS = {
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
-        "metrics.peak_tflops"),
+        "metrics.peak_tflops", "metrics.pictures_every"),
     1: ("model.rope_factor", "training.steps", "training.seq_len", "training.local_batch_size",
         "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
         "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
@@ -90,6 +90,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     _check_float8(config)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
+    _check_pictures(config.metrics)
     _check_validation(config)
 
 
@@ -104,6 +105,14 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     except ConfigError as error:
         raise ConfigError(f"{config_file(argv) or 'command line'}: {error}") from error
     return config, flags
+
+
+def _check_pictures(metrics: Metrics) -> None:
+    key, every = f"metrics.pictures_every = {metrics.pictures_every}", metrics.log_every
+    require(not metrics.pictures_every or metrics.tensorboard, f"{key} would be ignored with metrics.tensorboard = false; write "
+            "metrics.pictures_every = 0 or metrics.tensorboard = true")
+    require(metrics.pictures_every % every == 0, f"{key} is no multiple of metrics.log_every = {every}; write metrics.pictures_every "
+            f"= {-(-metrics.pictures_every // every) * every}")
 
 
 def _check_model(model: Model, data: Data) -> None:

@@ -114,6 +114,8 @@ class VerticalSlash:
     """Pattern vertical_slash: columns and block diagonals chosen online from the last queries."""
     recall: float = 0.95
     "share of the probe's attention mass that the columns and diagonals must reach, in (0, 1]"
+    budget: Literal["independent", "joint"] = "independent"
+    "columns and diagonals each reach recall alone, as published, or together, at the least cost (docs/patterns.md)"
     probe: int = 0
     "last queries that choose; tokens; 0: attention.block_size"
     sinks: int = 30
@@ -285,6 +287,8 @@ class Metrics:
     "sampled query rows per sequence in a measurement of recall"
     tensorboard: bool = True
     "write TensorBoard events to the run folder"
+    pictures_every: int = 0
+    "steps between TensorBoard pictures of layers x heads and of what was selected; a multiple of log_every; 0: never"
     peak_tflops: float = 0.0
     "peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"
 

@@ -59,29 +59,30 @@ class Geometry(NamedTuple):
 
 
 def probe_masses(q: Tensor, k: Tensor, rows: Rows, spans: Spans, pattern: str, cp: "ContextParallel", queries: int,
-                 scale: float) -> Tensor:
+                 scale: float, split: bool = False) -> tuple[Tensor, Tensor]:
     """Attention masses that the probe gives to columns and to block diagonals, for this rank's share of the heads.
 
     q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. pattern: key of the pattern, which decides the spans.
-    Collective over cp. N = ceil(B Hq / ranks) (sequence, head) pairs come back, [N, S + E]: all columns, then all
-    diagonals; sequences_of_pairs() tells their sequences. fp32, for fp64 inputs fp64.
+    Collective over cp. Of N = ceil(B Hq / ranks) (sequence, head) pairs come back: columns [N, K, V, block_size], and
+    diagonals [N, E]; sequences_of_pairs() tells their sequences. split: apart for each of the V = blocks_back() blocks that
+    the probe's rows lie in, 0 the span's last; else V = 1. fp32, for fp64 inputs fp64.
     """
     batch, heads = q.shape[:2]
     key = ("probe", pattern, cp.key, batch, heads)
     geometry = once_per_mask(rows, key, lambda: _geometry(rows, spans, cp, queries, batch, heads))
     probe = _gather_probe(q, geometry, cp, queries, scale)
     lse = _normaliser(probe, k, geometry, cp)
-    column, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size)
+    column, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size, split)
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([column.flatten(2), tile.flatten(2)], dim=-1).flatten(0, 1)
     pooled = torch.nn.functional.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs))).transpose(0, 1)
     columns, tiles = received.split([column[0, 0].numel(), tile[0, 0].numel()], dim=-1)
-    columns = columns.reshape(pairs, -1, cp.block_size)[:, geometry.order].flatten(1)
+    columns = columns.reshape(pairs, -1, *column.shape[3:])[:, geometry.order]
     tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
     # Gathered, not scattered: with atomic additions a diagonal's mass would depend on their order.
     slash = torch.nn.functional.pad(tiles, (0, 1)).gather(1, geometry.tile).unflatten(1, (-1, tile.shape[4])).sum(-1)
-    return torch.cat([columns, slash], dim=1)
+    return columns, slash
 
 
 def sequences_of_pairs(batch: int, heads: int, cp: "ContextParallel", device: torch.device) -> Tensor:
@@ -101,7 +102,7 @@ def _geometry(rows: Rows, spans: Spans, cp: "ContextParallel", queries: int, bat
     start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
     block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0).int()
     own = Spans(*(x[sequences_of_pairs(batch, heads, cp, device)] for x in spans))
-    tile = _tiles_of_diagonals(own, seq_len // cp.block_size, _blocks_back(queries, cp.block_size), cp.block_size)
+    tile = tiles_of_diagonals(own, seq_len // cp.block_size, blocks_back(queries, cp.block_size), cp.block_size)
     slot = spans_of_blocks(spans, blocks, cp.block_size)
     return Geometry(blocks.int(), slot.int(), _runs(slot, spans.start.shape[1]), order, local.clamp(min=0), local >= 0,
                     start, torch.where(exists, stop, start), block_back, tile)
@@ -117,7 +118,7 @@ def _runs(slot: Tensor, n: int) -> Tensor:
     return torch.stack([first, last + 1], dim=-1)[:, :n].int().contiguous()
 
 
-def _blocks_back(queries: int, block_size: int) -> int:
+def blocks_back(queries: int, block_size: int) -> int:
     """Query blocks that `queries` last queries can lie in."""
     return (queries + block_size - 2) // block_size + 1
 
@@ -176,27 +177,29 @@ def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_
     return probe.q, k, probe.start, probe.stop, slot, blocks, probe.scale, block_size
 
 
-def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Masses of this rank's keys: by column [B, Hq, n_local, b], by tile and probe block back [B, Hq, n_local, T, U]."""
+def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int,
+            split: bool = False) -> tuple[Tensor, Tensor]:
+    """Masses of this rank's keys: by column [B, Hq, n_local, V, b], where V = U if split and 1 else; by tile and probe
+    block back [B, Hq, n_local, T, U]."""
     batch, heads, n, queries, _ = probe.q.shape
-    back = _blocks_back(queries, block_size)
+    back = blocks_back(queries, block_size)
     if k.is_cuda and k.dtype != torch.float64:
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
-        return kernels.block_masses(*inputs, lse, probe.block_back, back)
+        return kernels.block_masses(*inputs, lse, probe.block_back, back, split)
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(1, 2)
     which = torch.arange(batch, device=k.device)[:, None, None]
     columns, tiles = [], []
     for first, last, scores in _scores(probe, k, blocks, slot, block_size):
         span = slot[:, first:last].clamp(min=0)
         mass = (scores - finite[which, span].permute(0, 3, 1, 2, 4)[..., None]).exp()
-        columns.append(mass.sum(dim=(3, 4)))
         row_back = probe.block_back[which, span].long().clamp(max=back - 1)
-        row_block = torch.nn.functional.one_hot(row_back, back).to(mass.dtype)
-        tiles.append((mass.sum(-1)[..., None, :] @ row_block[:, None]).squeeze(-2))
+        row_block = torch.nn.functional.one_hot(row_back, back).to(mass.dtype)[:, None]
+        columns.append((row_block.mT @ mass).sum(3) if split else mass.sum(dim=(3, 4))[..., None, :])
+        tiles.append((mass.sum(-1)[..., None, :] @ row_block).squeeze(-2))
     return torch.cat(columns, dim=2), torch.cat(tiles, dim=2)
 
 
-def _tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
+def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
     """int64 [N, E U]: entry e of the list of all spans' diagonals is the sum of tiles U e .. U e + U - 1 of these.
 
     Tiles are numbered (key block, span touching it, probe blocks back); the one behind the last stands for none.

@@ -14,7 +14,8 @@ from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.budget import Segments, compact, smallest_sets
-from titan_sparse.attention.patterns.probe import probe_masses, sequences_of_pairs
+from titan_sparse.attention.patterns.joint import incidence, smallest_union
+from titan_sparse.attention.patterns.probe import blocks_back, probe_masses, sequences_of_pairs
 from titan_sparse.attention.patterns.spans import Spans, entries, find_spans, slots, span_of_tokens, spans_of_blocks
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class VerticalSlashIndex(BlockIndex):
 class VerticalSlash(Pattern):
     """Parameters of the selection; counts are per query head.
 
-    recall: share of the probe's attention mass that verticals, and slashes, each have to reach, in (0, 1].
+    recall: share of the probe's attention mass to reach, in (0, 1]. budget: "independent", verticals and slashes each have to
+    reach it alone (the paper); "joint", the union of least cost has to, always-on ones included (joint.py).
     probe: last queries of each span that are looked at; 0 means block_size.
     sinks: first tokens of each span that are always columns. local_diagonals: nearest block diagonals always on.
     min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local diagonals not counted;
@@ -85,6 +87,7 @@ class VerticalSlash(Pattern):
     min_slashes: int = 0
     max_slashes: int = 0
     dense_below: int = 4096
+    budget: str = "independent"
     name: ClassVar[str] = "vertical_slash"
 
     def __post_init__(self) -> None:
@@ -92,7 +95,10 @@ class VerticalSlash(Pattern):
             raise ValueError(f"VerticalSlash(recall={self.recall}): a share of the attention mass, above 0, at most 1")
         if self.local_diagonals < 1:
             raise ValueError("VerticalSlash(local_diagonals=0): a query must see its own block, write 1 or more")
-        negative = [f.name for f in dataclasses.fields(self) if f.name != "recall" and getattr(self, f.name) < 0]
+        if self.budget not in ("independent", "joint"):
+            raise ValueError(f'VerticalSlash(budget="{self.budget}"): write "independent" or "joint"')
+        counts = [f.name for f in dataclasses.fields(self) if f.name not in ("recall", "budget")]
+        negative = [name for name in counts if getattr(self, name) < 0]
         if negative:
             raise ValueError(f"VerticalSlash({negative[0]}={getattr(self, negative[0])}): write 0 or more")
         if self.min_columns > self.max_columns or 0 < self.max_slashes < self.min_slashes:
@@ -122,15 +128,21 @@ class VerticalSlash(Pattern):
         batch, heads = q.shape[:2]
         seq_len, block_size = rows.start.shape[1], cp.block_size
         spans, queries = self._spans(rows, batch, block_size), self.probe_queries(block_size)
-        mass = probe_masses(q, k, rows, spans, self.key, cp, queries, scale)
+        joint = self.budget == "joint"
+        columns, diagonals = probe_masses(q, k, rows, spans, self.key, cp, queries, scale, split=joint)
         segments = once_per_mask(rows, ("segments", self.key, cp.key, batch, heads), lambda: self._segments(
-            spans, seq_len, mass.shape[1] - seq_len, sequences_of_pairs(batch, heads, cp, q.device)))
-        selected, capped = smallest_sets(mass, segments, self.recall, queries)
+            spans, seq_len, diagonals.shape[1], sequences_of_pairs(batch, heads, cp, q.device)))
+        if joint:
+            of = once_per_mask(rows, ("incidence", self.key, cp.key, batch, heads), lambda: incidence(
+                spans, segments, seq_len, blocks_back(queries, block_size), block_size))
+            selected, capped = smallest_union(columns, segments, of, self.recall, queries)
+        else:
+            selected, capped = smallest_sets(torch.cat([columns.flatten(1), diagonals], dim=1), segments, self.recall, queries)
         capacity = self.column_capacity(seq_len, block_size, rows.document_start is not None)
         columns = compact(selected[:, :seq_len], capacity, seq_len)
         mine = torch.cat([columns, selected[:, seq_len:].int(), capped.unflatten(1, (2, -1)).any(-1).int()], dim=1)
         every = cp.all_gather(mine).flatten(0, 1)[: batch * heads].view(batch, heads, -1)
-        columns, slashes, capped = every.split([capacity, mass.shape[1] - seq_len, 2], dim=-1)
+        columns, slashes, capped = every.split([capacity, diagonals.shape[1], 2], dim=-1)
         return [slashes.bool(), columns.contiguous(), capped.bool()]
 
     def _spans(self, rows: Rows, batch: int, block_size: int) -> Spans:

@@ -1,0 +1,121 @@
+"""Where a checkpoint's attention mass lies, and how much of it selections of several sizes would keep: one sequence, one process.
+
+  python -m scripts.inspect_attention --config outputs/run/config.toml --checkpoint outputs/run --length 4096
+  python -m scripts.inspect_attention --config C --hf FOLDER --length 131072 --layers 0,13,27
+
+Other words are options of the configuration, as train.py takes them. The sequence is the first document that is long enough.
+Writes OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png: docs/inspecting.md
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scripts.evaluate import load_for_evaluation
+from titan_sparse.config import Config, check, world_from_environment
+from titan_sparse.config.reading import require
+from titan_sparse.models.flavours import resolve
+
+if TYPE_CHECKING:
+    from titan_sparse.data.tokenizer import Tokenizer
+    from titan_sparse.evaluation.inspection import Layer
+    from titan_sparse.evaluation.scorer import Sequence
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the run's config.toml")
+    weights = parser.add_mutually_exclusive_group(required=True)
+    weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
+    weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
+    parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
+    parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
+    parser.add_argument("--rows", type=int, default=64, help="random queries that recall and density are taken from")
+    parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained",
+                        help="what the forward computes with; what is drawn is dense attention on its queries and keys")
+    parser.add_argument("--seed", type=int, default=0, help="of the random queries")
+    parser.add_argument("--out", default="inspection", help="folder to write")
+    args, rest = parser.parse_known_args(words)
+    config = load_for_evaluation(args, rest)
+    args.length = args.length or config.training.seq_len
+    require(args.length >= 2 * config.attention.block_size, f"--length {args.length} is below two blocks; write "
+            f"{2 * config.attention.block_size} or more")
+    require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
+    require(config.parallelism.cp == 1 and world_from_environment()[0] == 1,
+            "one process looks at the whole sequence; start without torchrun and write --parallelism.cp 1")
+    check(config, 1, 1)
+    args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)
+    return args, config
+
+
+def _layers(text: str, count: int) -> list[int]:
+    if not text:
+        return list(range(count))
+    parts = [part.strip() for part in text.split(",")]
+    require(all(part.isdecimal() and int(part) < count for part in parts),
+            f"--layers {text} are no layers of this model; write some of 0 to {count - 1}, with commas between")
+    return [int(part) for part in parts]
+
+
+def read(config: Config, tokenizer: "Tokenizer", length: int) -> "Sequence":
+    """The first window of `length` tokens. Raises ValueError if no document is that long."""
+    from titan_sparse.data.documents import open_documents
+    from titan_sparse.evaluation.position import long_documents, windows
+
+    for sequence in windows(long_documents(open_documents(config.data, tokenizer), length), length, length):
+        return sequence
+    raise ValueError(f"no document has --length {length} tokens; write a smaller --length, or another data.source")
+
+
+def write(layers: dict[int, "Layer"], about: dict, length: int, out: str) -> list[str]:
+    """inspection.json and the pictures; returns the names of the files."""
+    from titan_sparse.evaluation import inspection_pictures as pictures
+    from titan_sparse.evaluation.inspection import summary
+
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "inspection.json").write_text(json.dumps({"about": about, **summary(layers)}) + "\n", encoding="utf-8")
+    figures = {f"layer-{number}.png": pictures.layer_figure(number, layer, length) for number, layer in layers.items()}
+    figures |= {"curves.png": pictures.curves_figure(list(layers.values())), "top_k.png": pictures.top_k_figure(layers)}
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110)
+    return ["inspection.json", *figures]
+
+
+def main(words: list[str]) -> int:
+    try:
+        args, config = parse(words)
+        from titan_sparse.evaluation.pictures import has_matplotlib
+
+        require(has_matplotlib(), 'inspect_attention.py needs matplotlib; write pip install -e ".[eval]"')
+        from titan_sparse.data import load_tokenizer
+        from titan_sparse.evaluation.inspection import inspect_layers
+        from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+
+        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        sequence = read(config, tokenizer, args.length)
+        scorer = build_scorer(config, checkpoint, tokenizer)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    layers = inspect_layers(scorer.model, lambda: scorer.token_losses(sequence, args.length), config.attention, scorer.cp,
+                            args.layers, args.rows, args.seed)
+    about = {**vars(args), "checkpoint": checkpoint, "pattern": config.attention.pattern, "source": config.data.source}
+    files = write(layers, about, args.length, args.out)
+    print(f"wrote {', '.join(files)} in {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if status == 0:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+    sys.exit(status)
