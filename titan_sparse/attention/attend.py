@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import backends, gathered, ring, statistics
+from titan_sparse.attention import backends, gathered, group_cast, ring, statistics
 from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single_key
 from titan_sparse.attention.masks import Causal, Mask, Rows
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, pattern_by_key
@@ -200,7 +200,7 @@ def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, back
 
 def _executor(run: Run) -> ModuleType:
     """The module whose forward() and backward() carry out the schedule."""
-    return gathered if run.cp.schedule == "all_gather" and run.cp.size > 1 else ring
+    return ring if run.cp.size == 1 else {"all_gather": gathered, "group_cast": group_cast}.get(run.cp.schedule, ring)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
