@@ -103,7 +103,7 @@ def test_stages_are_even_and_those_of_the_own_node_come_first():
 # Attention ----------------------------------------------------------------------------------------------------------
 
 
-MASKS: dict[str, Mask] = {
+MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
     "causal": Causal(),
     "padded": Causal(valid=(SEQ_LEN - 5, 31)),
     "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
@@ -111,7 +111,7 @@ MASKS: dict[str, Mask] = {
     "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
     "short documents": Documents([24] * 8),
     "full": Full(),
-} | {name: mask_and_truth(name)[0] for name in NAMES}
+}
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(recall=0.7, sinks=3, local_diagonals=1, max_columns=20, max_slashes=4, dense_below=24),
