@@ -119,9 +119,12 @@ PATTERNS: dict[str, Pattern] = {
     "moba": MoBA(chunk_size=16, top_k=3),
 }
 STAGES = [(1, 1), (2, 3), (3, 2), (4, 1)]
-CASES = [("causal", "dense"), ("windowed documents", "dense"), ("random 11", "dense"), ("stripes of keys", "dense"),
-         ("documents", "vertical_slash"), ("causal", "moba"), ("documents", "moba"), ("padded", "xattention"),
-         ("windowed documents", "xattention"), ("short documents", "vertical_slash"), ("far future", "dense"), ("full", "dense")]
+CASES = {
+    (1, 2): [("causal", "dense"), ("documents", "moba"), ("far future", "dense")],
+    (3, 1): [("stripes of keys", "dense"), ("windowed documents", "xattention"), ("short documents", "vertical_slash")],
+    (2, 2): [("windowed documents", "dense"), ("random 11", "dense"), ("documents", "vertical_slash"), ("causal", "moba"),
+             ("padded", "xattention"), ("full", "dense")],
+}
 EVERY = [(mask, pattern) for mask in MASKS for pattern in PATTERNS
          if pattern == "dense" or not isinstance(MASKS[mask], (Slices, Full))]
 
@@ -199,16 +202,15 @@ def _contexts(axes: tuple[int, int]) -> list[ContextParallel]:
             for layout, stages in zip(LAYOUTS, STAGES)]
 
 
-def _check_some(axes: tuple[int, int], cases: list[tuple[str, str]]) -> None:
+def _check_some(axes: tuple[int, int]) -> None:
     contexts = _contexts(axes)
-    for number, case in enumerate(cases):
+    for number, case in enumerate(CASES[axes]):
         _check(contexts[number % 3], *case)
 
 
-@pytest.mark.parametrize("axes", [(1, 2), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("axes", CASES, ids=str)
 def test_parallel_equals_dense(axes):
-    first = sum(axes) % 3
-    run_processes(axes[0] * axes[1], _check_some, axes, CASES[first:] + CASES[:first])
+    run_processes(axes[0] * axes[1], _check_some, axes)
 
 
 def _check_all(axes: tuple[int, int]) -> None:

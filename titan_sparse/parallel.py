@@ -74,7 +74,8 @@ def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextP
     # float32 is also what says nothing: gradients travel as they are summed, in float64 for float64.
     gradient_dtype = None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
     return ContextParallel(mesh, attention.layout, attention.schedule, attention.block_size,
-                           attention.backward_circulates, gradient_dtype)
+                           attention.backward_circulates, gradient_dtype,
+                           (attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages))
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,
