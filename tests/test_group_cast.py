@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
-from titan_sparse.attention import ContextParallel, attend, group_cast
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, backends
 from titan_sparse.attention.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
 from titan_sparse.attention.layout import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
@@ -118,13 +119,12 @@ PATTERNS: dict[str, Pattern] = {
     "xattention": XAttention(stride=4, threshold=0.6, dense_below=24),
     "moba": MoBA(chunk_size=16, top_k=3),
 }
-STAGES = [(1, 1), (2, 3), (3, 2), (4, 1)]
-CASES = {
-    (1, 2): [("causal", "dense"), ("documents", "moba"), ("far future", "dense")],
-    (3, 1): [("stripes of keys", "dense"), ("windowed documents", "xattention"), ("short documents", "vertical_slash")],
-    (2, 2): [("windowed documents", "dense"), ("random 11", "dense"), ("documents", "vertical_slash"), ("causal", "moba"),
-             ("padded", "xattention"), ("full", "dense")],
-}
+STAGES = [(2, 3), (3, 2), (1, 1), (4, 1)]
+CASES = [("causal", "dense"), ("documents", "vertical_slash"), ("windowed documents", "dense"), ("random 11", "dense"),
+         ("documents", "moba"), ("padded", "xattention"), ("stripes of keys", "dense"), ("windowed documents", "xattention"),
+         ("short documents", "vertical_slash"), ("causal", "moba"), ("far future", "dense"), ("full", "dense")]
+MESHES = {3: [(1, 1, 3), (1, 3, 1)], 4: [(1, 2, 2), (1, 1, 4), (2, 1, 2), (1, 4, 1)]}
+"""By number of processes: context-parallel groups beside each other, cp_inter, cp_intra."""
 EVERY = [(mask, pattern) for mask in MASKS for pattern in PATTERNS
          if pattern == "dense" or not isinstance(MASKS[mask], (Slices, Full))]
 
@@ -145,8 +145,9 @@ def _wanted(mask: str, pattern: str) -> list[Tensor]:
     return [out, dense_attention(*qkv, seen)[1], *grads]
 
 
-def _mesh(axes: tuple[int, ...]):
-    return init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+def _context(axes: tuple[int, int, int], layout: str, stages: tuple[int, int] = (2, 2), dtype: torch.dtype | None = None):
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp_inter", "cp_intra"))["cp_inter", "cp_intra"]
+    return ContextParallel(mesh, layout, "group_cast", BLOCK, gradient_dtype=dtype, overlap_stages=stages)
 
 
 def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0) -> None:
@@ -195,36 +196,77 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
         assert sent == ((0 if "gradient" in axis else count * block), count * block), (axis, sent, want, case)
 
 
-def _contexts(axes: tuple[int, int]) -> list[ContextParallel]:
-    """Every layout, with different stages."""
-    mesh = _mesh(axes)
-    return [ContextParallel(mesh, layout, "group_cast", BLOCK, overlap_stages=stages)
-            for layout, stages in zip(LAYOUTS, STAGES)]
+def _check_some(world: int) -> None:
+    """Half of the cases on each mesh, the layouts in turn."""
+    for which, axes in enumerate(MESHES[world]):
+        contexts = [_context(axes, layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
+        for number, case in enumerate(CASES[which % 2 :: 2]):
+            _check(contexts[(number + which) % 3], *case)
+    if world == 4:
+        _check_compiled_and_recomputed()
+        _check_half_precision()
 
 
-def _check_some(axes: tuple[int, int]) -> None:
-    contexts = _contexts(axes)
-    for number, case in enumerate(CASES[axes]):
-        _check(contexts[number % 3], *case)
+def _check_compiled_and_recomputed() -> None:
+    """As training calls it: compiled without graph breaks, checkpointed, a part of it computed again in the backward."""
+    cp, (qkv, d_out) = _context((1, 2, 2), "striped"), _inputs()
+    policy = lambda _, op, *args, **kwargs: (
+        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    call = functools.partial(attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4)
+    layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
+    leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
+    wanted = _wanted("documents", "vertical_slash")
+    got = [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
+    for a, b in zip(got, (wanted[0], *wanted[2:]), strict=True):
+        assert (cp.unshard(a, 2) - 2 * b).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("axes", CASES, ids=str)
-def test_parallel_equals_dense(axes):
-    run_processes(axes[0] * axes[1], _check_some, axes)
+def _check_half_precision() -> None:
+    """bf16, and gradients on the wire in bf16: half the bytes, and the same up to a rounding at each hop."""
+    qkv, d_out = [x.bfloat16() for x in _inputs()[0]], _inputs()[1].bfloat16()
+    found = []
+    for dtype in (None, torch.bfloat16):
+        cp = _context((1, 2, 2), "zigzag", dtype=dtype)
+        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        out = attend(*leaves, MASKS["window"], cp=cp)
+        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
+        found.append(([cp.unshard(x, 2).float() for x in (out.detach(), *grads)], dict(cp.sent)))
+    for a, b in zip(*(x for x, _ in found)):
+        assert (a - b).norm() < 0.01 * a.norm()
+    for axis, sent in found[0][1].items():
+        assert found[1][1][axis] == (sent / 2 if "gradient" in axis else sent), axis
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_parallel_equals_dense(world):
+    run_processes(world, _check_some, world)
 
 
 def _check_all(axes: tuple[int, int]) -> None:
-    mesh = _mesh(axes)
-    contexts = [ContextParallel(mesh, layout, "group_cast", BLOCK, overlap_stages=stages)
-                for layout, stages in itertools.product(LAYOUTS, STAGES)]
+    contexts = [_context((1, *axes), layout, stages) for layout, stages in itertools.product(LAYOUTS, STAGES)]
     for number, case in enumerate(EVERY):
         for cp in contexts[number % 4 :: 4] if case[1] == "dense" else contexts:
             _check(cp, *case)
     for share in (0.3, 1.0):
-        _check(ContextParallel(mesh, "striped", "group_cast", BLOCK), "documents", "vertical_slash", share)
+        _check(contexts[-1], "documents", "vertical_slash", share)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 1), (1, 2), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3)], ids=str)
 def test_all_masks_patterns_layouts_and_stages(axes):
     run_processes(axes[0] * axes[1], _check_all, axes)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="overlap_stages"):
+        ContextParallel(None, schedule="group_cast", overlap_stages=(2, 0))
+    with pytest.raises(ValueError, match='write "auto"'):
+        backends.choose("flex", "cuda", torch.bfloat16, 128, 128, ragged=True)
+
+
+def test_one_rank_sends_nothing():
+    cp, (qkv, _) = ContextParallel(None, "striped", "group_cast", BLOCK), _inputs()
+    assert (attend(*qkv, MASKS["documents"], cp=cp) - _wanted("documents", "dense")[0]).abs().max() < 1e-12
+    assert cp.bytes_sent == 0
