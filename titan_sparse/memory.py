@@ -15,7 +15,7 @@ import torch
 
 from titan_sparse.attention import schedule as schedules
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.config import padding_multiple, resolve_cp_intra
+from titan_sparse.config import padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.sections import KINDS
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 
@@ -350,7 +350,7 @@ def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: s
         model=model, sequences=training.local_batch_size, seq_len=seq_len, width=dtype.itemsize,
         shards=world_size // parallelism.dp_replicate, cp=parallelism.cp, schedule=_schedule(config, local_world_size),
         inter=parallelism.cp // resolve_cp_intra(parallelism, local_world_size),
-        overlap_stages=(attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages),
+        overlap_stages=resolve_overlap_stages(attention),
         gradient_width=2 if attention.gradient_dtype == "bfloat16" else max(dtype.itemsize, 4),
         mode=config.activation_checkpoint.mode, compiled=config.compile.enable, backend=backend,
         block_size=attention.block_size,

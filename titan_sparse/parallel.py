@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import ContextParallel
+from titan_sparse.config import resolve_overlap_stages
 from titan_sparse.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextP
     gradient_dtype = None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
     return ContextParallel(mesh, attention.layout, attention.schedule, attention.block_size,
                            attention.backward_circulates, gradient_dtype,
-                           (attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages))
+                           resolve_overlap_stages(attention))
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,

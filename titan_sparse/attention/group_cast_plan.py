@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Blocks that each rank sends in all, inside its node and across to others; int64 [W]."""
+    """Blocks that each rank sends in each stage, inside its node and across to others; int64 [W, stages]."""
 
     inside: Tensor
     across: Tensor
@@ -110,10 +110,14 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     return stage.view_as(some).masked_fill(~some, -1)
 
 
-def traffic(wanted: Tensor, backward: bool = False) -> Traffic:
-    """Blocks that each rank sends: of keys, or (backward) of gradients, which go where the keys came from."""
-    inter, intra = wanted.shape[:2]
-    crossing = wanted.any(1).sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]     # [to node, from node, by rank]
-    handed = wanted.sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)                     # [node, to rank, by rank]
-    across = crossing.sum(1) if backward else crossing.sum(0)
-    return Traffic(handed.sum(2 if backward else 1).flatten(), across.flatten())
+def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
+    """Blocks that each rank sends: of keys, or (backward) of gradients, which go where the keys came from. What a rank sends
+    in the one it receives in the other."""
+    (inter, intra), found = wanted.shape[:2], []
+    stage = assign_stages(wanted, stages)
+    for number in range(stages):
+        some = stage == number
+        crossing = some.sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]              # [to node, from node, by rank]
+        handed = (wanted & some[:, None]).sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)   # [node, to rank, by rank]
+        found.append((handed.sum(2 if backward else 1).flatten(), crossing.sum(1 if backward else 0).flatten()))
+    return Traffic(*(torch.stack(x, dim=1) for x in zip(*found)))

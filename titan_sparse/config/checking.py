@@ -59,6 +59,11 @@ def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
     return parallelism.cp_intra or min(parallelism.cp, local_world_size)
 
 
+def resolve_overlap_stages(attention: Attention) -> tuple[int, int]:
+    """Stages of group_cast in the forward, in the backward."""
+    return attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages
+
+
 def is_ragged(config: Config) -> bool:
     """Whether attention computes on another number of keys in every call."""
     return config.attention.schedule == "group_cast" and config.parallelism.cp > 1
