@@ -169,7 +169,7 @@ class Attention:
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     "in which order keys and values meet the queries"
     overlap_stages: int = 2
-    "parts in which schedule = group_cast moves other ranks' blocks in the forward, each behind the computing of the one before"
+    "of schedule = group_cast: parts in which other ranks' blocks come in the forward, each while the one before is computed"
     overlap_stages_backward: int = 0
     "the same in the backward; 0: as in the forward"
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
