@@ -1,5 +1,5 @@
-"""Schedule group_cast: the plan on integers, played through on all ranks; attention over processes against dense attention in
-fp64, and not a byte more than is needed. All combinations: pytest -m slow tests/test_group_cast.py
+"""Schedule group_cast: the plan on integers, played through on all ranks; attention over processes against dense
+attention in fp64, and not a byte more than is needed. All combinations: pytest -m slow tests/test_group_cast.py
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, backends
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, backends, group_cast
 from titan_sparse.attention.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
 from titan_sparse.attention.layout import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
@@ -64,7 +64,8 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
                     crossings.append((block, rank // intra))
                     memory[rank].append(block)
         for node in range(inter):
-            for rank, came in _exchange(plans, "inner", stage, list(range(node * intra, node * intra + intra)), memory).items():
+            members = list(range(node * intra, node * intra + intra))
+            for rank, came in _exchange(plans, "inner", stage, members, memory).items():
                 assert plans[rank].stages[stage].k_blocks.tolist() == [block for _, block in came]
                 got[rank] += [block for _, block in came]
                 for sender, _ in came:
@@ -75,9 +76,9 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
         assert len(memory[rank]) == plans[rank].memory
         assert sorted(got[rank]) == sorted(needs[rank] - owned[rank])
     # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
+    of_node = lambda sets, node: set().union(*sets[node * intra : node * intra + intra])
     assert sorted(crossings) == sorted(
-        (block, node) for node in range(inter)
-        for block in set().union(*needs[node * intra : node * intra + intra]) - set().union(*owned[node * intra : node * intra + intra]))
+        (block, node) for node in range(inter) for block in of_node(needs, node) - of_node(owned, node))
     wanted = wanted_blocks(needed, table, inter, intra)
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
         assert all(torch.equal(a.sum(1), b) for a, b in zip(traffic(wanted, stages, back), sums, strict=True))
@@ -159,7 +160,8 @@ def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0
         forward = dict(cp.sent)
         got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
     case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
-    for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), (cp.unshard(x, 2) for x in got), _wanted(mask, pattern), strict=True):
+    whole, names = [cp.unshard(x, 2) for x in got], ("out", "lse", "dq", "dk", "dv")
+    for what, a, b in zip(names, whole, _wanted(mask, pattern), strict=True):
         assert torch.equal(a.isfinite(), b.isfinite()), (what, case)
         gap = (a - b).nan_to_num(0).abs().max().item()
         assert gap < 1e-9, f"{what} off by {gap}: {case}"
@@ -202,9 +204,24 @@ def _check_some(world: int) -> None:
         contexts = [_context(axes, layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
         for number, case in enumerate(CASES[which % 2 :: 2]):
             _check(contexts[(number + which) % 3], *case)
+    if world == 3:
+        _check_plans_are_made_once_a_mask()
     if world == 4:
         _check_compiled_and_recomputed()
         _check_half_precision()
+
+
+def _check_plans_are_made_once_a_mask() -> None:
+    """One for the forward and one for the backward, for all layers; where the pattern chooses, for each layer."""
+    monkeypatch, made = pytest.MonkeyPatch(), []
+    monkeypatch.setattr(group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args))
+    cp, rows = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
+    for pattern, layers in (("dense", 1), ("moba", 2)):
+        leaves = [cp.shard(x, 2).requires_grad_() for x in _inputs()[0]]
+        made.clear()
+        sum(attend(*leaves, rows, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
+        assert made == [2] * layers + [3] * layers
+    monkeypatch.undo()
 
 
 def _check_compiled_and_recomputed() -> None:

@@ -104,7 +104,8 @@ def _backend(config: "Config", model: DecoderConfig) -> str:
         return backends.choose(name, "cuda", dtype, model.head_dim, size, slices, is_ragged(config))
     if dtype == torch.float64:
         return "eager"
-    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not (slices or is_ragged(config))
+    flexible = not slices and not is_ragged(config)
+    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and flexible
     return "flex" if serves_flash else "triton"
 
 

@@ -245,7 +245,8 @@ def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str,
     """plan() for group_cast. What skips nothing has every block needed by every rank."""
     ranks = nodes[0] * nodes[1]
     table = layouts.block_ids(layout, ranks, rows.start.shape[1], index.block_size)
-    needed = seen_blocks(rows, table, index.block_size) if isinstance(index, DenseIndex) else met_blocks(rows, index, table)
+    dense = isinstance(index, DenseIndex)
+    needed = seen_blocks(rows, table, index.block_size) if dense else met_blocks(rows, index, table)
     chunk, columns = _chunk_elements(index, rows, ranks, shape), _column_seconds(index, shape, *nodes, constants)
     sizes = chunk * shape.element_bytes, chunk * shape.gradient_bytes
     found = []
@@ -255,8 +256,9 @@ def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str,
         case = _Case(work, back, None, nodes[1], shape, *sizes, columns, _steps_with_columns(index, work, back), constants)
         found.append((work, _cast(case, wanted, stages, table.shape[1])))
     (_, everything), (work, only_needed) = found
-    return Plan(layout, "group_cast", *nodes, _density(work, index, rows), work, balance.needed_chunks(visits).double().mean().item(),
-                *sizes, columns, *everything, *only_needed)
+    chunks = balance.needed_chunks(visits).double().mean().item()
+    return Plan(layout, "group_cast", *nodes, _density(work, index, rows), work, chunks, *sizes, columns, *everything,
+                *only_needed)
 
 
 def _work_by_stage(visits: Visits, wanted: Tensor, stages: int, backward: bool) -> Tensor:
@@ -283,7 +285,8 @@ def _steps_with_columns(index: BlockIndex, work: Tensor, backward: Tensor) -> tu
     return torch.tensor([steps[0] for steps in met]), torch.tensor([steps[-1] for steps in left])
 
 
-def _cast(case: _Case, wanted: Tensor, stages: tuple[int, int], blocks: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
+def _cast(case: _Case, wanted: Tensor, stages: tuple[int, int],
+          blocks: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
     """Bytes and timelines of group_cast. blocks: of a rank."""
     nodes, (key, gradient) = wanted.shape[:2], (size // blocks for size in (case.chunk_bytes, case.gradient_bytes))
     sent = [cast_traffic(wanted, number) for number in stages]

@@ -1,7 +1,7 @@
 """Plays the transfers and kernels of one attention layer through, on all ranks at once: seconds from integers and rates.
 
-The order of events is that of attention/transport.py, gathered.py and group_cast.py: a transfer is posted before the step that it hides
-behind, begins when both its ends have come to it, and is waited for after the step, by the sender too. Those of one
+The order of events is that of attention/transport.py, gathered.py and group_cast.py: a transfer is posted before the
+step that it hides behind, begins when both its ends have come to it, and is waited for after the step, by the sender too. Those of one
 communicator go one after the other; those of different ones are taken not to slow each other down or the kernels.
 """
 
@@ -247,7 +247,8 @@ class _AllToAll:
         return over
 
 
-def cast_forward(compute: Tensor, keys: Exchanges, shape: tuple[int, int], columns: ColumnExchange | None = None) -> Timeline:
+def cast_forward(compute: Tensor, keys: Exchanges, shape: tuple[int, int],
+                 columns: ColumnExchange | None = None) -> Timeline:
     """group_cast's forward, as group_cast.py. compute: float64 [W, 1 + stages] seconds of the own blocks and of each stage;
     shape: (inter, intra)."""
     clock, arrivals = _Clock(compute), _arrivals(keys, shape)

@@ -27,12 +27,12 @@ class ContextParallel:
     """A context-parallel group with its layout and schedule.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for a single process. layout: contiguous,
-    zigzag or striped. schedule: auto, local, all_gather, ring, double_ring (two axes needed) or group_cast. block_size: tokens.
-    backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
+    zigzag or striped. schedule: auto, local, all_gather, ring, double_ring (two axes needed) or group_cast. block_size:
+    tokens. backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
     wire, default the fp32 (fp64 for fp64) that they are summed in. overlap_stages: in how many parts group_cast moves
     remote blocks in the forward, in the backward.
-    sent: bytes of keys, values, queries and gradients that this rank has sent so far, by axis (inner, outer, inner_gradient,
-    outer_gradient).
+    sent: bytes of keys, values, queries and gradients that this rank has sent so far, by axis (inner, outer,
+    inner_gradient, outer_gradient).
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
     """
 
@@ -157,8 +157,8 @@ class ContextParallel:
     # Group cast -----------------------------------------------------------------------------------------------------
 
     def start_exchange(self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor) -> "Pending":
-        """Begin to send sends[i] rows of x to member i of an axis, those of the members one after the other; receives[i] rows
-        of member i come to `out` in that order. What a rank sends to itself is not counted as sent."""
+        """Begin to send sends[i] rows of x to member i of an axis, those of the members one after the other; receives[i]
+        rows of member i come to `out` in that order. What a rank sends to itself is not counted as sent."""
         if self.groups[axis] is None:  # alone
             return Pending(x)
         own = sends[dist.get_rank(self.groups[axis])]

@@ -50,11 +50,12 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
              column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
     run.count_plain_ring(k, backward=True)
-    plan, own, by_key, dtype = _plan(run, run.cp.overlap_stages[1]), run.blocks(), run.backend.READS_BY_KEY, run.sum_dtype(q)
+    plan, own = _plan(run, run.cp.overlap_stages[1]), run.blocks()
+    by_key, dtype = run.backend.READS_BY_KEY, run.sum_dtype(q)
     half = (len(own) + 1) // 2
     steps = [own[:half], *(stage.k_blocks for stage in plan.stages), own[half:]]
-    with_columns, d_columns, columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv), None
-    home, d_own, dq = _Home(run.cp, plan, k, dtype), [], None
+    with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
+    home, d_own, dq, columns = _Home(run.cp, plan, k, dtype), [], None, None
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, half))):
         d_kv = None
         if len(blocks):
@@ -105,8 +106,8 @@ def _column_steps(run: Run, steps: list[Tensor], column_kv: Tensor, backward: bo
 
 
 def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks; while the caller computes on
-    one stage the next is on its way."""
+    """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks; while the caller computes
+    on one stage the next is on its way."""
     cp, device, split = run.cp, k.device, first * run.cp.block_size
     _meet("keys", device)  # what a call before may still read of the memory
     memory = cp.rows("group cast", _block_by_block(k[:, :, :0], v[:, :, :0], cp.block_size), plan.memory)
@@ -123,7 +124,8 @@ def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> 
     yield k[:, :, split:], v[:, :, split:]
 
 
-def _hand_on(cp: ContextParallel, plan: Plan, memory: Tensor, crossing: list[Pending | None], number: int) -> Pending | None:
+def _hand_on(cp: ContextParallel, plan: Plan, memory: Tensor, crossing: list[Pending | None],
+             number: int) -> Pending | None:
     """Start the exchange inside the node of a stage, once what it hands on has come from other nodes."""
     if number == len(plan.stages):
         return None

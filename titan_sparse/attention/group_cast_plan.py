@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         """The same with its tensors on a device, in one copy."""
         held = [x for stage in self.stages for x in (stage.outer, stage.inner) if x]
         tensors = [x.rows for x in held] + [stage.k_blocks for stage in self.stages]
-        if device.type == "cpu" or not tensors:
+        if not tensors:
             return self
         moved = iter(torch.cat(tensors).to(device).split([len(x) for x in tensors]))
         exchange = lambda x: x and x._replace(rows=next(moved))
@@ -61,8 +61,8 @@ class Traffic(NamedTuple):
 
 
 def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stages: int) -> Plan:
-    """The plan of one rank of inter x intra. needed: bool [W, blocks], rank r needs global block b (its own do not matter);
-    table: int64 [W, n], the blocks that each rank owns. All on the CPU."""
+    """The plan of one rank of inter x intra. needed: bool [W, blocks], rank r needs global block b (its own do not
+    matter); table: int64 [W, n], the blocks that each rank owns. All on the CPU."""
     (node, local), n = divmod(rank, intra), table.shape[1]
     wanted = wanted_blocks(needed, table, inter, intra)
     stage, here = assign_stages(wanted, stages), wanted[node]
@@ -90,8 +90,8 @@ def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody: bool) -> Ex
 
 
 def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tensor:
-    """bool [inter, intra, inter, intra, n]: the rank of the first two dims needs the n-th block of that of the next two; no
-    rank wants its own."""
+    """bool [inter, intra, inter, intra, n]: the rank of the first two dims needs the n-th block of that of the next two;
+    no rank wants its own."""
     wanted = needed[:, table] & ~torch.eye(len(table), dtype=torch.bool)[..., None]
     return wanted.view(inter, intra, inter, intra, -1)
 
@@ -111,13 +111,14 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
 
 
 def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
-    """Blocks that each rank sends: of keys, or (backward) of gradients, which go where the keys came from. What a rank sends
-    in the one it receives in the other."""
+    """Blocks that each rank sends: of keys, or (backward) of gradients, which go where the keys came from. What a rank
+    sends in the one it receives in the other."""
     (inter, intra), found = wanted.shape[:2], []
     stage = assign_stages(wanted, stages)
     for number in range(stages):
         some = stage == number
-        crossing = some.sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]              # [to node, from node, by rank]
-        handed = (wanted & some[:, None]).sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)   # [node, to rank, by rank]
+        # [to node, from node, by rank], [node, to rank, by rank]
+        crossing = some.sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]
+        handed = (wanted & some[:, None]).sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)
         found.append((handed.sum(2 if backward else 1).flatten(), crossing.sum(1 if backward else 0).flatten()))
     return Traffic(*(torch.stack(x, dim=1) for x in zip(*found)))

@@ -1,4 +1,5 @@
-"""Which ranks need which chunks and blocks, known to all ranks alike without asking: by the mask, and by the index where that helps."""
+"""Which ranks need which chunks and blocks, known to all ranks alike without asking: by the mask, and by the index where
+that helps."""
 
 import functools
 
@@ -59,13 +60,14 @@ def seen_chunks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
 
 
 def seen_blocks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
-    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks that
-    each rank owns."""
+    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks
+    that each rank owns."""
     if rows.slices is not None:
         return slice_tiles.seen_blocks(rows, table, block_size)
     blocks = rows.start.shape[1] // block_size
     queries = token_positions(table.flatten(), block_size)
-    start, stop = (x[:, queries].unflatten(1, (len(table), -1)).transpose(0, 1).flatten(1).long() for x in (rows.start, rows.stop))
+    start, stop = (x[:, queries].unflatten(1, (len(table), -1)).transpose(0, 1).flatten(1).long()
+                   for x in (rows.start, rows.stop))
     ends = torch.zeros(len(table), blocks + 1, dtype=torch.int32, device=table.device)
     # A query adds 1 at the first block that it sees and takes it away behind the last one.
     for at, step in ((start // block_size, 1), ((stop + block_size - 1) // block_size, -1)):
@@ -74,7 +76,8 @@ def seen_blocks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
 
 
 def needed_blocks(run: Run) -> Tensor:
-    """bool [W, blocks] on the host: some query of rank r meets a key of block b outside the columns, in any sequence and head.
+    """bool [W, blocks] on the host: some query of rank r meets a key of block b outside the columns, in any sequence and
+    head.
 
     Exact. By a static pattern the mask alone says so, which is looked at once a batch; else the host waits for the index.
     """

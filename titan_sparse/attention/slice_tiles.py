@@ -214,8 +214,8 @@ def tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> t
 
 
 def seen_blocks(rows: Rows, table: Tensor, size: int) -> Tensor:
-    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks that
-    each rank owns."""
+    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks
+    that each rank owns."""
     found, blocks, ranks = classified(rows, size), -(-rows.start.shape[1] // size), len(table)
     runs = found.met
     if found.lines_are_keys:

@@ -162,8 +162,8 @@ def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int) ->
 
 
 def visited_pairs(run: "Run", batch: int, parts: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Pairs computed for this rank's queries: in each of `parts`, global blocks int64 [n], or by default in the blocks of each
-    source rank, float64 [B, Hq, parts], and of columns outside them, by block of columns [B, Hq, C]."""
+    """Pairs computed for this rank's queries: in each of `parts`, global blocks int64 [n], or by default in the blocks of
+    each source rank, float64 [B, Hq, parts], and of columns outside them, by block of columns [B, Hq, C]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
     parts = parts or list(run.cp.block_table(run.seq_len, blocks.device))
     if isinstance(index, MoBAIndex):

@@ -123,7 +123,8 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     reach = block_reach(rows, q_positions, size)
     begin = k_blocks * size
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
-    listed = (index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]).expand(batch, index.heads, -1, -1)
+    listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
+    listed = listed.expand(batch, index.heads, -1, -1)
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
     by_key = block_lists(full.mT, partial.mT) if transpose else None

@@ -218,14 +218,15 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
                 f'write attention.{name} = "{default}" or parallelism.cp = 2 or more')
     circulates, schedule = attention.backward_circulates, attention.schedule
     require(circulates == "auto" or schedule not in ("all_gather", "group_cast"),
-            f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "{schedule}"; write attention.backward_circulates = "auto" or '
-            'attention.schedule = "ring"')
+            f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "{schedule}"; '
+            'write attention.backward_circulates = "auto" or attention.schedule = "ring"')
     for name, default in (("overlap_stages", 2), ("overlap_stages_backward", 0)):
         value = getattr(attention, name)
         require(value == default or schedule == "group_cast", f"attention.{name} = {value} would be ignored with "
                 f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"')
-    require(attention.backend != "flex" or schedule != "group_cast" or cp == 1, 'attention.backend = "flex" compiles anew for '
-            'every number of keys, which attention.schedule = "group_cast" changes all the time; write attention.backend = "auto"')
+    require(attention.backend != "flex" or schedule != "group_cast" or cp == 1, 'attention.backend = "flex" compiles anew '
+            'for every number of keys, which attention.schedule = "group_cast" changes all the time; write '
+            'attention.backend = "auto"')
     require(dtype != "float64" or attention.gradient_dtype == "float32", 'attention.gradient_dtype = "bfloat16" would '
             'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"')
 

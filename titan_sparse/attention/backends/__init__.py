@@ -44,8 +44,8 @@ def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block
 
 def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool, ragged: bool) -> str | None:
     if ragged and not BACKENDS[name].SERVES_RAGGED:
-        return (f'attention.backend = "{name}" compiles anew for every number of keys, which schedule "group_cast" changes all the '
-                'time; write "auto"')
+        return (f'attention.backend = "{name}" compiles anew for every number of keys, which schedule "group_cast" changes '
+                'all the time; write "auto"')
     if slices and not BACKENDS[name].SERVES_SLICES:
         serving = [other for other, backend in BACKENDS.items() if backend.SERVES_SLICES]
         return f'attention.backend = "{name}" does not compute masks of Slices; write "auto" or one of {", ".join(serving)}'

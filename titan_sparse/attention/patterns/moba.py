@@ -82,8 +82,8 @@ class MoBAIndex(BlockIndex):
     def pairs(self, rows: Rows, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
 
-        parts: global blocks int64 [n], such as the rows of a layout's table. Exact: chosen chunks cut with what the mask shows
-        each query.
+        parts: global blocks int64 [n], such as the rows of a layout's table. Exact: chosen chunks cut with what the mask
+        shows each query.
         """
         ranks, width = len(parts), self.words.shape[-1] * 32
         owned = torch.zeros(ranks, self.seq_len // self.block_size + 1, dtype=torch.int64, device=q_blocks.device)
