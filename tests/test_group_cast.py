@@ -20,7 +20,8 @@ from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, backends, group_cast
 from titan_sparse.attention.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
 from titan_sparse.attention.layout import LAYOUTS, block_ids
-from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks import Causal, Documents, Full, Mask, Rows, SlidingWindow
+from titan_sparse.attention.needs import met_blocks, seen_blocks
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.slices import Slices
 from titan_sparse.attention.statistics import recording
@@ -100,6 +101,21 @@ def test_stages_are_even_and_those_of_the_own_node_come_first():
         assert stage[node, node].max() < stage[node, other].min()
         for owner in stage[node].flatten(0, 1):  # each rank gives evenly
             assert torch.bincount(owner)[owner.min() :].tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
+    """Of any start and stop, also where a mask lets queries see later keys, or some of them nothing."""
+    g = torch.Generator().manual_seed(5)
+    start, stop = torch.randint(0, SEQ_LEN, (2, 2, SEQ_LEN), generator=g, dtype=torch.int32).sort(dim=-1).values
+    rows = Rows(start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False)
+    keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
+    seen = (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
+    want = seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
+    assert want.any() and (layout == "striped" or not want.all())
+    assert torch.equal(seen_blocks(rows, table, BLOCK), want)
+    met = met_blocks(rows, Dense().index([], rows, 2, 1, BLOCK), table)
+    assert (want <= met).all()  # a tile may have a hole that the mask empties
 
 
 # Attention ----------------------------------------------------------------------------------------------------------
