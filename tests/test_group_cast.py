@@ -183,6 +183,10 @@ def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0
         assert gap < 1e-9, f"{what} off by {gap}: {case}"
     dense = aux.index.dense(MASKS[mask]).expand(2, 4, -1, -1)
     assert torch.equal(seen.visited[0].double(), dense.sum((2, 3)).double().mean(0)), case
+    if cp.size > 1 and not recomputed:
+        measured = seen.by_rank()
+        assert measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0]) and measured.work.sum() == dense.sum(), case
+        assert (measured.compute > 0)[measured.work > 0].all(), case
     if not recomputed:
         _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), forward, case)
 
