@@ -255,6 +255,7 @@ BAD_COMBINATIONS = [
     ("--attention.overlap_stages 3", 1, 'attention.overlap_stages = 3 would be ignored with attention.schedule = "auto"'),
     ("--attention.overlap_stages_backward 3 --attention.schedule ring --parallelism.cp 2", 2,
      'write attention.overlap_stages_backward = 0 or attention.schedule = "group_cast"'),
+    ("--attention.overlap_stages 3 --attention.schedule group_cast", 1, "would be ignored with parallelism.cp = 1"),
     ("--attention.overlap_stages 0 --attention.schedule group_cast", 1, "attention.overlap_stages = 0 is too small"),
     ("--attention.backend flex --attention.schedule group_cast --parallelism.cp 2", 2,
      'attention.schedule = "group_cast" changes all the time; write attention.backend = "auto"'),

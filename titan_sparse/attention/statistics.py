@@ -117,10 +117,11 @@ def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
     """Called by the forward op with its padded inputs, of the whole sequence or of a part."""
     if not is_recording():
         return
-    parts = [run.blocks(), *group_cast.stages(run)] if _casts(run) else None
+    casts = run.cp.schedule == "group_cast" and run.cp.size > 1
+    parts = [run.blocks(), *group_cast.stages(run)] if casts else None
     pairs, column_pairs = visited_pairs(run, len(q), parts)
     if run.cp.size > 1:
-        _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
+        _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1], parts))
     _active.parts.append(run.cp.all_reduce(pairs.sum(-1) + column_pairs.sum(-1)).mean(0))
 
 
@@ -137,10 +138,6 @@ def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
         _active.recall.append(recall(run, q, k, lse, _active.recall_rows))
 
 
-def _casts(run: "Run") -> bool:
-    return run.cp.schedule == "group_cast" and run.cp.size > 1
-
-
 def visible_pairs(rows: Rows) -> Tensor:
     """Pairs that the mask allows, float64 [Bm]."""
     if rows.slices is not None:
@@ -148,13 +145,13 @@ def visible_pairs(rows: Rows) -> Tensor:
     return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
 
 
-def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int) -> Tensor:
-    """This rank's visited pairs by step, float64 [steps]."""
+def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int, parts: list[Tensor] | None) -> Tensor:
+    """This rank's visited pairs by step, float64 [steps]. parts: the blocks of each step, where those are not chunks."""
     if run.cp.schedule == "all_gather":
         return (pairs.sum(-1) + column_pairs.sum(-1)).unflatten(1, (kv_heads, -1)).sum((0, 2))
     work = pairs.sum((0, 1))
-    if _casts(run):
-        computes = [len(blocks) > 0 for blocks in (run.blocks(), *group_cast.stages(run))]
+    if parts:
+        computes = [len(blocks) > 0 for blocks in parts]
     else:
         computes, work = sum(route(run.cp, needed_chunks(run)).compute, []), work[sum(run.cp.windows, [])]
     balance.add_columns(work, column_pairs.sum((0, 1)), computes)

@@ -224,6 +224,8 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
         value = getattr(attention, name)
         require(value == default or schedule == "group_cast", f"attention.{name} = {value} would be ignored with "
                 f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"')
+        require(value == default or cp > 1, f"attention.{name} = {value} would be ignored with parallelism.cp = 1; write "
+                f"attention.{name} = {default} or parallelism.cp = 2 or more")
     require(attention.backend != "flex" or schedule != "group_cast" or cp == 1, 'attention.backend = "flex" compiles anew '
             'for every number of keys, which attention.schedule = "group_cast" changes all the time; write '
             'attention.backend = "auto"')
