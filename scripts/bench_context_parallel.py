@@ -54,7 +54,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
     add("--columns", type=share, default=0.005, help="share of the sequence that is columns, of random indexes")
     add("--sinks", type=int, default=30)
-    add("--schedules", nargs="+", default=["all_gather", "ring"], choices=["all_gather", "ring", "double_ring"],
+    add("--schedules", nargs="+", default=["all_gather", "ring"], choices=["all_gather", "ring", "double_ring", "group_cast"],
         help="of the case scaling")
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
     add("--max-columns", type=int, default=2048)

@@ -38,7 +38,7 @@ class Bench(NamedTuple):
     def context(self, layout: str, schedule: str, kind: type[ContextParallel] = ContextParallel,
                 gradient_dtype: torch.dtype | None = None) -> ContextParallel:
         """A context-parallel group of all ranks, or what looks like one (WithoutTransfers)."""
-        nodes = max(2, self.nodes) if schedule == "double_ring" else 1
+        nodes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}.get(schedule, 1)
         mesh = cp_mesh(self.device.type, nodes, self.world)
         return kind(mesh, layout, schedule, self.args.block_size, gradient_dtype=gradient_dtype)
 

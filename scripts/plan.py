@@ -22,7 +22,7 @@ from titan_sparse.attention.masks import Causal, Rows, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.attention.slice_masks import sliding_window
-from titan_sparse.config import Config, ConfigError, check, load, padding_multiple
+from titan_sparse.config import Config, ConfigError, check, load, padding_multiple, resolve_overlap_stages
 from titan_sparse.index_file import load_indexes
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.planning import Constants, Plan, Shape, count, load_constants, plan
@@ -98,7 +98,7 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
 
 
 def make_plans(rows: Rows, indexes: list[BlockIndex], pairs: list[tuple[str, str]], inter: int, intra: int, shape: Shape,
-               constants: Constants) -> list[list[Plan]]:
+               constants: Constants, overlap_stages: tuple[int, int] = (2, 2)) -> list[list[Plan]]:
     """For each (layout, schedule) the plans of all layers. Work is counted once a layout."""
     plans: dict[tuple[str, str], list[Plan]] = {pair: [] for pair in pairs}
     for index in indexes:
@@ -106,7 +106,7 @@ def make_plans(rows: Rows, indexes: list[BlockIndex], pairs: list[tuple[str, str
             visits = count(index, rows, layout, inter * intra)
             for pair in pairs:
                 if pair[0] == layout:
-                    plans[pair].append(plan(visits, index, rows, *pair, inter, intra, shape, constants))
+                    plans[pair].append(plan(visits, index, rows, *pair, inter, intra, shape, constants, overlap_stages))
     return list(plans.values())
 
 
@@ -205,7 +205,7 @@ def main(words: list[str]) -> int:
         rows, indexes = get_indexes(args, config, model)
         bytes_of = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.training.dtype]
         shape = Shape(model.kv_heads, model.head_dim, *bytes_of)
-        plans = make_plans(rows, indexes, pairs, inter, intra, shape, constants)
+        plans = make_plans(rows, indexes, pairs, inter, intra, shape, constants, resolve_overlap_stages(config.attention))
     except ModuleNotFoundError as error:
         print(f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png', file=sys.stderr)
         return 2

@@ -113,7 +113,7 @@ def test_help_lists_every_key(capsys, word):
         docs = field_docs(section)
         for item in (item for item in fields(section) if not is_dataclass(item.type)):
             assert re.search(rf"\.{item.name} .*: {re.escape(docs[item.name])}\n", printed)
-    assert "--attention.schedule auto|local|all_gather|ring|double_ring (default \"auto\")" in printed
+    assert "--attention.schedule auto|local|all_gather|ring|double_ring|group_cast (default \"auto\")" in printed
 
 
 @pytest.mark.parametrize("section", list(sections()), ids=lambda section: section.__name__)
@@ -250,6 +250,15 @@ BAD_COMBINATIONS = [
     ("--attention.backward_circulates q", 1, 'backward_circulates = "q" would be ignored with parallelism.cp = 1'),
     ("--attention.backward_circulates kv --attention.schedule all_gather --parallelism.cp 2", 2,
      'would be ignored with attention.schedule = "all_gather"; write attention.backward_circulates = "auto"'),
+    ("--attention.backward_circulates q --attention.schedule group_cast --parallelism.cp 2", 2,
+     'would be ignored with attention.schedule = "group_cast"; write attention.backward_circulates = "auto"'),
+    ("--attention.overlap_stages 3", 1, 'attention.overlap_stages = 3 would be ignored with attention.schedule = "auto"'),
+    ("--attention.overlap_stages_backward 3 --attention.schedule ring --parallelism.cp 2", 2,
+     'write attention.overlap_stages_backward = 0 or attention.schedule = "group_cast"'),
+    ("--attention.overlap_stages 3 --attention.schedule group_cast", 1, "would be ignored with parallelism.cp = 1"),
+    ("--attention.overlap_stages 0 --attention.schedule group_cast", 1, "attention.overlap_stages = 0 is too small"),
+    ("--attention.backend flex --attention.schedule group_cast --parallelism.cp 2", 2,
+     'attention.schedule = "group_cast" changes all the time; write attention.backend = "auto"'),
     ("--attention.gradient_dtype bfloat16", 1, 'gradient_dtype = "bfloat16" would be ignored with parallelism.cp'),
     ("--attention.gradient_dtype bfloat16 --parallelism.cp 2 --training.dtype float64 --training.device cpu", 2,
      'training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"'),
@@ -309,6 +318,8 @@ def test_impossible_combination(words, world_size, expected):
     ("--parallelism.cp 2 --parallelism.dp_replicate 2", 8),
     ("--parallelism.cp 2 --parallelism.dp_replicate 2 --parallelism.dp_shard 3", 12),
     ("--attention.schedule ring", 1),
+    ("--attention.schedule group_cast --attention.backend flex", 1),
+    ("--attention.schedule group_cast --attention.overlap_stages 4 --attention.overlap_stages_backward 1 --parallelism.cp 2", 2),
     ("--attention.schedule all_gather", 1),
     ("--attention.schedule local", 1),
     ("--attention.backward_circulates q --attention.gradient_dtype bfloat16 --parallelism.cp 2", 2),

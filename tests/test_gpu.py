@@ -117,7 +117,7 @@ def test_bf16_over_nccl(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     by_case = json.loads((tmp_path / "errors.json").read_text())
     bounds = [2 * error for error in flash_errors(Documents([[700, 9, 1000, 301]]), *inputs())]
-    assert len(by_case) == 6
+    assert len(by_case) == 8
     for case, got in by_case.items():
         assert all(error <= bound for error, bound in zip(got, bounds)), (case, got, bounds)
 
@@ -148,7 +148,7 @@ def _main(folder: str) -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
     by_case = {}
-    for schedule in ("all_gather", "ring", "double_ring"):
+    for schedule in ("all_gather", "ring", "double_ring", "group_cast"):
         cp = ContextParallel(mesh, "striped", schedule)
         for pattern in PATTERNS:
             by_case[f"{schedule} {pattern.name}"] = errors(cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs())

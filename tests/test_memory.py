@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fake_step import fake_world, peaks_of_a_step
 from titan_sparse import memory
 from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks import Causal, Full
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import load_and_check
 from titan_sparse.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
@@ -112,14 +113,14 @@ def test_options_become_a_step():
 # Buffers of context parallelism, counted where they are kept -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
 def test_buffers_are_those_that_are_kept(schedule):
     """Rank 0 of three, whose collectives bring nothing: what is received has its place all the same."""
     model = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     with fake_world(3):
         cp = ContextParallel(init_device_mesh("cpu", (1, 3), mesh_dim_names=("cp_inter", "cp_intra")), "striped", schedule, 16)
         q, k, v = (torch.randn(2, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
-        attend(q, k, v, pattern=Dense(), cp=cp).sum().backward()
+        attend(q, k, v, Full() if schedule == "group_cast" else Causal(), Dense(), cp).sum().backward()
     kept = sum(x.nbytes for tensors in cp._buffers.values() for x in tensors)
     assert memory._cp_buffers(Step(model=model, sequences=2, seq_len=96, width=4, cp=3, schedule=schedule)) == kept
 

@@ -60,6 +60,11 @@ FOUR = [
      "activation_checkpoint__attention_recompute": 0.5 if layout == "striped" else 1.0}
     for pattern, layout in itertools.product(PATTERNS, LAYOUTS)
 ] + [
+    {"attention__pattern": "vertical_slash", "attention__layout": "striped", "attention__schedule": "group_cast",
+     "attention__overlap_stages_backward": 3, "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1,
+     "activation_checkpoint__attention_recompute": 0.5},
+    {"attention__pattern": "dense", "attention__layout": "contiguous", "attention__schedule": "group_cast",
+     "parallelism__cp": 4, "parallelism__cp_intra": 4, "batch": 1},
     # Two context-parallel groups on data of their own, sharded, replicated, and by accumulation.
     {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "batch": 2},
     {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "parallelism__dp_replicate": 2, "batch": 2},

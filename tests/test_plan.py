@@ -15,14 +15,16 @@ import torch
 from scripts import calibrate, plan as script
 from titan_sparse.attention import transport
 from titan_sparse.attention.balance import step_sources
+from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.needs import seen_blocks
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.routing import gradient_hops, hops_needed
 from titan_sparse.attention.schedule import column_steps, double_ring
 from titan_sparse.index_file import save_indexes
 from titan_sparse.planning import Constants, Shape, count, load_constants, plan
-from titan_sparse.timeline import (ColumnExchange, gather_backward, gather_forward, ring_backward, ring_forward,
-                                   with_columns)
+from titan_sparse.timeline import (ColumnExchange, Exchanges, cast_backward, cast_forward, gather_backward,
+                                   gather_forward, ring_backward, ring_forward, with_columns)
 
 ROOT = Path(__file__).parent.parent
 DEFAULTS = Constants(forward_tflops=1, backward_tflops=1, launch_ms=0, inside_gb_s=1, across_gb_s=0.1, inside_latency_ms=0,
@@ -245,6 +247,39 @@ def test_the_hierarchy_and_the_links_matter():
     assert slow.forward.exposed() == pytest.approx(2 * fast.forward.exposed(), rel=0.1)
 
 
+def test_group_cast_is_planned_by_stages():
+    p = _plan("group_cast", 2, 4)
+    chunk, gradient = p.chunk_bytes, p.gradient_bytes
+    assert p.traffic["forward_across"].tolist() == [chunk] * 8              # the own one to the other node
+    assert p.traffic["forward_inside"].tolist() == [6 * chunk] * 8          # the own one and that of the other node to three
+    assert p.traffic["backward_inside"].tolist() == [6 * (chunk + gradient)] * 8
+    assert p.work.shape == (8, 3) and p.work.sum() == pytest.approx(4 * 512 * 513 / 2)
+    for name, sent in p.skipping_traffic.items():                           # the last blocks are seen by few
+        assert (sent <= p.traffic[name]).all() and sent.sum() < p.traffic[name].sum()
+    rows, index = Causal().rows(64 * 8), Dense().index([], Causal().rows(64 * 8), 1, 4, 8)
+    needed = seen_blocks(rows, table := block_ids("striped", 8, 512, 8), 8)
+    across = sum(bool(needed[node * 4 : node * 4 + 4, block].any()) for node in range(2) for block in range(64)
+                 if block % 8 // 4 != node)
+    assert p.skipping_traffic["forward_across"].sum() == across * chunk / 8
+    inside = sum(needed[rank].sum() - needed[rank, table[rank]].sum() for rank in range(8))
+    inside -= sum(needed[rank, table[(rank + 4) % 8]].sum() for rank in range(8))        # those handed on to itself
+    assert p.skipping_traffic["forward_inside"].sum() == inside * chunk / 8
+
+
+def test_stages_of_group_cast_by_hand():
+    compute, none = torch.tensor([[1.0, 2.0, 2.0]] * 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    both = lambda *seconds: torch.tensor([seconds] * 2, dtype=torch.float64)
+    inside = cast_forward(compute, Exchanges(none, both(1.5, 1.0)), (1, 2))
+    assert inside.finish().tolist() == [5.5, 5.5] and inside.waiting[:, 0].tolist() == [0.5, 0.5]
+    across = cast_forward(compute, Exchanges(both(3.0, 1.0), none), (2, 1))
+    assert across.finish().tolist() == [7.0, 7.0]
+    late = cast_forward(compute, Exchanges(none, both(1.5, 1.0)), (1, 2), ColumnExchange(4.0, torch.tensor([1, 2])))
+    assert late.finish().tolist() == [8.0, 6.0]
+    ones = torch.ones(2, 4, dtype=torch.float64)
+    assert cast_backward(ones, Exchanges(none, both(1.0, 1.0)), Exchanges(none, both(3.0, 3.0)), (1, 2)).finish().tolist() == [8.0, 8.0]
+    assert cast_backward(ones, Exchanges(none, none), Exchanges(none, none), (1, 2)).finish().tolist() == [4.0, 4.0]
+
+
 def test_skipping_saves_what_a_window_does_not_need():
     rows, pattern = Causal().rows(64 * 8), VerticalSlash(dense_below=8)
     slashes = torch.zeros(1, 2, 64, dtype=torch.bool)
@@ -286,15 +321,16 @@ def config(tmp_path):
 def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = [str(tmp_path / "plan.json"), str(tmp_path / "plan.png")]
-    words = [config, "--ranks", "8", "--nodes", "2", "--layout", "striped", "zigzag", "--schedule", "ring", "double_ring",
+    words = [config, "--ranks", "8", "--nodes", "2", "--layout", "striped", "zigzag", "--schedule", "ring", "double_ring", "group_cast",
              "--layers", "2"]
     assert script.main([*words, "--attention.vertical_slash.recall", "0.8", "--out", *out]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| zigzag | double_ring |") == 1 and "rank  7:" in printed and "planned in" in printed
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["seq_len"] == 8192 and len(found["plans"]) == 4        # 8000 padded to 2 x 8 x 64
-    striped, _, zigzag, _ = found["plans"]
+    assert found["seq_len"] == 8192 and len(found["plans"]) == 6        # 8000 padded to 2 x 8 x 64
+    striped, _, cast, zigzag, *_ = found["plans"]
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(zigzag["pairs_of_rank"]))
+    assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(cast["pairs_of_rank"]))
     assert striped["worker_imbalance_per_step"] < zigzag["worker_imbalance_per_step"]
     assert (tmp_path / "plan.png").stat().st_size > 5000
 

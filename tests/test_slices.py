@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
-from titan_sparse.attention import attend, slice_tiles, slices
+from titan_sparse.attention import attend, needs, slice_tiles, slices
 from titan_sparse.attention.balance import count_visits
 from titan_sparse.attention.layout import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Documents, Full, Mask, SlidingWindow
@@ -224,7 +224,10 @@ def test_work_and_needs_of_ranks(name, layout):
     index = DenseIndex(2, SEQ_LEN, 8, torch.empty(1, 2, 0, dtype=torch.int32))
     want = _by_tile(truth[None], 8)[0][table][:, :, table].sum((1, 3))
     assert torch.equal(count_visits(index, mask.rows(SEQ_LEN), table).pairs[0, 1], want)
-    assert torch.equal(slice_tiles.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
+    assert torch.equal(needs.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
+    want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
+    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
+    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8), _by_tile(truth[None], 8)[0][table[:, 2]] > 0)
 
 
 # Custom ops ---------------------------------------------------------------------------------------------------------

@@ -42,11 +42,13 @@ def test_equals_eager(mask, pattern):
 
 
 def _over_ranks() -> None:
-    cp = ContextParallel(init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), "striped", "ring", BLOCK)
-    qkv, d_out = _problem()
-    local = [cp.shard(x, 2) for x in qkv]
-    got = _gradients("triton", local, cp.shard(d_out, 2), MASKS[1], PATTERNS[1], cp)
-    _check_close([cp.unshard(x, 2) for x in got], _gradients("eager", qkv, d_out, MASKS[1], PATTERNS[1]))
+    mesh, (qkv, d_out) = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), _problem()
+    want = _gradients("eager", qkv, d_out, MASKS[1], PATTERNS[1])
+    for schedule in ("ring", "group_cast"):
+        cp = ContextParallel(mesh, "striped", schedule, BLOCK)
+        local = [cp.shard(x, 2) for x in qkv]
+        got = _gradients("triton", local, cp.shard(d_out, 2), MASKS[1], PATTERNS[1], cp)
+        _check_close([cp.unshard(x, 2) for x in got], want)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU; NCCL is in test_gpu.py")

@@ -15,7 +15,7 @@ import torch
 
 from titan_sparse.attention import schedule as schedules
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.config import padding_multiple, resolve_cp_intra
+from titan_sparse.config import padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.sections import KINDS
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 
@@ -43,7 +43,8 @@ class Step:
     """What memory depends on. Sizes are those of one rank; seq_len is the padded global length.
 
     width: bytes of an element in training.dtype. index_bytes, columns, most_blocks: of one layer's selection, what it
-    keeps, the gathered columns a head, and a bound on the KV blocks that a query block meets.
+    keeps, the gathered columns a head, and a bound on the KV blocks that a query block meets. inter, overlap_stages: of the
+    schedule group_cast, whose ranks are taken to need every block.
     """
 
     model: DecoderConfig
@@ -53,6 +54,8 @@ class Step:
     shards: int = 1
     cp: int = 1
     schedule: str = "local"
+    inter: int = 1
+    overlap_stages: tuple[int, int] = (2, 2)
     gradient_width: int = 4
     mode: str = "full"
     compiled: bool = False
@@ -312,6 +315,9 @@ def _workspace(step: Step) -> float:
         size += step.wide * (query + (2 * kv if model.heads > model.kv_heads else 0))
     if step.schedule == "all_gather":  # dk and dv of the whole sequence, of two heads
         size += 2 * step.wide * kv * step.cp * min(2, model.kv_heads) / model.kv_heads
+    elif step.schedule == "group_cast" and step.cp > 1:  # sums; a stage's blocks as sent and as received, their gradients
+        part = (step.cp - 1) / step.overlap_stages[1]
+        size += step.wide * query + 2 * kv * (step.wide * (step.inter + 1) + 2 * part * (step.width + step.wide))
     elif step.cp > 1:  # sums over chunks: dq, dk and dv; sent chunks
         size += step.wide * (query + 4 * kv)
     return size
@@ -325,6 +331,10 @@ def _cp_buffers(step: Step) -> float:
     if step.schedule == "all_gather":
         return 2 * head * step.width
     chunk = head * step.model.kv_heads / step.cp
+    if step.schedule == "group_cast":  # own blocks and those handed on, those of a stage; their gradients likewise
+        stages, back = min(step.overlap_stages), step.overlap_stages[1]
+        gradients = (step.cp - 1) / back + min(step.inter - 1, step.inter / back)
+        return chunk * (step.width * (step.inter + (step.cp - 1) / stages) + step.gradient_width * gradients)
     kinds = 2 if step.schedule == "double_ring" else 1
     return chunk * (2 * kinds * (step.width + step.gradient_width) + step.width)
 
@@ -343,6 +353,8 @@ def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: s
     return Step(
         model=model, sequences=training.local_batch_size, seq_len=seq_len, width=dtype.itemsize,
         shards=world_size // parallelism.dp_replicate, cp=parallelism.cp, schedule=_schedule(config, local_world_size),
+        inter=parallelism.cp // resolve_cp_intra(parallelism, local_world_size),
+        overlap_stages=resolve_overlap_stages(attention),
         gradient_width=2 if attention.gradient_dtype == "bfloat16" else max(dtype.itemsize, 4),
         mode=config.activation_checkpoint.mode, compiled=config.compile.enable, backend=backend,
         block_size=attention.block_size,

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import ContextParallel
+from titan_sparse.config import resolve_overlap_stages
 from titan_sparse.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextP
     # float32 is also what says nothing: gradients travel as they are summed, in float64 for float64.
     gradient_dtype = None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
     return ContextParallel(mesh, attention.layout, attention.schedule, attention.block_size,
-                           attention.backward_circulates, gradient_dtype)
+                           attention.backward_circulates, gradient_dtype,
+                           resolve_overlap_stages(attention))
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,

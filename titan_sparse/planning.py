@@ -14,12 +14,15 @@ from torch import Tensor
 
 from titan_sparse.attention import balance, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
+from titan_sparse.attention.group_cast_plan import assign_stages, traffic as cast_traffic, wanted_blocks
 from titan_sparse.attention.masks import Rows
-from titan_sparse.attention.needs import needed_chunks_of
+from titan_sparse.attention.needs import met_blocks, needed_chunks_of, seen_blocks
 from titan_sparse.attention.patterns import BlockIndex
+from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.statistics import visible_pairs
 from titan_sparse.timeline import (
-    ColumnExchange, Timeline, gather_backward, gather_forward, ring_backward, ring_forward, with_columns,
+    ColumnExchange, Exchanges, Timeline, cast_backward, cast_forward, gather_backward, gather_forward, ring_backward,
+    ring_forward, with_columns,
 )
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
@@ -104,32 +107,44 @@ def count(index: BlockIndex, rows: Rows, layout: str, ranks: int) -> Visits:
 
 
 def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: str, inter: int, intra: int,
-         shape: Shape, constants: Constants) -> Plan:
-    """The plan of one setting on `inter` nodes of `intra` ranks. visits: of count() for the same layout."""
+         shape: Shape, constants: Constants, overlap_stages: tuple[int, int] = (2, 2)) -> Plan:
+    """The plan of one setting on `inter` nodes of `intra` ranks. visits: of count() for the same layout. overlap_stages: of
+    group_cast, forward and backward."""
+    if schedule == "group_cast":
+        return _plan_group_cast(visits, index, rows, layout, (inter, intra), shape, constants, overlap_stages)
     sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
-    ranks, (batch, seq_len) = inter * intra, (len(index.columns), rows.start.shape[1])
+    ranks = inter * intra
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     computed = needed_chunks_of(index, rows, layout, ranks)
     work, backward = (balance.by_step(visits, sources, back, rings[0], computed).sum((0, 1)).double()
                       for back in (False, True))
     column_steps = _column_steps(index, balance.computing_steps(computed, sources), rings[0])
-    chunk = 2 * batch * shape.kv_heads * seq_len // ranks * shape.head_dim
+    chunk = _chunk_elements(index, rows, ranks, shape)
     case = _Case(work, backward, sources, intra, shape, chunk * shape.element_bytes, chunk * shape.gradient_bytes,
                  _column_seconds(index, shape, inter, intra, constants), column_steps, constants)
     play = _gathered if schedule == "all_gather" else _circulated
     everything, only_needed = (play(case, which, *rings) for which in (torch.ones_like(needed), needed))
-    visible = visible_pairs(rows).sum().item() * index.heads * (batch // len(rows.start))
-    return Plan(layout, schedule, inter, intra, work.sum().item() / visible, work, needed.double().mean().item(),
+    return Plan(layout, schedule, inter, intra, _density(work, index, rows), work, needed.double().mean().item(),
                 case.chunk_bytes, case.gradient_bytes, case.columns, *everything, *only_needed)
+
+
+def _chunk_elements(index: BlockIndex, rows: Rows, ranks: int, shape: Shape) -> int:
+    """Elements of K and V of one rank."""
+    return 2 * len(index.columns) * shape.kv_heads * rows.start.shape[1] // ranks * shape.head_dim
+
+
+def _density(work: Tensor, index: BlockIndex, rows: Rows) -> float:
+    return work.sum().item() / (visible_pairs(rows).sum().item() * index.heads * (len(index.columns) // len(rows.start)))
 
 
 class _Case(NamedTuple):
     """work, backward_work: pairs [W, W] by step of the forward, of the backward. node: ranks of a node. columns:
-    seconds of their exchange, forward and backward; column_steps: of _column_steps()."""
+    seconds of their exchange, forward and backward; column_steps: of _column_steps(). Of group_cast steps are its stages,
+    and there are no sources."""
 
     work: Tensor
     backward_work: Tensor
-    sources: Tensor
+    sources: Tensor | None
     node: int
     shape: Shape
     chunk_bytes: int
@@ -220,3 +235,75 @@ def _column_seconds(index: BlockIndex, shape: Shape, inter: int, intra: int, con
     sent = routing.all_gather_traffic(ranks, intra)
     return tuple(2 * _collective_seconds(sent, elements * size / ranks, constants)
                  for size in (shape.element_bytes, shape.gradient_bytes))
+
+
+# Group cast -----------------------------------------------------------------------------------------------------------
+
+
+def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str, nodes: tuple[int, int], shape: Shape,
+                     constants: Constants, stages: tuple[int, int]) -> Plan:
+    """plan() for group_cast. What skips nothing has every block needed by every rank."""
+    ranks = nodes[0] * nodes[1]
+    table = layouts.block_ids(layout, ranks, rows.start.shape[1], index.block_size)
+    dense = isinstance(index, DenseIndex)
+    needed = seen_blocks(rows, table, index.block_size) if dense else met_blocks(rows, index, table)
+    chunk, columns = _chunk_elements(index, rows, ranks, shape), _column_seconds(index, shape, *nodes, constants)
+    sizes = chunk * shape.element_bytes, chunk * shape.gradient_bytes
+    found = []
+    for every in (torch.ones_like(needed), needed):
+        wanted = wanted_blocks(every, table, *nodes)
+        work, back = (_work_by_stage(visits, wanted, number, backward) for number, backward in zip(stages, (False, True)))
+        case = _Case(work, back, None, nodes[1], shape, *sizes, columns, _steps_with_columns(index, work, back), constants)
+        found.append((work, _cast(case, wanted, stages, table.shape[1])))
+    (_, everything), (work, only_needed) = found
+    chunks = balance.needed_chunks(visits).double().mean().item()
+    return Plan(layout, "group_cast", *nodes, _density(work, index, rows), work, chunks, *sizes, columns, *everything,
+                *only_needed)
+
+
+def _work_by_stage(visits: Visits, wanted: Tensor, stages: int, backward: bool) -> Tensor:
+    """Pairs of tokens float64 [W, steps]: own blocks, each stage, and in the backward half of the own ones at the end. What
+    a rank computes on another's chunk is taken to be spread evenly over the blocks of it that it needs."""
+    pairs, ranks = visits.pairs.sum((0, 1)).double(), visits.pairs.shape[-1]
+    stage, wanted = assign_stages(wanted, stages), wanted.flatten(2, 3)
+    came = [(wanted & (stage == number).flatten(1, 2)[:, None]).sum(-1).view(ranks, ranks) for number in range(stages)]
+    share = pairs / wanted.sum(-1).view(ranks, ranks).clamp(min=1)
+    own = pairs.diagonal()[:, None] / (2 if backward else 1)
+    work = torch.cat([own, *((x * share).sum(1, keepdim=True) for x in came), *([own] if backward else [])], dim=1)
+    for row, column_pairs in zip(work, visits.column_pairs.sum((0, 1)).double()):
+        balance.add_columns(row, column_pairs, (row > 0).tolist(), backward)
+    return work
+
+
+def _steps_with_columns(index: BlockIndex, work: Tensor, backward: Tensor) -> tuple[Tensor, Tensor] | None:
+    """As _column_steps(), where every step with work computes."""
+    blocks = index.columns.shape[-1] // index.block_size
+    if not blocks:
+        return None
+    met, left = ([schedules.column_steps(x, blocks, back) for x in (which > 0).tolist()]
+                 for back, which in ((False, work), (True, backward)))
+    return torch.tensor([steps[0] for steps in met]), torch.tensor([steps[-1] for steps in left])
+
+
+def _cast(case: _Case, wanted: Tensor, stages: tuple[int, int],
+          blocks: int) -> tuple[dict[str, Tensor], Timeline, Timeline]:
+    """Bytes and timelines of group_cast. blocks: of a rank."""
+    nodes, (key, gradient) = wanted.shape[:2], (size // blocks for size in (case.chunk_bytes, case.gradient_bytes))
+    sent = [cast_traffic(wanted, number) for number in stages]
+    back = [cast_traffic(wanted, number, backward=True) for number in stages]
+    keys = [_exchange_seconds(a, b, key, case.constants) for a, b in zip(sent, back)]
+    gradients = _exchange_seconds(back[1], sent[1], gradient, case.constants)
+    met, left = map(ColumnExchange, case.columns, case.column_steps) if case.column_steps else (None, None)
+    total = {}
+    for name in routing.Traffic._fields:
+        by_key, by_gradient = (getattr(x[1], name).sum(1) for x in (sent, back))
+        total |= {f"forward_{name}": by_key * key, f"backward_{name}": by_key * key + by_gradient * gradient}
+    forward = cast_forward(case.forward_seconds(case.work), keys[0], nodes, met)
+    return total, forward, cast_backward(case.backward_seconds(case.backward_work), keys[1], gradients, nodes, left)
+
+
+def _exchange_seconds(sent: routing.Traffic, received: routing.Traffic, size: int, constants: Constants) -> Exchanges:
+    """Seconds of all-to-alls of blocks of `size` bytes; a rank sends and receives at the same time."""
+    inside, across = (torch.maximum(a, b).double() * size for a, b in zip(sent, received))
+    return Exchanges(across / (constants.across_gb_s * 1e9) + (across > 0) * constants.across_latency_ms / 1e3,
+                     inside / (constants.inside_gb_s * 1e9) + (inside > 0) * constants.inside_latency_ms / 1e3)

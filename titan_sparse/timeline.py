@@ -1,11 +1,12 @@
 """Plays the transfers and kernels of one attention layer through, on all ranks at once: seconds from integers and rates.
 
-The order of events is that of attention/transport.py and gathered.py: a transfer is posted before the step that it hides
-behind, begins when both its ends have come to it, and is waited for after the step, by the sender too. Those of one
+The order of events is that of attention/transport.py, gathered.py and group_cast.py: a transfer is posted before the
+step that it hides behind, begins when both its ends have come to it, and is waited for after the step, by the sender too. Those of one
 communicator go one after the other; those of different ones are taken not to slow each other down or the kernels.
 """
 
 import itertools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -219,3 +220,77 @@ def with_columns(timeline: Timeline, seconds: float, begins: Tensor, needed: Ten
     waiting = timeline.waiting.clone()
     waiting[:, -1] += late
     return Timeline(timeline.compute, waiting)
+
+
+class Exchanges(NamedTuple):
+    """Seconds of the all-to-alls of each stage of group_cast between and inside nodes, float64 [W, stages]; 0: sends and
+    receives nothing."""
+
+    outer: Tensor
+    inner: Tensor
+
+
+class _AllToAll:
+    """The all-to-alls of one communicator, one after the other. shape: (inter, intra); dim: along which its members are."""
+
+    def __init__(self, shape: tuple[int, int], dim: int):
+        self.shape, self.dim = shape, dim
+        self.free = torch.zeros(shape[0] * shape[1], dtype=torch.float64)
+
+    def post(self, now: Tensor, seconds: Tensor) -> Tensor:
+        """Each rank comes to an exchange at `now` [W]; returns when it is over, -inf where no member sends anything. It
+        begins when all members have come."""
+        ready, seconds = torch.maximum(now, self.free).view(self.shape), seconds.view(self.shape)
+        some = (seconds > 0).any(self.dim, keepdim=True)
+        over = torch.where(some, ready.amax(self.dim, keepdim=True) + seconds, -torch.inf).flatten()
+        self.free = torch.maximum(self.free, over)
+        return over
+
+
+def cast_forward(compute: Tensor, keys: Exchanges, shape: tuple[int, int],
+                 columns: ColumnExchange | None = None) -> Timeline:
+    """group_cast's forward, as group_cast.py. compute: float64 [W, 1 + stages] seconds of the own blocks and of each stage;
+    shape: (inter, intra)."""
+    clock, arrivals = _Clock(compute), _arrivals(keys, shape)
+    arrives = next(arrivals)(clock.now)
+    for step in range(compute.shape[1]):
+        if step:
+            clock.wait(arrives)
+            arrives = next(arrivals)(clock.now)
+        if columns:
+            clock.wait(torch.where(columns.step == step, columns.seconds, -torch.inf))
+        clock.work(step)
+    return Timeline(compute, clock.waiting)
+
+
+def cast_backward(compute: Tensor, keys: Exchanges, gradients: Exchanges, shape: tuple[int, int],
+                  columns: ColumnExchange | None = None) -> Timeline:
+    """As cast_forward(). compute: [W, 1 + stages + 1], the own blocks in two parts; columns: waited for at the end."""
+    clock, arrivals = _Clock(compute), _arrivals(keys, shape)
+    inner, outer = _AllToAll(shape, 1), _AllToAll(shape, 0)
+    arrives = next(arrivals)(clock.now)
+    for step in range(compute.shape[1] - 1):
+        if step:
+            clock.wait(arrives)
+            arrives = next(arrivals)(clock.now)
+        clock.work(step)
+        if step:
+            handed = inner.post(clock.now, gradients.inner[:, step - 1])
+            outer.post(torch.maximum(clock.now, handed), gradients.outer[:, step - 1])
+    clock.work(compute.shape[1] - 1)
+    clock.wait(torch.maximum(inner.free, outer.free))
+    if columns:
+        clock.wait(clock.ended.gather(1, columns.step[:, None]).max() + columns.seconds)
+    return Timeline(compute, clock.waiting)
+
+
+def _arrivals(keys: Exchanges, shape: tuple[int, int]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Of each stage a function that posts its exchange inside the node and says when it is over; those between nodes have
+    begun at the start. Then of one that brings nothing."""
+    outer, inner = _AllToAll(shape, 0), _AllToAll(shape, 1)
+    start = torch.zeros_like(outer.free)
+    came = [outer.post(start, seconds) for seconds in keys.outer.unbind(1)]
+    for crossing, seconds in zip(came, keys.inner.unbind(1)):
+        yield lambda now, crossing=crossing, seconds=seconds: torch.maximum(
+            inner.post(torch.maximum(now, crossing), seconds), crossing)
+    yield lambda now: torch.full_like(now, -torch.inf)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import backends, gathered, ring, statistics
+from titan_sparse.attention import backends, gathered, group_cast, ring, statistics
 from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single_key
 from titan_sparse.attention.masks import Causal, Mask, Rows
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, pattern_by_key
@@ -46,7 +46,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None,
+                              world.ragged)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     blocks = _recomputed_blocks(recomputed, q, rows, world)
     options = (pattern.key, world.key, backend, scale, rows.plain, rows.slices)
@@ -73,6 +74,8 @@ class _World(NamedTuple):
     size: int
     block_size: int
     layout: str = "contiguous"
+    ragged: bool = False
+    """Whether the schedule computes on another number of keys in every call."""
 
 
 def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
@@ -83,7 +86,7 @@ def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
         return _World(single_key(size), 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out")
-    return _World(cp.key, cp.size, cp.block_size, cp.layout)
+    return _World(cp.key, cp.size, cp.block_size, cp.layout, cp.size > 1 and cp.schedule == "group_cast")
 
 
 def _attend_ops(q: Tensor, k: Tensor, v: Tensor, boundary: int, blocks: int, rest: tuple) -> tuple[Tensor, Tensor]:
@@ -200,7 +203,7 @@ def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, back
 
 def _executor(run: Run) -> ModuleType:
     """The module whose forward() and backward() carry out the schedule."""
-    return gathered if run.cp.schedule == "all_gather" and run.cp.size > 1 else ring
+    return ring if run.cp.size == 1 else {"all_gather": gathered, "group_cast": group_cast}.get(run.cp.schedule, ring)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,

@@ -5,6 +5,7 @@ their own: on a shared one a fast inner hop queues behind the slow outer one.
 """
 
 import functools
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -26,26 +27,33 @@ class ContextParallel:
     """A context-parallel group with its layout and schedule.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for a single process. layout: contiguous,
-    zigzag or striped. schedule: auto, local, all_gather, ring or double_ring (two axes needed). block_size: tokens.
-    backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
-    wire, default the fp32 (fp64 for fp64) that they are summed in.
+    zigzag or striped. schedule: auto, local, all_gather, ring, double_ring (two axes needed) or group_cast. block_size:
+    tokens. backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
+    wire, default the fp32 (fp64 for fp64) that they are summed in. overlap_stages: in how many parts group_cast moves
+    remote blocks in the forward, in the backward.
+    sent: bytes of keys, values, queries and gradients that this rank has sent so far, by axis (inner, outer,
+    inner_gradient, outer_gradient).
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
     """
 
     def __init__(self, mesh: DeviceMesh | None, layout: str = "striped", schedule: str = "auto", block_size: int = 128,
-                 backward_circulates: str = "auto", gradient_dtype: torch.dtype | None = None):
+                 backward_circulates: str = "auto", gradient_dtype: torch.dtype | None = None,
+                 overlap_stages: tuple[int, int] = (2, 2)):
         if backward_circulates not in ("auto", "kv", "q"):
             raise ValueError(f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"')
         if layout not in layouts.LAYOUTS:
             raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.LAYOUTS)}')
         if schedule != "auto" and schedule not in schedules.SCHEDULES:
             raise ValueError(f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}')
+        if min(overlap_stages) < 1:
+            raise ValueError(f"overlap_stages={overlap_stages}: remote blocks come in one part or more; write 1 or more")
         ranks = [[0]] if mesh is None else _two_axes(mesh, schedule)
         self.inter, self.intra = len(ranks), len(ranks[0])
         self.size = self.inter * self.intra
         self.layout, self.block_size = layout, block_size
         self.backward_circulates, self.gradient_dtype = backward_circulates, gradient_dtype
-        self.bytes_sent, self.plain_ring_bytes = 0, 0
+        self.overlap_stages = overlap_stages
+        self.sent, self.plain_ring_bytes = Counter(), 0
         self._buffers: dict[tuple, list[Tensor]] = {}
         if schedule == "auto":
             schedule = schedules.choose(self.inter, self.intra)
@@ -63,7 +71,7 @@ class ContextParallel:
     def _create_groups(self, ranks: list[list[int]], device_type: str) -> None:
         node, local_rank = divmod(self.rank, self.intra)
         inner, outer = ranks[node], [other[local_rank] for other in ranks]
-        if self.schedule != "double_ring":
+        if self.schedule not in ("double_ring", "group_cast"):
             inner, outer = self.ranks, [self.ranks[self.rank]]
         self.group = _new_group(self.ranks, "cp")
         members = {"inner": inner, "outer": outer, "inner_gradient": inner, "outer_gradient": outer, "columns": self.ranks}
@@ -135,15 +143,39 @@ class ContextParallel:
     def start_all_gather(self, x: Tensor, slot: str) -> "Pending":
         """Begin to gather [ranks, *x.shape] into the buffer `slot`."""
         [out] = self.buffer(slot, [x], self.size)
-        self.bytes_sent += x.nbytes * (self.size - 1)
+        self.sent["inner"] += x.nbytes * (self.size - 1)
         return Pending(out, _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["inner"], async_op=True))
 
     def start_reduce_scatter(self, x: Tensor) -> "Pending":
         """Begin to sum x[r] over ranks on rank r: [ranks, ...] -> [...]."""
         out = torch.empty_like(x[0])
-        self.bytes_sent += x[0].nbytes * (self.size - 1)
+        self.sent["inner_gradient"] += x[0].nbytes * (self.size - 1)
         work = _reduce_scatter(out.flatten(), x.flatten(), group=self.groups["inner_gradient"], async_op=True)
         return Pending(out, work, x)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent over all axes."""
+        return sum(self.sent.values())
+
+    # Group cast -----------------------------------------------------------------------------------------------------
+
+    def start_exchange(self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor) -> "Pending":
+        """Begin to send sends[i] rows of x to member i of an axis, those of the members one after the other; receives[i]
+        rows of member i come to `out` in that order. What a rank sends to itself is not counted as sent."""
+        if self.groups[axis] is None:  # alone
+            return Pending(x)
+        own = sends[dist.get_rank(self.groups[axis])]
+        self.sent[axis] += (len(x) - own) * (x[:1].nbytes if len(x) else 0)
+        work = dist.all_to_all_single(out, x, receives, sends, group=self.groups[axis], async_op=True)
+        return Pending(out, work, x)
+
+    def rows(self, slot: str, like: Tensor, count: int) -> Tensor:
+        """[count, *like.shape[1:]], the first rows of memory that is kept for the slot and grows where it is too small."""
+        key = (slot, like.shape[1:], like.dtype, like.device)
+        if key not in self._buffers or len(self._buffers[key][0]) < count:
+            self._buffers[key] = [like.new_empty(count, *like.shape[1:])]
+        return self._buffers[key][0][:count]
 
     # Rings ----------------------------------------------------------------------------------------------------------
 
@@ -153,7 +185,7 @@ class ContextParallel:
         What the previous rank sends comes into the buffers `slot`. sends, receives: whether this rank does, which its
         neighbours have to agree on.
         """
-        self.bytes_sent += sum(x.nbytes for x in chunk) if sends else 0
+        self.sent[axis] += sum(x.nbytes for x in chunk) if sends else 0
         return Transfer(chunk, self.buffer(slot, chunk) if receives else [], self.groups[axis], sends)
 
     def buffer(self, slot: str, like: list[Tensor], ranks: int | None = None) -> list[Tensor]:

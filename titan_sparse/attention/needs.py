@@ -1,4 +1,5 @@
-"""Which ranks need which chunks, known to all ranks alike without asking: by the mask, and by the index where that helps."""
+"""Which ranks need which chunks and blocks, known to all ranks alike without asking: by the mask, and by the index where
+that helps."""
 
 import functools
 
@@ -6,15 +7,19 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import slice_tiles
-from titan_sparse.attention.layout import block_ids
+from titan_sparse.attention.balance import heads_selecting
+from titan_sparse.attention.layout import block_ids, token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
-from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.patterns.base import BlockIndex, pattern_by_key
 from titan_sparse.attention.patterns.vertical_slash import VerticalSlashIndex
 from titan_sparse.attention.run import Run
+from titan_sparse.attention.tiles import all_blocks, block_reach, reached
 
 _LARGEST_TABLE = 1 << 27
 """Entries of the table of block distances between ranks: with more the index is not looked at."""
+_ELEMENTS = 1 << 26
+"""Tiles of all heads that are looked at together: bounds the memory."""
 
 
 def needed_chunks(run: Run) -> Tensor | None:
@@ -51,18 +56,49 @@ def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
 
 def seen_chunks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
     """bool [W, W]: the mask lets some query of rank r see a key of rank s. table: int64 [W, n], the layout's blocks."""
+    return seen_blocks(rows, table, block_size)[:, table].any(-1)
+
+
+def seen_blocks(rows: Rows, table: Tensor, block_size: int) -> Tensor:
+    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks
+    that each rank owns."""
     if rows.slices is not None:
-        return slice_tiles.seen_chunks(rows, table, block_size)
-    ranks, n = table.shape
-    start, stop = (x.unflatten(1, (-1, block_size)) for x in (rows.start, rows.stop))
-    seen = start < stop
-    first = torch.where(seen, start, ranks * n * block_size).amin(-1) // block_size
-    last = (torch.where(seen, stop, 0).amax(-1) + block_size - 1) // block_size
-    owned = torch.zeros(ranks, ranks * n + 1, dtype=torch.int64, device=table.device)
-    owned.scatter_(1, table + 1, 1)
-    before = owned.cumsum(1).T
-    some = (before[last.long()] > before[torch.minimum(first, last).long()]).any(0)
-    return some[table].any(1)
+        return slice_tiles.seen_blocks(rows, table, block_size)
+    blocks = rows.start.shape[1] // block_size
+    queries = token_positions(table.flatten(), block_size)
+    start, stop = (x[:, queries].unflatten(1, (len(table), -1)).transpose(0, 1).flatten(1).long()
+                   for x in (rows.start, rows.stop))
+    ends = torch.zeros(len(table), blocks + 1, dtype=torch.int32, device=table.device)
+    # A query adds 1 at the first block that it sees and takes it away behind the last one.
+    for at, step in ((start // block_size, 1), ((stop + block_size - 1) // block_size, -1)):
+        ends.scatter_add_(1, torch.where(start < stop, at, blocks), torch.full_like(at, step, dtype=torch.int32))
+    return ends[:, :blocks].cumsum(1) > 0
+
+
+def needed_blocks(run: Run) -> Tensor:
+    """bool [W, blocks] on the host: some query of rank r meets a key of block b outside the columns, in any sequence and
+    head.
+
+    Exact. By a static pattern the mask alone says so, which is looked at once a batch; else the host waits for the index.
+    """
+    queries = run.cp.block_table(run.seq_len, run.rows.start.device)[:, run.first : run.last]
+    if pattern_by_key(run.pattern).dynamic:
+        return met_blocks(run.rows, run.index, queries).cpu()
+    key = ("needed blocks", run.cp.key, run.first, run.last)
+    return once_per_mask(run.rows, key, lambda: seen_blocks(run.rows, queries, run.cp.block_size).cpu())
+
+
+def met_blocks(rows: Rows, index: BlockIndex, table: Tensor) -> Tensor:
+    """bool [W, blocks]: some head computes a tile of block b for a query of rank r. table: int64 [W, n], as above."""
+    keys, size = all_blocks(index), index.block_size
+    step = max(1, _ELEMENTS // (index.columns.shape[0] * index.heads * len(keys)))
+    met = torch.zeros(len(table), len(keys), dtype=torch.bool, device=table.device)
+    for found, own in zip(met, table):
+        for q_blocks in own.split(step):
+            reach = block_reach(rows, token_positions(q_blocks, size), size)
+            tiles = reached(reach, keys, size) & (heads_selecting(index, q_blocks, keys)[:, 0] > 0)
+            found |= tiles.flatten(0, 1).any(0)
+    return met
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,5 +1,6 @@
 """What one attention call computes with: the pieces of work that schedules put in order."""
 
+from collections.abc import Hashable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -69,18 +70,20 @@ class Run(NamedTuple):
         """Global blocks of the queries of `rank` (default: this rank)."""
         return self.blocks(rank)[self.first :]
 
-    def tiles(self, batch: int, transpose: bool, source: int | None = None, queries: int | None = None) -> Tiles:
+    def tiles(self, batch: int, transpose: bool, source: Hashable = None, queries: int | None = None,
+              k_blocks: Tensor | None = None) -> Tiles:
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
-        one after the other); by_key too if `transpose`."""
-        table = self.cp.block_table(self.seq_len, self.rows.start.device)
-        k_blocks = table[:, : self.last].flatten() if source is None else self.blocks(source)
+        one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`."""
+        if k_blocks is None:
+            table = self.cp.block_table(self.seq_len, self.rows.start.device)
+            k_blocks = table[:, : self.last].flatten() if source is None else self.blocks(source)
         if self.rows.slices is not None:
             return self._tiles_of_slices(k_blocks, batch, transpose, (source, queries))
         if self._has_table_kernels():
             return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, k_blocks, transpose)
         return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), k_blocks, batch, transpose)
 
-    def _tiles_of_slices(self, k_blocks: Tensor, batch: int, transpose: bool, ranks: tuple[int | None, int | None]) -> Tiles:
+    def _tiles_of_slices(self, k_blocks: Tensor, batch: int, transpose: bool, ranks: tuple[Hashable, int | None]) -> Tiles:
         """As tiles(), of the KV of ranks[0] and the queries of ranks[1]; the same for all layers where the pattern is static."""
         make = lambda: slice_tiles.block_tiles(self.rows, self.index, self.query_blocks(ranks[1]), k_blocks, batch, transpose)
         if pattern_by_key(self.pattern).dynamic:

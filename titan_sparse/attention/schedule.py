@@ -55,7 +55,12 @@ def column_steps(computes: list[bool], blocks: int, backward: bool = False, wind
     return steps[:parts] if backward else steps[len(steps) - parts :]
 
 
-SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring}
+def group_cast(inter: int, intra: int, rank: int) -> Windows:
+    """Blocks go only to the ranks that need them, in stages (group_cast_plan.py); the list is in ring order."""
+    return ring(inter, intra, rank)
+
+
+SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring, "group_cast": group_cast}
 
 
 def choose(inter: int, intra: int) -> str:

@@ -213,17 +213,25 @@ def tile_weights(rows: Rows, q_blocks: Tensor, k_blocks: Tensor, size: int) -> t
     return whole, partial, (whole * size * size).index_put_(at, cuts.pairs[which].int(), accumulate=True)
 
 
-def seen_chunks(rows: Rows, table: Tensor, size: int) -> Tensor:
-    """bool [W, W]: the mask lets some query of rank r see a key of rank s. table: int64 [W, n], the layout's blocks."""
-    found, blocks = classified(rows, size), table.numel()
-    owned = torch.zeros(blocks + 1, len(table), dtype=torch.int32, device=table.device)
-    owner = torch.empty(blocks, dtype=torch.int64, device=table.device)
-    for rank, own in enumerate(table):
-        owned[own + 1, rank], owner[own] = 1, rank
-    before = owned.cumsum(0, dtype=torch.int32)
-    seen = torch.zeros(len(table), len(table), dtype=torch.int32, device=table.device)
-    seen.index_add_(0, owner[found.met.line], (before[found.met.last] > before[found.met.first]).int())
-    return (seen.T if found.lines_are_keys else seen) > 0
+def seen_blocks(rows: Rows, table: Tensor, size: int) -> Tensor:
+    """bool [W, blocks]: the mask lets some query of rank r see a key of block b. table: int64 [W, n], the query blocks
+    that each rank owns."""
+    found, blocks, ranks = classified(rows, size), -(-rows.start.shape[1] // size), len(table)
+    runs = found.met
+    if found.lines_are_keys:
+        owned = torch.zeros(blocks + 1, ranks, dtype=torch.int32, device=table.device)
+        for rank, own in enumerate(table):
+            owned[own + 1, rank] = 1
+        before = owned.cumsum(0, dtype=torch.int32)
+        seen = torch.zeros(blocks, ranks, dtype=torch.int32, device=table.device)
+        return seen.index_add_(0, runs.line, (before[runs.last] > before[runs.first]).int()).T > 0
+    owner = torch.full((blocks,), ranks, device=table.device)
+    owner[table] = torch.arange(ranks, device=table.device)[:, None]
+    # A run adds 1 where it begins and takes it away where it ends.
+    ends = torch.zeros(ranks + 1, blocks + 1, dtype=torch.int32, device=table.device)
+    for at, step in ((runs.first, 1), (runs.last, -1)):
+        ends.index_put_((owner[runs.line], at), ends.new_full((), step), accumulate=True)
+    return ends.cumsum(1)[:ranks, :blocks] > 0
 
 
 def _local(blocks: Tensor, total: int) -> Tensor:

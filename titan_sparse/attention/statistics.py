@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import balance, timing
+from titan_sparse.attention import balance, group_cast, timing
 from titan_sparse.attention.layout import token_positions
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
@@ -33,7 +33,8 @@ _Q_BLOCKS, _KEYS = 256, 8192
 
 
 class ByRank(NamedTuple):
-    """Of each attention call's forward, float64 [calls, ranks, steps] on the CPU; a step of all_gather is a KV head.
+    """Of each attention call's forward, float64 [calls, ranks, steps] on the CPU; a step of all_gather is a KV head, of
+    group_cast the own blocks or a stage of others.
 
     work: visited pairs of tokens, summed over sequences and heads. compute: ms of computing. elapsed: ms since the step
     before was done, which together make the call.
@@ -127,9 +128,11 @@ def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
     """Called by the forward op with its padded inputs, of the whole sequence or of a part."""
     if not is_recording():
         return
-    pairs, column_pairs = visited_pairs(run, len(q))
+    casts = run.cp.schedule == "group_cast" and run.cp.size > 1
+    parts = [run.blocks(), *group_cast.stages(run)] if casts else None
+    pairs, column_pairs = visited_pairs(run, len(q), parts)
     if run.cp.size > 1:
-        _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1]))
+        _active.work.append(_own_work(run, pairs, column_pairs, k.shape[1], parts))
     in_blocks = pairs.sum(-1)
     _active.parts.append(run.cp.all_reduce(torch.stack([in_blocks + column_pairs.sum(-1), in_blocks])).mean(1))
 
@@ -161,23 +164,27 @@ def visible_pairs(rows: Rows) -> Tensor:
     return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
 
 
-def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int) -> Tensor:
-    """This rank's visited pairs by step, float64 [steps]."""
+def _own_work(run: "Run", pairs: Tensor, column_pairs: Tensor, kv_heads: int, parts: list[Tensor] | None) -> Tensor:
+    """This rank's visited pairs by step, float64 [steps]. parts: the blocks of each step, where those are not chunks."""
     if run.cp.schedule == "all_gather":
         return (pairs.sum(-1) + column_pairs.sum(-1)).unflatten(1, (kv_heads, -1)).sum((0, 2))
-    computes = sum(route(run.cp, needed_chunks(run)).compute, [])
-    work = pairs.sum((0, 1))[sum(run.cp.windows, [])]
+    work = pairs.sum((0, 1))
+    if parts:
+        computes = [len(blocks) > 0 for blocks in parts]
+    else:
+        computes, work = sum(route(run.cp, needed_chunks(run)).compute, []), work[sum(run.cp.windows, [])]
     balance.add_columns(work, column_pairs.sum((0, 1)), computes)
     return work
 
 
-def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
-    """Pairs computed for this rank's queries: in blocks of each source rank, float64 [B, Hq, W], and of columns outside
-    them, by block of columns [B, Hq, C]."""
+def visited_pairs(run: "Run", batch: int, parts: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Pairs computed for this rank's queries: in each of `parts`, global blocks int64 [n], or by default in the blocks of
+    each source rank, float64 [B, Hq, parts], and of columns outside them, by block of columns [B, Hq, C]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
+    parts = parts or list(run.cp.block_table(run.seq_len, blocks.device))
     if isinstance(index, MoBAIndex):
-        by_rank = index.pairs(run.rows, blocks, run.cp.block_table(run.seq_len, blocks.device))
-        return by_rank, torch.zeros_like(by_rank[..., :0])
+        found = index.pairs(run.rows, blocks, parts)
+        return found, torch.zeros_like(found[..., :0])
     pairs = once_per_mask(run.rows, key, lambda: pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
     keys = all_blocks(index)
@@ -189,9 +196,8 @@ def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
         begin = (q_blocks * index.block_size)[:, None]
         rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
         column_pairs += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=-2)
-    table = run.cp.block_table(run.seq_len, by_key.device)
     by_block = column_pairs.unflatten(-1, (index.columns.shape[-1] // index.block_size, index.block_size)).sum(-1)
-    return by_key[..., table].sum(-1), by_block
+    return torch.stack([by_key[..., part].sum(-1) for part in parts], dim=-1), by_block
 
 
 def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,12 @@ def block_reach(rows: Rows, q_positions: Tensor, block_size: int) -> Reach:
     return Reach(first, last, start.amax(-1), torch.where(seen, stop, 0).amin(-1))
 
 
+def reached(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
+    """bool [Bm, nq, nk]: some query of the block sees a key of the KV block, int [nk] global."""
+    begin = k_blocks * block_size
+    return (reach.first[..., None] < begin + block_size) & (reach.last[..., None] > begin)
+
+
 _ROWS = 1 << 15
 """Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
 
@@ -116,9 +122,9 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     q_positions, k_positions = token_positions(q_blocks, size), token_positions(k_blocks, size)
     reach = block_reach(rows, q_positions, size)
     begin = k_blocks * size
-    reached = (reach.first[..., None] < begin + size) & (reach.last[..., None] > begin)
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
-    listed = (index.selects(q_blocks, k_blocks) & reached[:, None]).expand(batch, index.heads, -1, -1)
+    listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
+    listed = listed.expand(batch, index.heads, -1, -1)
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
     by_key = block_lists(full.mT, partial.mT) if transpose else None

@@ -68,7 +68,8 @@ def timed_calls() -> Iterator[list[Call]]:
 
 
 def timed(forward: Callable) -> Callable:
-    """A schedule's forward(run, q, k, v), timed inside timed_calls(). A step of all_gather is a KV head, else a chunk.
+    """A schedule's forward(run, q, k, v), timed inside timed_calls(). A step of all_gather is a KV head, of group_cast the
+    own blocks or a stage of others, else a chunk.
 
     A forward that activation checkpointing repeats is not timed again."""
 
@@ -77,7 +78,8 @@ def timed(forward: Callable) -> Callable:
         global _call
         if _calls is None or run.cp.size == 1 or recomputing():
             return forward(run, q, k, v)
-        _call = call = Call(run.cp, k.shape[1] if run.cp.schedule == "all_gather" else run.cp.size, q.device)
+        steps = {"all_gather": k.shape[1], "group_cast": 1 + run.cp.overlap_stages[0]}
+        _call = call = Call(run.cp, steps.get(run.cp.schedule, run.cp.size), q.device)
         try:
             result = forward(run, q, k, v)
         finally:

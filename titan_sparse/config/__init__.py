@@ -5,7 +5,8 @@ and back. checking.py: refuses impossible combinations; the sizes that other par
 """
 
 from titan_sparse.config.checking import (
-    check, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, world_from_environment, world_of,
+    check, is_ragged, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, resolve_overlap_stages,
+    world_from_environment, world_of,
 )
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
 from titan_sparse.config.sections import (
@@ -18,6 +19,7 @@ __all__ = [
     "ActivationCheckpoint", "Attention", "Checkpoint", "Compile", "Config", "ConfigError", "Data", "Dense", "Flags",
     "Float8", "LRScheduler", "Metrics", "MoBA", "Model", "Optimizer", "Parallelism", "Profiling", "Training",
     "Validation", "VerticalSlash", "XAttention", "check",
-    "field_docs", "load", "load_and_check", "needle_lengths", "padding_multiple", "resolve_cp_intra", "save", "to_toml", "usage",
+    "field_docs", "is_ragged", "load", "load_and_check", "needle_lengths", "padding_multiple", "resolve_cp_intra",
+    "resolve_overlap_stages", "save", "to_toml", "usage",
     "world_from_environment", "world_of",
 ]

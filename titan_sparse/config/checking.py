@@ -17,7 +17,7 @@ _MINIMUMS = {
     0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
         "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss",
         "training.mlp_chunk_tokens", "parallelism.cp_intra", "attention.sliding_window",
-        "attention.window_sinks",
+        "attention.window_sinks", "attention.overlap_stages_backward",
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
@@ -25,7 +25,7 @@ _MINIMUMS = {
     1: ("model.rope_factor", "training.steps", "training.seq_len", "training.local_batch_size",
         "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
         "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
-        "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
+        "parallelism.timeout_seconds", "attention.overlap_stages", "attention.vertical_slash.local_diagonals",
         "attention.vertical_slash.max_columns", "attention.xattention.stride", "attention.moba.chunk_size",
         "attention.moba.top_k", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
         "profiling.first_step", "profiling.steps", "validation.every", "validation.windows",
@@ -59,6 +59,16 @@ def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int,
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
     """Context-parallel ranks of the inner ring: cp_intra, or as many of cp as a node has ranks."""
     return parallelism.cp_intra or min(parallelism.cp, local_world_size)
+
+
+def resolve_overlap_stages(attention: Attention) -> tuple[int, int]:
+    """Stages of group_cast in the forward, in the backward."""
+    return attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages
+
+
+def is_ragged(config: Config) -> bool:
+    """Whether attention computes on another number of keys in every call."""
+    return config.attention.schedule == "group_cast" and config.parallelism.cp > 1
 
 
 def padding_multiple(config: Config) -> int:
@@ -222,10 +232,19 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
         value = getattr(attention, name)
         require(value == default or cp > 1, f'attention.{name} = "{value}" would be ignored with parallelism.cp = 1; '
                 f'write attention.{name} = "{default}" or parallelism.cp = 2 or more')
-    circulates = attention.backward_circulates
-    require(circulates == "auto" or attention.schedule != "all_gather",
-            f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "all_gather"; write attention.backward_circulates = "auto" or '
-            'attention.schedule = "ring"')
+    circulates, schedule = attention.backward_circulates, attention.schedule
+    require(circulates == "auto" or schedule not in ("all_gather", "group_cast"),
+            f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "{schedule}"; '
+            'write attention.backward_circulates = "auto" or attention.schedule = "ring"')
+    for name, default in (("overlap_stages", 2), ("overlap_stages_backward", 0)):
+        value = getattr(attention, name)
+        require(value == default or schedule == "group_cast", f"attention.{name} = {value} would be ignored with "
+                f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"')
+        require(value == default or cp > 1, f"attention.{name} = {value} would be ignored with parallelism.cp = 1; write "
+                f"attention.{name} = {default} or parallelism.cp = 2 or more")
+    require(attention.backend != "flex" or schedule != "group_cast" or cp == 1, 'attention.backend = "flex" compiles anew '
+            'for every number of keys, which attention.schedule = "group_cast" changes all the time; write '
+            'attention.backend = "auto"')
     require(dtype != "float64" or attention.gradient_dtype == "float32", 'attention.gradient_dtype = "bfloat16" would '
             'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"')
 

@@ -170,8 +170,12 @@ class Attention:
     "what is worth seeing"
     layout: Literal["contiguous", "zigzag", "striped"] = "striped"
     "which context-parallel rank owns which blocks"
-    schedule: Literal["auto", "local", "all_gather", "ring", "double_ring"] = "auto"
+    schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     "in which order keys and values meet the queries"
+    overlap_stages: int = 2
+    "of schedule = group_cast: parts in which other ranks' blocks come in the forward, each while the one before is computed"
+    overlap_stages_backward: int = 0
+    "the same in the backward; 0: as in the forward"
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
     "what goes round a ring in backward: keys and values, or queries; auto: the one that is fewer bytes"
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -10,6 +10,7 @@ refusal(device_type, dtype, head_dim, block_size) -> str | None          why it 
 describe() -> str                                       what computes, for the banner
 READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
 SERVES_SLICES: bool                                     whether it takes Tiles of a mask of slices
+SERVES_RAGGED: bool                                     whether a number of keys that it has not seen costs nothing
 """
 
 from types import ModuleType
@@ -22,41 +23,46 @@ BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": trito
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
+def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False,
+           ragged: bool = False) -> str:
     """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them. slices: whether the
-    mask has Slices.
+    mask has Slices. ragged: whether the number of keys is another one in every call, as schedule group_cast has it.
 
     Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
         return next(backend for backend in _by_speed(*case[:3])
-                    if _refusal(backend, case, slices) is None)
+                    if _refusal(backend, case, slices, ragged) is None)
     if name not in BACKENDS:
         raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
-    refused = _refusal(name, case, slices)
+    refused = _refusal(name, case, slices, ragged)
     if refused:
         raise ValueError(refused)
     return name
 
 
-def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool) -> str | None:
+def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool, ragged: bool) -> str | None:
+    if ragged and not BACKENDS[name].SERVES_RAGGED:
+        return (f'attention.backend = "{name}" compiles anew for every number of keys, which schedule "group_cast" changes '
+                'all the time; write "auto"')
     if slices and not BACKENDS[name].SERVES_SLICES:
         serving = [other for other, backend in BACKENDS.items() if backend.SERVES_SLICES]
         return f'attention.backend = "{name}" does not compute masks of Slices; write "auto" or one of {", ".join(serving)}'
     return BACKENDS[name].refusal(*case)
 
 
-def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
+def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False,
+            ragged: bool = False) -> str:
     """What choose() gives and why, for the banner."""
     case = (device_type, dtype, head_dim, block_size)
-    chosen = choose(name, *case, slices)
+    chosen = choose(name, *case, slices, ragged)
     if name != "auto":
         return f"{BACKENDS[chosen].describe()}; asked for"
     order = _by_speed(*case[:3])
     faster = order[: order.index(chosen)]
-    refused = "".join(f"; not {other}, since {_refusal(other, case, slices)}" for other in faster)
-    lacks_flash = chosen == "triton" and not slices and flash.missing()
+    refused = "".join(f"; not {other}, since {_refusal(other, case, slices, ragged)}" for other in faster)
+    lacks_flash = chosen == "triton" and not slices and not ragged and flash.missing()
     slower = f"; flex would be faster, but {flash.missing()}" if lacks_flash else ""
     return BACKENDS[chosen].describe() + refused + slower
 

@@ -35,6 +35,8 @@ READS_BY_KEY = True
 """Whether backward reads Tiles.by_key."""
 SERVES_SLICES = False
 """Whether it takes Tiles of a mask of slices."""
+SERVES_RAGGED = False
+"""Whether a number of keys that it has not seen costs nothing."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -6,6 +6,7 @@ tile that not all of them chose each query keeps to its own choice (kernels/chun
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -78,21 +79,24 @@ class MoBAIndex(BlockIndex):
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
         return chosen & mask.dense(self.seq_len, position.device)[:, None]
 
-    def pairs(self, rows: Rows, q_blocks: Tensor, table: Tensor) -> Tensor:
-        """Pairs of tokens computed for the queries of these blocks on the keys of each rank, float64 [B, Hq, ranks].
+    def pairs(self, rows: Rows, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
 
-        table: int64 [ranks, n], the layout's blocks. Exact: chosen chunks cut with what the mask shows each query.
+        parts: global blocks int64 [n], such as the rows of a layout's table. Exact: chosen chunks cut with what the mask
+        shows each query.
         """
-        ranks, width = len(table), self.words.shape[-1] * 32
-        owned = torch.zeros(ranks, table.numel() + 1, dtype=torch.int64, device=table.device).scatter_(1, table + 1, 1)
+        ranks, width = len(parts), self.words.shape[-1] * 32
+        owned = torch.zeros(ranks, self.seq_len // self.block_size + 1, dtype=torch.int64, device=q_blocks.device)
+        for own, part in zip(owned, parts):
+            own[part + 1] = 1
         before, mine = owned.cumsum(1) * self.block_size, torch.nn.functional.pad(owned[:, 1:], (0, 1))
         tokens_before = lambda p: before[:, p // self.block_size] + mine[:, p // self.block_size] * (p % self.block_size)
-        total = torch.zeros(*self.words.shape[:2], ranks, dtype=torch.float64, device=table.device)
+        total = torch.zeros(*self.words.shape[:2], ranks, dtype=torch.float64, device=q_blocks.device)
         step = max(1, _CHUNK_ELEMENTS // (width * ranks * self.block_size))
         for some in q_blocks.split(step):
             position = token_positions(some, self.block_size)
             start, stop = (x[:, position, None].long() for x in (rows.start, rows.stop))
-            begin = self.origin[:, position, None] + torch.arange(width, device=table.device) * self.chunk
+            begin = self.origin[:, position, None] + torch.arange(width, device=q_blocks.device) * self.chunk
             low = torch.minimum(torch.maximum(begin, start), stop)
             high = torch.maximum(torch.minimum(begin + self.chunk, stop), low)
             seen = (tokens_before(high) - tokens_before(low)).movedim(0, -1).flatten(1, 2).double()

@@ -1,0 +1,237 @@
+"""Attention by the schedule group_cast: blocks of keys and values go only to the ranks that need them, in stages.
+
+A rank computes on its own blocks first while the first part of the others' comes, on that while the second comes, and so
+on. The backward fetches them again and sends their gradients back, summed in each node on the way; half of the own blocks
+are left to the end, for the last gradients to hide behind. group_cast_plan.py says who sends what.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import timing
+from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
+                                            reduce_columns)
+from titan_sparse.attention.context_parallel import ContextParallel, Pending
+from titan_sparse.attention.group_cast_plan import Exchange, Plan, plan
+from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.needs import needed_blocks
+from titan_sparse.attention.patterns import pattern_by_key
+from titan_sparse.attention.run import Run
+from titan_sparse.attention.schedule import column_steps
+
+
+@timing.timed
+def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
+    run.count_plain_ring(k)
+    columns, total, dtype = gather_columns(run, k, v), None, run.sum_dtype(q)
+    plan, own = _plan(run, run.cp.overlap_stages[0]), run.blocks()
+    steps = [own, *(stage.k_blocks for stage in plan.stages), own[len(own) :]]
+    with_columns = _column_steps(run, steps, columns.result)
+    for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, len(own)))):
+        if not len(blocks):
+            continue
+        column_kv = columns.wait() if step in with_columns else None
+        with timing.computing(step):
+            inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks))
+            if column_kv is None:
+                total = run.backend.forward(*inputs, run.scale, dtype, total)
+            else:
+                part = column_part(run, column_kv, with_columns.index(step), len(with_columns))
+                total = run.backend.forward_with_columns(*inputs, *part, run.scale, dtype, total)
+    return *total, columns.wait()
+
+
+def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+             column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v, in their dtype."""
+    run.count_plain_ring(k, backward=True)
+    plan, own = _plan(run, run.cp.overlap_stages[1]), run.blocks()
+    by_key, dtype = run.backend.READS_BY_KEY, run.sum_dtype(q)
+    half = (len(own) + 1) // 2
+    steps = [own[:half], *(stage.k_blocks for stage in plan.stages), own[half:]]
+    with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
+    home, d_own, dq, columns = _Home(run.cp, plan, k, dtype), [], None, None
+    for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, half))):
+        d_kv = None
+        if len(blocks):
+            tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks)
+            inputs = (d_out, q, *kv, out, lse, tiles)
+            if step in with_columns:
+                part, parts = with_columns.index(step), len(with_columns)
+                gathered = column_part(run, column_kv, part, parts, by_key)
+                dq, *d_kv, dk2, dv2 = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq)
+                put_part(d_columns, [dk2, dv2], part, parts, run.cp.block_size)
+                columns = reduce_columns(run, d_columns) if part + 1 == parts else None
+            else:
+                dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq)
+        if 0 < step <= len(plan.stages):
+            home.send(step - 1, d_kv)
+        elif d_kv:
+            d_own.append(d_kv)
+    d_kv = [torch.cat(parts, dim=2).add_(others) for parts, others in zip(zip(*d_own), home.finish())]
+    if columns is not None:
+        add_columns(run, d_kv, columns.wait())
+    return tuple(x.to(q.dtype) for x in (dq, *d_kv))
+
+
+def stages(run: Run) -> list[Tensor]:
+    """Global blocks, int64 [n], that this rank gets from others in each stage of the forward."""
+    return [stage.k_blocks for stage in _plan(run, run.cp.overlap_stages[0]).stages]
+
+
+def _plan(run: Run, stages: int) -> Plan:
+    """This rank's plan on the data's device, the same for all layers where the pattern is static."""
+    cp = run.cp
+
+    def make() -> Plan:
+        table = cp.block_table(run.seq_len)[:, : run.last]
+        return plan(needed_blocks(run), table, cp.inter, cp.intra, cp.rank, stages).to(run.rows.start.device)
+
+    if pattern_by_key(run.pattern).dynamic:
+        return make()
+    return once_per_mask(run.rows, ("group cast", cp.key, stages, run.first, run.last), make)
+
+
+def _column_steps(run: Run, steps: list[Tensor], column_kv: Tensor, backward: bool = False) -> list[int]:
+    """Steps that meet a part of the columns; none where there are none."""
+    return column_steps([len(blocks) > 0 for blocks in steps], column_kv.shape[3] // run.cp.block_size, backward)
+
+
+# Keys and values ----------------------------------------------------------------------------------------------------
+
+
+def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks; while the caller computes
+    on one stage the next is on its way."""
+    cp, device, split = run.cp, k.device, first * run.cp.block_size
+    _meet("keys", device)  # what a call before may still read of the memory
+    memory = cp.rows("group cast", _block_by_block(k[:, :, :0], v[:, :, :0], cp.block_size), plan.memory)
+    _block_by_block(k, v, cp.block_size, memory[: k.shape[2] // cp.block_size])
+    with _beside("keys", device):
+        crossing = [_start(cp, memory, stage.outer, "outer", memory[slice(*stage.relayed)]) for stage in plan.stages]
+    following = _hand_on(cp, plan, memory, crossing, 0)
+    yield k[:, :, :split], v[:, :, :split]
+    for number in range(len(plan.stages)):
+        _meet("keys", device)
+        kv = _side_by_side(following.wait()) if following else (k[:, :, :0], v[:, :, :0])
+        following = _hand_on(cp, plan, memory, crossing, number + 1)
+        yield kv
+    yield k[:, :, split:], v[:, :, split:]
+
+
+def _hand_on(cp: ContextParallel, plan: Plan, memory: Tensor, crossing: list[Pending | None],
+             number: int) -> Pending | None:
+    """Start the exchange inside the node of a stage, once what it hands on has come from other nodes."""
+    if number == len(plan.stages):
+        return None
+    stage = plan.stages[number]
+    with _beside("keys", memory.device):
+        if crossing[number]:
+            crossing[number].wait()
+        return _start(cp, memory, stage.inner, "inner", cp.rows("group cast received", memory, len(stage.k_blocks)))
+
+
+def _start(cp: ContextParallel, memory: Tensor, exchange: Exchange | None, axis: str, out: Tensor) -> Pending | None:
+    if exchange is None:
+        return None
+    return cp.start_exchange(memory.index_select(0, exchange.rows), exchange.sends, exchange.receives, axis, out)
+
+
+def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+    """k and v, or their gradients, [B, H, S, D] -> [S / size, 2, B, H, size, D], in which blocks are sent."""
+    return torch.stack([x.unflatten(2, (x.shape[2] // size, size)).movedim(2, 0) for x in (k, v)], dim=1, out=out)
+
+
+def _side_by_side(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of _block_by_block()."""
+    # Always a copy: what is received next lies where this does.
+    return x.movedim(0, 3).clone(memory_format=torch.contiguous_format).flatten(3, 4).unbind(0)
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+class _Home:
+    """Gradients of remote blocks on their way home: inside the node to where the keys came from, which adds them up, and
+    from there to the owner.
+
+    sums: what has come for this rank's own blocks, and behind them for those that it hands on.
+    """
+
+    def __init__(self, cp: ContextParallel, plan: Plan, k: Tensor, dtype: torch.dtype):
+        self.cp, self.plan, self.own = cp, plan, k.shape[2] // cp.block_size
+        shape = (plan.memory, 2, *k.shape[:2], cp.block_size, k.shape[3])
+        self.sums = torch.zeros(shape, dtype=dtype, device=k.device)
+        self.sent_dtype = cp.gradient_dtype or dtype
+        self.crossing: tuple[Pending, Exchange] | None = None
+
+    def send(self, number: int, d_kv: list[Tensor] | None) -> None:
+        """Start the way of a stage's dk and dv [B, Hkv, n, D]; None if this rank got no blocks in it."""
+        stage, sums = self.plan.stages[number], self.sums
+        packed = _block_by_block(*d_kv, self.cp.block_size) if d_kv else sums[:0]
+        packed = packed.to(self.sent_dtype)
+        if packed.is_cuda:
+            packed.record_stream(_stream("gradients", packed.device))
+        with _beside("gradients", sums.device):
+            if stage.inner:
+                self._add(self._start(packed, stage.inner, "inner_gradient"), stage.inner)
+            if stage.outer:
+                self._arrive()
+                relayed = sums[slice(*stage.relayed)].to(self.sent_dtype)
+                self.crossing = self._start(relayed, stage.outer, "outer_gradient"), stage.outer
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all other ranks."""
+        with _beside("gradients", self.sums.device):
+            self._arrive()
+        _meet("gradients", self.sums.device)
+        return _side_by_side(self.sums[: self.own])
+
+    def _start(self, x: Tensor, exchange: Exchange, axis: str) -> Pending:
+        """The way back: what was received is sent."""
+        out = self.cp.rows(axis, x, len(exchange.rows))
+        return self.cp.start_exchange(x, exchange.receives, exchange.sends, axis, out)
+
+    def _arrive(self) -> None:
+        if self.crossing:
+            self._add(*self.crossing)
+        self.crossing = None
+
+    def _add(self, pending: Pending, exchange: Exchange) -> None:
+        """Sender by sender, so that nothing is added to the same place at a time and the order is always the same."""
+        for rows, part in zip(exchange.rows.split(exchange.sends), pending.wait().split(exchange.sends)):
+            self.sums.index_add_(0, rows, part.to(self.sums.dtype))
+
+
+# Streams ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _stream(name: str, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextlib.contextmanager
+def _beside(name: str, device: torch.device) -> Iterator[None]:
+    """What a GPU is given inside is done beside what the caller's stream is given later, and after what it has been given.
+
+    A block is handed on, and a gradient, as soon as it has come: on the caller's stream that would be after the kernels of
+    the present stage."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(name, device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _meet(name: str, device: torch.device) -> None:
+    """What the caller's stream is given from now on comes after what was given to _beside(name)."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(name, device))
