@@ -50,6 +50,7 @@ class Chunks(NamedTuple):
     bounds: NDArray[np.int64]
     work: NDArray[np.int64]
     needs: list[int]
+    sequences: int
 
 
 def block_table(rows: Rows, ranks: int, block_size: int, costs: Costs = Costs()) -> Tensor:
@@ -73,7 +74,8 @@ def cut(rows: Rows, ranks: int, block_size: int, costs: Costs) -> Chunks:
     count = ranks * min(blocks // ranks, most)
     bounds = np.arange(count + 1) * blocks // count
     work, met, lines_are_keys = (_slices if rows.slices is not None else _ranges)(rows, block_size, costs)
-    return Chunks(bounds, np.add.reduceat(work, bounds[:-1]), _needs(met, lines_are_keys, bounds, len(rows.start)))
+    return Chunks(bounds, np.add.reduceat(work, bounds[:-1]), _needs(met, lines_are_keys, bounds, len(rows.start)),
+                  len(rows.start))
 
 
 def _ranges(rows: Rows, size: int, costs: Costs) -> tuple[NDArray[np.int64], Runs, bool]:
@@ -152,11 +154,11 @@ def deal(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     count, lengths = len(chunks.work), np.diff(chunks.bounds)
     long, length = (lengths > lengths.min()).tolist(), int(lengths.min())
     hands = [_Hand([(count - sum(long)) // ranks, sum(long) // ranks]) for _ in range(ranks)]
-    every = sum(1 << count * sequence for sequence in range(-(-max(n.bit_length() for n in chunks.needs) // count)))
+    everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
     owner, work = np.empty(count, dtype=np.int64), chunks.work.tolist()
     total = left = sum(work)
     for chunk in np.argsort(-chunks.work, kind="stable").tolist():
-        own, needs, kind = every << chunk, chunks.needs[chunk], long[chunk]
+        own, needs, kind = everywhere << chunk, chunks.needs[chunk], long[chunk]
         takers = [rank for rank in range(ranks) if hands[rank].room[kind]]
         near = min(hands[rank].load for rank in takers) + (_NEAR * total + _NEAR_OF_REST * left) // (100 * ranks)
         fetched = ((hands[rank].coming_with(own, needs) - hands[rank].coming, hands[rank].load, rank)

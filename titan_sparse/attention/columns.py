@@ -18,7 +18,7 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     """Start to bring keys and values of all columns, [2, B, Hq, C, D], to every rank, in one exchange of fixed size."""
     if run.column_kv is not None:
         return Pending(run.column_kv)
-    local = run.cp.local_position(run.index.columns.clamp(max=run.seq_len), run.seq_len)
+    local = run.cp.local_position(run.index.columns.clamp(max=run.seq_len), run.rows)
     group = run.index.heads // k.shape[1]
     if run.index.columns.shape[-1] == 0:
         return Pending(k.new_empty(2, *local.shape, k.shape[-1]))

@@ -157,7 +157,7 @@ def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
     them, by block of columns [B, Hq, C]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
     if isinstance(index, MoBAIndex):
-        by_rank = index.pairs(run.rows, blocks, run.cp.block_table(run.seq_len, blocks.device))
+        by_rank = index.pairs(run.rows, blocks, run.cp.table(run.rows))
         return by_rank, torch.zeros_like(by_rank[..., :0])
     pairs = once_per_mask(run.rows, key, lambda: _pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.columns)
@@ -170,9 +170,8 @@ def visited_pairs(run: "Run", batch: int) -> tuple[Tensor, Tensor]:
         begin = (q_blocks * index.block_size)[:, None]
         rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
         column_pairs += rows.clamp(min=0).where(~covered_columns(index, selected), 0).sum(dim=-2)
-    table = run.cp.block_table(run.seq_len, by_key.device)
     by_block = column_pairs.unflatten(-1, (index.columns.shape[-1] // index.block_size, index.block_size)).sum(-1)
-    return by_key[..., table].sum(-1), by_block
+    return by_key[..., run.cp.table(run.rows)].sum(-1), by_block
 
 
 def _rows_seeing(rows: Rows, columns: Tensor) -> tuple[Tensor, Tensor]:
