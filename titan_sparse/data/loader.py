@@ -42,6 +42,8 @@ class Batch:
     """int64 [b, S_local], position in the piece"""
     lengths: list[list[int]]
     """per sequence the tokens of each piece in global order; what they leave of S is padding"""
+    table: Tensor | None = None
+    """int64 [ranks, n], the blocks of every context-parallel rank, where the layout depends on the batch"""
 
 
 @dataclass
@@ -174,8 +176,9 @@ class PackedLoader:
     """Endless iterator of `Batch`; sequence number n of the global stream is the same on any number of ranks.
 
     In each micro-batch data-parallel rank r of R takes the b = `batch_size` sequences r*b ... r*b + b-1 of the next
-    R*b. S is `seq_len` padded up to `padding_multiple`. `shard(x, dim)` keeps this context-parallel rank's blocks of a
-    [b, S] tensor (None: all). Documents with fewer than `min_document_length` tokens (the end-of-document token not
+    R*b. S is `seq_len` padded up to `padding_multiple`. `shard(x, dim, table)` keeps this context-parallel rank's blocks of
+    a [b, S] tensor (None: all); table: what `place(lengths, S)` says of the batch, from Batch.lengths and so on every rank
+    alike (None: the layout does not depend on the batch). Documents with fewer than `min_document_length` tokens (the end-of-document token not
     counted) and empty ones are skipped. Raises ValueError for a negative seed, or when no document is long enough.
     """
 
@@ -191,7 +194,8 @@ class PackedLoader:
         dp_rank: int,
         dp_size: int,
         padding_multiple: int = 1,
-        shard: Callable[[Tensor, int], Tensor] | None = None,
+        shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
+        place: Callable[[list[list[int]], int], Tensor] | None = None,
     ) -> None:
         if seed < 0:
             raise ValueError(f"training.seed = {seed} cannot seed the order of documents; write 0 or more")
@@ -201,6 +205,7 @@ class PackedLoader:
         self.dp_size = dp_size
         self.padding_multiple = padding_multiple
         self.shard = shard
+        self.place = place
 
     @property
     def epoch(self) -> int:
@@ -253,16 +258,19 @@ class PackedLoader:
     def _batch(self, packed: list[Packed]) -> Batch:
         padding_id = self.stream.tokenizer.padding
         padded = [pad_to_multiple(sequence, self.padding_multiple, padding_id) for sequence in packed]
+        lengths = [sequence.lengths for sequence in padded]
+        table = None if self.place is None else self.place(lengths, len(padded[0].tokens))
         return Batch(
-            tokens=self._local([sequence.tokens for sequence in padded]),
-            labels=self._local([sequence.labels for sequence in padded]),
-            positions=self._local([sequence.positions for sequence in padded]),
-            lengths=[sequence.lengths for sequence in padded],
+            tokens=self._local([sequence.tokens for sequence in padded], table),
+            labels=self._local([sequence.labels for sequence in padded], table),
+            positions=self._local([sequence.positions for sequence in padded], table),
+            lengths=lengths,
+            table=table,
         )
 
-    def _local(self, rows: list[NDArray[np.int64]]) -> Tensor:
+    def _local(self, rows: list[NDArray[np.int64]], table: Tensor | None) -> Tensor:
         full = torch.from_numpy(np.stack(rows))
-        return full if self.shard is None else self.shard(full, 1)
+        return full if self.shard is None else self.shard(full, 1, table)
 
 
 def _check_fingerprint(saved: dict[str, int], current: dict[str, int]) -> None:
@@ -283,7 +291,7 @@ def build_loader(
     dp_rank: int,
     dp_size: int,
     padding_multiple: int = 1,
-    shard: Callable[[Tensor, int], Tensor] | None = None,
+    shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> PackedLoader:
     """Open the [data] section's source, and its tokenizer unless one is given, and load packed sequences from it.
