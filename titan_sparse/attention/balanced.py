@@ -133,37 +133,37 @@ def _needs(met: Runs, lines_are_keys: bool, bounds: NDArray[np.int64], sequences
 
 class _Hand:
     """What a rank has been dealt so far. room: short and long chunks that it still takes. own, seen: its chunks, and those
-    whose keys its queries see, as bits. coming: chunks of keys that others have to send. load: time until it is done."""
+    whose keys its queries see, as bits. coming: how many chunks of keys others have to send."""
 
-    def __init__(self, room: list[int]):
-        self.room, self.work, self.own, self.seen, self.coming, self.load = list(room), 0, 0, 0, 0, 0
+    def __init__(self, rank: int, room: list[int]):
+        self.rank, self.room, self.work, self.own, self.seen, self.coming = rank, room, 0, 0, 0, 0
 
-    def coming_with(self, own: int, needs: int) -> int:
-        """`coming` once it holds these chunks too."""
-        return ((self.seen | needs) & ~(self.own | own)).bit_count()
+    def offer(self, own: int, needs: int, work: int, transfer: int) -> tuple[int, int, int]:
+        """With this chunk: chunks of keys that have to come besides, the time until everything is done, and the rank. Keys
+        travel while others are computed on, so that the longer of the two counts."""
+        coming = ((self.seen | needs) & ~(self.own | own)).bit_count()
+        done, travelled = self.work + work, coming * transfer
+        return coming - self.coming, done if done > travelled else travelled, self.rank
 
-    def take(self, kind: int, own: int, needs: int, work: int, transfer: int) -> None:
-        self.coming = self.coming_with(own, needs)
+    def take(self, own: int, needs: int, work: int, kind: int, fetched: int) -> None:
+        self.own, self.seen, self.work = self.own | own, self.seen | needs, self.work + work
         self.room[kind] -= 1
-        self.work, self.own, self.seen = self.work + work, self.own | own, self.seen | needs
-        self.load = max(self.work, self.coming * transfer)  # keys travel while others are computed on
+        self.coming += fetched
 
 
 def deal(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     """int64 [C]: the rank that owns each chunk. transfer: Costs.transfer, of a block of keys."""
     count, lengths = len(chunks.work), np.diff(chunks.bounds)
-    long, length = (lengths > lengths.min()).tolist(), int(lengths.min())
-    hands = [_Hand([(count - sum(long)) // ranks, sum(long) // ranks]) for _ in range(ranks)]
+    length, kinds = int(lengths.min()), (lengths > lengths.min()).tolist()
+    hands = [_Hand(rank, [(count - sum(kinds)) // ranks, sum(kinds) // ranks]) for rank in range(ranks)]
     everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
-    owner, work = np.empty(count, dtype=np.int64), chunks.work.tolist()
-    total = left = sum(work)
+    owner, works = np.empty(count, dtype=np.int64), chunks.work.tolist()
+    total = left = sum(works)
     for chunk in np.argsort(-chunks.work, kind="stable").tolist():
-        own, needs, kind = everywhere << chunk, chunks.needs[chunk], long[chunk]
-        takers = [rank for rank in range(ranks) if hands[rank].room[kind]]
-        near = min(hands[rank].load for rank in takers) + (_NEAR * total + _NEAR_OF_REST * left) // (100 * ranks)
-        fetched = ((hands[rank].coming_with(own, needs) - hands[rank].coming, hands[rank].load, rank)
-                   for rank in takers if hands[rank].load <= near)
-        owner[chunk] = rank = min(fetched)[2]
-        hands[rank].take(kind, own, needs, work[chunk], length * transfer)
-        left -= work[chunk]
+        own, needs, work, kind = everywhere << chunk, chunks.needs[chunk], works[chunk], kinds[chunk]
+        left -= work
+        offers = [hand.offer(own, needs, work, length * transfer) for hand in hands if hand.room[kind]]
+        near = min([done for _, done, _ in offers]) + (_NEAR * total + _NEAR_OF_REST * left) // (100 * ranks)
+        fetched, _, owner[chunk] = min([offer for offer in offers if offer[1] <= near])
+        hands[owner[chunk]].take(own, needs, work, kind, fetched)
     return owner
