@@ -139,7 +139,8 @@ def test_a_table_is_that_of_the_numbers():
     alone = Documents(lengths).rows(8192)
     assert torch.equal(block_table(alone, 4, 64), block_table(Documents([lengths]).rows(8192)._replace(causal=False), 4, 64))
     twice = Documents([lengths, lengths]).rows(8192)
-    assert torch.equal(block_table(alone, 4, 64), block_table(twice, 4, 64))
+    for costs in (Costs(), Costs(transfer=100_000)):
+        assert torch.equal(block_table(alone, 4, 64, costs), block_table(twice, 4, 64, costs))
     other = block_table(Documents([lengths, lengths[::-1]]).rows(8192), 4, 64)
     assert not torch.equal(other, block_table(alone, 4, 64))
 

@@ -15,6 +15,7 @@ from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.statistics import recording
@@ -69,6 +70,10 @@ def _check_cases(axes: tuple[int, int]) -> None:
         for cp in contexts if number < 1 else [contexts[(number + sum(axes)) % 4]]:
             _check(cp, mask, pattern, wanted)
     _check_refusals(contexts[0], mesh)
+    wanted = _single(Causal(), Dense())
+    with pytest.MonkeyPatch.context() as patch:                               # no rectangles without holes in this layout
+        patch.setattr(eager, "serves_causal", lambda q: True)
+        _check(contexts[0], Causal(), Dense(), wanted)
 
 
 def _check_refusals(cp: ContextParallel, mesh) -> None:
@@ -113,9 +118,11 @@ def _check_tables_in_use() -> None:
         got = [cp.unshard(x, 2, table) for x in torch.autograd.grad(out, leaves, d_out)]
         for a, b in zip(got, _single(mask, CASES[3][1])[0][2:], strict=True):
             assert (a - b).abs().max() < 1e-9
-    window = (second & SlidingWindow(30)).rows(SEQ_LEN)._replace(table=tables[1])
-    out = attend(*[cp.shard(x, 2, tables[1]) for x in _inputs()[:3]], window, cp=cp)
-    assert (cp.unshard(out, 2, tables[1]) - _single(second & SlidingWindow(30), Dense())[0][0]).abs().max() < 1e-9
+    mask, pattern = second & SlidingWindow(30), CASES[3][1]
+    rows, wanted = mask.rows(SEQ_LEN), _single(mask, pattern)[0][0]
+    for table in tables[:2]:
+        out = attend(*[cp.shard(x, 2, table) for x in _inputs()[:3]], rows._replace(table=table), pattern, cp)
+        assert (cp.unshard(out, 2, table) - wanted).abs().max() < 1e-9
 
 
 def test_backward_has_the_table_of_its_forward():

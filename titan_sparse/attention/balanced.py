@@ -87,7 +87,7 @@ def _ranges(rows: Rows, size: int, costs: Costs) -> tuple[NDArray[np.int64], Run
     some = np.take_along_axis(seen, first, -1)[..., 0]
     begin = np.take_along_axis(start, first, -1)[..., 0] // size * some
     end = -(-np.take_along_axis(stop, last, -1)[..., 0] // size) * some
-    whole = (stop[..., 0] // size + -start[..., -1] // size).clip(min=0) * seen.all(-1)
+    whole = (stop[..., 0] // size + -start[..., -1] // size).clip(min=0)
     work = 100 * whole + costs.partial * (end - begin - whole)
     sequence, line = np.indices(begin.shape, dtype=np.int64)
     runs = (torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, sequence, line, begin, end))
