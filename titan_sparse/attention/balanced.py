@@ -23,7 +23,7 @@ _CHUNKS_PER_RANK, _LEAST_CHUNKS_PER_RANK, _CHUNKS = 64, 8, 1024
 """Chunks of a rank; fewer where all ranks together would have more than _CHUNKS, each of which takes the planner some
 microseconds. 64 leave the busiest rank within one percent of the mean for ragged documents, and a chunk of a million tokens
 on 8 ranks is still 2,048 tokens long."""
-_NEAR, _NEAR_OF_REST = 1, 30
+_NEAR, _NEAR_OF_REST = 1, 60
 """Percent of a rank's mean work, and of its mean work not dealt out yet, by which a rank may have more to do than another
 and take a chunk nevertheless, to save keys."""
 
