@@ -3,7 +3,8 @@
 A sequence is cut into chunks of a few blocks, which are dealt to the ranks, to each equally many. The largest come first and
 go to a rank that has least to do (longest processing time first). Of the ranks that are near enough to that, the one takes
 the chunk that has the fewest keys still to fetch for it: most of a short document stays on one rank. How near is near
-enough shrinks with the work that is left, which can still even out what this makes uneven.
+enough shrinks with the work that is left, which can still even out what this makes uneven. MagiAttention deals out chunks by
+their areas alone (its blog, "dispatch"); here it is by time, and keys count.
 
 Nothing but integers, so that every rank comes to the same table without asking the others.
 """
@@ -68,7 +69,7 @@ def block_table(rows: Rows, ranks: int, block_size: int, costs: Costs = Costs())
 
 
 def cut(rows: Rows, ranks: int, block_size: int, costs: Costs) -> Chunks:
-    """The chunks of all sequences. They differ in length by a block at most, and as many long ones as short ones go to each rank."""
+    """The chunks of all sequences. Their lengths differ by a block at most, and each rank gets equally many long ones."""
     blocks = layouts.count_blocks("balanced", ranks, rows.start.shape[1], block_size)
     most = min(_CHUNKS_PER_RANK, max(_LEAST_CHUNKS_PER_RANK, _CHUNKS // ranks))
     count = ranks * min(blocks // ranks, most)
@@ -87,6 +88,7 @@ def _ranges(rows: Rows, size: int, costs: Costs) -> tuple[NDArray[np.int64], Run
     some = np.take_along_axis(seen, first, -1)[..., 0]
     begin = np.take_along_axis(start, first, -1)[..., 0] // size * some
     end = -(-np.take_along_axis(stop, last, -1)[..., 0] // size) * some
+    # Seen by the first query and by the last, so by all of them; none if any of them sees nothing.
     whole = (stop[..., 0] // size + -start[..., -1] // size).clip(min=0)
     work = 100 * whole + costs.partial * (end - begin - whole)
     sequence, line = np.indices(begin.shape, dtype=np.int64)
