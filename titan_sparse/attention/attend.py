@@ -186,7 +186,7 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
 
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-            scale: float, table: Tensor | None) -> list[Tensor]:
+            scale: float, table: Tensor | None = None) -> list[Tensor]:
     world = context_by_key(cp)
     rows = _padded_rows(Rows(start, stop, document_start, table=table), world.block_size)
     q, k = (_whole_blocks(x, 2, world.block_size) for x in (q, k))
@@ -194,7 +194,7 @@ def _select(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_start: T
 
 
 @_select.register_fake
-def _(q, k, start, stop, document_start, pattern, cp, scale, table):
+def _(q, k, start, stop, document_start, pattern, cp, scale, table=None):
     world = context_by_key(cp)
     seq_len = start.shape[1] + -start.shape[1] % world.block_size
     return pattern_by_key(pattern).empty_tensors(q, seq_len, world.block_size, document_start is not None)
