@@ -66,21 +66,31 @@ def refusal(mask: str, *others: str) -> str | None:
 def _by_options() -> Iterator[str]:
     """Table rows and the refusals."""
     dims = [_choices(name) for name in ("layout", "schedule", "backend")]
-    yield "\n| mask | pattern | layouts | schedules | backends |\n|---|---|---|---|---|"
+    yield "\n| mask | pattern | layouts | schedules | backends | but not |\n|---|---|---|---|---|---|"
     messages: dict[str, int] = {}
     for mask, pattern in itertools.product(MASKS, _choices("pattern")):
         found = {others: refusal(mask, pattern, *others) for others in itertools.product(*dims)}
         runs = [others for others, message in found.items() if message is None]
         cells = [[choice for choice in dim if any(others[i] == choice for others in runs)] for i, dim in enumerate(dims)]
-        for others in itertools.product(*cells):
-            if found[others]:  # else the row says it all
-                cells.append([f"not {' + '.join(others)}"])
         for message in filter(None, found.values()):
             messages[message] = messages.get(message, 0) + 1
-        shown = ["; ".join([", ".join(cells[i]) or "none", *(c[0] for c in cells[3:] if i == 2)]) for i in range(3)]
-        yield f"| {mask} | {pattern} | {' | '.join(shown)} |"
+        shown = " | ".join(", ".join(cell) or "none" for cell in cells)
+        yield f"| {mask} | {pattern} | {shown} | {', '.join(_exceptions(cells, found))} |"
     yield "\nThe refusals:\n"
     yield from (f"* {message} ({count} combinations)" for message, count in messages.items())
+
+
+def _exceptions(cells: list[list[str]], found: dict[tuple[str, ...], str | None]) -> list[str]:
+    """Pairs of choices that run with others but not with each other, and what of three is refused besides."""
+    refused = {others for others in itertools.product(*cells) if found[others]}
+    said = []
+    for i, j in itertools.combinations(range(3), 2):
+        for pair in itertools.product(cells[i], cells[j]):
+            of_pair = {others for others in itertools.product(*cells) if (others[i], others[j]) == pair}
+            if of_pair and of_pair <= refused:
+                said.append(" + ".join(pair))
+                refused -= of_pair
+    return [*said, *(" + ".join(others) for others in sorted(refused))]
 
 
 def _by_masks() -> Iterator[str]:

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from titan_sparse import synthetic
 from titan_sparse.attention.balance import count_visits
-from titan_sparse.attention.layout import LAYOUTS, block_ids
+from titan_sparse.attention.layout import ALL_LAYOUTS
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.slice_masks import (
     block_causal, dilated, documents, prefix_lm, shared_question, sliding_window,
 )
 from titan_sparse.attention.slices import Slices
+from titan_sparse.planning import table_of
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
 """Documents of the examples, as shares of the sequence; what is left is padding."""
@@ -74,8 +75,9 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     """Writes the picture of the first sequence and head to `out`; returns the pairs of tokens that each rank computes,
     [W]."""
     pyplot = _pyplot()
-    table = block_ids(layout, ranks, index.seq_len, index.block_size)
-    work = count_visits(index, mask.rows(index.seq_len), table).total()[0, 0]
+    rows = mask.rows(index.seq_len)
+    table = table_of(rows, layout, ranks, index.block_size)
+    work = count_visits(index, rows, table).total()[0, 0]
     figure, panels = pyplot.subplots(1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6))
     seen, computed = mask.dense(index.seq_len)[0], index.dense(mask)[0, 0]
     _draw_pairs(panels[0], seen, index.block_size, f"mask: {_share(seen)} seen")
@@ -148,7 +150,7 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
-    parser.add_argument("--layout", choices=LAYOUTS, default="striped")
+    parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048,
                         help="a multiple of block size x ranks, for zigzag of twice that")

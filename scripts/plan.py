@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import balance, schedule as schedules
-from titan_sparse.attention.layout import LAYOUTS
+from titan_sparse.attention.layout import ALL_LAYOUTS
 from titan_sparse.attention.masks import Causal, Rows, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.attention.patterns.build import build_pattern
@@ -42,7 +42,7 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--layers", type=int, default=1, help="layers of the synthetic index; results are means over layers")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic index")
     parser.add_argument("--seq-len", type=int, help="tokens; default: training.seq_len, or the index's")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="default: attention.layout; several are compared")
+    parser.add_argument("--layout", nargs="+", choices=ALL_LAYOUTS, help="default: attention.layout; several are compared")
     parser.add_argument("--schedule", nargs="+", choices=["auto", *schedules.SCHEDULES], help="default: attention.schedule")
     parser.add_argument("--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts/calibrate.py")
     parser.add_argument("--out", nargs="+", default=[], help="files to write: .json for the numbers, .png for a picture")

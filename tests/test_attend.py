@@ -152,7 +152,7 @@ def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, on an index made before."""
     rows, world = p.mask.rows(p.q.shape[2])[:3], context_by_key(single_key(p.block))
     return torch.ops.titan_sparse.attend_forward(*qkv, tensors, *rows, p.pattern.key, world.key, "eager",
-                                                 p.q.shape[3] ** -0.5, False, None)[0]
+                                                 p.q.shape[3] ** -0.5, False, None, None)[0]
 
 
 def _fixed(mask: str, pattern: str) -> tuple[Problem, list[Tensor], Tensor]:
@@ -268,10 +268,10 @@ def test_opcheck(mask, dtype, pattern):
         torch.library.opcheck(ops.select.default, (p.q, p.k, *rows, *names, scale))
     index = p.pattern.select(p.q, p.k, p.mask, block_size=16).tensors()
     leaves = [x.clone().requires_grad_() for x in p.qkv]
-    torch.library.opcheck(ops.attend_forward.default, (*leaves, index, *rows, *names, "eager", scale, False, None))
-    saved = ops.attend_forward(*p.qkv, index, *rows, *names, "eager", scale, False, None)
-    result = torch.library.opcheck(
-        ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, index, *rows, *names, "eager", scale, False, None))
+    rest = (index, *rows, *names, "eager", scale, False, None, None)
+    torch.library.opcheck(ops.attend_forward.default, (*leaves, *rest))
+    saved = ops.attend_forward(*p.qkv, *rest)
+    result = torch.library.opcheck(ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, *rest))
     assert set(result.values()) == {"SUCCESS"}
 
 

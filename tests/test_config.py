@@ -280,6 +280,7 @@ BAD_COMBINATIONS = [
     (RECOMPUTE + "-1 --activation_checkpoint.mode none", 1, "would be ignored with activation_checkpoint.mode"),
     (RECOMPUTE + "0.5 --attention.layout zigzag --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
     (RECOMPUTE + "-1 --attention.layout contiguous --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
+    (RECOMPUTE + "0.5 --attention.layout balanced --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
     (VERTICAL_SLASH + "index xattention --attention.vertical_slash.sinks 9", 1,
      "attention.vertical_slash.sinks = 9 would be ignored with attention.vertical_slash.index"),
     (VERTICAL_SLASH + "index xattention --attention.xattention.stride 48", 1, "write attention.xattention.stride = 16"),
@@ -395,7 +396,8 @@ def test_check_refuses_wrong_types_set_in_python():
     assert message_of(check, config, 1, 1) == 'training.steps = "20" is not an integer'
 
 
-@pytest.mark.parametrize("layout, expected", [("striped", 64 * 4), ("contiguous", 64 * 4), ("zigzag", 64 * 8)])
+@pytest.mark.parametrize("layout, expected", [("striped", 64 * 4), ("contiguous", 64 * 4), ("zigzag", 64 * 8),
+                                              ("balanced", 64 * 4)])
 def test_padding_multiple(layout, expected):
     config, _ = load(["--attention.block_size=64", "--parallelism.cp=4", f"--attention.layout={layout}"])
     assert padding_multiple(config) == expected

@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from scripts import draw_attention
-from titan_sparse.attention.layout import block_ids
+from titan_sparse.planning import table_of
 
 TOKENS, SIZE = 192, 16
 
 
-@pytest.mark.parametrize("name, layout", [("documents", "zigzag"), ("prefix_lm", "striped"), ("slices", "contiguous")])
+@pytest.mark.parametrize("name, layout", [("documents", "zigzag"), ("prefix_lm", "striped"), ("slices", "contiguous"),
+                                          ("sinks", "balanced")])
 def test_work_of_the_ranks(tmp_path, name, layout):
     pytest.importorskip("matplotlib")
     mask, out = draw_attention.EXAMPLES[name](TOKENS), tmp_path / "new" / "picture.png"
     index = draw_attention.select("dense", mask, TOKENS, SIZE)
     work = draw_attention.picture(mask, index, layout, 3, "title", str(out))
     by_block = mask.dense(TOKENS)[0].sum(-1).unflatten(0, (-1, SIZE)).sum(-1)
-    assert torch.equal(work, by_block[block_ids(layout, 3, TOKENS, SIZE)].sum(-1))
+    assert torch.equal(work, by_block[table_of(mask.rows(TOKENS), layout, 3, SIZE)].sum(-1))
     assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 

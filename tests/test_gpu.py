@@ -42,12 +42,13 @@ def inputs(seq_len: int = SEQ_LEN, device: str = "cuda", seed: int = 0) -> list[
 
 def errors(cp, mask, pattern, q, k, v, d_out, backend="auto") -> list[float]:
     """Relative Frobenius errors of out, dq, dk, dv in bf16 against fp64 over the pairs that were chosen."""
-    local = [cp.shard(x, 2) for x in (q, k, v)]
-    _, aux = attend(*local, mask, pattern, cp, backend, return_aux=True)
+    rows = cp.balance(mask.rows(q.shape[2], q.device))
+    local = [cp.shard(x, 2, rows.table) for x in (q, k, v)]
+    _, aux = attend(*local, rows, pattern, cp, backend, return_aux=True)
     seen = aux.index.dense(mask)
     wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
-    got, grads = gradients(lambda *x: attend(*x, mask, pattern, cp, backend), cp.shard(d_out, 2), *local)
-    return [_relative(cp.unshard(x, 2), want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
+    got, grads = gradients(lambda *x: attend(*x, rows, pattern, cp, backend), cp.shard(d_out, 2, rows.table), *local)
+    return [_relative(cp.unshard(x, 2, rows.table), want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
 
 
 def flash_errors(mask, q, k, v, d_out) -> list[float]:
@@ -148,10 +149,11 @@ def _main(folder: str) -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
     by_case = {}
-    for schedule in ("all_gather", "ring", "double_ring", "group_cast"):
-        cp = ContextParallel(mesh, "striped", schedule)
+    for layout, schedule in (("striped", "all_gather"), ("striped", "ring"), ("striped", "double_ring"), ("striped", "group_cast"),
+                             ("balanced", "ring"), ("balanced", "group_cast")):
+        cp = ContextParallel(mesh, layout, schedule)
         for pattern in PATTERNS:
-            by_case[f"{schedule} {pattern.name}"] = errors(cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs())
+            by_case[f"{layout} {schedule} {pattern.name}"] = errors(cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs())
     if dist.get_rank() == 0:
         (Path(folder) / "errors.json").write_text(json.dumps(by_case))
     dist.barrier()

@@ -147,8 +147,8 @@ def test_epochs_hold_each_document_once_and_reshuffle(shuffle):
 def test_shard_is_applied_alike_and_lengths_stay_global():
     calls = []
 
-    def shard(x: torch.Tensor, dim: int) -> torch.Tensor:
-        calls.append((tuple(x.shape), dim))
+    def shard(x: torch.Tensor, dim: int, table: torch.Tensor | None) -> torch.Tensor:
+        calls.append((tuple(x.shape), dim, table))
         return x.unflatten(dim, (-1, 4))[:, 1::2].flatten(1)
 
     options = dict(batch_size=3, padding_multiple=8, seq_len=13)
@@ -159,7 +159,26 @@ def test_shard_is_applied_alike_and_lengths_stay_global():
             expected = getattr(whole, field)[:, [4, 5, 6, 7, 12, 13, 14, 15]]
             assert getattr(part, field).dtype == torch.int64 and torch.equal(getattr(part, field), expected)
         assert part.lengths == whole.lengths and all(sum(lengths) == 13 for lengths in part.lengths)
-    assert calls == [((3, 16), 1)] * 15
+    assert calls == [((3, 16), 1, None)] * 15
+
+
+def test_a_layout_may_depend_on_the_batch():
+    """The table that `place` makes of a batch's lengths shards this batch, and comes with it."""
+    seen = []
+
+    def place(lengths: list[list[int]], seq_len: int) -> torch.Tensor:
+        seen.append((lengths, seq_len))
+        return torch.arange(2).add(len(seen)).remainder(2)[:, None]
+
+    shard = lambda x, dim, table: x.unflatten(dim, (2, -1))[:, table[0, 0]]
+    options = dict(batch_size=2, padding_multiple=8, seq_len=13)
+    full, local = make_loader(RAGGED, **options), make_loader(RAGGED, **options, shard=shard, place=place)
+    for number in range(3):
+        whole, part = next(full), next(local)
+        assert whole.table is None and part.table.tolist() == [[(number + 1) % 2], [number % 2]]
+        assert seen[number] == (whole.lengths, 16)
+        for field in ("tokens", "labels", "positions"):
+            assert torch.equal(getattr(part, field), getattr(whole, field)[:, :8] if number % 2 else getattr(whole, field)[:, 8:])
 
 
 def test_short_documents_are_skipped_in_tokens_without_the_end():

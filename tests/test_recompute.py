@@ -161,7 +161,7 @@ def test_opcheck():
     q, k, v = (x.detach() for x in _problem())
     pattern, rows = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)[:3]
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
-    rest = (index, *rows, pattern.key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, None)
+    rest = (index, *rows, pattern.key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, None, None)
     ops = torch.ops.titan_sparse
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *rest, 4, 10))
     out, lse, column_kv = ops.attend_forward(q, k, v, *rest, 4, 10)

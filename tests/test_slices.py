@@ -259,7 +259,7 @@ def test_opcheck():
     from titan_sparse.attention.context_parallel import context_by_key, single_key
 
     rows, (q, k, v) = mask_and_truth("random 4")[0].rows(SEQ_LEN), structured_qkv(1, 2, 1, SEQ_LEN, 8)
-    names = (Dense().key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, rows.slices)
+    names = (Dense().key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, rows.slices, None)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import balance, layout as layouts, routing, schedule as schedules
+from titan_sparse.attention import balance, balanced, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
 from titan_sparse.attention.group_cast_plan import assign_stages, traffic as cast_traffic, wanted_blocks
 from titan_sparse.attention.masks import Rows
@@ -102,8 +102,14 @@ class Plan(NamedTuple):
 
 def count(index: BlockIndex, rows: Rows, layout: str, ranks: int) -> Visits:
     """What a layout gives each rank to compute, all heads together."""
-    table = layouts.block_ids(layout, ranks, rows.start.shape[1], index.block_size)
-    return balance.count_visits_of_all_heads(index, rows, table)
+    return balance.count_visits_of_all_heads(index, rows, table_of(rows, layout, ranks, index.block_size))
+
+
+def table_of(rows: Rows, layout: str, ranks: int, block_size: int) -> Tensor:
+    """int64 [ranks, n]: the blocks of each rank under this mask; ValueError if the sequence does not divide."""
+    if layout == "balanced":
+        return balanced.block_table(rows, ranks, block_size)
+    return layouts.block_ids(layout, ranks, rows.start.shape[1], block_size)
 
 
 def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: str, inter: int, intra: int,
@@ -115,6 +121,8 @@ def plan(visits: Visits, index: BlockIndex, rows: Rows, layout: str, schedule: s
     sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
     ranks = inter * intra
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
+    if layout == "balanced":
+        rows = rows._replace(table=table_of(rows, layout, ranks, index.block_size))
     computed = needed_chunks_of(index, rows, layout, ranks)
     work, backward = (balance.by_step(visits, sources, back, rings[0], computed).sum((0, 1)).double()
                       for back in (False, True))
@@ -244,7 +252,7 @@ def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str,
                      constants: Constants, stages: tuple[int, int]) -> Plan:
     """plan() for group_cast. What skips nothing has every block needed by every rank."""
     ranks = nodes[0] * nodes[1]
-    table = layouts.block_ids(layout, ranks, rows.start.shape[1], index.block_size)
+    table = table_of(rows, layout, ranks, index.block_size)
     dense = isinstance(index, DenseIndex)
     needed = seen_blocks(rows, table, index.block_size) if dense else met_blocks(rows, index, table)
     chunk, columns = _chunk_elements(index, rows, ranks, shape), _column_seconds(index, shape, *nodes, constants)

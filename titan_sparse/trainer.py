@@ -86,6 +86,7 @@ class Trainer:
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
+        self.loader.place = self._block_table if self.cp.depends_on_mask else None
         self.recomputed = self._recomputed_share()
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
@@ -238,15 +239,20 @@ class Trainer:
         tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
         seq_len = tokens.shape[1] * self.cp.size
         rows = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
+        rows = rows._replace(table=None if batch.table is None else batch.table.to(self.device))
         positions = batch.positions
         if self.config.attention.mask == "causal":
-            positions = self.cp.shard(torch.arange(seq_len).expand(tokens.shape[0], -1), 1)
+            positions = self.cp.shard(torch.arange(seq_len).expand(tokens.shape[0], -1), 1, batch.table)
         training = self.config.training
         loss = self.model(
             tokens, positions.to(self.device), rows, labels, training.loss_chunk_tokens, training.z_loss
         ) / valid
         loss.backward()
         return loss.detach()
+
+    def _block_table(self, lengths: list[list[int]], seq_len: int) -> Tensor:
+        """For a layout that depends on the mask: the blocks of every rank in this batch, before it is sharded."""
+        return self.cp.balance(build_mask(self.config.attention, lengths).rows(seq_len)).table
 
     def _clip(self) -> Tensor:
         """Scale gradients down to training.max_norm; returns their norm before that."""

@@ -50,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
                               world.ragged)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     blocks = _recomputed_blocks(recomputed, q, rows, world)
-    options = (pattern.key, world.key, backend, scale, rows.plain, rows.slices)
+    options = (pattern.key, world.key, backend, scale, rows.plain, rows.slices, rows.table)
     out, lse = _attend_ops(q, k, v, *blocks, (tensors, *rows[:3], *options))
     if not return_aux:
         return out
@@ -121,7 +121,7 @@ def _recomputed_blocks(recomputed: float, q: Tensor, rows: Rows, cp: _World) -> 
 def _select_tensors(q: Tensor, k: Tensor, rows: Rows, pattern: Pattern, world: _World, scale: float) -> list[Tensor]:
     if not pattern.dynamic:
         return []
-    return torch.ops.titan_sparse.select(q.detach(), k.detach(), *rows[:3], pattern.key, world.key, scale)
+    return torch.ops.titan_sparse.select(q.detach(), k.detach(), *rows[:3], pattern.key, world.key, scale, rows.table)
 
 
 def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
@@ -139,7 +139,18 @@ def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
         raise ValueError(f"the mask is for {rows.start.shape[0]} sequences, q holds {q.shape[0]}")
     if cp.size > 1 and q.shape[2] % cp.block_size:
         raise ValueError(f"{q.shape[2]} local tokens are not whole blocks of {cp.block_size}; pad the sequence")
+    if cp.size > 1:
+        _check_table(rows.table, cp, q.shape[2] // cp.block_size)
     return rows
+
+
+def _check_table(table: Tensor | None, cp: _World, blocks: int) -> None:
+    if cp.layout == "balanced" and (table is None or table.shape != (cp.size, blocks)):
+        raise ValueError('layout "balanced" needs a mask with a table of blocks: write rows = cp.balance(mask.rows(seq_len)), '
+                         "shard q, k and v with rows.table, and give attend() mask=rows")
+    if cp.layout != "balanced" and table is not None:
+        raise ValueError(f'the mask has a table of layout "balanced", cp the layout "{cp.layout}"; write mask=mask.rows(seq_len), '
+                         'or ContextParallel(..., layout="balanced")')
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -178,15 +189,15 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
 
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-            scale: float) -> list[Tensor]:
+            scale: float, table: Tensor | None = None) -> list[Tensor]:
     world = context_by_key(cp)
-    rows = _padded_rows(Rows(start, stop, document_start), world.block_size)
+    rows = _padded_rows(Rows(start, stop, document_start, table=table), world.block_size)
     q, k = (_whole_blocks(x, 2, world.block_size) for x in (q, k))
     return pattern_by_key(pattern).select_tensors(q, k, rows, world, scale)
 
 
 @_select.register_fake
-def _(q, k, start, stop, document_start, pattern, cp, scale):
+def _(q, k, start, stop, document_start, pattern, cp, scale, table=None):
     world = context_by_key(cp)
     seq_len = start.shape[1] + -start.shape[1] % world.block_size
     return pattern_by_key(pattern).empty_tensors(q, seq_len, world.block_size, document_start is not None)
@@ -208,12 +219,12 @@ def _executor(run: Run) -> ModuleType:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
              document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
-             slices: Tensor | None, first: int = 0, last: int | None = None,
+             slices: Tensor | None, table: Tensor | None, first: int = 0, last: int | None = None,
              column_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and gathered columns' KV, of all queries or of a part, as Run has it; a part has no gradient.
 
     column_kv: from another part of the same attention, needed where this one does not reach the end. Not returned again."""
-    rows = Rows(start, stop, document_start, plain=plain, slices=slices)
+    rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
     run = _run(q, index, rows, pattern, cp, backend, scale, first, last, column_kv)
     q_part, k_part, v_part = run.part(*(_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)))
     out, lse, gathered_kv = _executor(run).forward(run, q_part, k_part, v_part)
@@ -225,8 +236,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor
             gathered_kv if column_kv is None else q.new_empty(0))
 
 
-def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices, first=0,
-                  last=None, column_kv=None):
+def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices, table,
+                  first=0, last=None, column_kv=None):
     dtype, size = torch.promote_types(q.dtype, torch.float32), context_by_key(cp).block_size
     columns = (2, *q.shape[:2], pattern_by_key(pattern).column_count(index), q.shape[-1]) if column_kv is None else (0,)
     length = q.shape[2] if last is None else min(last * size, q.shape[2]) - first * size
@@ -237,11 +248,12 @@ def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, back
 @torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
 def _join(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
           document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
-          slices: Tensor | None, outs: list[Tensor], lses: list[Tensor], column_kv: Tensor) -> tuple[Tensor, Tensor]:
+          slices: Tensor | None, table: Tensor | None, outs: list[Tensor], lses: list[Tensor],
+          column_kv: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of the whole from those of its parts; differentiated as the whole."""
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
     if statistics.is_recording():
-        rows = Rows(start, stop, document_start, plain=plain, slices=slices)
+        rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
         run = _run(q, index, rows, pattern, cp, backend, scale)
         size = run.cp.block_size
         missing = (0, -q.shape[2] % size)
@@ -258,8 +270,10 @@ def _(q, *_):
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
-              backend: str, scale: float, plain: bool, slices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    run = _run(q, index, Rows(start, stop, document_start, plain=plain, slices=slices), pattern, cp, backend, scale)
+              backend: str, scale: float, plain: bool, slices: Tensor | None,
+              table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
+    run = _run(q, index, rows, pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
     lse = torch.nn.functional.pad(lse, (0, -length % size), value=-torch.inf)
@@ -273,7 +287,7 @@ def _(d_out, q, k, v, *_):
 
 
 def _save(ctx, inputs, output) -> None:
-    if inputs[13:] != (0, None, None):
+    if inputs[14:] != (0, None, None):
         raise ValueError("a part of attention has no gradient of its own; detach its inputs and join the parts")
     _save_whole(ctx, inputs, *output)
     ctx.mark_non_differentiable(*output[1:])
@@ -285,21 +299,21 @@ def _save_joined(ctx, inputs, output) -> None:
 
 
 def _save_whole(ctx, inputs: tuple, out: Tensor, lse: Tensor, column_kv: Tensor) -> None:
-    q, k, v, index, start, stop, document_start, *ctx.options, slices = inputs[:13]
+    q, k, v, index, start, stop, document_start, *ctx.options, slices, table = inputs[:14]
     ctx.index_size = len(index)
-    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, slices, *index)
+    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, slices, table, *index)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
-        return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 9
+        return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 10
     q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
-    rows, slices, index = rows[:3], rows[3], rows[4:]
+    rows, (slices, table), index = rows[:3], rows[3:5], rows[5:]
     gradients = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options, slices
+        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options, slices, table
     )
-    return (*gradients, [None] * ctx.index_size, *(None,) * 9)
+    return (*gradients, [None] * ctx.index_size, *(None,) * 10)
 
 
 def _differentiate_joined(ctx, d_out, *_):

@@ -21,8 +21,7 @@ def gather_columns(run: Run, k: Tensor, v: Tensor) -> Pending:
     """Start to bring keys and values of all columns, [2, B, Hq, C, D], to every rank, in one exchange of fixed size."""
     if run.column_kv is not None:
         return Pending(run.column_kv)
-    lookup = once_per_mask(run.rows, ("local position", run.cp.key),
-                           lambda: run.cp.local_lookup(run.seq_len, run.rows.start.device))
+    lookup = once_per_mask(run.rows, ("local position", run.cp.key), lambda: run.cp.local_lookup(run.rows))
     local = lookup[run.index.columns.clamp(max=run.seq_len)]
     group = run.index.heads // k.shape[1]
     if run.index.columns.shape[-1] == 0:

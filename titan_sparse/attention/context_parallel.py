@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention import layout as layouts
+from titan_sparse.attention import balanced, layout as layouts
 from titan_sparse.attention import schedule as schedules
+from titan_sparse.attention.masks import Rows
 
 # Renamed in torch 2.13, where the old names warn; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,10 +28,10 @@ class ContextParallel:
     """A context-parallel group with its layout and schedule.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for a single process. layout: contiguous,
-    zigzag or striped. schedule: auto, local, all_gather, ring, double_ring (two axes needed) or group_cast. block_size:
-    tokens. backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings. gradient_dtype: of dK and dV (dQ) on the
-    wire, default the fp32 (fp64 for fp64) that they are summed in. overlap_stages: in how many parts group_cast moves
-    remote blocks in the forward, in the backward.
+    zigzag, striped, or balanced, which follows from a mask: balance(). schedule: auto, local, all_gather, ring, double_ring (two
+    axes needed) or group_cast. block_size: tokens. backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings.
+    gradient_dtype: of dK and dV (dQ) on the wire, default the fp32 (fp64 for fp64) that they are summed in. overlap_stages: in
+    how many parts group_cast moves remote blocks in the forward, in the backward.
     sent: bytes of keys, values, queries and gradients that this rank has sent so far, by axis (inner, outer,
     inner_gradient, outer_gradient).
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
@@ -41,8 +42,8 @@ class ContextParallel:
                  overlap_stages: tuple[int, int] = (2, 2)):
         if backward_circulates not in ("auto", "kv", "q"):
             raise ValueError(f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"')
-        if layout not in layouts.LAYOUTS:
-            raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.LAYOUTS)}')
+        if layout not in layouts.ALL_LAYOUTS:
+            raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.ALL_LAYOUTS)}')
         if schedule != "auto" and schedule not in schedules.SCHEDULES:
             raise ValueError(f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}')
         if min(overlap_stages) < 1:
@@ -82,32 +83,57 @@ class ContextParallel:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  a ContextParallel lives as long as the program
     def block_table(self, seq_len: int, device: torch.device = torch.device("cpu")) -> Tensor:
-        """int64 [ranks, n]: the global blocks of every rank; ValueError if `seq_len` does not divide."""
-        return layouts.block_ids(self.layout, self.size, seq_len, self.block_size).to(device)
+        """int64 [ranks, n]: the global blocks of every rank, as follows from the length; ValueError if it does not divide,
+        and for the layout "balanced", which needs more than the length."""
+        if self.depends_on_mask:
+            raise ValueError('layout "balanced" follows from a mask: write rows = cp.balance(mask.rows(seq_len)), then '
+                             "cp.shard(x, dim, rows.table), cp.unshard(x, dim, rows.table) and attend(..., mask=rows)")
+        layout = "contiguous" if self.layout == "balanced" else self.layout
+        return layouts.block_ids(layout, self.size, seq_len, self.block_size).to(device)
 
-    def blocks(self, seq_len: int, rank: int | None = None, device: torch.device = torch.device("cpu")) -> Tensor:
+    @property
+    def depends_on_mask(self) -> bool:
+        """Whether the layout is another one for another mask: "balanced", between several ranks."""
+        return self.layout == "balanced" and self.size > 1
+
+    def balance(self, rows: Rows) -> Rows:
+        """The same mask with the table of the layout "balanced" for it; as it is for other layouts. Not collective: all
+        ranks come to the same table. The host waits for a mask on a GPU."""
+        if not self.depends_on_mask:
+            return rows
+        return rows._replace(table=balanced.block_table(rows, self.size, self.block_size).to(rows.start.device))
+
+    def table(self, rows: Rows) -> Tensor:
+        """int64 [ranks, n], on the mask's device: the global blocks of every rank for this mask."""
+        if self.depends_on_mask and rows.table is not None:
+            return rows.table
+        return self.block_table(rows.start.shape[1], rows.start.device)
+
+    def blocks(self, rows: Rows, rank: int | None = None) -> Tensor:
         """int64 [n]: the global blocks of `rank`, or of this rank, in local order."""
-        return self.block_table(seq_len, device)[self.rank if rank is None else rank]
+        return self.table(rows)[self.rank if rank is None else rank]
 
-    def local_lookup(self, seq_len: int, device: torch.device) -> Tensor:
-        """int64 [seq_len + 1]: where this rank holds each token, -1 if it does not; the last entry, for no token, is -1."""
-        here = layouts.token_positions(self.blocks(seq_len, device=device), self.block_size)
-        lookup = torch.full((seq_len + 1,), -1, device=device)
+    def local_lookup(self, rows: Rows) -> Tensor:
+        """int64 [length + 1]: where this rank holds each token, -1 if it does not; the last entry, for no token, is -1."""
+        here, device = layouts.token_positions(self.blocks(rows), self.block_size), rows.start.device
+        lookup = torch.full((rows.start.shape[1] + 1,), -1, device=device)
         lookup[here] = torch.arange(len(here), device=device)
         return lookup
 
-    def local_position(self, positions: Tensor, seq_len: int) -> Tensor:
-        """int64, shape of `positions` (global; seq_len allowed): where this rank holds the token, -1 if it does not."""
-        return self.local_lookup(seq_len, positions.device)[positions.long()]
+    def local_position(self, positions: Tensor, rows: Rows) -> Tensor:
+        """int64, shape of `positions` (global; the length allowed): where this rank holds the token, -1 if it does not."""
+        return self.local_lookup(rows)[positions.long()]
 
-    def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's blocks of a full tensor, along `dim`."""
-        return layouts.take_blocks(x, dim, self.blocks(x.shape[dim]), self.block_size)
+    def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
+        """This rank's blocks of a full tensor, along `dim`. table: rows.table of balance(), None for other layouts."""
+        table = self.block_table(x.shape[dim]) if table is None else table
+        return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
 
     @torch.no_grad()
-    def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The full tensor from all ranks' shards, in global order, on every rank. No gradient flows back."""
-        table = self.block_table(x.shape[dim] * self.size)
+    def unshard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
+        """The full tensor from all ranks' shards, in global order, on every rank. No gradient flows back. table: as in
+        shard()."""
+        table = self.block_table(x.shape[dim] * self.size) if table is None else table
         whole = torch.cat(list(self.all_gather(x)), dim=dim)
         return layouts.restore_blocks(whole, dim, table, self.block_size)
 

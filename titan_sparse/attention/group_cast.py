@@ -89,7 +89,7 @@ def _plan(run: Run, stages: int) -> Plan:
     cp = run.cp
 
     def make() -> Plan:
-        table = cp.block_table(run.seq_len)[:, : run.last]
+        table = once_per_mask(run.rows, ("table on the host", cp.key), lambda: cp.table(run.rows).cpu())[:, : run.last]
         return plan(needed_blocks(run), table, cp.inter, cp.intra, cp.rank, stages).to(run.rows.start.device)
 
     if pattern_by_key(run.pattern).dynamic:

@@ -1,7 +1,8 @@
 """Who owns which blocks: pure integers, no process groups.
 
 A layout is a table block_ids[cp, n]: local block i of rank r is global block block_ids[r, i]. Every layout is a
-permutation of whole blocks; tokens, labels, positions and document ids are sharded by it once, at the loader.
+permutation of whole blocks; tokens, labels, positions and document ids are sharded by it once, at the loader. Those of
+LAYOUTS follow from the length alone; balanced.py makes a table for a mask.
 """
 
 import torch
@@ -25,6 +26,7 @@ def striped(cp: int, blocks: int) -> Tensor:
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+ALL_LAYOUTS = (*LAYOUTS, "balanced")
 
 
 def block_multiple(layout: str, cp: int) -> int:
@@ -32,15 +34,20 @@ def block_multiple(layout: str, cp: int) -> int:
     return 2 * cp if layout == "zigzag" else cp
 
 
-def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
-    """int64 [cp, n] for a global sequence of `seq_len` tokens; ValueError if the blocks do not divide evenly."""
+def count_blocks(layout: str, cp: int, seq_len: int, block_size: int) -> int:
+    """Blocks of a global sequence of `seq_len` tokens; ValueError if they do not divide evenly over the ranks."""
     multiple = block_multiple(layout, cp) * block_size
     if seq_len % multiple:
         raise ValueError(
             f"a sequence of {seq_len} tokens does not divide into {layout} blocks of {block_size} over {cp} ranks; "
             f"pad it to a multiple of {multiple}"
         )
-    return LAYOUTS[layout](cp, seq_len // block_size)
+    return seq_len // block_size
+
+
+def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
+    """int64 [cp, n] for a global sequence of `seq_len` tokens; ValueError if the blocks do not divide evenly."""
+    return LAYOUTS[layout](cp, count_blocks(layout, cp, seq_len, block_size))
 
 
 def token_positions(blocks: Tensor, block_size: int) -> Tensor:

@@ -24,6 +24,8 @@ class Rows(NamedTuple):
     never said to be, since torch.compile would compile anew for a sequence that happens to hold a single one.
     slices: int32 [Bm, N, 6], what is seen, as in slices.py, where one range a query cannot say it; None elsewhere. start and
     stop are then but bounds: 0 and S for a query that sees anything, S and S for others.
+    table: int64 [ranks, n], the blocks of every rank in the layout "balanced", as ContextParallel.balance() adds it. q, k and
+    v are sharded by it, so that all masks of a batch have the table of one of them.
     """
 
     start: Tensor
@@ -32,6 +34,7 @@ class Rows(NamedTuple):
     causal: bool = True
     plain: bool = False
     slices: Tensor | None = None
+    table: Tensor | None = None
 
 
 class Mask:

@@ -16,7 +16,7 @@ def once_per_mask(rows: Rows, key: Hashable, compute: Callable[[], T]) -> T:
 
     `key` has to name everything besides `rows` that the result depends on.
     """
-    parts = (rows.stop, rows.document_start, rows.slices)
+    parts = (rows.stop, rows.document_start, rows.slices, rows.table)
     # Tensors made under inference_mode have no version: they are not written to either.
     versions = [x._version for x in (rows.start, *parts) if x is not None and not x.is_inference()]
     entry = _known.get(rows.start)

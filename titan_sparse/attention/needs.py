@@ -26,26 +26,26 @@ def needed_chunks(run: Run) -> Tensor | None:
     """bool [W, W] on the host: any query of rank r meets a block of rank s outside the columns; None for one rank.
 
     May say yes too often, never too seldom. The mask is looked at once a batch. Of a vertical-slash index the block
-    diagonals are looked at too, unless the layout is striped: there any few diagonals touch every rank, and looking makes
-    the host wait for the selection.
+    diagonals are looked at too, unless the layout is striped or balanced: there any few diagonals touch every rank, and
+    looking makes the host wait for the selection.
     """
     if run.cp.size == 1:
         return None
     key = ("needed", run.cp.key)
-    by_mask = once_per_mask(run.rows, key, lambda: seen_chunks(run.rows, run.cp.block_table(run.seq_len, run.rows.start.device),
-                                                               run.cp.block_size).cpu())
+    by_mask = once_per_mask(run.rows, key, lambda: seen_chunks(run.rows, run.cp.table(run.rows), run.cp.block_size).cpu())
     return _without_unmet(by_mask, run.index, run.cp.layout)
 
 
 def needed_chunks_of(index: BlockIndex, rows: Rows, layout: str, ranks: int) -> Tensor:
-    """needed_chunks() of a run over so many ranks."""
-    table = block_ids(layout, ranks, index.seq_len, index.block_size).to(rows.start.device)
+    """needed_chunks() of a run over so many ranks. rows: for the layout "balanced" with their table."""
+    table = rows.table if layout == "balanced" else block_ids(layout, ranks, index.seq_len, index.block_size)
+    table = table.to(rows.start.device)
     return _without_unmet(seen_chunks(rows, table, index.block_size).cpu(), index, layout)
 
 
 def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
     """Of the chunks that the mask lets ranks see, those that block diagonals meet, where it is worth looking."""
-    if not isinstance(index, VerticalSlashIndex) or layout == "striped":
+    if not isinstance(index, VerticalSlashIndex) or layout in ("striped", "balanced"):
         return by_mask
     distances = block_distances(layout, len(by_mask), index.seq_len, index.block_size, index.slashes.device)
     if distances is None:
@@ -81,7 +81,7 @@ def needed_blocks(run: Run) -> Tensor:
 
     Exact. By a static pattern the mask alone says so, which is looked at once a batch; else the host waits for the index.
     """
-    queries = run.cp.block_table(run.seq_len, run.rows.start.device)[:, run.first : run.last]
+    queries = run.cp.table(run.rows)[:, run.first : run.last]
     if pattern_by_key(run.pattern).dynamic:
         return met_blocks(run.rows, run.index, queries).cpu()
     key = ("needed blocks", run.cp.key, run.first, run.last)

@@ -29,7 +29,7 @@ def rectangle(run: Run, q: Tensor, source: int) -> Rectangle | None:
     it; those of the second run see all keys of a later rank.
     """
     layout, rank, length = run.cp.layout, run.cp.rank, q.shape[2]
-    if not run.plain or layout == "striped" or not run.backend.serves_causal(q):
+    if not run.plain or layout not in ("contiguous", "zigzag") or not run.backend.serves_causal(q):
         return None
     if source == rank:
         return Rectangle(0, length, True)

@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
     def blocks(self, rank: int | None = None) -> Tensor:
         """Global blocks of the keys of `rank` (default: this rank) on the data's device."""
-        return self.cp.blocks(self.seq_len, rank, self.rows.start.device)[: self.last]
+        return self.cp.blocks(self.rows, rank)[: self.last]
 
     def query_blocks(self, rank: int | None = None) -> Tensor:
         """Global blocks of the queries of `rank` (default: this rank)."""
@@ -75,8 +75,7 @@ class Run(NamedTuple):
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
         one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`."""
         if k_blocks is None:
-            table = self.cp.block_table(self.seq_len, self.rows.start.device)
-            k_blocks = table[:, : self.last].flatten() if source is None else self.blocks(source)
+            k_blocks = self.cp.table(self.rows)[:, : self.last].flatten() if source is None else self.blocks(source)
         if self.rows.slices is not None:
             return self._tiles_of_slices(k_blocks, batch, transpose, (source, queries))
         if self._has_table_kernels():

@@ -181,7 +181,7 @@ def visited_pairs(run: "Run", batch: int, parts: list[Tensor] | None = None) -> 
     """Pairs computed for this rank's queries: in each of `parts`, global blocks int64 [n], or by default in the blocks of
     each source rank, float64 [B, Hq, parts], and of columns outside them, by block of columns [B, Hq, C]."""
     index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
-    parts = parts or list(run.cp.block_table(run.seq_len, blocks.device))
+    parts = parts or list(run.cp.table(run.rows))
     if isinstance(index, MoBAIndex):
         found = index.pairs(run.rows, blocks, parts)
         return found, torch.zeros_like(found[..., :0])

@@ -168,8 +168,8 @@ class Attention:
     "with a sliding_window: first tokens of the document that are seen besides (mask = causal: of the sequence); for pattern = dense"
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     "what is worth seeing"
-    layout: Literal["contiguous", "zigzag", "striped"] = "striped"
-    "which context-parallel rank owns which blocks"
+    layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
+    "which context-parallel rank owns which blocks; balanced: anew for each batch, by its mask"
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     "in which order keys and values meet the queries"
     overlap_stages: int = 2

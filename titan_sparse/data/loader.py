@@ -48,14 +48,17 @@ class Batch:
     """int64 [b, S_local], position in the piece"""
     lengths: list[list[int]]
     """per sequence the tokens of each piece in global order; what they leave of S is padding"""
+    table: Tensor | None = None
+    """int64 [ranks, n], the blocks of every context-parallel rank, where the layout depends on the batch"""
 
 
 class PackedLoader:
     """Endless iterator of `Batch`; sequence number n of the global stream is the same on any number of ranks.
 
     In each micro-batch data-parallel rank r of R takes the b = `batch_size` sequences r*b ... r*b + b-1 of the next
-    R*b. S is training.seq_len padded up to `padding_multiple`. `shard(x, dim)` keeps this context-parallel rank's blocks of
-    a [b, S] tensor (None: all). Raises ValueError when no document is long enough.
+    R*b. S is training.seq_len padded up to `padding_multiple`. `shard(x, dim, table)` keeps this context-parallel rank's blocks of
+    a [b, S] tensor (None: all); table: what `place(lengths, S)` says of the batch, from Batch.lengths and so on every rank
+    alike (None: the layout does not depend on the batch). Raises ValueError when no document is long enough.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class PackedLoader:
         dp_rank: int,
         dp_size: int,
         padding_multiple: int = 1,
-        shard: Callable[[Tensor, int], Tensor] | None = None,
+        shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
+        place: Callable[[list[list[int]], int], Tensor] | None = None,
     ) -> None:
         self.mixture = mixture
         self.batch_size = batch_size
@@ -73,6 +77,7 @@ class PackedLoader:
         self.dp_size = dp_size
         self.padding_multiple = padding_multiple
         self.shard = shard
+        self.place = place
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,16 +140,19 @@ class PackedLoader:
         return pad_to_multiple(sequence, self.padding_multiple, stream.tokenizer.padding)
 
     def _batch(self, padded: list[Packed]) -> Batch:
+        lengths = [sequence.lengths for sequence in padded]
+        table = None if self.place is None else self.place(lengths, len(padded[0].tokens))
         return Batch(
-            tokens=self._local([sequence.tokens for sequence in padded]),
-            labels=self._local([sequence.labels for sequence in padded]),
-            positions=self._local([sequence.positions for sequence in padded]),
-            lengths=[sequence.lengths for sequence in padded],
+            tokens=self._local([sequence.tokens for sequence in padded], table),
+            labels=self._local([sequence.labels for sequence in padded], table),
+            positions=self._local([sequence.positions for sequence in padded], table),
+            lengths=lengths,
+            table=table,
         )
 
-    def _local(self, rows: list[NDArray[np.int64]]) -> Tensor:
+    def _local(self, rows: list[NDArray[np.int64]], table: Tensor | None) -> Tensor:
         full = torch.from_numpy(np.stack(rows))
-        return full if self.shard is None else self.shard(full, 1)
+        return full if self.shard is None else self.shard(full, 1, table)
 
 
 def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
@@ -178,7 +186,7 @@ def build_loader(
     dp_rank: int,
     dp_size: int,
     padding_multiple: int = 1,
-    shard: Callable[[Tensor, int], Tensor] | None = None,
+    shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> PackedLoader:
     """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load sequences from it.

@@ -94,10 +94,10 @@ class Scorer:
             raise ValueError(f"a sequence of {count} tokens does not fit in {total}")
         tokens = np.pad(sequence.tokens, (0, total - count), constant_values=self.tokenizer.padding)
         labels = np.pad(sequence.labels, (0, total - count), constant_values=IGNORED_LABEL)
+        rows = self.cp.balance(build_mask(self.attention, [[count]]).rows(total, self.device))
         tokens, labels, positions = (
-            self.cp.shard(torch.from_numpy(x.astype(np.int64))[None], 1).to(self.device)
+            self.cp.shard(torch.from_numpy(x.astype(np.int64))[None], 1, rows.table).to(self.device)
             for x in (tokens, labels, np.arange(total)))
-        rows = build_mask(self.attention, [[count]]).rows(total, self.device)
         kept, self.model.run_blocks = self.model.run_blocks, run_blocks  # no backward: nothing is kept, nothing to offload
         try:
             result = self.model(tokens, positions, rows, labels, self.chunk_tokens, 0.0, loss)

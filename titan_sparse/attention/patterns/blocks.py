@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.kernels.chunks import chosen_bits
 
@@ -37,9 +38,9 @@ def no_columns(like: Tensor) -> Tensor:
     return like.new_empty(*like.shape[:2], 0, dtype=torch.int32)
 
 
-def gather_blocks(x: Tensor, cp: "ContextParallel", seq_len: int) -> Tensor:
+def gather_blocks(x: Tensor, cp: "ContextParallel", rows: Rows) -> Tensor:
     """All ranks' blocks [B, H, n_local, ...] in global order [B, H, blocks, ...], on every rank."""
     if cp.size == 1:
         return x
     every = cp.all_gather(x).movedim(0, 2).flatten(2, 3)
-    return every[:, :, torch.argsort(cp.block_table(seq_len, x.device).flatten())]
+    return every[:, :, torch.argsort(cp.table(rows).flatten())]

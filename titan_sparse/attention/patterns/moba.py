@@ -130,14 +130,14 @@ class MoBA(Pattern):
         batch, heads = q.shape[:2]
         seq_len, size = rows.start.shape[1], cp.block_size
         chunks = self._chunks(rows, batch, cp)
-        means = _mean_keys(k, chunks, cp, self.chunk_size, seq_len)
+        means = _mean_keys(k, chunks, cp, self.chunk_size, rows)
         step = max(1, _CHUNK_ELEMENTS // (batch * heads * size * max(means.shape[2], -(-seq_len // self.chunk_size))))
         found = []
         for first in range(0, seq_len // cp.size // size, step):
             some = slice(first * size, (first + step) * size)
             chosen = self._choose(q[:, :, some], means, chunks, some, seq_len)
             found.append(_of_queries_and_blocks(chosen, chunks.member[:, first : first + step], size))
-        words, any_words, all_words = (gather_blocks(torch.cat(x, dim=2), cp, seq_len) for x in zip(*found))
+        words, any_words, all_words = (gather_blocks(torch.cat(x, dim=2), cp, rows) for x in zip(*found))
         return [words.flatten(2, 3), any_words, all_words]
 
     def _choose(self, q: Tensor, means: Tensor, chunks: "Chunks", some: slice, seq_len: int) -> Tensor:
@@ -199,7 +199,7 @@ def _origin(rows: Rows) -> Tensor:
 
 def _find_chunks(rows: Rows, spans: Spans, cp: "ContextParallel", chunk: int) -> Chunks:
     seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
-    own = cp.blocks(seq_len, device=device)
+    own = cp.blocks(rows)
     position = token_positions(own, size)
     count = (spans.stop - spans.start) // chunk
     offset = count.cumsum(-1) - count
@@ -220,7 +220,7 @@ def _find_chunks(rows: Rows, spans: Spans, cp: "ContextParallel", chunk: int) ->
                   own_offset, (position - _origin(rows)[:, position].expand(len(count), -1)) // chunk, member)
 
 
-def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, seq_len: int) -> Tensor:
+def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: Rows) -> Tensor:
     """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64).
 
     What is summed within blocks, on the rank that owns them, is summed up over blocks in global order on every rank: the
@@ -228,7 +228,7 @@ def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, seq
     """
     dtype = torch.promote_types(k.dtype, torch.float32)
     sums = chunks.weight[:, None].to(dtype) @ k.unflatten(2, (-1, cp.block_size)).to(dtype)
-    sums = gather_blocks(sums, cp, seq_len)
+    sums = gather_blocks(sums, cp, rows)
     block = chunks.first[..., None] + torch.arange(-(-chunk // cp.block_size) + 1, device=k.device)
     valid = (block <= chunks.last[..., None]) & chunks.exists[..., None]
     block = block.where(valid, 0)

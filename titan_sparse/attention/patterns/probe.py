@@ -92,13 +92,12 @@ def sequences_of_pairs(batch: int, heads: int, cp: "ContextParallel", device: to
 
 
 def _geometry(rows: Rows, spans: Spans, cp: "ContextParallel", queries: int, batch: int, heads: int) -> Geometry:
-    seq_len, device = rows.start.shape[1], rows.start.device
-    blocks = cp.blocks(seq_len, device=device)
-    order = torch.argsort(cp.block_table(seq_len, device).flatten())
+    seq_len, device, blocks = rows.start.shape[1], rows.start.device, cp.blocks(rows)
+    order = torch.argsort(cp.table(rows).flatten())
     position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
     exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
     position = position.clamp(min=0, max=seq_len - 1)
-    local = cp.local_position(position.flatten(1), seq_len)
+    local = cp.local_position(position.flatten(1), rows)
     start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
     block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0).int()
     own = Spans(*(x[sequences_of_pairs(batch, heads, cp, device)] for x in spans))

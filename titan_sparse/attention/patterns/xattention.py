@@ -60,22 +60,23 @@ class XAttention(Pattern):
 
     def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
         batch, heads = q.shape[:2]
-        seq_len, group = rows.start.shape[1], heads // k.shape[1]
+        group = heads // k.shape[1]
         key = ("xattention", self.key, cp.key, batch)
         cells = once_per_mask(rows, key, lambda: _cells(rows, self._spans(rows, batch, cp.block_size), cp, self.stride))
+        blocks = once_per_mask(rows, ("own blocks", cp.key), lambda: cp.blocks(rows).tolist())
         chosen = []
         for head in range(k.shape[1]):
             own = k[:, head : head + 1].unflatten(2, (-1, cp.block_size)) * cells.keys[:, None, :, :, None]
-            keys = gather_blocks(own, cp, seq_len).view(batch, -1, self.stride * k.shape[3])
-            chosen.append(self._of_head(q[:, head * group : (head + 1) * group], keys, cells, cp, scale / self.stride))
-        return [gather_blocks(torch.cat(chosen, dim=1), cp, seq_len)]
+            keys = gather_blocks(own, cp, rows).view(batch, -1, self.stride * k.shape[3])
+            chosen.append(self._of_head(q[:, head * group : (head + 1) * group], keys, cells, blocks, cp, scale / self.stride))
+        return [gather_blocks(torch.cat(chosen, dim=1), cp, rows)]
 
-    def _of_head(self, q: Tensor, keys: Tensor, cells: "Cells", cp: "ContextParallel", scale: float) -> Tensor:
+    def _of_head(self, q: Tensor, keys: Tensor, cells: "Cells", blocks: list[int], cp: "ContextParallel",
+                 scale: float) -> Tensor:
         """int32 [B, G, n_local, words], the blocks chosen by the query heads q [B, G, S_local, D] of one KV head, from
-        the key cells [B, cells, stride D] of all ranks."""
+        the key cells [B, cells, stride D] of all ranks. blocks: this rank's."""
         batch, group, _, dim = q.shape
         per_block, count = cp.block_size // self.stride, keys.shape[1] // (cp.block_size // self.stride)
-        blocks = cp.blocks(count * cp.block_size).tolist()
         step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * keys.shape[1]))
         q_blocks = q.unflatten(2, (-1, cp.block_size))
         chosen = []
@@ -127,7 +128,7 @@ class Cells(NamedTuple):
 
 def _cells(rows: Rows, spans: Spans, cp: "ContextParallel", stride: int) -> Cells:
     seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
-    batch, own = len(spans.start), cp.blocks(seq_len, device=device)
+    batch, own = len(spans.start), cp.blocks(rows)
     token = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
     known = token < spans.start.shape[1]
     first, last = token[..., 0].where(known[..., 0], -1), token[..., -1].where(known[..., -1], -2)
