@@ -25,7 +25,8 @@ TOKENS = 6 * BLOCK  # of a rank
 LOGGED = {
     "worker_imbalance", "worker_imbalance_per_step", "step_imbalance", "lockstep_imbalance", "worker_imbalance_time",
     "worker_imbalance_per_step_time", "step_imbalance_time", "lockstep_imbalance_time", "computation_ratio",
-    "exposed_communication_ms", "exposed_communication_share", "cp_gib_sent", "cp_sent_of_plain_ring",
+    "exposed_communication_ms", "exposed_communication_share", "cp_gib_sent", "cp_gib_columns",
+    "cp_gib_selection", "cp_sent_of_plain_ring",
 }
 
 
@@ -241,10 +242,27 @@ def _check_bytes() -> None:
         attend(*[cp.shard(x, 2) for x in structured_qkv(1, 1, 1, 12 * ranks * BLOCK, 8)], cp=cp)
 
 
+def _check_bytes_besides() -> None:
+    """Columns in bf16, their gradients in fp32, each summed over a ring; selection is what select() alone sends."""
+    ranks, cp, pattern = dist.get_world_size(), _cp("striped", "ring"), VerticalSlash(recall=0.7, max_columns=40, dense_below=48)
+    seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
+    columns = 2 * index.columns.numel() * DIM
+    assert seen.bytes_of_columns == sum(2 * (2 * columns * size * (ranks - 1) // ranks) for size in (2, 4)) > 0
+    before, inputs = cp.sent["collectives"], structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16)
+    pattern.select(*(cp.shard(x, 2) for x in inputs[:2]), Causal(), cp)
+    assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
+    logged = context_parallel_averages(seen)
+    assert logged["cp_gib_columns"] * 2**30 == pytest.approx(seen.bytes_of_columns)
+    assert logged["cp_gib_selection"] * 2**30 == pytest.approx(seen.bytes_of_selection)
+    assert seen.bytes_sent == seen.plain_ring_bytes
+    assert _record(_cp("striped", "ring"))[0].bytes_of_columns == 0
+
+
 def _check_all(schedules: tuple[str, ...]) -> None:
     _check_work()
     _check_sparse_work(schedules)
     _check_bytes()
+    _check_bytes_besides()
     if dist.get_world_size() == 2:
         _check_waiting()
     _check_nothing_is_timed()

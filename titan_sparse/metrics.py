@@ -174,11 +174,14 @@ def context_parallel_averages(seen: Recording) -> dict[str, float]:
     elapsed = by_rank.elapsed.sum(-1).mean().item()
     values["exposed_communication_ms"] = elapsed - by_rank.compute.sum(-1).mean().item()
     values["exposed_communication_share"] = values["exposed_communication_ms"] / elapsed
-    sums = torch.tensor([*values.values(), seen.bytes_sent, seen.plain_ring_bytes], dtype=torch.float64)
-    sums = sums.to(seen.work[0].device)
+    amounts = [seen.bytes_sent, seen.bytes_of_columns, seen.bytes_of_selection, seen.plain_ring_bytes]
+    sums = torch.tensor([*values.values(), *amounts], dtype=torch.float64).to(seen.work[0].device)
     dist.all_reduce(sums)
-    *means, sent, plain = (sums / dist.get_world_size()).tolist()
-    return dict(zip(values, means)) | {"cp_gib_sent": sent / 2**30, "cp_sent_of_plain_ring": sent / plain}
+    *means, sent, columns, selection, plain = (sums / dist.get_world_size()).tolist()
+    return dict(zip(values, means)) | {
+        "cp_gib_sent": sent / 2**30, "cp_gib_columns": columns / 2**30, "cp_gib_selection": selection / 2**30,
+        "cp_sent_of_plain_ring": sent / plain,
+    }
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:

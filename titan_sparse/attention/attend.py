@@ -193,7 +193,10 @@ def _select(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_start: T
     world = context_by_key(cp)
     rows = _padded_rows(Rows(start, stop, document_start, table=table), world.block_size)
     q, k = (_whole_blocks(x, 2, world.block_size) for x in (q, k))
-    return pattern_by_key(pattern).select_tensors(q, k, rows, world, scale)
+    before = world.sent["collectives"]
+    chosen = pattern_by_key(pattern).select_tensors(q, k, rows, world, scale)
+    statistics.observe_selection(world.sent["collectives"] - before)
+    return chosen
 
 
 @_select.register_fake

@@ -32,8 +32,9 @@ class ContextParallel:
     axes needed) or group_cast. block_size: tokens. backward_circulates: kv, q, or auto, the one that is fewer bytes; for rings.
     gradient_dtype: of dK and dV (dQ) on the wire, default the fp32 (fp64 for fp64) that they are summed in. overlap_stages: in
     how many parts group_cast moves remote blocks in the forward, in the backward.
-    sent: bytes of keys, values, queries and gradients that this rank has sent so far, by axis (inner, outer,
-    inner_gradient, outer_gradient).
+    sent: bytes that this rank has sent so far: keys, values, queries and gradients by axis (inner, outer, inner_gradient,
+    outer_gradient), "columns", and "collectives", all that waits: selection, and statistics. Of a sum over ranks each rank
+    sends 2 (W - 1) / W of its size, as NCCL's rings do.
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
     """
 
@@ -143,6 +144,7 @@ class ContextParallel:
         """Sum over ranks."""
         x = x.contiguous()
         if self.size > 1:
+            self.sent["collectives"] += self._reduced_bytes(x)
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -151,6 +153,7 @@ class ContextParallel:
         if self.size == 1:
             return x[None]
         out = x.new_empty(self.size, *x.shape)
+        self.sent["collectives"] += x.nbytes * (self.size - 1)
         _all_gather(out.flatten(0, 1), x.contiguous(), group=self.group)
         return out
 
@@ -159,12 +162,16 @@ class ContextParallel:
         if self.size == 1:
             return x
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.sent["collectives"] += x.nbytes // self.size * (self.size - 1)
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
     def start_all_reduce(self, x: Tensor) -> "Pending":
-        """Begin to sum x, contiguous, over ranks in place."""
-        return Pending(x, dist.all_reduce(x, group=self.groups["columns"], async_op=True) if self.size > 1 else None)
+        """Begin to sum x, the columns' keys and values or their gradients, contiguous, over ranks in place."""
+        if self.size == 1:
+            return Pending(x)
+        self.sent["columns"] += self._reduced_bytes(x)
+        return Pending(x, dist.all_reduce(x, group=self.groups["columns"], async_op=True))
 
     def start_all_gather(self, x: Tensor, slot: str) -> "Pending":
         """Begin to gather [ranks, *x.shape] into the buffer `slot`."""
@@ -181,8 +188,11 @@ class ContextParallel:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over all axes."""
-        return sum(self.sent.values())
+        """Bytes of keys, values, queries and gradients that this rank has sent, over all axes; without columns."""
+        return sum(self.sent[axis] for axis in ("inner", "outer", "inner_gradient", "outer_gradient"))
+
+    def _reduced_bytes(self, x: Tensor) -> int:
+        return 2 * x.nbytes * (self.size - 1) // self.size
 
     # Group cast -----------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ class Recording:
     part is recomputed has two calls.
     bytes_sent, plain_ring_bytes: from the first call until the recording ended, forward and backward, keys, values and
     gradients; what a ring would have sent in which each chunk visits every rank.
+    bytes_of_columns, bytes_of_selection: sent besides, of the gathered columns and their gradients, and to choose.
     """
 
     recall_rows: int = 0
@@ -77,6 +78,8 @@ class Recording:
     work: list[Tensor] = field(default_factory=list)
     bytes_sent: int = 0
     plain_ring_bytes: int = 0
+    bytes_of_columns: int = 0
+    bytes_of_selection: int = 0
     parts: list[Tensor] = field(default_factory=list, repr=False)
     """[2, Hq], visited and those of them in blocks, of the calls that the attention in hand has made so far."""
 
@@ -115,13 +118,19 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
         finally:
             _active = None
             if calls:
-                now, before = (calls[0].cp.bytes_sent, calls[0].cp.plain_ring_bytes), calls[0].bytes_before
-                seen.bytes_sent, seen.plain_ring_bytes = (a - b for a, b in zip(now, before))
+                sent = (a - b for a, b in zip(timing.bytes_so_far(calls[0].cp), calls[0].bytes_before))
+                seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_columns = sent
 
 
 def is_recording() -> bool:
     """Whether what runs now is to be observed."""
     return _active is not None and not timing.recomputing()
+
+
+def observe_selection(sent: int) -> None:
+    """Called by the op that selects, with the bytes that this rank sent for it."""
+    if is_recording():
+        _active.bytes_of_selection += sent
 
 
 def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:

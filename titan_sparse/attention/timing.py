@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class Call:
     """The forward of one attention call on this rank, timed from here on. steps: how many the schedule has.
 
-    bytes_before: cp.bytes_sent and cp.plain_ring_bytes when the call began.
+    bytes_before: cp.bytes_sent, cp.plain_ring_bytes and the bytes of columns when the call began.
     """
 
     def __init__(self, cp: "ContextParallel", steps: int, device: torch.device):
         self.cp, self.steps, self.device = cp, steps, device
-        self.bytes_before = cp.bytes_sent, cp.plain_ring_bytes
+        self.bytes_before = bytes_so_far(cp)
         self.intervals: list[tuple] = []
         self.began = self.ended = mark(device)
 
@@ -50,6 +50,11 @@ class Call:
             before = ended
         times[1, self.intervals[-1][0]] += _between(before, self.ended)
         return times
+
+
+def bytes_so_far(cp: "ContextParallel") -> tuple[int, int, int]:
+    """What this rank has sent around the ranks, what a plain ring would have, and what it has sent of columns."""
+    return cp.bytes_sent, cp.plain_ring_bytes, cp.sent["columns"]
 
 
 _calls: list[Call] | None = None
