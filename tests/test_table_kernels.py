@@ -42,7 +42,7 @@ def test_lists(mask, pattern, layout):
     index = pattern.select(q, k, rows, block_size=SIZE)
     table = block_ids(layout, 3, SEQ_LEN, SIZE).to(DEVICE)
     side = slash_tiles.query_side(rows, index, table[1], 2)
-    got = slash_tiles.block_tiles(side, index, table[2], True)
+    got = slash_tiles.block_tiles(side, index, slash_tiles.key_side(table[2], SIZE), True)
     want = tiles.block_tiles(rows, index, table[1], table[2], 2, True)
     _same_lists(got.by_query, want.by_query)
     _same_lists(got.by_key, want.by_key)

@@ -74,13 +74,18 @@ class Run(NamedTuple):
               k_blocks: Tensor | None = None) -> Tiles:
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
         one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`."""
-        if k_blocks is None:
-            k_blocks = self.cp.table(self.rows)[:, : self.last].flatten() if source is None else self.blocks(source)
+        blocks = self._key_blocks(source) if k_blocks is None else k_blocks
         if self.rows.slices is not None:
-            return self._tiles_of_slices(k_blocks, batch, transpose, (source, queries))
-        if self._has_table_kernels():
-            return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, k_blocks, transpose)
-        return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), k_blocks, batch, transpose)
+            return self._tiles_of_slices(blocks, batch, transpose, (source, queries))
+        if not self._has_table_kernels():
+            return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose)
+        make = lambda: slash_tiles.key_side(blocks, self.index.block_size)
+        # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
+        keys = make() if k_blocks is not None else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
+        return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose)
+
+    def _key_blocks(self, source: int | None) -> Tensor:
+        return self.cp.table(self.rows)[:, : self.last].flatten() if source is None else self.blocks(source)
 
     def _tiles_of_slices(self, k_blocks: Tensor, batch: int, transpose: bool, ranks: tuple[Hashable, int | None]) -> Tiles:
         """As tiles(), of the KV of ranks[0] and the queries of ranks[1]; the same for all layers where the pattern is static."""

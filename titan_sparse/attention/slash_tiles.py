@@ -29,6 +29,18 @@ class QuerySide(NamedTuple):
     stop: Tensor
 
 
+class KeySide(NamedTuple):
+    """Key blocks, int32 [nk], and their tokens' positions, int32 [1, 1, Sk]."""
+
+    blocks: Tensor
+    positions: Tensor
+
+
+def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
+    """For global blocks int [nk]."""
+    return KeySide(k_blocks.int(), token_positions(k_blocks, block_size).int().view(1, 1, -1))
+
+
 def query_side(rows: Rows, index: VerticalSlashIndex, q_blocks: Tensor, batch: int) -> QuerySide:
     """For this rank's query blocks, global numbers int [nq]; depends on the mask, the pattern and the layout only."""
     q_positions = token_positions(q_blocks, index.block_size)
@@ -36,16 +48,15 @@ def query_side(rows: Rows, index: VerticalSlashIndex, q_blocks: Tensor, batch: i
     return QuerySide(index.block_spans(q_blocks), reach, q_blocks.int(), *query_ranges(rows, q_positions, batch))
 
 
-def block_tiles(side: QuerySide, index: VerticalSlashIndex, k_blocks: Tensor, transpose: bool) -> Tiles:
+def block_tiles(side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool) -> Tiles:
     """As tiles.block_tiles()."""
     size = index.block_size
-    k_positions = token_positions(k_blocks, size).int().view(1, 1, -1)
-    common = (index.slashes, side.spans, side.reach, side.blocks, k_blocks.int(), size)
-    by_query = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(k_blocks)), False))
+    common = (index.slashes, side.spans, side.reach, side.blocks, keys.blocks, size)
+    by_query = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(keys.blocks)), False))
     by_key = None
     if transpose:
         by_key = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(side.blocks)), True))
-    return Tiles(by_query, by_key, side.start, side.stop, k_positions, None, size)
+    return Tiles(by_query, by_key, side.start, side.stop, keys.positions, None, size)
 
 
 def column_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
