@@ -5,6 +5,7 @@ window to take place. Gradients follow one step behind. A hop that serves nobody
 received lies in buffers that are kept from call to call.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -30,9 +31,16 @@ class Route(NamedTuple):
 
 
 def route(cp: ContextParallel, needed: Tensor | None) -> Route:
-    """needed: bool [W, W], rank r computes on the chunk of rank s; None: everybody on every chunk."""
+    """needed: bool [W, W] on the host, rank r computes on the chunk of rank s; None: everybody on every chunk."""
     if needed is None:
         needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
+    return _route(cp, needed.numpy().tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _route(cp: ContextParallel, needed: bytes) -> Route:
+    """Remembered, as layers ask alike: it takes a hundred small operations, of which a small model's GPU would wait for."""
+    needed = torch.frombuffer(bytearray(needed), dtype=torch.bool).view(cp.size, cp.size)
     compute = [[bool(needed[cp.rank, source]) or source == cp.rank for source in window] for window in cp.windows]
     inter, intra = len(cp.windows), len(cp.windows[0])
     return Route(compute, _own_hops(cp, routing.hops_needed(needed, inter, intra)),
