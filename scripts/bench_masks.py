@@ -4,27 +4,29 @@ recall. JSON out.
     python scripts/bench_masks.py kernels patterns --repeats 3 --out masks.json
     torchrun --standalone --nproc-per-node 8 scripts/bench_masks.py varlen --out varlen.json
 
-All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups, of the slowest rank,
-taken as by bench_context_parallel.py. TFLOP/s are of one GPU and count the pairs that the mask lets a query see (4 D forward,
-10 D backward per pair and head). Documents are drawn by synthetic.ragged_lengths: most under 1K tokens, the longest a quarter
-of the sequence; rows are means over --packs such sequences.
+All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups, of the
+slowest rank, taken as by bench_context_parallel.py. TFLOP/s are of one GPU and count the pairs that the mask lets a
+query see (4 D forward, 10 D backward per pair and head). Documents are drawn by synthetic.ragged_lengths: most under 1K
+tokens, the longest a quarter of the sequence; rows are means over --packs such sequences.
 
-kernels   one GPU: causal inside packed documents, and a causal window of --window; each of --backends (`auto`: what "auto"
-          takes) and FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours. Before it is
-          timed, each is checked at 4096 tokens against fp32: errors above 5e-3 or twice those of torch's flash kernel (for
-          the window: of that kernel without one) make its row an error
-varlen    2 GPUs or more: packed documents by layouts and schedules, group_cast with each of --stages. `megabytes_needed_...`:
-          keys and values that ranks see and do not hold, again in the backward, and their gradients in fp32; all ranks
-          together, as `megabytes_sent_...`. Imbalance is the busiest rank / mean of a forward, by pairs and by computing
-          time. torch's context_parallel knows no documents: it computes the causal mask over the whole sequence, and its
-          TFLOP/s count that. Plans and layouts are made before, as in training once a batch
+kernels   one GPU: causal inside packed documents, and a causal window of --window; each of --backends (`auto`: what
+          "auto" takes) and FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours;
+          `tables_ms`: what building the block tables, forward and backward, has of our time (not where a kernel needs
+          none). Before it is timed, each is checked at 4096 tokens against fp32: errors above 5e-3 or twice those of
+          torch's flash kernel (for the window: of that kernel without one) make its row an error
+varlen    2 GPUs or more: packed documents by layouts and schedules, group_cast with each of --stages.
+          `megabytes_needed_...`: keys and values that ranks see and do not hold, again in the backward, and their
+          gradients in fp32; all ranks together, as `megabytes_sent_...`. Imbalance is the busiest rank / mean of a
+          forward, by pairs and by computing time. torch's context_parallel knows no documents: it computes the causal
+          mask over the whole sequence, and its TFLOP/s count that. Plans and layouts are made before, as in training
+          once a batch
 patterns  one GPU: vertical_slash with independent and with joint budgets, xattention and moba on realistic q and k
-          (synthetic.py), over a few values of the knob of each. The index is given to forward and backward, choosing it is
-          `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass that
+          (synthetic.py), over a few values of the knob of each. The index is given to forward and backward, choosing it
+          is `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass that
           --recall-rows sampled rows keep. At the end what each costs --at-recalls, linear between measurements
 
-A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on. Rows are written at once. With
---device cpu everything runs over gloo by plain PyTorch, to try it out at small sizes.
+A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on. Rows are written at
+once. With --device cpu everything runs over gloo by plain PyTorch, to try it out at small sizes.
 """
 
 import argparse
@@ -50,9 +52,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="query heads:KV heads; default: kernels 64:8 16:2, varlen 64:8, patterns 16:2")
     add("--packs", type=positive, default=4, help="sequences of documents, of kernels and varlen")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of kernels")
-    add("--backends", nargs="+", choices=list(backends.BACKENDS), help="of kernels; default: flex triton, on the CPU eager")
+    add("--backends", nargs="+", choices=list(backends.BACKENDS),
+        help="of kernels; default: flex triton, on the CPU eager")
     add("--stages", type=positive, nargs="+", default=[1, 2, 4], help="overlap_stages of group_cast, of varlen")
-    add("--independent-recalls", type=share, nargs="*", default=[0.2, 0.3, 0.5, 0.7, 0.9], help="of patterns, as all below")
+    add("--independent-recalls", type=share, nargs="*", default=[0.2, 0.3, 0.5, 0.7, 0.9],
+        help="of patterns, as all below")
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.9, 0.95, 0.98])
     add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add("--thresholds", type=share, nargs="*", default=[0.5, 0.8, 0.9, 0.95], help="of xattention")

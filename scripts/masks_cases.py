@@ -21,6 +21,7 @@ from titan_sparse.attention.masks import Causal, Documents, Mask, Rows, SlidingW
 from titan_sparse.attention.needs import seen_blocks
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.statistics import recording, visible_pairs
+from titan_sparse.attention.tiles import block_tiles
 from titan_sparse.planning import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.synthetic import ragged_lengths
 
@@ -38,7 +39,7 @@ def shapes(bench: Bench, seq_len: int, heads: list[tuple[int, int]]) -> Iterator
 
 def about(case: str, shape: Shape) -> dict:
     """The first fields of a row."""
-    return {"case": case, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "seq_len": shape.seq_len}
+    return {"case": case, **{name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "seq_len")}}
 
 
 def chosen_backend(bench: Bench, shape: Shape, schedule: str = "local") -> str:
@@ -49,8 +50,8 @@ def chosen_backend(bench: Bench, shape: Shape, schedule: str = "local") -> str:
 
 def mean(found: list[dict]) -> dict:
     """Of rows with the same numbers or lists of numbers."""
-    average = lambda key: torch.tensor([row[key] for row in found], dtype=torch.float64).mean(0)
-    return {key: [rounded(x) for x in y.tolist()] if (y := average(key)).ndim else rounded(y.item()) for key in found[0]}
+    average = {key: torch.tensor([row[key] for row in found], dtype=torch.float64).mean(0) for key in found[0]}
+    return {key: [rounded(y) for y in x.tolist()] if x.ndim else rounded(x.item()) for key, x in average.items()}
 
 
 def rates(shape: Shape, found: dict, ranks: int = 1) -> dict:
@@ -64,7 +65,8 @@ def faster(name: str, row: dict, peer: dict) -> dict:
     """How many times faster than the peer a row is, step by step; nothing where one of them failed."""
     if "error" in row or "error" in peer:
         return {}
-    return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in ("forward", "backward", "total")}
+    steps = ("forward", "backward", "total")
+    return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in steps}
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
@@ -83,7 +85,8 @@ torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
 
 def documents(shape: Shape, seed: int) -> Masked:
     lengths = ragged_lengths(shape.seq_len, seed)
-    mask, starts = Documents(lengths), torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=shape.device)
+    mask = Documents(lengths)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=shape.device)
     return Masked(mask, functools.partial(flash4_varlen, starts, max(lengths)),
                   (functools.partial(by_document, torch_flash, lengths), mask))
 
@@ -95,7 +98,7 @@ def window(tokens: int, shape: Shape, seed: int) -> Masked:
 
 
 def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-4's own attention over packed documents, causal inside each. starts: int32, of each one and the end."""
+    """FlashAttention-4's own attention over packed documents, causal inside each. starts: int32, with the end."""
     from flash_attn.cute import flash_attn_varlen_func
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -109,7 +112,7 @@ def flash4_window(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = flash_attn_func(q, k, v, causal=True, window_size=(tokens - 1, 0))  # which counts the keys before the query's own
+    out = flash_attn_func(q, k, v, causal=True, window_size=(tokens - 1, 0))  # keys before its own, and after
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
@@ -130,7 +133,8 @@ def _by_mask(bench: Bench, shape: Shape, row: dict, make: Callable[[Shape, int],
     yardstick = attempt(bench, row | {"name": "torch's flash kernel", "checked_seq_len": small.seq_len}, check)
     yield yardstick
     bounds = yardstick.get("errors", dict.fromkeys(("out", "dq", "dk", "dv"), math.inf))
-    peer = attempt(bench, row | {"name": FLASH4}, functools.partial(_kernel, bench, shape, small, FLASH4, make, packs, bounds))
+    measure = functools.partial(_kernel, bench, shape, small, FLASH4, make, packs, bounds)
+    peer = attempt(bench, row | {"name": FLASH4}, measure)
     yield peer
     auto = backends.choose("auto", shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
     for name in bench.args.backends:
@@ -150,7 +154,7 @@ def _seen(mask: Mask, shape: Shape) -> Tensor:
 
 def _kernel(bench: Bench, shape: Shape, small: Shape, name: str, make: Callable[[Shape, int], Masked], packs: int,
             bounds: dict[str, float]) -> dict:
-    """Errors at the small shape, then times at the other. RuntimeError for a peer that is missing or errors too large."""
+    """Errors at the small shape, then times at the other. RuntimeError for a missing peer, and for errors too large."""
     if name == FLASH4 and flash.missing():
         raise RuntimeError(f"not measured: {flash.missing()}")
     masked = make(small, 0)
@@ -162,7 +166,8 @@ def _kernel(bench: Bench, shape: Shape, small: Shape, name: str, make: Callable[
     for seed in range(packs):
         masked = make(shape, seed)
         pairs = visible_pairs(masked.mask.rows(shape.seq_len)).item()
-        times.append(timed(bench, training_call(_call(name, masked, shape), leaves, d_out)) | {"pairs": pairs})
+        spent = timed(bench, training_call(_call(name, masked, shape), leaves, d_out))
+        times.append(spent | {"pairs": pairs} | ({} if name == FLASH4 else _tables(bench, shape, name, masked.mask)))
     return (average := mean(times)) | rates(shape, average) | {"errors": found}
 
 
@@ -170,6 +175,16 @@ def _call(name: str, masked: Masked, shape: Shape) -> Attention:
     if name == FLASH4:
         return masked.peer
     return functools.partial(ours, name, Dense(), masked.mask.rows(shape.seq_len, shape.device), shape.block_size)
+
+
+def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
+    """What the backend is given to go by, made as in every forward and every backward."""
+    rows = mask.rows(shape.seq_len, bench.device)
+    blocks = torch.arange(shape.seq_len // shape.block_size, device=bench.device)
+    index = Dense().index([], rows, 1, shape.heads, shape.block_size)
+    make = functools.partial(block_tiles, rows, index, blocks, blocks, 1)
+    steps = [functools.partial(make, by_key) for by_key in (False, backends.BACKENDS[backend].READS_BY_KEY)]
+    return {"tables_ms": timed(bench, steps)["total_ms"]}
 
 
 # Packed documents over several GPUs ---------------------------------------------------------------------------------

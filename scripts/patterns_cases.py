@@ -79,8 +79,8 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
     found = timed(bench, training_call(call, leaves, d_out))
     with torch.no_grad(), recording(recall_rows=bench.args.recall_rows) as seen:
         call(*leaves)
-    kept = {"density": seen.density().mean(), "recall": seen.recall[0].mean(), "recall_of_worst_head": seen.recall[0].amin(),
-            **({"capped": seen.capped[0].mean()} if seen.capped else {})}
+    kept = {"density": seen.density().mean(), "recall": seen.recall[0].mean(),
+            "recall_of_worst_head": seen.recall[0].amin(), **({"capped": seen.capped[0].mean()} if seen.capped else {})}
     return {"selection_ms": selection, **found, "step_ms": rounded(selection + found["total_ms"]),
             **{name: rounded(x.item()) for name, x in kept.items()}, "backend": chosen_backend(bench, shape)}
 
@@ -89,10 +89,11 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
 
 
 def at_recall(found: list[dict], recall: float) -> Iterator[dict]:
-    """A row for each pattern: READ_OFF at this recall, linear between the two measurements around it; "error" where none
-    are around it. found: rows of _pattern(), in any order, failed ones too."""
+    """A row for each pattern: READ_OFF at this recall, linear between the two measurements around it; "error" where
+    there are none. found: rows of _pattern(), in any order, failed ones too."""
     for name in dict.fromkeys(row["name"] for row in found):
-        own = sorted((row for row in found if row["name"] == name and "error" not in row), key=lambda row: row["recall"])
+        own = [row for row in found if row["name"] == name and "error" not in row]
+        own.sort(key=lambda row: row["recall"])
         kept, row = [x["recall"] for x in own], {"name": name, "at_recall": recall}
         if not own or not kept[0] <= recall <= kept[-1]:
             measured = f"{kept[0]:.3f} to {kept[-1]:.3f} was" if own else "nothing was"
