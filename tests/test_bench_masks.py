@@ -109,8 +109,8 @@ def test_peers_are_called_as_they_want_to_be(monkeypatch):
 
 
 def test_what_is_too_large():
-    for error, yardstick, large in ((4e-3, 2e-3, False), (4e-3, 1.9e-3, True), (6e-3, 6e-3, True), (torch.nan, 1, True)):
-        assert bool(cases.too_large({"out": error}, {"out": yardstick})) is large
+    for error, bound, large in ((4e-3, 2e-3, False), (4e-3, 1.9e-3, True), (6e-3, 6e-3, True), (torch.nan, 1, True)):
+        assert bool(cases.too_large({"out": error}, {"out": bound})) is large
 
 
 def test_ratios():
