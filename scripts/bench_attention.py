@@ -32,12 +32,12 @@ from bench_attention_cases import (
     FLASH4,
     OURS_DENSE,
     Attention,
-    ReadyIndex,
     Shape,
     dense_peers,
     draw,
     ours,
     random_index,
+    ready_index,
 )
 from bench_attention_errors import cases_to_check, check
 from break_even import break_even, in_words
@@ -173,7 +173,7 @@ def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
         yield row(name, shape, None, 1.0, found, dense)
     for target in args.densities:
         pattern, index = random_index(shape, target, args.columns, args.sinks)
-        ready = ReadyIndex.of(pattern, index)
+        ready = ready_index(pattern, index)
         calls = {backend: functools.partial(ours, backend, ready, rows, shape.block_size) for backend in args.backends}
         density = visited_share(calls[args.backends[0]], tensors[:3])
         selection = selection_times(tensors, pattern, rows, shape.block_size, args.repeats)

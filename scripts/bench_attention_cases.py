@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
@@ -35,23 +35,11 @@ class Shape(NamedTuple):
 # Inputs -------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadyIndex(VerticalSlash):
-    """A vertical-slash pattern that selects what it is given, so that attention can be timed without selection."""
-
-    number: int = 0
-    name: ClassVar[str] = "ready_index"
-
-    @classmethod
-    def of(cls, pattern: VerticalSlash, tensors: list[Tensor]) -> "ReadyIndex":
-        """The pattern whose every selection is `tensors`, with the caps of `pattern`."""
-        # The ops know patterns by their fields: the number tells this one from others with the same caps.
-        ready = cls(**dataclasses.asdict(pattern), number=next(_numbers))
-        object.__setattr__(ready, "tensors", tensors)
-        return ready
-
-    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: ContextParallel, scale: float) -> list[Tensor]:
-        return self.tensors
+def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
+    """A pattern like this one whose every selection is `tensors`, so that attention can be timed without selection."""
+    # The ops know patterns by name and fields: the number tells this one from others with the same fields.
+    members = {"name": f"ready_index {next(_numbers)}", "select_tensors": lambda self, *_: tensors}
+    return type("ReadyIndex", (type(pattern),), members)(**dataclasses.asdict(pattern))
 
 
 def random_index(shape: Shape, density: float, column_share: float, sinks: int) -> tuple[VerticalSlash, list[Tensor]]:
@@ -91,7 +79,7 @@ def draw(shape: Shape) -> list[Tensor]:
 
 
 def ours(backend: str, pattern: Pattern, rows: Rows, block_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """attend(); with a ReadyIndex all of it but the selection."""
+    """attend(); with a ready_index() all of it but the selection."""
     return attend(q, k, v, rows, pattern, backend=backend, block_size=block_size)
 
 

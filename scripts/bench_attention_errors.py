@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from bench_attention_cases import OURS_DENSE, Attention, ReadyIndex, Shape, dense_peers, draw, ours, sdpa
+from bench_attention_cases import OURS_DENSE, Attention, Shape, dense_peers, draw, ours, ready_index, sdpa
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -67,7 +67,7 @@ def cases_to_check(shape: Shape, names: list[str], peers: list[str]) -> Iterator
             if kind == "causal" or name == OURS_DENSE:
                 yield kind, name, call, allowed
         index = pattern.select(*draw(shape)[:2], rows, block_size=block_size)
-        ready, seen = ReadyIndex.of(pattern, index.tensors()), index.dense(mask)[0]
+        ready, seen = ready_index(pattern, index.tensors()), index.dense(mask)[0]
         for name in names:
             yield kind, name, functools.partial(ours, name, ready, rows, block_size), seen
 
@@ -78,8 +78,13 @@ def check(cases: Iterator[tuple[str, str, Attention, Tensor]], shape: Shape) -> 
     for kind, name, call, seen in cases:
         found = results.setdefault(kind, {})
         found[name] = errors(call, shape, seen)
-        worse = {n: e for n, e in found[name].items() if not (e <= 5e-3 and e <= 2 * found["yardstick"][n])}
+        worse = too_large(found[name], found["yardstick"])
         if worse and name != "yardstick":
             print(json.dumps(results, indent=1))
             sys.exit(f"{name} is wrong at {shape.seq_len} tokens, {kind} mask, {shape}: {worse}")
     return results
+
+
+def too_large(found: dict[str, float], yardstick: dict[str, float]) -> dict[str, float]:
+    """Of errors(), those above 5e-3 or above twice the yardstick's."""
+    return {name: error for name, error in found.items() if not (error <= 5e-3 and error <= 2 * yardstick[name])}

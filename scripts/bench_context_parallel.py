@@ -31,6 +31,7 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,8 @@ from titan_sparse.attention import backends
 from titan_sparse.attention.layout import block_multiple
 from titan_sparse.parallel import choose_device, init_distributed
 
+Cases = dict[str, Callable[[Bench], Iterator[dict]]]
+
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,8 +52,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
     add("--seq-len", type=int, default=0, help="tokens of all ranks together; default: each case's own")
     add("--heads", type=head_set, default=(16, 2), help="query heads:KV heads, as 16:2")
-    add("--head-dim", type=int, default=128)
-    add("--block-size", type=int, default=128)
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
     add("--columns", type=share, default=0.005, help="share of the sequence that is columns, of random indexes")
     add("--sinks", type=int, default=30)
@@ -59,14 +60,21 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
     add("--max-columns", type=int, default=2048)
     add("--max-slashes", type=int, default=0, help="0: no cap")
+    add("--pretend-nodes", type=int, default=1, help="nodes that NCCL is told the ranks are on")
+    add_common_options(add)
+    return parser.parse_args(words)
+
+
+def add_common_options(add: Callable) -> None:
+    """Options of every benchmark that measure() carries out. add: a parser's add_argument."""
+    add("--head-dim", type=int, default=128)
+    add("--block-size", type=int, default=128)
     add("--backend", default="auto", choices=["auto", *backends.BACKENDS])
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--repeats", type=int, default=5)
     add("--warm-ups", type=int, default=2, help="calls before the timed ones")
-    add("--pretend-nodes", type=int, default=1, help="nodes that NCCL is told the ranks are on")
     add("--timeout", type=int, default=180, help="seconds until a collective that does not come ends the run")
     add("--out", default="", help="JSON file, written anew after each row")
-    return parser.parse_args(words)
 
 
 def refusal(args: argparse.Namespace, world: int) -> str | None:
@@ -109,11 +117,11 @@ def report(result: dict, row: dict, out: str) -> None:
         os.replace(out + ".part", out)
 
 
-def run(bench: Bench, result: dict) -> None:
+def run(bench: Bench, result: dict, cases: Cases) -> None:
     """All cases in the order asked for; rank 0 reports."""
     for case in bench.args.cases:
         def rows_of_case() -> dict:
-            for row in CASES[case](bench):
+            for row in cases[case](bench):
                 if bench.rank == 0:
                     report(result, row, bench.args.out)
             return {}
@@ -125,26 +133,37 @@ def run(bench: Bench, result: dict) -> None:
             torch.cuda.empty_cache()
 
 
-def main(words: list[str]) -> int:
-    args = parse(words)
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    refused = refusal(args, world)
+def place() -> tuple[int, int]:
+    """This process's rank and the number of processes, as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def measure(args: argparse.Namespace, cases: Cases, refused: str | None, program: str, nodes: int = 1) -> int:
+    """Carry out args.cases over so many (pretended) nodes and return the exit status: 0, or 2 with one line on stderr for
+    what cannot run here."""
+    rank, world = place()
     if refused is None and args.device == "cuda" and not torch.cuda.is_available():
         refused = "there is no GPU here; write --device cpu and small sizes to try it out"
     if refused:
         if rank == 0:
-            print(f"bench_context_parallel.py: {refused}", file=sys.stderr)
+            print(f"{program}: {refused}", file=sys.stderr)
         return 2
-    if args.pretend_nodes > 1:
-        pretend(args.pretend_nodes, rank, world)
     device = choose_device(args.device)
     init_distributed(device, args.timeout)
     if device.type == "cuda":
         torch.set_num_threads(max(1, os.cpu_count() // world))  # torchrun says 1; realistic inputs are made on the CPU
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    run(Bench(args, device, rank, world, args.pretend_nodes), about(args, device, world) | {"rows": []})
+    run(Bench(args, device, rank, world, nodes), about(args, device, world) | {"rows": []}, cases)
     dist.destroy_process_group()
     return 0
+
+
+def main(words: list[str]) -> int:
+    args, (rank, world) = parse(words), place()
+    refused = refusal(args, world)
+    if refused is None and args.pretend_nodes > 1:
+        pretend(args.pretend_nodes, rank, world)
+    return measure(args, CASES, refused, "bench_context_parallel.py", args.pretend_nodes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from bench_attention import training_call, visited_share
-from bench_attention_cases import Attention, ReadyIndex, Shape, draw, random_index, sdpa
+from bench_attention_cases import Attention, Shape, draw, random_index, ready_index, sdpa
 from bench_attention_errors import errors
 from context_parallel_timing import Bench, WithoutTransfers, attempt, cp_mesh, gather, step_times, timed
 from plot_timeline import traced
@@ -37,7 +37,7 @@ def sparse(bench: Bench, seq_len: int,
     tensors = draw(shape._replace(seq_len=seq_len // ranks))
     size = args.block_size if cp is None else None
     select = functools.partial(pattern.select, *(x.detach() for x in tensors[:2]), rows, cp, block_size=size)
-    return attention(bench, ReadyIndex.of(pattern, index), rows, cp), tensors, select
+    return attention(bench, ready_index(pattern, index), rows, cp), tensors, select
 
 
 def rounded(number: float) -> float:
@@ -95,7 +95,7 @@ def dense(bench: Bench) -> Iterator[dict]:
                  functools.partial(_our_dense, bench, shape, layout, schedule))
                 for layout, schedule in itertools.product(("zigzag", "striped"), ("ring", "all_gather"))]
     measured += [({"name": "torch context_parallel", "rotate": method},
-                  functools.partial(_torch_dense, bench, shape, method))
+                  functools.partial(torch_dense, bench, shape, method))
                  for method in ("allgather", "alltoall")]
     for about, measure in measured:
         row = attempt(bench, {"case": "dense", **about, "seq_len": shape.seq_len}, measure)
@@ -110,7 +110,7 @@ def _our_dense(bench: Bench, shape: Shape, layout: str, schedule: str) -> dict:
     return timed(bench, training_call(attention(bench, Dense(), rows, cp), leaves, d_out))
 
 
-def _torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
+def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
     """As it comes: cuDNN, load balancing on. Where it refuses grouped heads, keys and values are repeated before."""
     try:
         return _torch_timed(bench, shape, method) | {"repeated_heads": False}
@@ -167,12 +167,16 @@ def _across(bench: Bench, shape: Shape, schedule: str, gradient_dtype: torch.dty
 
 def _sent(bench: Bench, cp: ContextParallel, steps: list[Callable[[], None]]) -> dict:
     """1e6 bytes that the busiest rank sends, in the forward and in the backward."""
+    return dict(zip(("forward", "backward"), sent_by_rank(bench, cp, steps).amax(0).tolist()))
+
+
+def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Callable[[], None]]) -> Tensor:
+    """1e6 bytes that each rank sends in each step, float64 [ranks, steps]."""
     counts = [cp.bytes_sent]
     for step in steps:
         step()
         counts.append(cp.bytes_sent)
-    sent = gather(bench, [(b - a) / 1e6 for a, b in zip(counts, counts[1:])]).amax(0)
-    return dict(zip(("forward", "backward"), sent.tolist()))
+    return gather(bench, [(b - a) / 1e6 for a, b in zip(counts, counts[1:])])
 
 
 def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Callable[[], None]]:
@@ -239,7 +243,7 @@ def realistic(bench: Bench, shape: Shape) -> tuple[Tensor, Tensor]:
 
 
 def _balance(bench: Bench, pattern: VerticalSlash, rows: Rows, layout: str, prepared: dict) -> dict:
-    ready, cp = ReadyIndex.of(pattern, prepared["index"]), bench.context(layout, "ring")
+    ready, cp = ready_index(pattern, prepared["index"]), bench.context(layout, "ring")
     *leaves, d_out = (cp.shard(prepared[name], 2) for name in ("q", "k", "v", "d_out"))
     leaves = [x.requires_grad_() for x in leaves]
     found = timed(bench, training_call(attention(bench, ready, rows, cp), leaves, d_out))
@@ -296,7 +300,7 @@ def accuracy(bench: Bench) -> Iterator[dict]:
     pattern = VerticalSlash(recall=0.9, max_columns=shape.seq_len * 3 // 100, max_slashes=8)
     pattern.check_block_size(bench.args.block_size)
     index = pattern.select(*(x.detach() for x in draw(shape)[:2]), rows, block_size=bench.args.block_size)
-    ready, seen = ReadyIndex.of(pattern, index.tensors()), index.dense(Causal())[0]
+    ready, seen = ready_index(pattern, index.tensors()), index.dense(Causal())[0]
     about = {"case": "errors", "ranks": bench.world, "seq_len": shape.seq_len}
     alone = attention(bench, ready, rows, None)
     yield attempt(bench, about | {"schedule": "alone"}, lambda: _errors(bench, alone, shape, seen))

@@ -1,4 +1,4 @@
-"""Clocks and context-parallel groups for scripts/bench_context_parallel.py."""
+"""Clocks and context-parallel groups for scripts/bench_context_parallel.py and scripts/bench_masks.py."""
 
 import argparse
 import functools
@@ -36,11 +36,12 @@ class Bench(NamedTuple):
                      self.device.type)
 
     def context(self, layout: str, schedule: str, kind: type[ContextParallel] = ContextParallel,
-                gradient_dtype: torch.dtype | None = None) -> ContextParallel:
+                gradient_dtype: torch.dtype | None = None, overlap_stages: int = 2) -> ContextParallel:
         """A context-parallel group of all ranks, or what looks like one (WithoutTransfers)."""
         nodes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}.get(schedule, 1)
         mesh = cp_mesh(self.device.type, nodes, self.world)
-        return kind(mesh, layout, schedule, self.args.block_size, gradient_dtype=gradient_dtype)
+        return kind(mesh, layout, schedule, self.args.block_size, gradient_dtype=gradient_dtype,
+                    overlap_stages=(overlap_stages, overlap_stages))
 
 
 @functools.cache

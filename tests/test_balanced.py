@@ -21,21 +21,10 @@ from titan_sparse.attention.masks import Causal, Documents, Full, Mask, Rows, Sl
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.slices import Slices
 from titan_sparse.planning import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
+from titan_sparse.synthetic import ragged_lengths
 
 CONSTANTS = Path(__file__).parent.parent / "benchmarks/results/constants_h200.json"
 MILLION, BLOCK = 1 << 20, 128
-
-
-def ragged_lengths(seq_len: int, seed: int) -> list[int]:
-    """Documents of a packed sequence: 71 % of at most 1K tokens, 87 % of 2K, 97.4 % of 8K, the longest 196,608 or a quarter of
-    the sequence (the law that MagiAttention's benchmarks draw from)."""
-    g, found = np.random.default_rng(seed), []
-    limits, shares = np.array([16, 1024, 2048, 8192, 196_608]), np.array([0.71, 0.16, 0.104, 0.026])
-    while sum(found) < seq_len:
-        part = g.choice(4, p=shares)
-        length = int(np.exp(g.uniform(*np.log(limits[part : part + 2]))))
-        found.append(min(length, seq_len // 4, seq_len - sum(found)))
-    return found
 
 
 def incoming_blocks(rows: Rows, table: Tensor, size: int) -> Tensor:

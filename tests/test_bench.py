@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "scripts"))
 import bench_attention  # noqa: E402
 import break_even  # noqa: E402
 import plot_attention_benchmark  # noqa: E402
-from bench_attention_cases import ReadyIndex, Shape, draw, ours, random_index  # noqa: E402
+from bench_attention_cases import Shape, draw, ours, random_index, ready_index  # noqa: E402
 from bench_attention_errors import cases_to_check, check, errors  # noqa: E402
 
 from titan_sparse.attention.masks import Causal  # noqa: E402
@@ -91,7 +91,7 @@ def test_random_index_has_the_density(density):
     shares = seen.sum((1, 2)) / (2048 * 2049 / 2)
     assert (shares > density - 0.02).all() and (shares < density + 0.04).all()          # a diagonal is up to 3 %
     assert len({tuple(row) for row in index[0][0].tolist()}) == 4                       # heads differ
-    call = functools.partial(ours, "eager", ReadyIndex.of(pattern, index), rows, 32)
+    call = functools.partial(ours, "eager", ready_index(pattern, index), rows, 32)
     assert bench_attention.visited_share(call, draw(shape)[:3]) == pytest.approx(shares.mean().item())
     assert all(error < 5e-3 for error in errors(call, shape, seen).values())
 
@@ -100,7 +100,7 @@ def test_two_ready_indices_stay_apart():
     pattern, index = random_index(SHAPE, 0.3, 0.08, 6)
     other = [~index[0], *index[1:]]
     q, k, v, _ = draw(SHAPE)
-    patterns = [ReadyIndex.of(pattern, tensors) for tensors in (index, other)]
+    patterns = [ready_index(pattern, tensors) for tensors in (index, other)]
     first, second = (p.select(q, k, Causal(), block_size=32) for p in patterns)
     assert first.slashes.equal(index[0]) and second.slashes.equal(other[0])
 

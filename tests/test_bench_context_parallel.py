@@ -218,12 +218,12 @@ def test_a_failing_case_does_not_end_the_run(monkeypatch, tmp_path):
         yield {"case": "first", "x": 1}
         raise RuntimeError("out of something")
 
-    monkeypatch.setattr(benchmark, "CASES", {"first": breaks, "second": lambda bench: iter([{"case": "second"}])})
+    of_this_test = {"first": breaks, "second": lambda bench: iter([{"case": "second"}])}
     monkeypatch.setattr(benchmark, "attempt", _attempt_alone)
     out = tmp_path / "result.json"
     args = SimpleNamespace(cases=["first", "second"], out=str(out))
     bench = SimpleNamespace(args=args, rank=0, device=torch.device("cpu"))
-    benchmark.run(bench, {"rows": []})
+    benchmark.run(bench, {"rows": []}, of_this_test)
     assert json.loads(out.read_text())["rows"] == [
         {"case": "first", "x": 1}, {"case": "first", "error": "out of something"}, {"case": "second"}]
 
