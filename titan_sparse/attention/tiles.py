@@ -124,11 +124,13 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     begin = k_blocks * size
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
     listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
-    listed = listed.expand(batch, index.heads, -1, -1)
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
-    by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, batch),
+    # Where heads and sequences are alike the lists are made once and copied.
+    make = lambda full, partial: BlockLists(*(x.expand(batch, index.heads, *x.shape[2:]).contiguous()
+                                              for x in block_lists(full, partial)[:4]))
+    by_key = make(full.mT, partial.mT) if transpose else None
+    return Tiles(make(full, partial), by_key, *query_ranges(rows, q_positions, batch),
                  k_positions.int().view(1, 1, -1), None, size, index.chosen_chunks(q_positions))
 
 
