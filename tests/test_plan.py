@@ -322,7 +322,7 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = [str(tmp_path / "plan.json"), str(tmp_path / "plan.png")]
     words = [config, "--ranks", "8", "--nodes", "2", "--layout", "striped", "zigzag", "--schedule", "ring", "double_ring", "group_cast",
-             "--layers", "2"]
+             "--attention.overlap_stages", "3", "--layers", "2"]
     assert script.main([*words, "--attention.vertical_slash.recall", "0.8", "--out", *out]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| zigzag | double_ring |") == 1 and "rank  7:" in printed and "planned in" in printed
@@ -332,7 +332,16 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(zigzag["pairs_of_rank"]))
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(cast["pairs_of_rank"]))
     assert striped["worker_imbalance_per_step"] < zigzag["worker_imbalance_per_step"]
+    assert len(cast["pairs_of_rank_and_step"][0]) == 1 + 3              # the own blocks, then stages
     assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+def test_padding_suits_all_layouts(config, tmp_path):
+    """2112 tokens are 33 blocks: 36 for four ranks, 40 with zigzag's two runs a rank, in whichever order they are named."""
+    for layouts in (["zigzag", "balanced"], ["balanced", "zigzag"]):
+        words = ["--ranks", "4", "--nodes", "1", "--seq-len", "2112", "--layout", *layouts, "--out", str(tmp_path / "plan.json")]
+        assert script.main([config, *words]) == 0
+        assert json.loads((tmp_path / "plan.json").read_text())["seq_len"] == 40 * 64
 
 
 def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
