@@ -29,13 +29,19 @@ if TYPE_CHECKING:
 TASKS = ("position", "needle", "ruler")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that say what is looked at: --config, and --checkpoint or --hf."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the run's config.toml")
     weights = parser.add_mutually_exclusive_group(required=True)
     weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
     weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}, or tasks of RULER by name")
     parser.add_argument("--lengths", default="", help="tokens, with commas between; default: training.seq_len")
     parser.add_argument("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")

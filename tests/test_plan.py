@@ -256,7 +256,7 @@ def test_group_cast_is_planned_by_stages():
     assert p.work.shape == (8, 3) and p.work.sum() == pytest.approx(4 * 512 * 513 / 2)
     for name, sent in p.skipping_traffic.items():                           # the last blocks are seen by few
         assert (sent <= p.traffic[name]).all() and sent.sum() < p.traffic[name].sum()
-    rows, index = Causal().rows(64 * 8), Dense().index([], Causal().rows(64 * 8), 1, 4, 8)
+    rows = Causal().rows(64 * 8)
     needed = seen_blocks(rows, table := block_ids("striped", 8, 512, 8), 8)
     across = sum(bool(needed[node * 4 : node * 4 + 4, block].any()) for node in range(2) for block in range(64)
                  if block % 8 // 4 != node)

@@ -36,7 +36,8 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
     sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
     pattern = _pattern(attention)
     lines = [
-        ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
+        ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, "
+                  f"{dtype}"),
         ("mesh", f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"
                  f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {device.type}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, {sequences} sequences a step of {training.seq_len:,}"

@@ -63,11 +63,7 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_device(self.device)
-        resumes = config.checkpoint.enable and newest_checkpoint(training.output_dir) is not None
-        if config.model.initial_hf and not resumes:
-            from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
-
-            check_weights(config.model.initial_hf, self.model_config)
+        _check_initial_weights(config, self.model_config)
         self.loader = _open_data(config, self.model_config)
         self.validation = Validation(config, self.loader.tokenizer)
         self.stop_signals = 0
@@ -311,6 +307,15 @@ class Trainer:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
             recomputed: float) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
+
+
+def _check_initial_weights(config: "Config", model: DecoderConfig) -> None:
+    """Refuses a model.initial_hf that does not fit, unless the run resumes from its own checkpoint: ValueError."""
+    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
+    if config.model.initial_hf and not resumes:
+        from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
+
+        check_weights(config.model.initial_hf, model)
 
 
 def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:
