@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 def _pattern(attention: "Attention") -> str:
     """The pattern and its most important choices."""
     name, slash, cells = attention.pattern, attention.vertical_slash, attention.xattention
+    joint = " jointly" if slash.budget == "joint" else ""
     if name == "moba":
         return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
     if name == "xattention" or (name == "vertical_slash" and slash.index == "xattention"):
         return f"xattention (threshold {cells.threshold:g}, stride {cells.stride})"
-    return name + (f" (recall {slash.recall:g}, at most {slash.max_columns} columns)" if name == "vertical_slash" else "")
+    return name + (f" (recall {slash.recall:g}{joint}, at most {slash.max_columns} columns)" if name == "vertical_slash" else "")
 
 
 def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
