@@ -76,7 +76,7 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     if args.attention == "dense":
         config.attention.pattern = "dense"
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
-        config.attention.schedule = "auto"
+        config.attention.schedule, config.parallelism.cp_intra = "auto", 0
     if config.attention.schedule != "group_cast":
         config.attention.overlap_stages, config.attention.overlap_stages_backward = 2, 0
     config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"

@@ -62,7 +62,8 @@ def test_results_of_a_run(folder, one):
 
 def test_dense_and_generated(folder, one):
     # As in the config.toml of a run over several ranks: what says how they share a sequence is no obstacle on one.
-    several = ["--attention.schedule", "group_cast", "--attention.overlap_stages", "3", "--attention.layout", "balanced"]
+    several = ["--attention.schedule", "group_cast", "--attention.overlap_stages", "3", "--attention.layout", "balanced",
+               "--parallelism.cp_intra", "8"]
     assert main(_words(folder, "dense", *several, "--attention", "dense", "--tasks", "position,niah_multikey_3", "--lengths", "1100",
                        "--samples", "1", "--answers", "generated")) == 0
     dense = _results(folder, "dense")
