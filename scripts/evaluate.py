@@ -14,8 +14,9 @@ import csv
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from titan_sparse.config import Config, Flags, check, load, world_from_environment
 from titan_sparse.config.mixture import single_source
@@ -220,10 +221,15 @@ def main(words: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run(main: Callable[[list[str]], int]) -> NoReturn:
+    """End this process with the status of main(words); after a success without its process group."""
     status = main(sys.argv[1:])
     if status == 0:
         import torch.distributed as dist
 
         dist.destroy_process_group()
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.evaluate import load_for_evaluation, parser_of
+from scripts.evaluate import load_for_evaluation, parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
 from titan_sparse.models.flavours import resolve
@@ -108,9 +108,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if status == 0:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-    sys.exit(status)
+    run(main)
