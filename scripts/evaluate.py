@@ -225,9 +225,9 @@ def run(main: Callable[[list[str]], int]) -> NoReturn:
     """End this process with the status of main(words); after a success without its process group."""
     status = main(sys.argv[1:])
     if status == 0:
-        import torch.distributed as dist
+        from titan_sparse.parallel import leave_distributed
 
-        dist.destroy_process_group()
+        leave_distributed()
     sys.exit(status)
 
 
