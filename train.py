@@ -28,6 +28,7 @@ def main() -> int:
     # Imported here: a mistake in the config is told before torch has even been loaded.
     import torch.distributed as dist
 
+    from titan_sparse.parallel import leave_distributed
     from titan_sparse.trainer import Trainer
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
@@ -40,7 +41,7 @@ def main() -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    dist.destroy_process_group()
+    leave_distributed()
     return 0
 
 

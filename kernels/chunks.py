@@ -6,7 +6,6 @@ range start <= p < stop that the mask gives a query, tile by tile; in a tile not
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -33,7 +33,7 @@ def read_metrics(run: str | Path) -> dict[int, dict]:
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{run} is neither a run's output_dir with metrics.jsonl nor such a file")
+        raise ValueError(f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; write one of them")
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {line["step"]: line for line in lines}

@@ -14,8 +14,9 @@ import csv
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from titan_sparse.config import Config, Flags, check, load, world_from_environment
 from titan_sparse.config.mixture import single_source
@@ -29,13 +30,19 @@ if TYPE_CHECKING:
 TASKS = ("position", "needle", "ruler")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that say what is looked at: --config, and --checkpoint or --hf."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the run's config.toml")
     weights = parser.add_mutually_exclusive_group(required=True)
     weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
     weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
+    return parser
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}, or tasks of RULER by name")
     parser.add_argument("--lengths", default="", help="tokens, with commas between; default: training.seq_len")
     parser.add_argument("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
@@ -70,7 +77,9 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     if args.attention == "dense":
         config.attention.pattern = "dense"
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
-        config.attention.schedule = "auto"
+        config.attention.schedule, config.parallelism.cp_intra = "auto", 0
+    if config.attention.schedule != "group_cast":
+        config.attention.overlap_stages, config.attention.overlap_stages_backward = 2, 0
     config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
     config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
                                  compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)
@@ -212,10 +221,15 @@ def main(words: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run(main: Callable[[list[str]], int]) -> NoReturn:
+    """End this process with the status of main(words); after a success without its process group."""
     status = main(sys.argv[1:])
     if status == 0:
-        import torch.distributed as dist
+        from titan_sparse.parallel import leave_distributed
 
-        dist.destroy_process_group()
+        leave_distributed()
     sys.exit(status)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.evaluate import load_for_evaluation
+from scripts.evaluate import load_for_evaluation, parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
 from titan_sparse.models.flavours import resolve
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="the run's config.toml")
-    weights = parser.add_mutually_exclusive_group(required=True)
-    weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
-    weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
+    parser = parser_of(__doc__)
     parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
     parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
     parser.add_argument("--rows", type=int, default=64, help="random queries that recall and density are taken from")
@@ -113,9 +108,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    if status == 0:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-    sys.exit(status)
+    run(main)

@@ -9,6 +9,7 @@ document. All times are of one attention layer, selection not included. docs/pla
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -63,9 +64,14 @@ def settings(args: argparse.Namespace, words: list[str]) -> tuple[Config, int, i
     pairs = [(layout, schedules.choose(nodes, intra) if schedule == "auto" else schedule)
              for layout in args.layout or [config.attention.layout]
              for schedule in args.schedule or [config.attention.schedule]]
+    casts = any(schedule == "group_cast" for _, schedule in pairs)
     for layout, schedule in pairs:
-        config.attention.layout, config.attention.schedule = layout, schedule
-        check(config, ranks, intra)
+        # Stages are group_cast's alone, which is no reason to refuse to compare it with others.
+        stages = {"overlap_stages": 2, "overlap_stages_backward": 0} if casts and schedule != "group_cast" else {}
+        attention = dataclasses.replace(config.attention, layout=layout, schedule=schedule, **stages)
+        check(dataclasses.replace(config, attention=attention), ranks, intra)
+    # The sequence is padded once, for all layouts.
+    config.attention.layout = "zigzag" if any(layout == "zigzag" for layout, _ in pairs) else pairs[0][0]
     unknown = [path for path in args.out if Path(path).suffix not in (".json", ".png")]
     if unknown:
         raise ConfigError(f"--out {unknown[0]}: write a name that ends in .json or .png")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from titan_sparse.config import Config, load_and_check
 from titan_sparse.config.reading import show
-from titan_sparse.config.sections import KINDS
 from titan_sparse.flops import causal_pairs, flops_per_token
 from titan_sparse.models.flavours import resolve
 
@@ -82,7 +81,7 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
     blocks = {"xattention.threshold": 0.9, "xattention.dense_below": size.dense_below}
     fixed = {f"vertical_slash.{bound}_{name}": count for bound in ("min", "max")
              for name, count in (("columns", size.fixed_columns), ("slashes", size.fixed_slashes))}
-    found = {
+    return {
         "dense": {"pattern": "dense"},
         "vertical_slash_90": {**probe, "vertical_slash.recall": 0.9},
         "vertical_slash_95": {**probe, "vertical_slash.recall": 0.95},
@@ -92,7 +91,6 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
         "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
         "minference": {**probe, **fixed},
     }
-    return {name: keys for name, keys in found.items() if all(f"attention.{key}" in KINDS for key in keys)}
 
 
 def configuration(size: Size, folder: Path, name: str) -> Config:

@@ -17,3 +17,12 @@ def _no_process_group_for_the_next_file() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that another test compiled counts, and nothing of this one for the next."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

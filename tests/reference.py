@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from titan_sparse.models.flavours import DecoderConfig
+
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """out and lse over bool [B, Hq, S, S]; rows that see nothing give 0 and -inf."""
@@ -39,3 +41,8 @@ def structured_qkv(batch: int, heads: int, kv_heads: int, seq_len: int, dim: int
 def _rotate(x: Tensor, angle: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+
+
+def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:
+    """What one layer's attention keeps of `tokens` local tokens: out in `dtype`, lse in fp32 (fp64 for fp64)."""
+    return tokens * config.heads * (config.head_dim * dtype.itemsize + max(dtype.itemsize, 4))

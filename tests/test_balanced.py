@@ -106,7 +106,7 @@ def _check_table(rows: Rows, ranks: int, size: int) -> Tensor:
     return table
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=8), min_size=1, max_size=3), st.integers(1, 5),
        st.sampled_from([4, 16]), st.integers(0, 60), st.integers(0, 7))
 def test_any_documents_are_dealt_in_equal_shares(lengths, ranks, size, window, more):
@@ -116,7 +116,7 @@ def test_any_documents_are_dealt_in_equal_shares(lengths, ranks, size, window, m
     _check_table(mask.rows(seq_len), ranks, size)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, 12), st.sampled_from([1, 2, 3, 4, 6]))
 def test_any_slices_are_dealt_in_equal_shares(seed, wanted, ranks):
     _check_table(Slices.of(random_legal(seed, wanted)).rows(SEQ_LEN), ranks, 8)
@@ -178,9 +178,9 @@ def test_slow_links_outweigh_work():
 def test_planning_a_million_tokens_is_short():
     rows, spent = Documents(ragged_lengths(MILLION, 0)).rows(MILLION), []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         block_table(rows, 8, BLOCK)
-        spent.append(time.perf_counter() - began)
+        spent.append(time.process_time() - began)
     assert min(spent) < 0.05, spent                                           # 4.5 ms on a core of 2026
 
 

@@ -1,6 +1,7 @@
 """Attention and training in the layout "balanced" over 2, 3 and 4 processes against one."""
 
 import functools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.statistics import recording
+from titan_sparse.trainer import Trainer
 
 BLOCK, SEQ_LEN = 16, 192
 DOCUMENTS = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])
@@ -168,6 +170,11 @@ def _train(folder: Path) -> None:
         torch.testing.assert_close(weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
         if "attention__mask" not in case:
             assert len({str(table.tolist()) for table in tables}) > 1
+    # What outlives the process groups may abort the process when Python ends.
+    trainer = Trainer(tiny_config(folder, "held", attention__layout="balanced", parallelism__cp=size))
+    held = weakref.ref(trainer)
+    del trainer
+    assert held() is None
 
 
 def test_training_is_that_of_one_process(tmp_path):

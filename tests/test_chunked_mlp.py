@@ -1,6 +1,5 @@
 """The MLP over chunks of tokens: equal to the whole one, one op in a compiled block, no forward run for nothing."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,14 +16,7 @@ from titan_sparse.models.decoder import MLP, Block
 from titan_sparse.models.rope import inverse_frequencies, rope_tables
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:

@@ -16,7 +16,7 @@ def _run(folder, losses: dict) -> str:
 
 def test_differences_by_step_and_the_later_line_counts(tmp_path):
     a = _run(tmp_path / "a", {2: 4.0, 1: 5.0})
-    b = _run(tmp_path / "b", {1: 5.0, 2: 9.0})
+    _run(tmp_path / "b", {1: 5.0, 2: 9.0})
     with open(tmp_path / "b/metrics.jsonl", "a") as file:  # resumed from step 1
         file.write(json.dumps({"step": 2, "loss": 4.1}) + "\n")
     found = differences(a, tmp_path / "b/metrics.jsonl")
@@ -47,7 +47,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 3: 4.0})
     empty = _run(tmp_path / "empty", {})
     for words, reason in (([a, b], "only one of them has step 2"), ([a, str(tmp_path)], "neither a run's output_dir"),
-                          ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"), ([a, a, "--field", "recall"], "recall was not logged"), ([empty, empty], "no step's metrics")):
+                          ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"),
+                          ([a, a, "--field", "recall"], "recall was not logged"), ([empty, empty], "no step's metrics")):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1

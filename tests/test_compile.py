@@ -1,7 +1,7 @@
 """attend() inside torch.compile and under selective activation checkpointing."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,12 +38,7 @@ class Layer(nn.Module):
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _input(seed: int) -> Tensor:

@@ -66,8 +66,18 @@ def test_named_files_exist(page):
     assert [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()] == []
 
 
-def test_tree_of_the_design_names_files_that_exist():
+def test_tree_of_the_design_names_all_files():
     tree = (ROOT / "docs/design.md").read_text().split("## The house\n```\n")[1].split("```")[0]
-    names = [name for line in tree.splitlines() for name in re.findall(r"^ *([\w.]+\.py)(?:, ([\w.]+\.py))?", line)]
-    files = {path.name for path in ROOT.glob("titan_sparse/**/*.py")} | {path.name for path in ROOT.glob("kernels/**/*.py")} | {"train.py"}
-    assert len(names) > 30 and {name for pair in names for name in pair if name} <= files
+    files = {path.name for folder in ("titan_sparse", "kernels", "scripts") for path in (ROOT / folder).glob("**/*.*")
+             if path.suffix in (".py", ".sh")} | {"train.py"}
+    assert set(re.findall(r"[\w]+\.(?:py|sh)\b", tree)) == files
+
+
+def test_pages_are_listed_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"[docs/{page.name}](docs/{page.name}) |" not in text] == []
+
+
+def test_test_files_are_listed():
+    text = (ROOT / "docs/testing.md").read_text()
+    assert [path.name for path in (ROOT / "tests").glob("[!_]*.py") if f"`tests/{path.name}`" not in text] == []

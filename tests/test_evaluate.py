@@ -61,7 +61,10 @@ def test_results_of_a_run(folder, one):
 
 
 def test_dense_and_generated(folder, one):
-    assert main(_words(folder, "dense", "--attention", "dense", "--tasks", "position,niah_multikey_3", "--lengths", "1100",
+    # As in the config.toml of a run over several ranks: what says how they share a sequence is no obstacle on one.
+    several = ["--attention.schedule", "group_cast", "--attention.overlap_stages", "3", "--attention.layout", "balanced",
+               "--parallelism.cp_intra", "8"]
+    assert main(_words(folder, "dense", *several, "--attention", "dense", "--tasks", "position,niah_multikey_3", "--lengths", "1100",
                        "--samples", "1", "--answers", "generated")) == 0
     dense = _results(folder, "dense")
     # The documents are shorter than both lengths: the windows are the same, but for their number.
@@ -82,7 +85,9 @@ def _check_two_ranks(one: dict, two: dict) -> None:
 
 
 def test_two_ranks_that_share_a_sequence_find_the_same(folder, one):
-    run_processes(2, _evaluate, _words(folder, "two", *NEEDLES, "--parallelism.cp", "2"))
+    words = ["--parallelism.cp", "2", "--attention.layout", "balanced", "--attention.schedule", "group_cast",
+             "--attention.overlap_stages", "1"]
+    run_processes(2, _evaluate, _words(folder, "two", *NEEDLES, *words))
     _check_two_ranks(one, _results(folder, "two"))
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.activation_checkpoint import _full_contexts, attention_bytes
+from tests.reference import attention_bytes, dense_attention, gradients, structured_qkv
+from titan_sparse.activation_checkpoint import _full_contexts
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash

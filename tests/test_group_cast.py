@@ -85,7 +85,7 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
         assert all(torch.equal(a.sum(1), b) for a, b in zip(traffic(wanted, stages, back), sums, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(WORLDS), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, seed):
     g, size = torch.Generator().manual_seed(seed), world[0] * world[1]

@@ -283,7 +283,8 @@ def test_recorded_over_two_nodes():
 def _check_training(folder: Path) -> None:
     for cp, layout in ((2, "contiguous"), (1, "striped")):
         config = tiny_config(folder, f"cp{cp}", training__steps=2, parallelism__cp=cp, attention__layout=layout,
-                             attention__schedule="ring" if cp == 2 else "auto", attention__pattern="dense", attention__mask="causal", metrics__tensorboard=True)
+                             attention__schedule="ring" if cp == 2 else "auto", attention__pattern="dense", attention__mask="causal",
+                             metrics__tensorboard=True)
         train(config)
         dist.barrier()
         lines = metrics_of(config)

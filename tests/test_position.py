@@ -53,8 +53,9 @@ def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all() and one.sentences(300) == other.sentences(300)
 
 
-def _compare(folder, cp: int) -> None:
-    config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
+def _compare(folder, cp: int, layout: str, schedule: str) -> None:
+    config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense", attention__layout=layout,
+                         attention__schedule=schedule)
     scorer, documents = scorer_of(config)
     for stride in (LENGTH, 40):
         found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
@@ -87,8 +88,9 @@ def test_what_json_has_not_is_null():
 
 
 def _on_two_ranks(folder) -> None:
-    for cp in (1, 2):  # an odd number of windows over two ranks; two ranks share each window
-        _compare(folder, cp)
+    _compare(folder, 1, "striped", "auto")  # an odd number of windows over two ranks
+    for layout, schedule in (("striped", "auto"), ("balanced", "group_cast")):  # two ranks share each window
+        _compare(folder, 2, layout, schedule)
     _uneven(folder)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_processes
-from tests.reference import structured_qkv
-from titan_sparse.activation_checkpoint import _full_contexts, attention_bytes, choose_recompute
-from titan_sparse.attention import ContextParallel, attend, gathered, ring
+from tests.reference import attention_bytes, structured_qkv
+from titan_sparse.activation_checkpoint import _full_contexts, choose_recompute
+from titan_sparse.attention import ContextParallel, attend, ring
 from titan_sparse.attention.context_parallel import context_by_key, single_key
 from titan_sparse.attention.masks import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -42,12 +42,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.set_num_threads(1)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _block(mask, pattern, recomputed: float, cp: ContextParallel | None = None, backend: str = "auto") -> Callable:

@@ -61,7 +61,10 @@ def _go_on(folder: Path, overrides: dict) -> None:
     torch.testing.assert_close(_lines(config), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size, overrides", [(1, {"parallelism__cp": 1}), (4, {"parallelism__cp": 4})])
+@pytest.mark.parametrize("world_size, overrides", [
+    (1, {"parallelism__cp": 1}),
+    (4, {"parallelism__cp": 4, "attention__layout": "balanced", "attention__schedule": "group_cast"}),
+])
 def test_another_world_size(tmp_path, world_size, overrides):
     write_texts(tmp_path / "texts")
     run_processes(2, _save, tmp_path)

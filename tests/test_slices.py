@@ -65,7 +65,7 @@ def test_tiles_of_a_batch():
     _check_tiles(Slices.batch([mask for mask, _ in cases]), torch.stack([truth for _, truth in cases]), 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**9), wanted=st.integers(0, 12), size=st.sampled_from([1, 4, 8]))
 def test_random_legal_slices(seed, wanted, size):
     written = random_legal(seed, wanted, 40)
@@ -74,7 +74,7 @@ def test_random_legal_slices(seed, wanted, size):
     _check_tiles(mask, truth[None], size)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(*[st.integers(0, 12)] * 4, st.sampled_from(slices.KINDS)), max_size=4))
 def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
     written = [(*sorted(x[:2]), *sorted(x[2:4]), x[4]) for x in drawn]

@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from titan_sparse.attention import SAVED_OPS
-from titan_sparse.models.flavours import DecoderConfig
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
@@ -66,8 +65,3 @@ def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> flo
     peak_gib: of a share. In steps, so that a little more or less free memory does not change a run.
     """
     return next((n / _STEPS for n in range(_STEPS) if peak_gib(n / _STEPS) <= free_gib), 1.0)
-
-
-def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:
-    """What one layer's attention keeps of `tokens` local tokens: out in `dtype`, lse in fp32 (fp64 for fp64)."""
-    return tokens * config.heads * (config.head_dim * dtype.itemsize + max(dtype.itemsize, 4))

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 def _pattern(attention: "Attention") -> str:
     """The pattern and its most important choices."""
     name, slash, cells = attention.pattern, attention.vertical_slash, attention.xattention
+    joint = " jointly" if slash.budget == "joint" else ""
     if name == "moba":
         return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
     if name == "xattention" or (name == "vertical_slash" and slash.index == "xattention"):
         return f"xattention (threshold {cells.threshold:g}, stride {cells.stride})"
-    return name + (f" (recall {slash.recall:g}, at most {slash.max_columns} columns)" if name == "vertical_slash" else "")
+    return name + (f" (recall {slash.recall:g}{joint}, at most {slash.max_columns} columns)" if name == "vertical_slash" else "")
 
 
 def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextParallel, kernel: str,
@@ -36,7 +37,8 @@ def banner(config: "Config", model: DecoderConfig, meshes: Meshes, cp: ContextPa
     sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
     pattern = _pattern(attention)
     lines = [
-        ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, {dtype}"),
+        ("model", f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, "
+                  f"{dtype}"),
         ("mesh", f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"
                  f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {device.type}"),
         ("data", f"{config.data.source}, tokenizer {config.data.tokenizer}, {sequences} sequences a step of {training.seq_len:,}"

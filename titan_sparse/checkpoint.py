@@ -72,7 +72,8 @@ class Checkpointer:
         if not self.section.enable:
             return False
         if self.section.load_step >= 0 and not _complete(self._path(self.section.load_step)):
-            raise ValueError(f"checkpoint.load_step = {self.section.load_step}: no complete checkpoint in {self._path(self.section.load_step)}")
+            raise ValueError(f"checkpoint.load_step = {self.section.load_step}: no complete checkpoint in "
+                             f"{self._path(self.section.load_step)}; write another step, or -1 for the newest")
         if self.manager.load(step=self.section.load_step):
             return True
         if self.section.initial_load_path:
@@ -125,7 +126,8 @@ class Checkpointer:
 
     def _load_weights(self, path: str) -> None:
         if not _complete(path):
-            raise ValueError(f"checkpoint.initial_load_path = {path} holds no complete checkpoint (a folder step-N with .metadata)")
+            raise ValueError(f"checkpoint.initial_load_path = {path} holds no complete checkpoint; write a folder "
+                             "step-N that has a file .metadata")
         state = get_model_state_dict(self.model)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state)

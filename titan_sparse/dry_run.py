@@ -14,12 +14,12 @@ import torch
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.patterns import Pattern
+from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import is_ragged, padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.flops import causal_pairs, flops_per_token
 from titan_sparse.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
-from titan_sparse.trainer import build_pattern
 
 if TYPE_CHECKING:
     from titan_sparse.config import Config

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.context_parallel import forget_contexts
 from titan_sparse.config import resolve_overlap_stages
 from titan_sparse.models.decoder import Decoder
 
@@ -56,6 +57,16 @@ def init_distributed(device: torch.device, timeout_seconds: int) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def leave_distributed() -> None:
+    """The end of a distributed program: no process group is left.
+
+    Those of context parallelism are let go before: what Python itself tears down last may abort the process, as gloo's
+    threads then find no interpreter.
+    """
+    forget_contexts()
+    dist.destroy_process_group()
 
 
 def build_meshes(parallelism: "Parallelism", cp_intra: int, device_type: str) -> Meshes:

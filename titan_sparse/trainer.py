@@ -43,7 +43,7 @@ from titan_sparse.timeouts import meet, set_timeout
 from titan_sparse.watch import Watch
 
 if TYPE_CHECKING:
-    from titan_sparse.config import Config
+    from titan_sparse.config import Attention, Config
 
 logger = logging.getLogger("titan_sparse")
 
@@ -63,11 +63,7 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_device(self.device)
-        resumes = config.checkpoint.enable and newest_checkpoint(training.output_dir) is not None
-        if config.model.initial_hf and not resumes:
-            from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
-
-            check_weights(config.model.initial_hf, self.model_config)
+        _check_initial_weights(config, self.model_config)
         self.loader = _open_data(config, self.model_config)
         self.validation = Validation(config, self.loader.tokenizer)
         self.stop_signals = 0
@@ -86,7 +82,7 @@ class Trainer:
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
-        self.loader.place = self._block_table if self.cp.depends_on_mask else None
+        self.loader.place = functools.partial(_block_table, config.attention, self.cp) if self.cp.depends_on_mask else None
         self.recomputed = self._recomputed_share()
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
@@ -250,10 +246,6 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def _block_table(self, lengths: list[list[int]], seq_len: int) -> Tensor:
-        """For a layout that depends on the mask: the blocks of every rank in this batch, before it is sharded."""
-        return self.cp.balance(build_mask(self.config.attention, lengths).rows(seq_len)).table
-
     def _clip(self) -> Tensor:
         """Scale gradients down to training.max_norm; returns their norm before that."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -311,6 +303,23 @@ class Trainer:
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
             recomputed: float) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
+
+
+def _block_table(attention: "Attention", cp: ContextParallel, lengths: list[list[int]], seq_len: int) -> Tensor:
+    """For a layout that depends on the mask: the blocks of every rank in a batch, before it is sharded.
+
+    No method: the loader would keep the trainer, and with it process groups, until Python has torn itself down, which ends
+    in an abort."""
+    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table
+
+
+def _check_initial_weights(config: "Config", model: DecoderConfig) -> None:
+    """Refuses a model.initial_hf that does not fit, unless the run resumes from its own checkpoint: ValueError."""
+    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
+    if config.model.initial_hf and not resumes:
+        from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
+
+        check_weights(config.model.initial_hf, model)
 
 
 def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:

@@ -134,11 +134,13 @@ def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
     if pattern.dynamic and not rows.causal:
         raise ValueError(f'pattern "{pattern.name}" needs a causal mask; write mask=Causal() & ... or pattern=Dense()')
     if rows.start.shape[1] != seq_len:
-        raise ValueError(f"the mask is for {rows.start.shape[1]} tokens, q and cp make {seq_len}")
+        raise ValueError(f"the mask is for {rows.start.shape[1]} tokens, q and cp make {seq_len}; write mask.rows({seq_len})")
     if rows.start.shape[0] not in (1, q.shape[0]):
-        raise ValueError(f"the mask is for {rows.start.shape[0]} sequences, q holds {q.shape[0]}")
+        raise ValueError(f"the mask is for {rows.start.shape[0]} sequences, q holds {q.shape[0]}; write a mask "
+                         "for one, which holds for all, or for as many")
     if cp.size > 1 and q.shape[2] % cp.block_size:
-        raise ValueError(f"{q.shape[2]} local tokens are not whole blocks of {cp.block_size}; pad the sequence")
+        raise ValueError(f"{q.shape[2]} local tokens are not whole blocks of {cp.block_size}; pad the sequence to a multiple of "
+                         f"{cp.block_size * cp.size} tokens")
     if cp.size > 1:
         _check_table(rows.table, cp, q.shape[2] // cp.block_size)
     return rows

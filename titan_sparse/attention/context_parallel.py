@@ -269,6 +269,13 @@ def single_key(block_size: int) -> str:
     return f"single:{block_size}"
 
 
+def forget_contexts() -> None:
+    """Let go of every ContextParallel made so far, none of which can be used any more: at the end of a program."""
+    _CONTEXTS.clear()
+    _GROUPS.clear()
+    ContextParallel.block_table.cache_clear()
+
+
 def context_by_key(key: str) -> ContextParallel:
     """The ContextParallel whose `key` this is: custom ops take strings, not objects."""
     if key not in _CONTEXTS:

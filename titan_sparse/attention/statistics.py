@@ -25,7 +25,6 @@ from titan_sparse.attention.tiles import all_blocks, covered_columns
 from titan_sparse.attention.transport import route
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel import ContextParallel
     from titan_sparse.attention.run import Run
 
 _Q_BLOCKS, _KEYS = 256, 8192

@@ -1,7 +1,7 @@
 """The TOML configuration. Imports no torch: all of it runs before any process group exists, and errors come at once.
 
 sections.py: the sections as dataclasses, a documented field per key. reading.py: command line and TOML to a Config,
-and back. checking.py: refuses impossible combinations; the sizes that other parts derive from the configuration.
+and back. checking.py, checking_attention.py: refuse impossible combinations; the sizes that other parts derive.
 """
 
 from titan_sparse.config.checking import (

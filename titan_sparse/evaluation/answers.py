@@ -32,11 +32,6 @@ def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
     return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
 
 
-def string_match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the prediction holds any of the references, whatever the case, else 0: RULER's scorer of QA."""
-    return float(any(reference.lower() in prediction.lower() for reference in references))
-
-
 def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list[dict[str, Any]]:
     """One record a sample, in order and the same on all ranks: its `about`, and "prediction" (text), "score"
     (string_match_all). Teacher-forced also "loss" (mean cross-entropy of the answer's tokens), "correct" (share of them

@@ -31,7 +31,8 @@ class Layer(NamedTuple):
     column_mass: [Hq, bins], share of the last rows' mass by position of the key. diagonal_mass: [Hq, K], share of all sampled
     rows' mass by distance in blocks. top_k: [Hq, len(TOP_K)], mean share that a row's k largest keys hold.
     top_k_density: [len(TOP_K)], these keys of all that the random rows may see. columns, diagonals, blocks: [Hq,
-    len(SHARES)], how many of the largest hold these shares: of the last rows' columns, of their diagonals, of a random row's blocks (mean). curves: a dict of each pattern and setting.
+    len(SHARES)], how many of the largest hold these shares: of the last rows' columns, of their diagonals, of a random
+    row's blocks (mean). curves: a dict of each pattern and setting.
     """
 
     column_mass: Tensor

@@ -50,8 +50,8 @@ def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
 
 
 def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
-    """Join the process group, unless that is done, build config.model and fill it from `checkpoint` (a folder step-N), or, if that is None,
-    from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
+    """Join the process group, unless that is done, build config.model and fill it from `checkpoint` (a folder step-N),
+    or, if that is None, from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
 
     Raises ValueError, before any process group, for a tokenizer or weights that do not fit the model.
     """

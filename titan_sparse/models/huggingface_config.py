@@ -61,7 +61,7 @@ def read_config(folder: str) -> DecoderConfig:
         return DecoderConfig(
             **sizes, kv_heads=values.get("num_key_value_heads") or heads, qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm, head_dim=values.get("head_dim") or family.head_dim or sizes["hidden_size"] // heads,
-            tied_embeddings=values.get("tie_word_embeddings", False), rope=_read_rope(path, values),
+            tied_embeddings=values.get("tie_word_embeddings", False), rope=_read_rope(values),
         )
     except ValueError as error:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
@@ -120,7 +120,7 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
                          "only full_attention can be trained")
 
 
-def _read_rope(path: Path, values: dict[str, Any]) -> RopeConfig:
+def _read_rope(values: dict[str, Any]) -> RopeConfig:
     """transformers 4 writes rope_theta and rope_scaling, transformers 5 both in one table rope_parameters."""
     table = values.get("rope_scaling") or values.get("rope_parameters") or {}
     table = {"rope_theta": values.get("rope_theta")} | table
