@@ -67,7 +67,8 @@ class Watch:
             self.store = dist.PrefixStore(self.prefix, _connection(dist.distributed_c10d._get_default_store()))
             self.lock = threading.Lock()
             self._give_sign()
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+            self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self.thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, frames: TracebackType | None) -> None:
@@ -80,6 +81,8 @@ class Watch:
             self.closed = True
             self._give_sign()
             self.wake.set()
+            if error is None:  # a thread inside the store when Python ends aborts the process
+                self.thread.join(5 * self.beat_seconds)
         except RuntimeError as broken:  # must not hide `error`
             self._say_that_store_is_gone(broken)
 
