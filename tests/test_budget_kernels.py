@@ -82,8 +82,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+LONG = {("many", "window"), ("many", "none"), ("many", "orders of magnitude"), ("many, gaps", "window"), ("many, gaps", "none"),
+        ("many, gaps", "random"), ("more than a chunk of ties", "none"), ("more than a chunk of ties", "window")}
+
+
+@pytest.mark.parametrize("layout, kind", [pytest.param(layout, kind, marks=pytest.mark.slow if (layout, kind) in LONG else ())
+                                          for layout in LAYOUTS for kind in KINDS])
 def test_sets_are_the_definition_and_those_of_the_twin(layout, kind):
     segments = LAYOUTS[layout]
     mass = _masses(kind, segments)
@@ -118,8 +122,8 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern, mask", [pytest.param(pattern, mask, marks=pytest.mark.slow if (i + j) % 2 else ())
+                                           for i, pattern in enumerate(PATTERNS) for j, mask in enumerate(MASKS)])
 def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
     """What VerticalSlash gives to the kernels on a GPU, from masses in fp32."""
     q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 16, seed=5, dtype=torch.float32))

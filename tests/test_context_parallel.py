@@ -89,7 +89,7 @@ def _everything(qkv, d_out, mask, pattern, cp) -> list[torch.Tensor]:
     return [out.detach(), aux.lse, *gradients, seen.density(), torch.stack(seen.recall)]
 
 
-@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param((2,), marks=pytest.mark.slow), (3,), (2, 2), pytest.param((1, 3), marks=pytest.mark.slow)], ids=str)
 def test_parallel_equals_single(axes):
     run_processes(torch.Size(axes).numel(), check_everything, axes, MASKS, PATTERNS, (6, 2) if axes == (2, 2) else (5, 1))
 

@@ -130,7 +130,7 @@ def test_small_blocks(name):
     _check(Case(**SMALL[name]))
 
 
-@pytest.mark.parametrize("name", ["window", "documents"])
+@pytest.mark.parametrize("name", ["window", pytest.param("documents", marks=pytest.mark.slow)])
 def test_pieces_alone(name):
     """forward() and backward() of the backend, piece by piece; gradients with the whole attention's out and lse."""
     case = Case(**CASES[name])

@@ -85,7 +85,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_layouts_and_schedules(folder, world_size):
     run_processes(world_size, _compare, folder, _cases(world_size))
 

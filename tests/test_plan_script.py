@@ -77,6 +77,7 @@ def test_the_script_refuses_in_one_line(config, capsys, words, message):
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_are_planned(config, capsys):
     began = time.process_time()
     assert script.main([config, "--ranks", "1024", "--nodes", "128", "--seq-len", "131072", "--schedule", "double_ring"]) == 0

@@ -62,7 +62,7 @@ def _go_on(folder: Path, overrides: dict) -> None:
 
 
 @pytest.mark.parametrize("world_size, overrides", [
-    (1, {"parallelism__cp": 1}),
+    pytest.param(1, {"parallelism__cp": 1}, marks=pytest.mark.slow),
     (4, {"parallelism__cp": 4, "attention__layout": "balanced", "attention__schedule": "group_cast"}),
 ])
 def test_another_world_size(tmp_path, world_size, overrides):
@@ -82,6 +82,7 @@ def _other_data_parallel_degree(folder: Path) -> None:
     assert trainer.loader.state_dict()["sequence"] == 3 + 3 * 2
 
 
+@pytest.mark.slow
 def test_another_data_parallel_degree(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _save, tmp_path)

@@ -32,6 +32,7 @@ def toy(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_validation_holds_whole_packages_that_are_not_trained_on(toy):
     packages = {name: {path.name.split("-", 1)[1].rpartition("-")[0] for path in (toy / f"text/{name}_texts").iterdir()}
                 for name in ("train", "validation")}
@@ -39,6 +40,7 @@ def test_validation_holds_whole_packages_that_are_not_trained_on(toy):
     assert packages["validation"] == set(json.loads((toy / "text/text.json").read_text())["held_out"])
 
 
+@pytest.mark.slow
 def test_runs_have_the_same_weights_data_and_steps(toy):
     before, dense, sparse = (read_metrics(toy / name) for name in (PRETRAIN, *CHOSEN.split(",")))
     assert max(before) == TOY.pretrain_steps and dense.keys() == sparse.keys() == set(range(1, TOY.steps + 1))
@@ -48,6 +50,7 @@ def test_runs_have_the_same_weights_data_and_steps(toy):
     assert 0 < abs(dense[1]["loss"] - sparse[1]["loss"]) < 0.01  # the same tokens, in another attention
 
 
+@pytest.mark.slow
 def test_evaluation_is_in_the_attention_that_its_name_says(toy):
     found = {path.name: load(["--config", str(path / "config.toml")])[0].attention
              for path in (toy / "evaluation").iterdir() if path.is_dir()}
@@ -64,6 +67,7 @@ def test_evaluation_is_in_the_attention_that_its_name_says(toy):
     assert all(len(part["needle"]["records"]) == TOY.depths * TOY.samples for part in results.values())
 
 
+@pytest.mark.slow
 def test_report_says_what_the_runs_have_logged(toy):
     found = json.loads((toy / "report/results.json").read_text())
     dense, sparse = (read_metrics(toy / name) for name in CHOSEN.split(","))
@@ -82,6 +86,7 @@ def test_report_says_what_the_runs_have_logged(toy):
     assert pictures == ({"loss", "sparsity", "position", "needle"} if has_matplotlib() else set())
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_done_again(toy):
     def state() -> dict[str, int]:
         return {str(path): path.stat().st_mtime_ns for folder in (PRETRAIN, "dense", "evaluation", "text/train")
@@ -93,6 +98,7 @@ def test_what_is_there_is_not_done_again(toy):
     assert state() == before and len(before) > 10
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_size_or_of_something_else_is_refused(toy, tmp_path, capsys):
     assert study.main(["--short", "--out", str(toy)]) == 2
     assert "holds a study of the size toy, not short" in capsys.readouterr().err

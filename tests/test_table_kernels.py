@@ -34,9 +34,16 @@ def _same_lists(got: tiles.BlockLists, want: tiles.BlockLists) -> None:
         assert torch.equal(table.where(inside, 0), wanted_table)
 
 
-@pytest.mark.parametrize("pattern, layout", [(PATTERNS[0], "striped"), (PATTERNS[1], "zigzag")], ids=["open", "capped"])
-@pytest.mark.parametrize("mask", MASKS)
-def test_lists(mask, pattern, layout):
+SETTINGS = {"open": (PATTERNS[0], "striped"), "capped": (PATTERNS[1], "zigzag")}
+
+
+@pytest.mark.parametrize("mask, setting", [
+    ("causal", "capped"), ("window", "open"), ("documents", "open"), ("long and short", "capped"),
+    *(pytest.param(*case, marks=pytest.mark.slow)
+      for case in (("causal", "open"), ("window", "capped"), ("documents", "capped"), ("long and short", "open"))),
+])
+def test_lists(mask, setting):
+    pattern, layout = SETTINGS[setting]
     q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 2, 1, SEQ_LEN, 16, seed=5))
     rows = MASKS[mask].rows(SEQ_LEN, DEVICE)
     index = pattern.select(q, k, rows, block_size=SIZE)
@@ -81,7 +88,8 @@ def test_merge(shape, dtype):
     torch.testing.assert_close(got_lse, want_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mask, queries", [("causal", 16), ("window", 9), ("documents", 24), ("long and short", 16)])
+@pytest.mark.parametrize("mask, queries", [("causal", 16), ("documents", 24), pytest.param("window", 9, marks=pytest.mark.slow),
+                                           pytest.param("long and short", 16, marks=pytest.mark.slow)])
 def test_probe(mask, queries):
     """The kernels and the twin, which is fp32 here, on the same probe."""
     from titan_sparse.attention.context_parallel import context_by_key, single_key
