@@ -49,7 +49,7 @@ def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) ->
     return {rank: sum((sent[other][place] for other in members), []) for place, rank in enumerate(members)}
 
 
-def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> None:
+def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> int:
     size, needs = inter * intra, [set(row.nonzero().flatten().tolist()) for row in needed]
     plans = [plan(needed, table, inter, intra, rank, stages) for rank in range(size)]
     memory, got, crossings = [own.tolist() for own in table], [[] for _ in range(size)], []
@@ -83,6 +83,7 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
     wanted = wanted_blocks(needed, table, inter, intra)
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
         assert all(torch.equal(a.sum(1), b) for a, b in zip(traffic(wanted, stages, back), sums, strict=True))
+    return sum(map(len, got))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -90,7 +91,9 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
 def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, seed):
     g, size = torch.Generator().manual_seed(seed), world[0] * world[1]
     table = torch.randperm(size * n, generator=g).view(size, n)
-    _play(torch.rand(size, size * n, generator=g) < density, table, *world, stages)
+    needed = torch.rand(size, size * n, generator=g) < density
+    own = torch.zeros_like(needed).scatter_(1, table, True)
+    assert _play(needed, table, *world, stages) == (needed & ~own).sum()
 
 
 def test_stages_are_even_and_those_of_the_own_node_come_first():

@@ -1,8 +1,10 @@
 """Context parallelism under stress: late ranks, calls in between each other, kept buffers, bytes on the wire."""
 
 import functools
+import gc
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
-from titan_sparse.attention.context_parallel import Pending, Transfer
+from titan_sparse.attention.context_parallel import Pending, Transfer, forget_contexts
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
@@ -224,3 +226,24 @@ def _check_all_bytes() -> None:
 
 def test_bytes_of_a_sliding_window_are_those_counted_by_hand():
     run_processes(4, _check_all_bytes)
+
+
+# The end ------------------------------------------------------------------------------------------------------------
+
+
+def _check_nothing_is_held() -> None:
+    """What outlives the process groups may abort the process when Python ends."""
+    held = []
+    for schedule in ("ring", "all_gather", "group_cast"):
+        cp = build_context_parallel(Attention(schedule=schedule, block_size=BLOCK), _mesh((dist.get_world_size(),)))
+        q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
+        attend(q, k, v, Causal(), Dense(), cp, "eager").sum().backward()
+        held.append(weakref.ref(cp))
+        del cp
+    forget_contexts()
+    gc.collect()
+    assert not any(cp() for cp in held)
+
+
+def test_no_context_is_held_beyond_the_end():
+    run_processes(2, _check_nothing_is_held)

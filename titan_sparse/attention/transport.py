@@ -17,6 +17,8 @@ from titan_sparse.attention import routing
 from titan_sparse.attention.context_parallel import ContextParallel, Transfer
 
 Chunk = list[Tensor]
+Windows = tuple[tuple[int, ...], ...]
+"""ContextParallel.windows, as what can be remembered."""
 
 
 class Route(NamedTuple):
@@ -34,24 +36,24 @@ def route(cp: ContextParallel, needed: Tensor | None) -> Route:
     """needed: bool [W, W] on the host, rank r computes on the chunk of rank s; None: everybody on every chunk."""
     if needed is None:
         needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
-    return _route(cp, needed.numpy().tobytes())
+    return _route(tuple(map(tuple, cp.windows)), cp.rank, needed.numpy().tobytes())
 
 
 @functools.lru_cache(maxsize=64)
-def _route(cp: ContextParallel, needed: bytes) -> Route:
-    """Remembered, as layers ask alike: it takes a hundred small operations, of which a small model's GPU would wait for."""
-    needed = torch.frombuffer(bytearray(needed), dtype=torch.bool).view(cp.size, cp.size)
-    compute = [[bool(needed[cp.rank, source]) or source == cp.rank for source in window] for window in cp.windows]
-    inter, intra = len(cp.windows), len(cp.windows[0])
-    return Route(compute, _own_hops(cp, routing.hops_needed(needed, inter, intra)),
-                 _own_hops(cp, routing.gradient_hops(needed, inter, intra)))
+def _route(windows: Windows, rank: int, needed: bytes) -> Route:
+    """Remembered, as all layers ask alike: a GPU would wait for its hundred small operations. By plain values, since a
+    ContextParallel that is remembered would keep its process groups beyond their end."""
+    inter, intra = len(windows), len(windows[0])
+    needed = torch.frombuffer(bytearray(needed), dtype=torch.bool).view(inter * intra, -1)
+    compute = [[bool(needed[rank, source]) or source == rank for source in window] for window in windows]
+    return Route(compute, _own_hops(windows, routing.hops_needed(needed, inter, intra)),
+                 _own_hops(windows, routing.gradient_hops(needed, inter, intra)))
 
 
-def _own_hops(cp: ContextParallel, hops: routing.Hops) -> tuple[list, list, list, list]:
+def _own_hops(windows: Windows, hops: routing.Hops) -> tuple[list, list, list, list]:
     """inner sends, inner receives, outer sends, outer receives: of the chunk in hand, and of the one to come."""
     inner = lambda source, o, t: bool(hops.inner_from[source, o] <= t < hops.inner_to[source, o])
     outer = lambda source, o: bool(hops.outer_from[source] <= o < hops.outer_to[source])
-    windows = cp.windows
     following = [window[1:] + window[:1] for window in windows]
     # After the last window a chunk's gradient comes home, to the rank that had it in the first.
     bases = [window[0] for window in windows]
