@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import rectangles, timing, transport
+from titan_sparse.attention import packed, rectangles, timing, transport
 from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
                                             reduce_columns)
 from titan_sparse.attention.needs import needed_chunks
@@ -29,6 +29,8 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     columns = gather_columns(run, k, v)
     if run.is_plain(q):
         return *run.backend.forward_causal(q, k, v, run.scale), columns.wait()
+    if documents := packed.packing(run, q):
+        return *packed.forward(run, documents, q, k, v), columns.wait()
     groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
@@ -58,6 +60,8 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     run.count_plain_ring(k, backward=True)
     if run.is_plain(q):
         return run.backend.backward_causal(d_out, q, k, v, out, lse, run.scale)
+    if documents := packed.packing(run, q):
+        return packed.backward(run, documents, d_out, q, k, v, out, lse)
     if run.cp.size > 1 and _circulates_queries(run, q, k):
         return _backward_by_queries(run, d_out, q, k, v, out, lse, column_kv)
     groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY

@@ -141,6 +141,41 @@ def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
 
 
+def forward_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int,
+                   window: int | None) -> tuple[Tensor, Tensor]:
+    """Dense causal attention inside documents, as packed.Packing has them; twin of flash.py's."""
+    batch, seen = len(q), _packed_pairs(offsets, window)
+    out, lse = _dense_forward(*(_in_a_row(x) for x in (q, k, v)), scale, seen)
+    return _in_sequences(out, batch), _in_sequences(lse[..., None], batch)[..., 0]
+
+
+def backward_packed(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
+                    longest: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_packed()."""
+    inputs = [_in_a_row(x) for x in (d_out, q, k, v, out, lse[..., None])]
+    found = _dense_backward(*inputs[:-1], inputs[-1][..., 0], scale, _packed_pairs(offsets, window))
+    return tuple(_in_sequences(x, len(q)) for x in found)
+
+
+def _packed_pairs(offsets: Tensor, window: int | None) -> Tensor:
+    """bool [T, T]: which tokens see which."""
+    position = torch.arange(int(offsets[-1]), device=offsets.device)
+    document = torch.searchsorted(offsets, position.int(), right=True)
+    distance = position[:, None] - position
+    seen = (document[:, None] == document) & (distance >= 0)
+    return seen if window is None else seen & (distance < window)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """[B, H, S, D] -> [1, H, B * S, D]"""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _in_sequences(x: Tensor, batch: int) -> Tensor:
+    """The inverse of _in_a_row()."""
+    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
+
+
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)

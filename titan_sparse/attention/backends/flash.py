@@ -58,6 +58,39 @@ def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return _backward(d_out, q, k, v, out, lse, scale, causal=False)
 
 
+def forward_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int,
+                   window: int | None) -> tuple[Tensor, Tensor]:
+    """Dense causal attention inside documents, as packed.Packing has them: out [B, Hq, S, D] and lse fp32 [B, Hq, S]."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    batch, _, length, _ = q.shape
+    out, lse = _flash_attn_fwd(*_in_a_row(q, k, v), softmax_scale=scale, return_lse=True, **_documents(offsets, longest, window))[:2]
+    return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()
+
+
+def backward_packed(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
+                    longest: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of forward_packed()."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    batch, _, length, _ = q.shape
+    q, k, v, out, d_out = _in_a_row(q, k, v, out, d_out)
+    lse = lse.transpose(0, 1).flatten(1).contiguous()
+    found = _flash_attn_bwd(q, k, v, out, d_out, lse, scale, **_documents(offsets, longest, window))[:3]
+    return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in found)
+
+
+def _documents(offsets: Tensor, longest: int, window: int | None) -> dict:
+    """FlashAttention-4's arguments. A window takes the place of `causal`: so many keys back, none ahead."""
+    ranges = {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return ranges | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def _in_a_row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B * S, H, D] of [B, H, S, D]; views for one sequence."""
+    return tuple(x.flatten(0, 1) for x in _by_token(*tensors))
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 

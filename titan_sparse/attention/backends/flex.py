@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
 from titan_sparse.attention.backends.flash import (  # noqa: F401, part of the interface
-    backward_causal, backward_full, forward_causal, forward_full
+    backward_causal, backward_full, backward_packed, forward_causal, forward_full, forward_packed
 )
 from titan_sparse.attention.merge import merge
 from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
