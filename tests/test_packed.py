@@ -11,14 +11,24 @@ from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.slice_masks import prefix_lm
 
 S = 96
-MASKS = {
-    "documents": Documents([[50, 1, 45]]),
-    "padded": Documents([[30, 7, 20], [96]]),
-    "window": Causal() & SlidingWindow(11),
-    "documents in a window": Documents([[50, 1, 40], [10, 70]]) & SlidingWindow(9),
-    "padded, in a window": Causal(valid=(96, 61)) & SlidingWindow(20),
-    "a window that cuts nothing": Documents([[40, 56]]) & SlidingWindow(60),
-}
+
+
+def masks(scale: int = 1) -> dict:
+    """By name, for S * scale tokens."""
+    def documents(*lengths):
+        return Documents([[scale * n for n in row] for row in lengths])
+
+    return {
+        "documents": documents([50, 1, 45]),
+        "padded": documents([30, 7, 20], [96]),
+        "window": Causal() & SlidingWindow(11 * scale),
+        "documents in a window": documents([50, 1, 40], [10, 70]) & SlidingWindow(9 * scale),
+        "padded, in a window": Causal(valid=(96 * scale, 61 * scale)) & SlidingWindow(20 * scale),
+        "a window that cuts nothing": documents([40, 56]) & SlidingWindow(60 * scale),
+    }
+
+
+MASKS = masks()
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -72,12 +82,13 @@ def test_arguments_of_flash_attention():
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name, monkeypatch):
     """FlashAttention-4's documents against its block lists, in bf16, both against fp64."""
-    mask = MASKS[name]
+    mask = masks(16)[name]
     q, k, v = (x.cuda().bfloat16() for x in structured_qkv(2, 8, 2, S * 16, 128, seed=3))
-    scaled = {"lengths": [[16 * n for n in row] for row in mask.lengths]} if isinstance(mask, Documents) else None
-    mask = Documents(scaled["lengths"]) if scaled else Causal() & SlidingWindow(300)
     d_out = torch.randn_like(q)
-    run = lambda backend, *x: gradients(lambda *y: attend(*y, mask, Dense(), backend=backend), *x)
+
+    def run(backend, *x):
+        return gradients(lambda *y: attend(*y, mask, Dense(), backend=backend), *x)
+
     out, grads = run("flex", d_out, q, k, v)
     want, wanted = run("eager", d_out.double(), *(x.double() for x in (q, k, v)))
     monkeypatch.setattr(packed, "packing", lambda run, q: None)
