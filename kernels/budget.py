@@ -204,6 +204,8 @@ def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     Rows of `selected` may be slices of longer ones. Positions beyond the capacity are left out. Two launches.
     """
     rows, length = selected.shape
+    if selected.stride(1) != 1:  # a transposed table
+        selected = selected.contiguous()
     chunks = triton.cdiv(max(length, capacity, 1), _CHUNK)
     count = selected.new_empty(rows, chunks, dtype=torch.int32)
     positions = selected.new_empty(rows, capacity, dtype=torch.int32)

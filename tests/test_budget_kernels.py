@@ -154,3 +154,11 @@ def test_positions(shape, capacity, share):
     for row in range(shape[0]):
         listed = on[row, :shape[1]].nonzero().flatten()[:capacity]
         assert torch.equal(got[row, :len(listed)].long(), listed) and (got[row, len(listed):] == shape[1] + 5).all()
+
+
+def test_positions_in_a_transposed_table():
+    """As tiles.block_tiles() asks for them where one list serves all heads: a view."""
+    on = torch.rand(1, 1, 70, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.4
+    view = on.mT.flatten(0, 2)
+    assert not view.is_contiguous()
+    assert torch.equal(kernels.compact(view, 70, 0), budget.compact_naive(view, 70, 0))

@@ -119,7 +119,7 @@ def test_optimizer_offload_resumes(tmp_path):
     halves = _run(tmp_path, "halves", **keys)
     assert halves.losses == pytest.approx(whole.losses, rel=1e-6)
     for a, b in zip(whole.trainer.model.parameters(), halves.trainer.model.parameters(), strict=True):
-        assert (a.to_local() - b.to_local()).norm() < 1e-4 * a.to_local().norm()
+        assert (a.to_local() - b.to_local()).norm() <= 1e-4 * a.to_local().norm()  # some are zeros
 
 
 def test_chunked_mlp(tmp_path):
