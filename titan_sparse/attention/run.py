@@ -75,25 +75,20 @@ class Run(NamedTuple):
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
         one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`."""
         blocks = self._key_blocks(source) if k_blocks is None else k_blocks
-        if self.rows.slices is not None:
-            return self._tiles_of_slices(blocks, batch, transpose, (source, queries))
-        if not self._has_table_kernels():
-            return tiles.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose)
-        make = lambda: slash_tiles.key_side(blocks, self.index.block_size)
-        # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
-        keys = make() if k_blocks is not None else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
-        return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose)
+        if self._has_table_kernels():
+            make = lambda: slash_tiles.key_side(blocks, self.index.block_size)
+            # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
+            keys = make() if k_blocks is not None else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
+            return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose)
+        of = tiles if self.rows.slices is None else slice_tiles
+        make = lambda: of.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose)
+        if pattern_by_key(self.pattern).dynamic:
+            return make()
+        key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, source, queries, self.first, self.last)
+        return once_per_mask(self.rows, key, make)
 
     def _key_blocks(self, source: int | None) -> Tensor:
         return self.cp.table(self.rows)[:, : self.last].flatten() if source is None else self.blocks(source)
-
-    def _tiles_of_slices(self, k_blocks: Tensor, batch: int, transpose: bool, ranks: tuple[Hashable, int | None]) -> Tiles:
-        """As tiles(), of the KV of ranks[0] and the queries of ranks[1]; the same for all layers where the pattern is static."""
-        make = lambda: slice_tiles.block_tiles(self.rows, self.index, self.query_blocks(ranks[1]), k_blocks, batch, transpose)
-        if pattern_by_key(self.pattern).dynamic:
-            return make()
-        key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, *ranks, self.first, self.last)
-        return once_per_mask(self.rows, key, make)
 
     def column_tiles(self, batch: int, transpose: bool = False) -> Tiles:
         """Tiles of this rank's queries and the gathered columns."""
@@ -102,7 +97,7 @@ class Run(NamedTuple):
         return tiles.column_tiles(self.rows, self.index, self.query_blocks(), transpose)
 
     def _has_table_kernels(self) -> bool:
-        return self.rows.start.is_cuda and isinstance(self.index, VerticalSlashIndex)
+        return self.rows.start.is_cuda and self.rows.slices is None and isinstance(self.index, VerticalSlashIndex)
 
     def _query_side(self, batch: int, rank: int | None = None) -> slash_tiles.QuerySide:
         key = ("query side", self.pattern, self.cp.key, batch, rank, self.first, self.last)

@@ -15,7 +15,7 @@ from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.slices import area, overlap, within_runs
-from titan_sparse.attention.tiles import BlockLists, Tiles, query_ranges
+from titan_sparse.attention.tiles import BlockLists, Tiles, for_all, query_ranges
 
 
 class Runs(NamedTuple):
@@ -260,11 +260,10 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     cuts = cut_tiles(rows, size)
     which, q, k = _of_blocks(cuts, q_blocks, k_blocks, -(-rows.start.shape[1] // size))
     sequence, number = cuts.sequence[which] if len(rows.slices) > 1 else None, cuts.slice[which]
-    expand = lambda x: x and BlockLists(*(y.expand(batch, index.heads, *y.shape[2:]) for y in x))
     by_query = _lists(whole, selected, sequence, q, k, number)
     by_key = _lists(whole.mT, selected.mT, sequence, k, q, number) if transpose else None
     q_positions = token_positions(q_blocks, size)
-    return Tiles(expand(by_query), expand(by_key), *query_ranges(rows, q_positions, batch),
+    return Tiles(*(for_all(x, batch, index.heads) for x in (by_query, by_key)), *query_ranges(rows, q_positions, batch),
                  token_positions(k_blocks, size).int().view(1, 1, -1), None, size,
                  slices=rows.slices.expand(batch, -1, -1), q_positions=q_positions.int())
 

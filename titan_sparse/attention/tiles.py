@@ -14,7 +14,7 @@ from titan_sparse.kernels.chunks import ChosenChunks
 
 
 class BlockLists(NamedTuple):
-    """For each of n blocks of one side the blocks of the other side that it meets, int32 and contiguous.
+    """For each of n blocks of one side the blocks of the other side that it meets, int32; of one sequence and head contiguous.
 
     full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], local block numbers, ascending, filled up with 0.
     Of a full tile every pair is seen; in a partial one start, stop and covered decide. No tile is in both.
@@ -116,7 +116,7 @@ def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
 def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int, transpose: bool) -> Tiles:
     """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk].
 
-    With `transpose` by_key is made too.
+    With `transpose` by_key is made too. Sequences and heads that are alike share their lists' memory.
     """
     size = index.block_size
     q_positions, k_positions = token_positions(q_blocks, size), token_positions(k_blocks, size)
@@ -126,12 +126,14 @@ def block_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, k_blocks: Tenso
     listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
-    # Where heads and sequences are alike the lists are made once and copied.
-    make = lambda full, partial: BlockLists(*(x.expand(batch, index.heads, *x.shape[2:]).contiguous()
-                                              for x in block_lists(full, partial)[:4]))
-    by_key = make(full.mT, partial.mT) if transpose else None
-    return Tiles(make(full, partial), by_key, *query_ranges(rows, q_positions, batch),
+    by_query, by_key = block_lists(full, partial), block_lists(full.mT, partial.mT) if transpose else None
+    return Tiles(*(for_all(x, batch, index.heads) for x in (by_query, by_key)), *query_ranges(rows, q_positions, batch),
                  k_positions.int().view(1, 1, -1), None, size, index.chosen_chunks(q_positions))
+
+
+def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
+    """Lists of B sequences and Hq heads from those of one, where they are alike; they share their memory."""
+    return lists and BlockLists(*(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists))
 
 
 def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: bool) -> Tiles:

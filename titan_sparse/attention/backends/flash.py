@@ -63,9 +63,11 @@ def forward_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tenso
     """Dense causal attention inside documents, as packed.Packing has them: out [B, Hq, S, D] and lse fp32 [B, Hq, S]."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    batch, _, length, _ = q.shape
-    out, lse = _flash_attn_fwd(*_in_a_row(q, k, v), softmax_scale=scale, return_lse=True, **_documents(offsets, longest, window))[:2]
-    return out.unflatten(0, (batch, length)).transpose(1, 2), lse.unflatten(1, (batch, length)).transpose(0, 1).contiguous()
+    batch, heads, length, dim = q.shape
+    out = q.new_empty(heads, batch * length, dim)  # as attend() wants it, where there is one sequence
+    lse = _flash_attn_fwd(*_in_a_row(q, k, v), softmax_scale=scale, return_lse=True, out=out.transpose(0, 1),
+                          **_documents(offsets, longest, window))[1]
+    return tuple(x.unflatten(1, (batch, length)).transpose(0, 1) for x in (out, lse))
 
 
 def backward_packed(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
@@ -94,8 +96,9 @@ def _in_a_row(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    return out.transpose(1, 2), lse
+    out = q.new_empty(q.shape)  # given, as its own would be ordered by token and copied
+    lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=causal, return_lse=True, out=out.transpose(1, 2))[1]
+    return out, lse
 
 
 def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
