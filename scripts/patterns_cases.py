@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from bench_attention import training_call
-from bench_attention_cases import Shape, ready_index
+from bench_attention_cases import Attention, Shape, ready_index, sdpa
 from context_parallel_cases import attention, realistic, rounded
 from context_parallel_timing import Bench, attempt, timed
 from masks_cases import about, chosen_backend, shapes
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -28,7 +29,8 @@ def patterns(bench: Bench) -> Iterator[dict]:
         if "error" in drawn:
             yield drawn
             continue
-        yield attempt(bench, row | {"name": "dense"}, functools.partial(_dense, bench, shape, tensors))
+        for name, call in dense_calls(bench, shape):
+            yield attempt(bench, row | {"name": name}, functools.partial(_dense, bench, shape, tensors, call))
         found = []
         for name, knob, value, pattern in grid(bench):
             found.append(attempt(bench, row | {"name": name, "knob": knob, "value": value},
@@ -60,13 +62,19 @@ def _inputs(bench: Bench, shape: Shape) -> list[Tensor]:
     return [q.requires_grad_(), k.requires_grad_(), torch.randn_like(k).requires_grad_(), torch.randn_like(q)]
 
 
-def _dense(bench: Bench, shape: Shape, tensors: list[Tensor]) -> dict:
+def dense_calls(bench: Bench, shape: Shape) -> Iterator[tuple[str, Attention]]:
+    """(name, attention): ours, and on a GPU cuDNN's through torch."""
+    yield "dense", attention(bench, Dense(), Causal().rows(shape.seq_len, bench.device), None)
+    if bench.device.type == "cuda":
+        yield "cudnn", functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)
+
+
+def _dense(bench: Bench, shape: Shape, tensors: list[Tensor], call: Attention) -> dict:
     """One call after one to warm up: it takes seconds at full length."""
     once = bench._replace(args=type(bench.args)(**vars(bench.args) | {"repeats": 1, "warm_ups": 1}))
     *leaves, d_out = tensors
-    rows = Causal().rows(shape.seq_len, bench.device)
-    found = timed(once, training_call(attention(bench, Dense(), rows, None), leaves, d_out))
-    return found | {"step_ms": found["total_ms"], "backend": chosen_backend(bench, shape)}
+    found = timed(once, training_call(call, leaves, d_out))
+    return found | {"step_ms": found["total_ms"]}
 
 
 def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]) -> dict:
