@@ -6,6 +6,8 @@ From the project's root, on one GPU:
   python -m scripts.study --out outputs/study --list     the parts, and the FLOPs of each
   python -m scripts.study --out outputs/study --part 3   one part; with --minutes 9 as much as fits into nine minutes
 
+Parts from 2 on can run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES.
+
 A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then extended to 64K with YaRN
 by each method: same weights, data and order. What is there already is not done again; a run that was stopped goes on.
 OUT/report has the results. Status 0: all parts that were asked for are done; 3: stopped before the end, the same
@@ -19,6 +21,7 @@ import gc
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -199,7 +202,7 @@ def noted(folder: Path, name: str) -> Iterator[None]:
     finally:
         seconds = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
-        path.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
+        write_json(path, seconds)
         print(f"part {name}: {seconds[name] / 60:.1f} minutes so far", flush=True)
 
 
@@ -254,7 +257,14 @@ def claim(size: Size, folder: Path) -> None:
     require(found == size.name,
             f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"size": size.name}) + "\n", encoding="utf-8")
+    write_json(path, {"size": size.name})
+
+
+def write_json(path: Path, value: dict) -> None:
+    """All at once: another process may read the file at the same time."""
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def main(words: list[str]) -> int:

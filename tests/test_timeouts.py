@@ -127,6 +127,22 @@ def _check_failure_with_short_timeout() -> None:
     _check_failure()
 
 
+def _check_timeout() -> None:
+    """As with NCCL, where the timeout raises nothing on the ranks that wait: all end. As long as nobody waits for
+    another, a long step is no failure."""
+    ended, Watch._end = [], lambda watch: ended.append(watch.step) or setattr(watch, "left", True)
+    for late in (0, 1, 2), (1,):
+        with Watch(timeout_seconds=2) as watch:
+            watch.step = len(late)
+            time.sleep(4.5 if dist.get_rank() in late else 0)
+            dist.all_reduce(torch.zeros(1))
+    assert ended == [1], ended
+
+
+def test_a_collective_that_times_out_silently_ends_all():
+    run_processes(3, _check_timeout)
+
+
 def _check_quiet() -> None:
     """Late, but not too late: nobody is accused; a second watch does not read the keys of the first."""
     log = _Lines()

@@ -45,6 +45,7 @@ class Watch:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.main = threading.main_thread().ident
         self.wake, self.closed, self.left, self.frozen, self.beat = threading.Event(), False, False, None, 0
+        self.overdue_in = -1
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix, _watches = f"watch {_watches}", _watches + 1
 
@@ -118,6 +119,8 @@ class Watch:
                 still = progress.seconds((self.step, _collectives_begun(everything=True)))
                 if still > 0.6 * self.timeout_seconds and not self.left and self._claim(f"stuck {self.step}"):
                     self._report_stuck(still)
+                if still > self.timeout_seconds and not self.left and self.overdue_in != self.step:
+                    self._note_timeout()
                 failures = self.store.add("failures", 0)
                 enough = 2 * _BEATS_OF_SILENCE * self.beat_seconds
                 if min(failure.seconds(failures), still) > enough and failures and not self.left:
@@ -142,6 +145,13 @@ class Watch:
         statuses, silent = self._statuses()
         logger.error("nothing has moved for %.0f s, collectives fail after %.0f s: %s", still, self.timeout_seconds,
                      describe(statuses, silent))
+
+    def _note_timeout(self) -> None:
+        """Where this rank waits for another a collective has failed by now. NCCL tells the main thread nothing of it, and
+        takes a minute to end the processes; gloo raises an exception there, which counts as a failure too."""
+        self.overdue_in = self.step
+        if self.rank not in culprits(*self._statuses()):
+            self.store.add("failures", 1)
 
     def _statuses(self) -> tuple[dict[int, dict], set[int]]:
         """Of all ranks, and those that were silent while this waited: without those that said goodbye."""
@@ -174,9 +184,9 @@ class Watch:
         logger.error("a collective failed on rank %d: %s: %s", self.rank, describe(statuses, silent), reason)
 
     def _end(self) -> None:
-        """Another rank has failed, so the job is lost; this one is stuck and would outlive it."""
+        """Something has failed, so the job is lost; this rank is stuck and would outlive it."""
         place, _ = _place_of_thread(self.main)
-        logger.error("rank %d is stuck at %s and ends, as another rank has failed", self.rank, place)
+        logger.error("rank %d is stuck at %s and ends, as another rank or a collective has failed", self.rank, place)
         logging.shutdown()
         os._exit(1)
 
