@@ -17,8 +17,8 @@ from .piece import (
     choices,
     dense_rows,
     hide_covered,
+    hide_keys,
     list_row,
-    load_positions,
     load_rows,
     operand,
     query_positions,
@@ -59,14 +59,8 @@ def _walk_keys(
         v_tile = load_rows(v, piece.v_stride[2], first, N, HEAD_DIM, D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            position = load_positions(positions, covered, first, N)[None, :]
-            seen_from, seen_until = start, stop
-            if numbers is not None:
-                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
-            if piece.chosen is not None:
-                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
-                                                     piece.chosen_words, tl.load(positions + first))
-            scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
+            scores = hide_keys(scores, piece, batch, positions, covered, first, numbers, step // PER, start, stop, query,
+                               words, origin, N)
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - delta[:, None])

@@ -5,16 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import chosen_range
 from .launch import forward_options, forward_tile
 from .piece import (
     LOG2_E,
     Piece,
-    bounds_in_slice,
     choices,
     dense_rows,
+    hide_keys,
     list_row,
-    load_positions,
     load_rows,
     operand,
     query_positions,
@@ -37,14 +35,8 @@ def _walk(
         k_tile = load_rows(k, piece.k_stride[2], first, N, HEAD_DIM, D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            position = load_positions(positions, covered, first, N)[None, :]
-            seen_from, seen_until = start, stop
-            if numbers is not None:
-                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
-            if piece.chosen is not None:
-                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
-                                                     piece.chosen_words, tl.load(positions + first))
-            scores = tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
+            scores = hide_keys(scores, piece, batch, positions, covered, first, numbers, step // PER, start, stop, query,
+                               words, origin, N)
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing yet; -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import ChosenChunks
+from ..chunks import ChosenChunks, chosen_range
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 when they were imported)."""
@@ -197,3 +197,18 @@ def load_positions(positions, covered, first, COUNT: tl.constexpr):
     if covered is not None:
         position = hide_covered(position, covered, keys)
     return position
+
+
+@triton.jit
+def hide_keys(scores, piece, batch, positions, covered, first, numbers, entry, start, stop, query, words, origin,
+              COUNT: tl.constexpr):  # fmt: skip
+    """-inf in scores [M, COUNT] for the keys from `first` on that their queries do not see. start, stop: of the mask's rows;
+    numbers, query: where the piece has slices, of which `entry` of the list is one; words, origin: where it has choices."""
+    position = load_positions(positions, covered, first, COUNT)[None, :]
+    seen_from, seen_until = start, stop
+    if numbers is not None:
+        seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + entry), query)
+    if piece.chosen is not None:
+        seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk, piece.chosen_words,
+                                             tl.load(positions + first))
+    return tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
