@@ -44,8 +44,7 @@ def about(case: str, shape: Shape) -> dict:
 
 def chosen_backend(bench: Bench, shape: Shape, schedule: str = "local") -> str:
     """What --backend means."""
-    return backends.choose(bench.args.backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size,
-                           ragged=schedule == "group_cast")
+    return backends.choose(bench.args.backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
 
 
 def mean(found: list[dict]) -> dict:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
-from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, backends, group_cast
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend, group_cast
+from titan_sparse.attention.backends import eager
 from titan_sparse.attention.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
 from titan_sparse.attention.layout import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Documents, Full, Mask, Rows, SlidingWindow
@@ -229,6 +230,7 @@ def _check_some(world: int) -> None:
             _check(contexts[(number + which) % 3], *case)
     if world == 3:
         _check_plans_are_made_once_a_mask()
+        _check_lengths_that_are_compiled_for()
     if world == 4:
         _check_compiled_and_recomputed()
         _check_half_precision()
@@ -245,6 +247,33 @@ def _check_plans_are_made_once_a_mask() -> None:
         sum(attend(*leaves, rows, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
         assert made == [2] * layers + [3] * layers
     monkeypatch.undo()
+
+
+def _check_lengths_that_are_compiled_for() -> None:
+    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks, and the result is the same."""
+    monkeypatch, lengths = pytest.MonkeyPatch(), set()
+    monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
+    for name, at in (("forward", 1), ("backward", 2)):
+        inner = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x))
+    cp = _context((1, 1, 3), "striped", (2, 3))
+    for mask, pattern in (("documents", "dense"), ("window", "moba")):
+        _check(cp, mask, pattern)
+    seen = set(lengths)
+    _check(cp, "documents", "vertical_slash")  # whose columns are of any number
+    own = SEQ_LEN // BLOCK // 3
+    assert seen and all(n in (own, own // 2, own - own // 2) or n & (n - 1) == 0 for n in seen), seen
+    unrounded = {len(blocks) for mask in ("documents", "window") for blocks in _stage_blocks(cp, mask)}
+    assert any(n & (n - 1) for n in unrounded), unrounded
+    monkeypatch.undo()
+
+
+def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
+    """Of the forward, dense."""
+    from titan_sparse.attention.attend import _run
+
+    rows = MASKS[mask].rows(SEQ_LEN)
+    return group_cast.stages(_run(_inputs()[0][0], [], rows, Dense().key, cp.key, "eager", 1.0))
 
 
 def _check_compiled_and_recomputed() -> None:
@@ -302,8 +331,6 @@ def test_all_masks_patterns_layouts_and_stages(axes):
 def test_refusals():
     with pytest.raises(ValueError, match="overlap_stages"):
         ContextParallel(None, schedule="group_cast", overlap_stages=(2, 0))
-    with pytest.raises(ValueError, match='write "auto"'):
-        backends.choose("flex", "cuda", torch.bfloat16, 128, 128, ragged=True)
 
 
 def test_one_rank_sends_nothing():

@@ -15,7 +15,7 @@ from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.config import is_ragged, padding_multiple
+from titan_sparse.config import padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.flops import causal_pairs, flops_per_token
 from titan_sparse.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
@@ -104,11 +104,10 @@ def _backend(config: "Config", model: DecoderConfig) -> str:
     if name != "auto" or config.training.device == "cpu":
         return "eager" if name == "auto" else name
     if torch.cuda.is_available():
-        return backends.choose(name, "cuda", dtype, model.head_dim, size, slices, is_ragged(config))
+        return backends.choose(name, "cuda", dtype, model.head_dim, size, slices)
     if dtype == torch.float64:
         return "eager"
-    flexible = not slices and not is_ragged(config)
-    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and flexible
+    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not slices
     return "flex" if serves_flash else "triton"
 
 

@@ -23,7 +23,7 @@ from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.attention.statistics import Recording, recording
 from titan_sparse.banner import banner
 from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
-from titan_sparse.config import is_ragged, padding_multiple, resolve_cp_intra, save
+from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
@@ -73,7 +73,7 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.kernel = backends.explain(
             config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
-            slices=config.attention.window_sinks > 0, ragged=is_ragged(config),
+            slices=config.attention.window_sinks > 0,
         )
 
         if not dist.is_initialized():
@@ -118,7 +118,7 @@ class Trainer:
         config, attention = self.config, self.config.attention
         backend = backends.choose(
             attention.backend, self.device.type, self.dtype, self.model_config.head_dim, attention.block_size,
-            slices=attention.window_sinks > 0, ragged=is_ragged(config))
+            slices=attention.window_sinks > 0)
         step = step_of(config, self.model_config, build_pattern(attention), backend, dist.get_world_size(),
                        int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         return dataclasses.replace(step, attention_recompute=recomputed)

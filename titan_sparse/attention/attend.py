@@ -46,8 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _check_tensors(q, k, v)
     rows = _rows(mask, q, world, pattern)
-    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None,
-                              world.ragged)
+    backend = backends.choose(backend, q.device.type, q.dtype, q.shape[-1], world.block_size, rows.slices is not None)
     tensors = _select_tensors(q, k, rows, pattern, world, scale)
     blocks = _recomputed_blocks(recomputed, q, rows, world)
     options = (pattern.key, world.key, backend, scale, rows.plain, rows.slices, rows.table)
@@ -74,8 +73,6 @@ class _World(NamedTuple):
     size: int
     block_size: int
     layout: str = "contiguous"
-    ragged: bool = False
-    """Whether the schedule computes on another number of keys in every call."""
 
 
 def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
@@ -86,7 +83,7 @@ def _world(cp: ContextParallel | None, block_size: int | None) -> _World:
         return _World(single_key(size), 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out")
-    return _World(cp.key, cp.size, cp.block_size, cp.layout, cp.size > 1 and cp.schedule == "group_cast")
+    return _World(cp.key, cp.size, cp.block_size, cp.layout)
 
 
 def _attend_ops(q: Tensor, k: Tensor, v: Tensor, boundary: int, blocks: int, rest: tuple) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
             continue
         column_kv = columns.wait() if step in with_columns else None
         with timing.computing(step):
-            inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks))
+            inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks, room=_blocks(run, kv)))
             if column_kv is None:
                 total = run.backend.forward(*inputs, run.scale, dtype, total)
             else:
@@ -59,7 +59,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, half))):
         d_kv = None
         if len(blocks):
-            tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks)
+            tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks, room=_blocks(run, kv))
             inputs = (d_out, q, *kv, out, lse, tiles)
             if step in with_columns:
                 part, parts = with_columns.index(step), len(with_columns)
@@ -70,7 +70,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
             else:
                 dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq)
         if 0 < step <= len(plan.stages):
-            home.send(step - 1, d_kv)
+            home.send(step - 1, d_kv and [x[:, :, : len(blocks) * run.cp.block_size] for x in d_kv])
         elif d_kv:
             d_own.append(d_kv)
     d_kv = [torch.cat(parts, dim=2).add_(others) for parts, others in zip(zip(*d_own), home.finish())]
@@ -118,7 +118,7 @@ def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> 
     yield k[:, :, :split], v[:, :, :split]
     for number in range(len(plan.stages)):
         _meet("keys", device)
-        kv = _side_by_side(following.wait()) if following else (k[:, :, :0], v[:, :, :0])
+        kv = _side_by_side(*_with_room(run, following.wait())) if following else (k[:, :, :0], v[:, :, :0])
         following = _hand_on(cp, plan, memory, crossing, number + 1)
         yield kv
     yield k[:, :, split:], v[:, :, split:]
@@ -147,10 +147,21 @@ def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None) 
     return torch.stack([x.unflatten(2, (x.shape[2] // size, size)).movedim(2, 0) for x in (k, v)], dim=1, out=out)
 
 
-def _side_by_side(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of _block_by_block()."""
+def _with_room(run: Run, x: Tensor) -> tuple[Tensor, int]:
+    """A stage's blocks, and how many there are to be: where each number of keys is compiled for, a power of two."""
+    return x, 1 << (len(x) - 1).bit_length() if run.backend.COMPILES_BY_LENGTH else len(x)
+
+
+def _side_by_side(x: Tensor, blocks: int = 0) -> tuple[Tensor, Tensor]:
+    """The inverse of _block_by_block(); with zeros behind, up to so many blocks."""
     # Always a copy: what is received next lies where this does.
-    return x.movedim(0, 3).clone(memory_format=torch.contiguous_format).flatten(3, 4).unbind(0)
+    n, out = len(x), x.new_empty(*x.shape[1:4], max(blocks, len(x)), *x.shape[4:])
+    out[:, :, :, :n], out[:, :, :, n:] = x.movedim(0, 3), 0
+    return out.flatten(3, 4).unbind(0)
+
+
+def _blocks(run: Run, kv: tuple[Tensor, Tensor]) -> int:
+    return kv[0].shape[2] // run.cp.block_size
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------

@@ -71,20 +71,23 @@ class Run(NamedTuple):
         return self.blocks(rank)[self.first :]
 
     def tiles(self, batch: int, transpose: bool, source: Hashable = None, queries: int | None = None,
-              k_blocks: Tensor | None = None) -> Tiles:
+              k_blocks: Tensor | None = None, room: int = 0) -> Tiles:
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
-        one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`."""
+        one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`.
+        room: KV blocks that there are in memory, if more."""
         blocks = self._key_blocks(source) if k_blocks is None else k_blocks
         if self._has_table_kernels():
             make = lambda: slash_tiles.key_side(blocks, self.index.block_size)
             # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
             keys = make() if k_blocks is not None else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
-            return slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose)
+            return tiles.with_room(slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose), room)
         of = tiles if self.rows.slices is None else slice_tiles
-        make = lambda: of.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose)
+        make = lambda: tiles.with_room(
+            of.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose), room)
         if pattern_by_key(self.pattern).dynamic:
             return make()
-        key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, source, queries, self.first, self.last)
+        key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, source, queries, room, self.first,
+               self.last)
         return once_per_mask(self.rows, key, make)
 
     def _key_blocks(self, source: int | None) -> Tensor:

@@ -136,6 +136,22 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
     return lists and BlockLists(*(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists))
 
 
+def with_room(tiles: Tiles, blocks: int) -> Tiles:
+    """Tiles of as many KV blocks; those that are added are met by nobody. As given where there are as many already."""
+    missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
+    if missing <= 0:
+        return tiles
+    by_key = tiles.by_key and BlockLists(*(x if x is None else _with_rows(x, missing) for x in tiles.by_key))
+    nowhere = torch.iinfo(torch.int32).max
+    positions = torch.nn.functional.pad(tiles.k_positions, (0, missing * tiles.block_size), value=nowhere)
+    return tiles._replace(by_key=by_key, k_positions=positions)
+
+
+def _with_rows(x: Tensor, missing: int) -> Tensor:
+    """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
+    return torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], dim=2)
+
+
 def column_tiles(rows: Rows, index: BlockIndex, q_blocks: Tensor, transpose: bool) -> Tiles:
     """Tiles between this rank's query blocks and the gathered columns, which are cut into blocks as they come.
 

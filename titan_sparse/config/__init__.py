@@ -5,7 +5,7 @@ and back. checking.py, checking_attention.py: refuse impossible combinations; th
 """
 
 from titan_sparse.config.checking import (
-    check, is_ragged, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, resolve_overlap_stages,
+    check, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, resolve_overlap_stages,
     world_from_environment, world_of,
 )
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
@@ -19,7 +19,7 @@ __all__ = [
     "ActivationCheckpoint", "Attention", "Checkpoint", "Compile", "Config", "ConfigError", "Data", "Dense", "Flags",
     "Float8", "LRScheduler", "Metrics", "MoBA", "Model", "Optimizer", "Parallelism", "Profiling", "Training",
     "Validation", "VerticalSlash", "XAttention", "check",
-    "field_docs", "is_ragged", "load", "load_and_check", "needle_lengths", "padding_multiple", "resolve_cp_intra",
+    "field_docs", "load", "load_and_check", "needle_lengths", "padding_multiple", "resolve_cp_intra",
     "resolve_overlap_stages", "save", "to_toml", "usage",
     "world_from_environment", "world_of",
 ]

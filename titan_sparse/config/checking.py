@@ -66,11 +66,6 @@ def resolve_overlap_stages(attention: Attention) -> tuple[int, int]:
     return attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages
 
 
-def is_ragged(config: Config) -> bool:
-    """Whether attention computes on another number of keys in every call."""
-    return config.attention.schedule == "group_cast" and config.parallelism.cp > 1
-
-
 def padding_multiple(config: Config) -> int:
     """Tokens that a padded sequence is a multiple of: a whole block for each rank, two for zigzag's mirrored chunks."""
     chunks = 2 if config.attention.layout == "zigzag" else 1

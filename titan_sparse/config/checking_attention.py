@@ -58,9 +58,6 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
                 f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"')
         require(value == default or cp > 1, f"attention.{name} = {value} would be ignored with parallelism.cp = 1; write "
                 f"attention.{name} = {default} or parallelism.cp = 2 or more")
-    require(attention.backend != "flex" or schedule != "group_cast" or cp == 1, 'attention.backend = "flex" compiles anew '
-            'for every number of keys, which attention.schedule = "group_cast" changes all the time; write '
-            'attention.backend = "auto"')
     require(dtype != "float64" or attention.gradient_dtype == "float32", 'attention.gradient_dtype = "bfloat16" would '
             'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"')
 

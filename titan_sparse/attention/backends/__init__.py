@@ -10,7 +10,7 @@ refusal(device_type, dtype, head_dim, block_size) -> str | None          why it 
 describe() -> str                                       what computes, for the banner
 READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
 SERVES_SLICES: bool                                     whether it takes Tiles of a mask of slices
-SERVES_RAGGED: bool                                     whether a number of keys that it has not seen costs nothing
+COMPILES_BY_LENGTH: bool                                whether a number of keys that it has not seen takes seconds to compile
 """
 
 from types import ModuleType
@@ -23,46 +23,41 @@ BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": trito
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False,
-           ragged: bool = False) -> str:
+def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
     """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them. slices: whether the
-    mask has Slices. ragged: whether the number of keys is another one in every call, as schedule group_cast has it.
+    mask has Slices.
 
     Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
         return next(backend for backend in _by_speed(*case[:3])
-                    if _refusal(backend, case, slices, ragged) is None)
+                    if _refusal(backend, case, slices) is None)
     if name not in BACKENDS:
         raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
-    refused = _refusal(name, case, slices, ragged)
+    refused = _refusal(name, case, slices)
     if refused:
         raise ValueError(refused)
     return name
 
 
-def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool, ragged: bool) -> str | None:
-    if ragged and not BACKENDS[name].SERVES_RAGGED:
-        return (f'attention.backend = "{name}" compiles anew for every number of keys, which schedule "group_cast" changes '
-                'all the time; write "auto"')
+def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool) -> str | None:
     if slices and not BACKENDS[name].SERVES_SLICES:
         serving = [other for other, backend in BACKENDS.items() if backend.SERVES_SLICES]
         return f'attention.backend = "{name}" does not compute masks of Slices; write "auto" or one of {", ".join(serving)}'
     return BACKENDS[name].refusal(*case)
 
 
-def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False,
-            ragged: bool = False) -> str:
+def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
     """What choose() gives and why, for the banner."""
     case = (device_type, dtype, head_dim, block_size)
-    chosen = choose(name, *case, slices, ragged)
+    chosen = choose(name, *case, slices)
     if name != "auto":
         return f"{BACKENDS[chosen].describe()}; asked for"
     order = _by_speed(*case[:3])
     faster = order[: order.index(chosen)]
-    refused = "".join(f"; not {other}, since {_refusal(other, case, slices, ragged)}" for other in faster)
-    lacks_flash = chosen == "triton" and not slices and not ragged and flash.missing()
+    refused = "".join(f"; not {other}, since {_refusal(other, case, slices)}" for other in faster)
+    lacks_flash = chosen == "triton" and not slices and flash.missing()
     slower = f"; flex would be faster, but {flash.missing()}" if lacks_flash else ""
     return BACKENDS[chosen].describe() + refused + slower
 

@@ -17,8 +17,8 @@ READS_BY_KEY = False
 """Whether backward reads Tiles.by_key: here it goes query block by query block throughout."""
 SERVES_SLICES = True
 """Whether it takes Tiles of a mask of slices."""
-SERVES_RAGGED = True
-"""Whether a number of keys that it has not seen costs nothing."""
+COMPILES_BY_LENGTH = False
+"""Whether a number of keys that it has not seen takes seconds to compile."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -35,8 +35,8 @@ READS_BY_KEY = True
 """Whether backward reads Tiles.by_key."""
 SERVES_SLICES = False
 """Whether it takes Tiles of a mask of slices."""
-SERVES_RAGGED = False
-"""Whether a number of keys that it has not seen costs nothing."""
+COMPILES_BY_LENGTH = True
+"""Whether a number of keys that it has not seen takes seconds to compile."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
