@@ -55,12 +55,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--backends", nargs="+", choices=list(backends.BACKENDS),
         help="of kernels; default: flex triton, on the CPU eager")
     add("--stages", type=positive, nargs="+", default=[1, 2, 4], help="overlap_stages of group_cast, of varlen")
-    add("--independent-recalls", type=share, nargs="*", default=[0.2, 0.3, 0.4, 0.5, 0.7],
+    add("--independent-recalls", type=share, nargs="*", default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
         help="of patterns, as all below")
-    add("--joint-recalls", type=share, nargs="*", default=[0.85, 0.9, 0.95, 0.98])
+    add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add("--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention")
-    add("--top-ks", type=positive, nargs="*", default=[4, 12, 24, 48, 64], help="of moba")
+    add("--top-ks", type=positive, nargs="*", default=[4, 12, 24, 48], help="of moba")
     add("--chunk-size", type=positive, default=4096, help="of moba, tokens")
     add("--recall-rows", type=positive, default=256, help="rows whose recall is measured")
     add("--at-recalls", type=share, nargs="*", default=[0.9, 0.95], help="where costs are compared")

@@ -42,7 +42,7 @@ def about(case: str, shape: Shape) -> dict:
     return {"case": case, **{name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "seq_len")}}
 
 
-def chosen_backend(bench: Bench, shape: Shape, schedule: str = "local") -> str:
+def chosen_backend(bench: Bench, shape: Shape) -> str:
     """What --backend means."""
     return backends.choose(bench.args.backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
 
@@ -228,7 +228,7 @@ def _documents(bench: Bench, shape: Shape, layout: str, schedule: str, stages: i
     needed = found["megabytes_needed_forward"] + found["megabytes_needed_backward"]
     sent = found["megabytes_sent_forward"] + found["megabytes_sent_backward"]
     return found | rates(shape, found, cp.size) | {"sent_of_needed": rounded(sent / needed) if needed else None,
-                                                   "backend": chosen_backend(bench, shape, schedule)}
+                                                   "backend": chosen_backend(bench, shape)}
 
 
 def _imbalance(steps: list[Callable[[], None]]) -> dict:
