@@ -88,7 +88,7 @@ def _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, e
 
 @triton.jit
 def _column_prices(column, COLUMN_COST: tl.constexpr, SIZE: tl.constexpr):
-    return (column.to(tl.float64) * SIZE / COLUMN_COST).to(tl.float32)
+    return (column.to(tl.float64) * (SIZE / COLUMN_COST)).to(tl.float32)
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def _price(whole, replaced, saved, at, stride, known, ROUNDS: tl.constexpr):
     price = b_whole.to(tl.float32)
     for i in tl.static_range(ROUNDS):
         left = (b_whole - tl.load(replaced + i * stride + at, mask=known, other=0)).to(tl.float64)
-        cost = 1.0 - tl.load(saved + i * stride + at, mask=known, other=0).to(tl.float64) / _COST_UNITS
+        cost = 1.0 - tl.load(saved + i * stride + at, mask=known, other=0).to(tl.float64) * (1 / _COST_UNITS)
         price = tl.where(cost > 0, left / tl.where(cost > 0, cost, 1.0), price.to(tl.float64)).to(tl.float32)
     return price
 
@@ -129,7 +129,8 @@ def _replaced_kernel(columns, sequence, diagonal, slot, always, whole, replaced,
                                     SIZE)
     column = tl.sum(units, 0)
     prices = _column_prices(column, COLUMN_COST, SIZE)
-    share = units.to(tl.float64) / tl.maximum(column, 1).to(tl.float64)[None, :] * (COLUMN_COST * _COST_UNITS / SIZE)
+    cost = (COLUMN_COST * _COST_UNITS / SIZE) / tl.maximum(column, 1).to(tl.float64)
+    share = (units.to(tl.float64) * cost[None, :]).to(tl.int64)
     for i_t in tl.static_range(T):
         entry, known = _diagonals_met(diagonal, i_b, i_c, i_t, blocks, entries, T, U, U2)
         at = i_row * entries + entry
@@ -137,7 +138,7 @@ def _replaced_kernel(columns, sequence, diagonal, slot, always, whole, replaced,
         pays = (slots == i_t)[None, :] & (prices[None, :] > price[:, None])
         at += ROUND * stride
         tl.atomic_add(replaced + at, tl.sum(tl.where(pays, units, 0), 1), mask=known, sem="relaxed")
-        tl.atomic_add(saved + at, tl.sum(tl.where(pays, share.to(tl.int64), 0), 1), mask=known, sem="relaxed")
+        tl.atomic_add(saved + at, tl.sum(tl.where(pays, share, 0), 1), mask=known, sem="relaxed")
 
 
 @triton.jit
@@ -203,10 +204,9 @@ def _held_kernel(columns, sequence, segment, bounds, diagonal, slot, always, pri
     low, stop = _free_diagonals(bounds, i_b, span, length, n, span < n)
     high = stop
     for _ in range(STEPS):
-        middle, open = (low + high) // 2, low < high
-        above = tl.load(in_order + i_row * entries + middle, mask=open, other=0.0) > prices
-        low = tl.where(open & above, middle + 1, low)
-        high = tl.where(open & (above == 0), middle, high)
+        middle, searched = (low + high) // 2, low < high
+        above = tl.load(in_order + i_row * entries + middle, mask=searched, other=0.0) > prices
+        low, high = tl.where(searched & above, middle + 1, low), tl.where(searched & ~above, middle, high)
     tl.atomic_add(ahead + i_row * entries + low, gain, mask=(gain > 0) & (low < stop), sem="relaxed")
 
 
@@ -323,10 +323,10 @@ def smallest_union(columns: Tensor, of: Geometry, recall: float, scale: float, c
     Returns selected bool [N, S + E] and capped bool [N, 2 n]: whether the most columns, the most diagonals kept a span
     below its target.
 
-    Launches: 9 here, 7 in each of two calls of smallest_cuts() (short spans: 9 or 17), and 7 of torch: memory to clear,
-    `sequence` twice, capped. Memory: 13 bytes a column and row, and the histograms.
+    Launches: 7 here and one a round, 7 in each of two calls of smallest_cuts() (short spans: 9 or 17), and 7 of torch:
+    memory to clear, `sequence` twice, capped. Memory: 13 bytes a column and row, and the histograms.
     """
-    columns = columns.contiguous()
+    columns, of = columns.contiguous(), Geometry(*(x.contiguous() for x in of))
     (rows, blocks, back, size), entries, n = columns.shape, of.always.shape[1] - of.slot[0].numel(), of.free_columns.shape[1]
     block = dict(T=of.diagonal.shape[2], U=back, U2=triton.next_power_of_2(back), SIZE=size)
     block["num_warps"] = min(max(block["U2"] * size // 256, 1), 8)

@@ -227,7 +227,7 @@ def _diagonals(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
 
 def _column_prices(mass: Tensor) -> Tensor:
     """Mass for cost, fp32 [N, K, b], of columns in units [N, K, U, b]."""
-    return (mass.sum(2).double() * mass.shape[3] / COLUMN_COST).float()
+    return (mass.sum(2).double() * (mass.shape[3] / COLUMN_COST)).float()
 
 
 def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,8 +237,8 @@ def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
     Newton's method, from above: the gain (D - P) - price (1 - Q) is concave in the price.
     """
     mass, of = task.mass, task.of
-    column = mass.sum(2, keepdim=True).double()
-    share = torch.where(column > 0, mass / column * (COLUMN_COST * _COST_UNITS / mass.shape[3]), 0).long()
+    cost = COLUMN_COST * _COST_UNITS / mass.shape[3] / mass.sum(2, keepdim=True).clamp(min=1).double()
+    share = (mass * cost).long()
     column, price = _column_prices(mass)[:, :, None], whole.float()
     for _ in range(_ROUNDS):
         pays = column > of.of_columns(price)
