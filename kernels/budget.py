@@ -148,8 +148,8 @@ def _mark_kernel(mass, sequence, segment, bounds, cut, selected, length, n, CHUN
 
 
 class Cut(NamedTuple):
-    """Where the chosen end. at: int32 [N, n, 3], bits of the last mass, the position from which on elements of that mass are
-    left out, how many are chosen. capped: bool [N, n], whether the most kept a segment below its target."""
+    """Where the chosen end. at: int32 [N, n, 3], bits of the last mass, the position from which on elements of that mass
+    are left out, how many are chosen. capped: bool [N, n], whether the most kept a segment below its target."""
 
     at: Tensor
     capped: Tensor
@@ -157,10 +157,10 @@ class Cut(NamedTuple):
 
 def smallest_cuts(mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tensor, scale: float, recall: float = 1.0,
                   spare: Tensor | None = None) -> Cut:
-    """For each of n segments of N rows, where the fewest elements end that hold `recall` of its mass or, if spare is given,
-    all of it but that much: int64 [N, n], not negative, in units of 1 / scale.
+    """For each of n segments of N rows, where the fewest elements end that hold `recall` of its mass or, if spare is
+    given, all of it but that much: int64 [N, n], not negative, in units of 1 / scale.
 
-    The rest as in smallest_sets(), but nothing is always on, and the rows of `segment` may be longer than those of mass.
+    The rest as in smallest_sets(), but nothing is always on, and rows of `segment` may be longer than those of mass.
     Launches: 7, for short segments 9 or 17, and a memset.
     """
     rows, length = mass.shape

@@ -1,9 +1,9 @@
-"""The cheapest union of columns and block diagonals whose mass reaches the recall target, without a sort of the columns.
+"""The cheapest union of columns and block diagonals whose mass reaches the recall target, columns not sorted.
 
-The plain-torch twin, titan_sparse/attention/patterns/joint.py, says what is chosen and calls these on a GPU. A program of
-the first kernels looks at one block of columns: it adds what its columns hold to the sums of the diagonals that it meets.
-Diagonals are few. They are put in order of price, each column finds its place among them, and a walk along that order finds
-where the target is reached. Columns beside the diagonals found are chosen by kernels/budget.py.
+The plain-torch twin, titan_sparse/attention/patterns/joint.py, says what is chosen and calls these on a GPU. A program
+of the first kernels looks at one block of columns: it adds what they hold to the sums of the diagonals that they meet.
+Diagonals are few. They are put in order of price, each column finds its place among them, and a walk along that order
+finds where the target is reached. Columns beside the diagonals found are chosen by kernels/budget.py.
 
 All sums are of integers, so that no order of additions shows.
 """
@@ -22,11 +22,11 @@ _COST_UNITS = tl.constexpr(2.0 ** 32)
 
 
 class Geometry(NamedTuple):
-    """What lies where, for every layer the same. N rows of masses of B sequences, K blocks of b tokens, T spans at a block,
-    U blocks back, n spans, E diagonals, S = K b columns; the fields of Segments and those of Incidence that are read here.
+    """What lies where, for every layer the same: the fields of Segments and those of Incidence that are read here.
 
-    sequence: int32 [N]. segment: int32 [B, S + E], d for a column of span d, n + d for a diagonal, 2 n for none.
-    bounds: int32 [B, 2 n, 5]. diagonal: int64 [B, K, T, U]. slot: int64 [B, K, b]. always: bool [B, S + E].
+    N rows of masses of B sequences, K blocks of b tokens, T spans at a block, U blocks back, n spans, E diagonals,
+    S = K b columns. sequence: int32 [N]. segment: int32 [B, S + E], d for a column of span d, n + d for a diagonal, 2 n
+    for none. bounds: int32 [B, 2 n, 5]. diagonal: int64 [B, K, T, U]. slot: int64 [B, K, b]. always: bool [B, S + E].
     free_columns: int32 [B, n, 5].
     """
 
@@ -82,7 +82,8 @@ def _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, e
                 U: tl.constexpr, U2: tl.constexpr, SIZE: tl.constexpr):
     """A block's masses in units, 0 for what is on in any case; its columns' slots, and its sequence."""
     i_b = tl.load(sequence + i_row).to(tl.int64)
-    units, slots = _units_of_block(columns, i_row, i_c, blocks, scale, U, U2, SIZE), _slots(slot, i_b, i_c, blocks, T, SIZE)
+    units = _units_of_block(columns, i_row, i_c, blocks, scale, U, U2, SIZE)
+    slots = _slots(slot, i_b, i_c, blocks, T, SIZE)
     return _without_always(units, slots, diagonal, always, i_b, i_c, blocks, entries, T, U, U2, SIZE), slots, i_b
 
 
@@ -93,7 +94,7 @@ def _column_prices(column, COLUMN_COST: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _price(whole, replaced, saved, at, stride, known, ROUNDS: tl.constexpr):
-    """Prices from which down diagonals are cheaper than the columns that they replace, after some rounds of Newton's."""
+    """Prices from which down diagonals are cheaper than the columns that they replace, after rounds of Newton's."""
     b_whole = tl.load(whole + at, mask=known, other=0)
     price = b_whole.to(tl.float32)
     for i in tl.static_range(ROUNDS):
@@ -109,7 +110,8 @@ def _whole_kernel(columns, sequence, diagonal, slot, always, total, whole, colum
     """Diagonals' masses, all of them and without what is on in any case; and such masses of columns."""
     i_c, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b = tl.load(sequence + i_row).to(tl.int64)
-    every, slots = _units_of_block(columns, i_row, i_c, blocks, scale, U, U2, SIZE), _slots(slot, i_b, i_c, blocks, T, SIZE)
+    every = _units_of_block(columns, i_row, i_c, blocks, scale, U, U2, SIZE)
+    slots = _slots(slot, i_b, i_c, blocks, T, SIZE)
     units = _without_always(every, slots, diagonal, always, i_b, i_c, blocks, entries, T, U, U2, SIZE)
     for i_t in tl.static_range(T):
         entry, known = _diagonals_met(diagonal, i_b, i_c, i_t, blocks, entries, T, U, U2)
@@ -125,8 +127,8 @@ def _replaced_kernel(columns, sequence, diagonal, slot, always, whole, replaced,
                      SIZE: tl.constexpr):
     """Mass and cost of the columns that diagonals would replace at their prices of this round."""
     i_c, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale, T, U, U2,
-                                    SIZE)
+    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale,
+                                    T, U, U2, SIZE)
     column = tl.sum(units, 0)
     prices = _column_prices(column, COLUMN_COST, SIZE)
     cost = (COLUMN_COST * _COST_UNITS / SIZE) / tl.maximum(column, 1).to(tl.float64)
@@ -161,7 +163,7 @@ def _order_kernel(price, sequence, segment, bounds, place, in_order, length, ent
                   CHUNK: tl.constexpr):
     """Diagonals in order of price, in each span from the highest down, equal ones by position: rank by counting.
 
-    place: int32 [N, E], which diagonal comes where. in_order: fp32 [N, E], prices so. Where always-on ones are, nothing.
+    place: int32 [N, E], which diagonal comes where. in_order: fp32 [N, E], prices so. Nothing where always-on ones are.
     """
     i_row = tl.program_id(1).to(tl.int64)
     i_b = tl.load(sequence + i_row).to(tl.int64)
@@ -181,14 +183,14 @@ def _order_kernel(price, sequence, segment, bounds, place, in_order, length, ent
 
 
 @triton.jit
-def _held_kernel(columns, sequence, segment, bounds, diagonal, slot, always, price, in_order, cut, held, ahead, blocks,
+def _held_kernel(columns, sequence, diagonal, slot, always, segment, bounds, price, in_order, cut, held, ahead, blocks,
                  entries, n, scale, COLUMN_COST: tl.constexpr, STEPS: tl.constexpr, T: tl.constexpr, U: tl.constexpr,
                  U2: tl.constexpr, SIZE: tl.constexpr):
-    """What columns gain that pay before the diagonals that cover them and are among the most allowed (cut): held, by these
-    diagonals, and ahead, by the first diagonal in order whose price is not above the column's."""
+    """What columns gain that pay before the diagonals that cover them and are among the most allowed (cut): held, by
+    these diagonals, and ahead, by the first diagonal in order whose price is not above the column's."""
     i_c, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale, T, U, U2,
-                                    SIZE)
+    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale,
+                                    T, U, U2, SIZE)
     column, length, o = tl.sum(units, 0), blocks * SIZE, i_c * SIZE + tl.arange(0, SIZE)
     prices = _column_prices(column, COLUMN_COST, SIZE)
     span = tl.load(segment + i_b * (length + entries) + o)
@@ -220,14 +222,9 @@ def _span_total(x, begin, stop, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _walk_kernel(sequence, bounds, total, whole, held, ahead, place, spare, on, count, more, rows, length, entries, n, recall,
-                 CHUNK: tl.constexpr):
-    """One span: along its diagonals in order of price until the target is reached.
-
-    spare: int64 [2, N, n], what mass may be missing, twice. on: int8 [2, N, E], diagonals with the one that crosses the
-    target and without. count: int32 [2, N, n], how many these are, always-on ones left out. more: int8 [N, n], whether a
-    cap kept some out.
-    """
+def _walk_kernel(sequence, bounds, total, whole, held, ahead, place, spare, on, count, more, rows, length, entries, n,
+                 recall, CHUNK: tl.constexpr):
+    """Along a span's diagonals in order of price until the target is reached. What is stored: see _Diagonals."""
     i = tl.program_id(0).to(tl.int64)
     i_row, i_span, i_b = i // n, i % n, tl.load(sequence + i // n).to(tl.int64)
     bound = bounds + (i_b * 2 * n + n + i_span) * 5
@@ -268,8 +265,8 @@ def _rest_kernel(columns, sequence, diagonal, slot, always, on, rest, rows, bloc
                  U: tl.constexpr, U2: tl.constexpr, SIZE: tl.constexpr):
     """Masses of columns that neither choice of diagonals holds, fp32 [2, N, S]."""
     i_c, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale, T, U, U2,
-                                    SIZE)
+    units, slots, i_b = _free_units(columns, sequence, diagonal, slot, always, i_row, i_c, blocks, entries, scale,
+                                    T, U, U2, SIZE)
     for i in tl.static_range(2):
         left = units
         for i_t in tl.static_range(T):
@@ -306,7 +303,10 @@ def _mark_kernel(rest, on, sequence, segment, always, cut, short, count, selecte
 
 
 class _Diagonals(NamedTuple):
-    """What _walk_kernel() finds. spare: int64 [2, N, n]. on: int8 [2, N, E]. count: int32 [2, N, n]. more: int8 [N, n]."""
+    """spare: int64 [2, N, n], mass that may be missing, twice. on: int8 [2, N, E], the diagonals with the one that
+    crosses the target and without. count: int32 [2, N, n], of these, always-on ones left out. more: int8 [N, n],
+    whether a cap kept some out.
+    """
 
     spare: Tensor
     on: Tensor
@@ -318,8 +318,8 @@ def smallest_union(columns: Tensor, of: Geometry, recall: float, scale: float, c
                    rounds: int) -> tuple[Tensor, Tensor]:
     """For each span of each row, columns and diagonals of least cost that hold `recall` of its mass together.
 
-    columns: fp32 [N, K, U, b], b a power of 2, masses by block back. scale: units in a mass of 1; a span has 2**53 at most.
-    column_cost: of a pair of tokens in columns, that of one in blocks being 1. rounds: of Newton's method.
+    columns: fp32 [N, K, U, b], b a power of 2, masses by block back. scale: units in a mass of 1, so that a span holds no
+    more than 2**53. column_cost: of a pair of tokens in columns, that of one in blocks being 1. rounds: of Newton's method.
     Returns selected bool [N, S + E] and capped bool [N, 2 n]: whether the most columns, the most diagonals kept a span
     below its target.
 
@@ -327,42 +327,45 @@ def smallest_union(columns: Tensor, of: Geometry, recall: float, scale: float, c
     memory to clear, `sequence` twice, capped. Memory: 13 bytes a column and row, and the histograms.
     """
     columns, of = columns.contiguous(), Geometry(*(x.contiguous() for x in of))
-    (rows, blocks, back, size), entries, n = columns.shape, of.always.shape[1] - of.slot[0].numel(), of.free_columns.shape[1]
-    block = dict(T=of.diagonal.shape[2], U=back, U2=triton.next_power_of_2(back), SIZE=size)
-    block["num_warps"] = min(max(block["U2"] * size // 256, 1), 8)
+    rows, blocks, back, size = columns.shape
+    length, n = blocks * size, of.free_columns.shape[1]
+    entries = of.segment.shape[1] - length
     masses = (columns, of.sequence, of.diagonal, of.slot, of.always.view(torch.int8))
-    found = _find_diagonals(masses, of, (blocks, entries, n), recall, scale, column_cost, rounds, block)
-    rest = columns.new_empty(2 * rows, blocks * size)
-    _rest_kernel[(blocks, rows)](*masses, found.on, rest, rows, blocks, entries, scale, **block)
+    block = dict(blocks=blocks, entries=entries, scale=scale, T=of.diagonal.shape[2], U=back,
+                 U2=triton.next_power_of_2(back), SIZE=size)
+    block["num_warps"] = min(max(block["U2"] * size // 256, 1), 8)
+    found = _diagonals(masses, of, block, recall, column_cost, rounds)
+    rest = columns.new_empty(2 * rows, length)
+    _rest_kernel[(blocks, rows)](*masses, found.on, rest, rows, **block)
     cut = smallest_cuts(rest, of.sequence.repeat(2), of.segment, of.free_columns, 1.0, spare=found.spare)
-    selected = torch.empty(rows, blocks * size + entries, dtype=torch.bool, device=columns.device)
-    _mark_kernel[(triton.cdiv(selected.shape[1], _CHUNK), rows)](
+    selected = torch.empty(rows, length + entries, dtype=torch.bool, device=columns.device)
+    _mark_kernel[(triton.cdiv(length + entries, _CHUNK), rows)](
         rest, found.on, of.sequence, of.segment, masses[-1], cut.at, cut.capped.view(torch.int8), found.count,
-        selected.view(torch.int8), rows, blocks * size, entries, n, size, COLUMN_COST=column_cost, CHUNK=_CHUNK)
+        selected.view(torch.int8), rows, length, entries, n, size, COLUMN_COST=column_cost, CHUNK=_CHUNK)
     short = cut.capped[:rows]
     return selected, torch.cat([short, short & found.more.view(torch.bool)], dim=1)
 
 
-def _find_diagonals(masses: tuple, of: Geometry, sizes: tuple, recall: float, scale: float, column_cost: float, rounds: int,
-                    block: dict) -> _Diagonals:
-    (blocks, entries, n), rows, grid = sizes, len(masses[0]), (sizes[0], len(masses[0]))
-    length, new = blocks * block["SIZE"], masses[0].new_empty
+def _diagonals(masses: tuple, of: Geometry, block: dict, recall: float, column_cost: float, rounds: int) -> _Diagonals:
+    """masses: first arguments of kernels that look at blocks of columns; block: their last ones."""
+    (rows, blocks), entries, n = masses[0].shape[:2], block["entries"], of.free_columns.shape[1]
+    length, grid, new = blocks * block["SIZE"], (blocks, rows), masses[0].new_empty
     sums = masses[0].new_zeros(4 + 2 * rounds, rows, entries, dtype=torch.int64)
     total, whole, held, ahead = sums[:4].unbind()
     newton, stride = (whole, sums[4:], sums[4 + rounds :]), rows * entries
     column_mass = new(rows, length)
-    _whole_kernel[grid](*masses, total, whole, column_mass, blocks, entries, scale, **block)
+    _whole_kernel[grid](*masses, total, whole, column_mass, **block)
     for i in range(rounds):
-        _replaced_kernel[grid](*masses, *newton, blocks, entries, stride, scale, ROUND=i, COLUMN_COST=column_cost, **block)
+        _replaced_kernel[grid](*masses, *newton, stride=stride, ROUND=i, COLUMN_COST=column_cost, **block)
     price, in_order, place = (new(rows, entries, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int32))
     _price_kernel[(triton.cdiv(entries, 128), rows)](*newton, price, entries, stride, ROUNDS=rounds, CHUNK=128)
-    _order_kernel[(triton.cdiv(entries, 64), rows)](price, of.sequence, of.segment, of.bounds, place, in_order, length, entries,
-                                                    n, ROWS=64, CHUNK=64)
+    _order_kernel[(triton.cdiv(entries, 64), rows)](price, of.sequence, of.segment, of.bounds, place, in_order,
+                                                    length, entries, n, ROWS=64, CHUNK=64)
     allowed = smallest_cuts(column_mass, of.sequence, of.segment, of.free_columns, 1.0)
-    _held_kernel[grid](*masses[:2], of.segment, of.bounds, *masses[2:], price, in_order, allowed.at, held, ahead, blocks, entries,
-                       n, scale, COLUMN_COST=column_cost, STEPS=entries.bit_length(), **block)
-    found = _Diagonals(new(2, rows, n, dtype=torch.int64), masses[0].new_zeros(2, rows, entries, dtype=torch.int8),
+    _held_kernel[grid](*masses, of.segment, of.bounds, price, in_order, allowed.at, held, ahead, n=n,
+                       COLUMN_COST=column_cost, STEPS=entries.bit_length(), **block)
+    found = _Diagonals(new(2, rows, n, dtype=torch.int64), new(2, rows, entries, dtype=torch.int8).zero_(),
                        new(2, rows, n, dtype=torch.int32), new(rows, n, dtype=torch.int8))
-    _walk_kernel[(rows * n,)](of.sequence, of.bounds, total, whole, held, ahead, place, *found, rows, length, entries, n,
-                              round(recall * 2**53), CHUNK=_CHUNK)
+    _walk_kernel[(rows * n,)](of.sequence, of.bounds, total, whole, held, ahead, place, *found, rows, length, entries,
+                              n, round(recall * 2**53), CHUNK=_CHUNK)
     return found

@@ -221,7 +221,8 @@ def _diagonals(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
     needed = order.of_spans(_span_sums(whole, task.diagonals) - task.spare)
     least, most = (order.of_spans(task.diagonals[..., i]) for i in (2, 3))
     wanted, floor = (before < needed) & (gain > 0) & is_diagonal, is_diagonal & (rank < least) & (order.span < n)
-    on = [of.split(order.back(x & (rank < most) | floor) | of.always)[1] for x in (wanted, wanted & (before + gain < needed))]
+    choices = (wanted, wanted & (before + gain < needed))
+    on = [of.split(order.back(x & (rank < most) | floor) | of.always)[1] for x in choices]
     return *on, _span_sums(of.split(order.back(wanted & (rank >= most)))[1], task.diagonals) > 0
 
 
@@ -242,14 +243,15 @@ def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
     column, price = _column_prices(mass)[:, :, None], whole.float()
     for _ in range(_ROUNDS):
         pays = column > of.of_columns(price)
-        left, saved = (whole - of.diagonal_sums(mass * pays)).double(), of.diagonal_sums(share * pays).double() / _COST_UNITS
+        left, saved = whole - of.diagonal_sums(mass * pays), of.diagonal_sums(share * pays).double() / _COST_UNITS
         price = torch.where(saved < 1, left / (1 - saved), price).float()
     return column > of.of_columns(price), price
 
 
 def _columns(task: _Task, mass: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """The fewest columns that hold all but spare [N, n] of these masses, int64 [N, S]: bool [N, S]; and whether the cap kept
-    a span below that, bool [N, n]. Masses are rounded to the probe's dtype first, those so equal are told apart by position."""
+    """The fewest columns that hold all but spare [N, n] of these masses, int64 [N, S]: bool [N, S]; and whether the cap
+    kept a span below that, bool [N, n]. Masses are rounded to the probe's dtype, those then equal are taken in order of
+    position."""
     (always, _), (span, _) = task.of.split(task.of.always), task.of.split(task.of.segment)
     mass = mass.to(task.dtype)
     order = _order(mass.masked_fill(always, -1), span, spare.shape[1])
