@@ -11,6 +11,8 @@ it covers, of mass P and cost Q as far as they pay: it does from the price (D - 
 taken from the highest price down until the target is reached, then the columns anew beside the diagonals found. Where the
 probe lies in one block that is the optimum of the linear relaxation, but for the last element; over several blocks a
 column's cost is shared out among the diagonals that hold its mass, which is close.
+
+On a GPU, fp32 masses go to titan_sparse/kernels/joint.py, which sorts nothing; the plain-torch twin is here.
 """
 
 import math
@@ -22,6 +24,7 @@ from torch import Tensor
 from titan_sparse.attention.patterns.budget import Segments
 from titan_sparse.attention.patterns.probe import tiles_of_diagonals
 from titan_sparse.attention.patterns.spans import Spans, span_of_tokens, spans_of_blocks
+from titan_sparse.kernels import joint as kernels
 
 COLUMN_COST = 2.0
 """Time of a pair of tokens in gathered columns over that of a pair in blocks, forward and backward, at 131,072 tokens on an
@@ -39,7 +42,7 @@ class Incidence(NamedTuple):
     tile: int64 [B, E U], the tiles (block, span touching it, blocks back) that make up each diagonal, K T U for none.
     diagonal: int64 [B, K, T, U], the diagonal of each tile, E for none. slot: int64 [B, K, b], which of its block's spans
     holds a column. segment: int64 [B, S + E], the span of each column and diagonal, n for none. always: bool [B, S + E], what
-    is on in any case.
+    is on in any case. free_columns: int32 [B, n, 5], bounds as in Segments, of each span's columns that are not.
     """
 
     tile: Tensor
@@ -47,6 +50,7 @@ class Incidence(NamedTuple):
     slot: Tensor
     segment: Tensor
     always: Tensor
+    free_columns: Tensor
 
     def of_rows(self, sequence: Tensor) -> "Incidence":
         """The same for each of N rows, of these sequences [N]."""
@@ -90,18 +94,21 @@ def incidence(spans: Spans, segments: Segments, seq_len: int, back: int, block_s
     begin, always = (bounds[..., i].gather(1, segment) for i in (0, 4))
     # Diagonals are segments n .. 2 n - 1 there.
     span = torch.where(segment < 2 * n, segment % n, n)
+    first, stop, least, most, sinks = segments.bounds[:, :n].unbind(-1)
+    free_columns = torch.stack([torch.minimum(first + sinks, stop), stop, least, most, torch.zeros_like(sinks)], dim=-1)
     return Incidence(tiles_of_diagonals(spans, len(block), back, block_size), diagonal,
-                     slot.clamp(0, touching.shape[2] - 1), span, (span < n) & (place < begin + always))
+                     slot.clamp(0, touching.shape[2] - 1), span, (span < n) & (place < begin + always), free_columns)
 
 
 class _Task(NamedTuple):
     """What is chosen from, in N rows: what is on in any case holds no mass here.
 
-    mass: int64 [N, K, U, b], in units. of: the rows' incidence. spare: int64 [N, n], what of a span's mass may be missing.
-    columns, diagonals: int64 [N, n, 5], bounds as in Segments.
+    mass: int64 [N, K, U, b], in units. dtype: of columns' masses, for comparing them. of: the rows' incidence. spare: int64
+    [N, n], what of a span's mass may be missing. columns, diagonals: int64 [N, n, 5], bounds as in Segments.
     """
 
     mass: Tensor
+    dtype: torch.dtype
     of: Incidence
     spare: Tensor
     columns: Tensor
@@ -114,10 +121,25 @@ def smallest_union(columns: Tensor, segments: Segments, of: Incidence, recall: f
 
     columns: float [N, K, U, b], masses by block back, at most most_mass in a span. What is on in any case counts as held;
     the bounds on counts are on what comes besides. Equal prices are taken in order of position, sums are integers: every
-    run and world size chooses the same.
+    run and world size chooses the same. Units are most_mass * 2**-52 (or up to twice as much).
     Returns selected bool [N, S + E] and capped bool [N, 2 n]: whether the most columns, the most diagonals kept a span
     below its target.
     """
+    if columns.is_cuda and columns.dtype == torch.float32:
+        return smallest_union_by_kernels(columns, segments, of, recall, most_mass)
+    return smallest_union_naive(columns, segments, of, recall, most_mass)
+
+
+def smallest_union_by_kernels(columns: Tensor, segments: Segments, of: Incidence, recall: float,
+                              most_mass: float) -> tuple[Tensor, Tensor]:
+    """smallest_union() of fp32 masses."""
+    geometry = kernels.Geometry(*segments, of.diagonal, of.slot, of.always, of.free_columns)
+    return kernels.smallest_union(columns, geometry, recall, _scale(most_mass), COLUMN_COST, _ROUNDS)
+
+
+def smallest_union_naive(columns: Tensor, segments: Segments, of: Incidence, recall: float,
+                         most_mass: float) -> tuple[Tensor, Tensor]:
+    """The twin of kernels.smallest_union(): by sorting."""
     task = _task(columns, segments, of.of_rows(segments.sequence.long()), recall, most_mass)
     with_last, without, wants_more = _diagonals(task)
     (first, short), (second, still_short) = (_columns_beside(task, on) for on in (with_last, without))
@@ -126,16 +148,21 @@ def smallest_union(columns: Tensor, segments: Segments, of: Incidence, recall: f
     return torch.where(cheaper, second, first), torch.cat([short, short & wants_more], dim=1)
 
 
+def _scale(most_mass: float) -> float:
+    """Units in a mass of 1, such that sums of them are exact in fp64."""
+    return 2.0 ** (52 - math.ceil(math.log2(most_mass)))
+
+
 def _task(columns: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float) -> _Task:
-    units = (columns.double() * 2.0 ** (52 - math.ceil(math.log2(most_mass)))).ceil().long()
+    units = (columns.double() * _scale(most_mass)).ceil().long()
     always, always_diagonals = of.split(of.always)
     on = of.of_columns(always_diagonals) | always.view_as(of.slot)[:, :, None]
     bounds = segments.bounds.long()[segments.sequence.long()]
     column_bounds, diagonal_bounds = bounds.chunk(2, dim=1)
     diagonal_bounds = torch.cat([diagonal_bounds[..., :2] - always.shape[1], diagonal_bounds[..., 2:]], dim=-1)
     total = _span_sums(of.diagonal_sums(units), diagonal_bounds)
-    spare = torch.zeros_like(total) if recall == 1 else total - (total * recall).ceil().long()
-    return _Task(units * ~on, of, spare, column_bounds, diagonal_bounds)
+    share = (total.double() * (round(recall * 2**53) / 2**53)).ceil().long()  # as finely as the kernels are told
+    return _Task(units * ~on, columns.dtype, of, (total - share).clamp(min=0), column_bounds, diagonal_bounds)
 
 
 def _span_sums(x: Tensor, bounds: Tensor) -> Tensor:
@@ -181,22 +208,27 @@ def _order(price: Tensor, span: Tensor, n: int) -> _Order:
 
 def _diagonals(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
     """The diagonals above the price at which the target is reached: bool [N, E], with the one that crosses it and without;
-    and whether a cap kept some out, bool [N, n]."""
+    and whether a cap kept some out, bool [N, n]. Of columns no more count than the cap on them lets in."""
     mass, of, n = task.mass, task.of, task.spare.shape[1]
     whole = of.diagonal_sums(mass)
     pays, price = _replacing_prices(task, whole)
-    column = mass.sum(2).flatten(1).float() * (of.slot.shape[2] / COLUMN_COST)
-    order = _order(torch.cat([column, price], dim=1).masked_fill(of.always, -1), of.segment, n)
-    is_diagonal = order.place >= column.shape[1]
-    allowed = order.before(~is_diagonal) < order.of_spans(task.columns[..., 3])
-    held = mass * (pays & of.split(order.back(allowed))[0].view_as(of.slot)[:, :, None])
+    allowed = _columns(task, mass.sum(2).flatten(1), torch.zeros_like(task.spare))[0]
+    held = mass * (pays & allowed.view_as(of.slot)[:, :, None])
+    order = _order(torch.cat([_column_prices(mass).flatten(1), price], dim=1).masked_fill(of.always, -1), of.segment, n)
+    is_diagonal = order.place >= allowed.shape[1]
     gain = torch.cat([held.sum(2).flatten(1), whole - of.diagonal_sums(held)], dim=1).gather(1, order.place)
     before, rank = order.before(gain), order.before(is_diagonal)
     needed = order.of_spans(_span_sums(whole, task.diagonals) - task.spare)
     least, most = (order.of_spans(task.diagonals[..., i]) for i in (2, 3))
     wanted, floor = (before < needed) & (gain > 0) & is_diagonal, is_diagonal & (rank < least) & (order.span < n)
-    on = [of.split(order.back(x & (rank < most) | floor) | of.always)[1] for x in (wanted, wanted & (before + gain < needed))]
+    choices = (wanted, wanted & (before + gain < needed))
+    on = [of.split(order.back(x & (rank < most) | floor) | of.always)[1] for x in choices]
     return *on, _span_sums(of.split(order.back(wanted & (rank >= most)))[1], task.diagonals) > 0
+
+
+def _column_prices(mass: Tensor) -> Tensor:
+    """Mass for cost, fp32 [N, K, b], of columns in units [N, K, U, b]."""
+    return (mass.sum(2).double() * (mass.shape[3] / COLUMN_COST)).float()
 
 
 def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,29 +237,37 @@ def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
 
     Newton's method, from above: the gain (D - P) - price (1 - Q) is concave in the price.
     """
-    mass, of, cost = task.mass, task.of, COLUMN_COST / task.of.slot.shape[2]
-    column = mass.sum(2, keepdim=True).double()
-    share = torch.where(column > 0, mass / column * (cost * _COST_UNITS), 0).long()
-    column, price = (column / cost).float(), whole.float()
+    mass, of = task.mass, task.of
+    cost = COLUMN_COST * _COST_UNITS / mass.shape[3] / mass.sum(2, keepdim=True).clamp(min=1).double()
+    share = (mass * cost).long()
+    column, price = _column_prices(mass)[:, :, None], whole.float()
     for _ in range(_ROUNDS):
         pays = column > of.of_columns(price)
-        left, saved = whole - of.diagonal_sums(mass * pays), of.diagonal_sums(share * pays) / _COST_UNITS
+        left, saved = whole - of.diagonal_sums(mass * pays), of.diagonal_sums(share * pays).double() / _COST_UNITS
         price = torch.where(saved < 1, left / (1 - saved), price).float()
     return column > of.of_columns(price), price
+
+
+def _columns(task: _Task, mass: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """The fewest columns that hold all but spare [N, n] of these masses, int64 [N, S]: bool [N, S]; and whether the cap
+    kept a span below that, bool [N, n]. Masses are rounded to the probe's dtype, those then equal are taken in order of
+    position."""
+    (always, _), (span, _) = task.of.split(task.of.always), task.of.split(task.of.segment)
+    mass = mass.to(task.dtype)
+    order = _order(mass.masked_fill(always, -1), span, spare.shape[1])
+    units = mass.long()
+    gain, rank = units.gather(1, order.place), order.before(torch.ones_like(units))
+    wanted = (order.before(gain) < order.of_spans(_span_sums(units, task.columns) - spare)) & (gain > 0)
+    least, most = (order.of_spans(task.columns[..., i]) for i in (2, 3))
+    chosen = (wanted | (rank < least)) & (rank < most) & (order.span < spare.shape[1])
+    return order.back(chosen), _span_sums(order.back(wanted & (rank >= most)), task.columns) > 0
 
 
 def _columns_beside(task: _Task, on: Tensor) -> tuple[Tensor, Tensor]:
     """The fewest columns that reach the target beside these diagonals, bool [N, E]: bool [N, S + E], both together; and
     whether the cap on columns kept a span below its target, bool [N, n]."""
-    of, n = task.of, task.spare.shape[1]
-    rest, always = (task.mass * ~of.of_columns(on)).sum(2).flatten(1), of.split(of.always)[0]
-    order = _order(rest.float().masked_fill(always, -1), of.split(of.segment)[0], n)
-    gain, rank = rest.gather(1, order.place), order.before(torch.ones_like(rest))
-    wanted = (order.before(gain) < order.of_spans(_span_sums(rest, task.columns) - task.spare)) & (gain > 0)
-    least, most = (order.of_spans(task.columns[..., i]) for i in (2, 3))
-    chosen = (wanted | (rank < least)) & (rank < most) & (order.span < n)
-    short = _span_sums(order.back(wanted & (rank >= most)), task.columns) > 0
-    return torch.cat([order.back(chosen) | always, on], dim=1), short
+    chosen, short = _columns(task, (task.mass * ~task.of.of_columns(on)).sum(2).flatten(1), task.spare)
+    return torch.cat([chosen | task.of.split(task.of.always)[0], on], dim=1), short
 
 
 def _cost(task: _Task, selected: Tensor) -> Tensor:
