@@ -4,7 +4,7 @@ forward(q, k, v, tiles, scale, dtype, total) -> out, lse                 one pie
                                                         out in dtype; total: out and lse of other pieces, to go on from
 backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq) -> dq, dk, dv       with the global out and lse; dq: to add to
 forward_with_columns, backward_with_columns             a chunk's blocks and the columns, in the cheapest way
-serves_causal(q) -> bool, forward_causal, backward_causal, forward_full, backward_full
+serves_causal(q) -> bool, forward_causal, backward_causal, forward_full, backward_full, forward_packed, backward_packed
                                                         dense attention without tiles, where it can
 refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case
 describe() -> str                                       what computes, for the banner
