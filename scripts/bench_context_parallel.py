@@ -34,14 +34,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from bench_attention import head_set, share, versions
 from context_parallel_cases import CASES
 from context_parallel_timing import Bench, attempt
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.layout import block_multiple
-from titan_sparse.parallel import choose_device, init_distributed
+from titan_sparse.parallel import choose_device, init_distributed, leave_distributed
 
 Cases = dict[str, Callable[[Bench], Iterator[dict]]]
 
@@ -154,7 +153,7 @@ def measure(args: argparse.Namespace, cases: Cases, refused: str | None, program
         torch.set_num_threads(max(1, os.cpu_count() // world))  # torchrun says 1; realistic inputs are made on the CPU
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     run(Bench(args, device, rank, world, nodes), about(args, device, world) | {"rows": []}, cases)
-    dist.destroy_process_group()
+    leave_distributed()
     return 0
 
 

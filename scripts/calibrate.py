@@ -25,7 +25,7 @@ from titan_sparse.attention.balance import count_visits_of_all_heads
 from titan_sparse.attention.layout import block_ids
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.parallel import choose_device, init_distributed
+from titan_sparse.parallel import choose_device, init_distributed, leave_distributed
 from titan_sparse.planning import BACKWARD_FLOPS, FORWARD_FLOPS
 
 BLOCK_SIZE = 128
@@ -180,7 +180,7 @@ def main(words: list[str]) -> int:
                  "torch": torch.__version__, "constants": described}
         Path(args.out).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(about, indent=1))
-    dist.destroy_process_group()
+    leave_distributed()
     return 0
 
 

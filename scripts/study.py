@@ -66,6 +66,7 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
     import torch
     import torch.distributed as dist
 
+    from titan_sparse.parallel import leave_distributed
     from titan_sparse.trainer import Trainer
 
     torch.compiler.reset()  # torch compiles the same code only so many times, and each run is another configuration
@@ -82,7 +83,7 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
         raise ConfigError(str(error)) from error
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_distributed()
     del trainer
     gc.collect()
     if not is_done(size, folder, name):
@@ -114,10 +115,9 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
     if (out / "results.json").is_file():
         return
     check_time(size, clock)
-    import torch.distributed as dist
-
     from titan_sparse.evaluation.load import build_scorer, find_checkpoint
     from titan_sparse.metrics import json_ready
+    from titan_sparse.parallel import leave_distributed
 
     save(configuration(size, folder, mode), out)
     words = ["--config", str(out / "config.toml"), "--checkpoint", str(folder / weights), "--out", str(out),
@@ -128,7 +128,7 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
     try:
         results = evaluation.evaluate(work, scorer, args.buckets, generate=False)
     finally:
-        dist.destroy_process_group()
+        leave_distributed()
     about = {"weights": weights, "mode": mode, "options": words, "windows": size.windows,
              "seconds": time.perf_counter() - began}
     text = json.dumps(json_ready({"about": about, **results}), indent=1)

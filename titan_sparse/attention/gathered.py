@@ -21,10 +21,10 @@ from titan_sparse.attention.tiles import BlockLists, Tiles
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
     run.count_plain_ring(k)
-    columns = gather_columns(run, k, v)
+    columns, by_head = gather_columns(run, k, v), _heads(run, q, k, v)
     with timing.computing(0):
         tiles, column_tiles, parts = run.tiles(len(q), False), None, []
-    for step, (heads, k_head, v_head) in enumerate(_heads(run, q, k, v)):
+    for step, (heads, k_head, v_head) in enumerate(by_head):
         column_kv = columns.wait() if columns.result.shape[3] else None
         with timing.computing(step):
             piece = (q[:, heads], k_head, v_head, _of_heads(tiles, heads))
@@ -42,11 +42,11 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
              column_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
     run.count_plain_ring(k, backward=True)
-    by_key, dtype = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype)
+    by_key, dtype, by_head = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype), _heads(run, q, k, v)
     tiles = run.tiles(len(q), by_key)
     column_tiles = run.column_tiles(len(q), by_key) if column_kv.shape[3] else None
     dq, d_columns, summed = [], [], []
-    for heads, k_head, v_head in _heads(run, q, k, v):
+    for heads, k_head, v_head in by_head:
         inputs = (d_out[:, heads], q[:, heads], k_head, v_head, out[:, heads], lse[:, heads], _of_heads(tiles, heads))
         if column_tiles is not None:
             gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
@@ -66,15 +66,19 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 
 
 def _heads(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """KV head by KV head: its query heads, and its keys and values of all ranks [B, 1, ranks * S_local, D]."""
+    """KV head by KV head: its query heads, and its keys and values of all ranks [B, 1, ranks * S_local, D]. The first head
+    sets out at once, to hide behind what the caller does before it asks for it."""
     group = q.shape[1] // k.shape[1]
     start = lambda head: [run.cp.start_all_gather(x[:, head : head + 1], f"{name} {head % 2}")
                           for name, x in (("k", k), ("v", v))]
-    pending = start(0)
-    for head in range(k.shape[1]):
-        following = start(head + 1) if head + 1 < k.shape[1] else None
-        yield slice(head * group, (head + 1) * group), *(_one_after_the_other(x) for x in pending)
-        pending = following
+
+    def arrive(pending: list[Pending]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for head in range(k.shape[1]):
+            following = start(head + 1) if head + 1 < k.shape[1] else None
+            yield slice(head * group, (head + 1) * group), *(_one_after_the_other(x) for x in pending)
+            pending = following
+
+    return arrive(start(0))
 
 
 def _one_after_the_other(gathered: Pending) -> Tensor:
