@@ -2,12 +2,15 @@
 
 import gc
 
+import pytest
 import torch
 
-from titan_sparse.attention import attend
-from titan_sparse.attention.masks import Causal, Rows
+from tests.reference import structured_qkv
+from titan_sparse.attention import attend, tiles
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.masks import Causal, Documents, Rows
 from titan_sparse.attention.memo import _known, once_per_mask
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 
 def test_once_per_mask():
@@ -38,3 +41,16 @@ def test_inference_mode():
         pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)
         inside = attend(q, q, q, Causal(), pattern, block_size=16)
     assert torch.equal(inside, attend(q.clone(), q.clone(), q.clone(), Causal(), pattern, block_size=16))
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])
+def test_tables_of_a_static_mask_are_made_once(by_key, monkeypatch):
+    """For all layers, forward and backward."""
+    made, block_tiles = [], tiles.block_tiles
+    monkeypatch.setattr(eager, "READS_BY_KEY", by_key)
+    monkeypatch.setattr(tiles, "block_tiles", lambda *x: made.append(x[-1]) or block_tiles(*x))
+    q, k, v = structured_qkv(1, 4, 2, 96, 8)
+    leaves, rows = [x.requires_grad_() for x in (q, k, v)], Documents([[50, 46]]).rows(96)
+    for _ in range(2):
+        attend(*leaves, rows, Dense(), backend="eager", block_size=16).sum().backward()
+    assert made == [by_key]

@@ -75,16 +75,19 @@ class Run(NamedTuple):
         """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
         one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`.
         room: KV blocks that there are in memory, if more."""
-        blocks = self._key_blocks(source) if k_blocks is None else k_blocks
+        blocks = lambda: self._key_blocks(source) if k_blocks is None else k_blocks
         if self._has_table_kernels():
-            make = lambda: slash_tiles.key_side(blocks, self.index.block_size)
+            make = lambda: slash_tiles.key_side(blocks(), self.index.block_size)
             # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
             keys = make() if k_blocks is not None else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
             return tiles.with_room(slash_tiles.block_tiles(self._query_side(batch, queries), self.index, keys, transpose), room)
+        static = not pattern_by_key(self.pattern).dynamic
+        if static and k_blocks is None:
+            transpose = transpose or self.backend.READS_BY_KEY  # made once, for the forward and for the backward
         of = tiles if self.rows.slices is None else slice_tiles
         make = lambda: tiles.with_room(
-            of.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks, batch, transpose), room)
-        if pattern_by_key(self.pattern).dynamic:
+            of.block_tiles(self.rows, self.index, self.query_blocks(queries), blocks(), batch, transpose), room)
+        if not static:
             return make()
         key = ("tiles", self.pattern, self.cp.key, batch, self.index.heads, transpose, source, queries, room, self.first,
                self.last)
