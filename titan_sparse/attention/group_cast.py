@@ -2,7 +2,7 @@
 
 A rank computes on its own blocks first while the first part of the others' comes, on that while the second comes, and so
 on. The backward fetches them again and sends their gradients back, summed in each node on the way; half of the own blocks
-are left to the end, for the last gradients to hide behind. group_cast_plan.py says who sends what.
+are left to the end, for the last gradients to hide behind, where that pays. group_cast_plan.py says who sends what.
 """
 
 import contextlib
@@ -22,6 +22,10 @@ from titan_sparse.attention.needs import needed_blocks
 from titan_sparse.attention.patterns import pattern_by_key
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps
+
+
+_LINK = 12
+"""Bytes that a GPU's memory moves while NVLink moves one: some 3.5 TB/s against 0.28 (docs/context_parallel.md)."""
 
 
 @timing.timed
@@ -52,11 +56,11 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     run.count_plain_ring(k, backward=True)
     plan, own = _plan(run, run.cp.overlap_stages[1]), run.blocks()
     by_key, dtype = run.backend.READS_BY_KEY, run.sum_dtype(q)
-    half = (len(own) + 1) // 2
-    steps = [own[:half], *(stage.k_blocks for stage in plan.stages), own[half:]]
+    first = _blocks_before_others(run, plan, q, k)
+    steps = [own[:first], *(stage.k_blocks for stage in plan.stages), own[first:]]
     with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
     home, d_own, dq, columns = _Home(run.cp, plan, k, dtype), [], None, None
-    for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, half))):
+    for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, first))):
         d_kv = None
         if len(blocks):
             tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks, room=_blocks(run, kv))
@@ -77,6 +81,18 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
     return tuple(x.to(q.dtype) for x in (dq, *d_kv))
+
+
+def _blocks_before_others(run: Run, plan: Plan, q: Tensor, k: Tensor) -> int:
+    """Own blocks that the backward computes first: half, the others while gradients go home, unless it costs more than it hides.
+
+    Another pass reads q and d_out, and reads and writes dq in fp32; a node's links are slower than its memory by _LINK.
+    """
+    own, remote = k.shape[2] // run.cp.block_size, sum(len(stage.k_blocks) for stage in plan.stages)
+    gradients = 2 * remote * k.shape[1] * torch.float32.itemsize
+    another_pass = own * q.shape[1] * 2 * (q.element_size() + torch.float32.itemsize)
+    worthwhile = run.cp.inter > 1 or _LINK * gradients > another_pass
+    return (own + 1) // 2 if worthwhile else own
 
 
 def stages(run: Run) -> list[Tensor]:
