@@ -1,4 +1,4 @@
-"""Attention over two disjoint sets of keys from the attentions over each, in one pass over memory."""
+"""Attention over two disjoint sets of keys from the attentions over each, and sums, in one pass over memory."""
 
 import torch
 import triton
@@ -45,3 +45,25 @@ def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor, dtype:
         out, lse, out_piece, lse_piece, merged, merged_lse, rows, dim, ROWS=32, DIM=triton.next_power_of_2(dim), num_warps=4
     )
     return merged, merged_lse
+
+
+def add_naive(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """The twin of add()."""
+    return (total.double() + piece.double()).to(dtype)
+
+
+@triton.jit
+def _add_kernel(total, piece, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(total + at, mask=at < n, other=0.0).to(tl.float32)
+    y = tl.load(piece + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out + at, (x + y).to(out.dtype.element_ty), mask=at < n)
+
+
+def add(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + piece, alike in shape and of any floating dtypes up to fp32, summed in fp32 and rounded once, to `dtype`;
+    in total's memory where that is its dtype."""
+    total, piece = total.contiguous(), piece.contiguous()
+    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    _add_kernel[(triton.cdiv(out.numel(), 4096),)](total, piece, out, out.numel(), BLOCK=4096, num_warps=8)
+    return out

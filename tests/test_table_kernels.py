@@ -88,6 +88,17 @@ def test_merge(shape, dtype):
     torch.testing.assert_close(got_lse, want_lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("total, dtype", [("float32", "float32"), ("float16", "float16"), ("float16", "float32"),
+                                          ("float32", "float16")])
+def test_add(total, dtype):
+    g = torch.Generator().manual_seed(0)
+    total, piece = (torch.randn(2, 3, 65, 24, generator=g).to(DEVICE, x) for x in (getattr(torch, total), torch.float16))
+    dtype, want = getattr(torch, dtype), merge.add_naive(total, piece, getattr(torch, dtype))
+    got = merge.add(total, piece, dtype)
+    assert got.dtype == dtype and (got is total) == (total.dtype == dtype)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 2e-3)
+
+
 @pytest.mark.parametrize("mask, queries", [("causal", 16), ("documents", 24), pytest.param("window", 9, marks=pytest.mark.slow),
                                            pytest.param("long and short", 16, marks=pytest.mark.slow)])
 def test_probe(mask, queries):

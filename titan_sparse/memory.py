@@ -7,6 +7,7 @@ hidden (H), query (Q: all query heads), kv (K: all KV heads) and intermediate (I
 explains the parts.
 """
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -317,7 +318,8 @@ def _workspace(step: Step) -> float:
         size += 2 * step.wide * kv * step.cp * min(2, model.kv_heads) / model.kv_heads
     elif step.schedule == "group_cast" and step.cp > 1:  # sums; a stage's blocks as sent and as received, their gradients
         part = (step.cp - 1) / step.overlap_stages[1]
-        size += step.wide * query + 2 * kv * (step.wide * (step.inter + 1) + 2 * part * (step.width + step.wide))
+        room = _power_of_two(part * blocks) / blocks if step.backend == "flex" else part  # which compiles for it
+        size += step.wide * query + 2 * kv * (step.wide * (step.inter + 1) + (part + room) * (step.width + step.wide))
     elif step.cp > 1:  # sums over chunks: dq, dk and dv; sent chunks
         size += step.wide * (query + 4 * kv)
     return size
@@ -331,12 +333,18 @@ def _cp_buffers(step: Step) -> float:
     if step.schedule == "all_gather":
         return 2 * head * step.width
     chunk = head * step.model.kv_heads / step.cp
-    if step.schedule == "group_cast":  # own blocks and those handed on, those of a stage; their gradients likewise
+    if step.schedule == "group_cast":  # between nodes own blocks and those handed on; those of a stage; their gradients likewise
         stages, back = min(step.overlap_stages), step.overlap_stages[1]
         gradients = (step.cp - 1) / back + min(step.inter - 1, step.inter / back)
-        return chunk * (step.width * (step.inter + (step.cp - 1) / stages) + step.gradient_width * gradients)
+        held = step.inter if step.inter > 1 else 0
+        return chunk * (step.width * (held + (step.cp - 1) / stages) + step.gradient_width * gradients)
     kinds = 2 if step.schedule == "double_ring" else 1
     return chunk * (2 * kinds * (step.width + step.gradient_width) + step.width)
+
+
+def _power_of_two(blocks: float) -> int:
+    """The first power of two from a number of blocks on."""
+    return 1 << (math.ceil(blocks) - 1).bit_length()
 
 
 # From the configuration ---------------------------------------------------------------------------------------------------

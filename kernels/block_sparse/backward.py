@@ -21,6 +21,7 @@ from .piece import (
     list_row,
     load_rows,
     operand,
+    output_like,
     query_positions,
     slice_numbers,
     slice_of,
@@ -95,7 +96,7 @@ def _query_gradient(
 
 @triton.jit
 def _query_kernel(
-    q, q_stride, d_out, d_out_stride, lse, delta, dq, piece, other, start, stop, q_len, heads, scale, logit_scale,
+    q, q_stride, d_out, d_out_stride, lse, delta, before, dq, piece, other, start, stop, q_len, heads, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     TWO: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +119,7 @@ def _query_kernel(
                                 q_len // BLOCK, rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
     total *= logit_scale
     if ADD:
-        total += load_rows(dq + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
+        total += load_rows(before + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
     store_rows(dq + row * HEAD_DIM, total, first, M, HEAD_DIM, D)
 
 
@@ -217,18 +218,18 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: list[Piece], start: Tensor,
-                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, total: Tensor | None) -> Tensor:
-    """dq through all pieces in one launch, in `dtype`, or added to `total`."""
+                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, before: Tensor | None) -> Tensor:
+    """dq through all pieces in one launch, and `before`, in `dtype`."""
     batch, heads, q_len, dim = q.shape
-    dq = torch.empty(q.shape, dtype=dtype, device=q.device) if total is None else total
+    dq = output_like(q, before, dtype)
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _query_kernel[q_len // m, heads, batch](
-        q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dq, operands[0],
+        q, q.stride()[:3], d_out, d_out.stride()[:3], lse, delta, dq if before is None else before, dq, operands[0],
         operands[1] if operands[1:] else None, start, stop, q_len, heads, scale * LOG2_E, scale,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2,
-        ADD=total is not None, **options(m, n, padded_dim, q.device),
+        ADD=before is not None, **options(m, n, padded_dim, q.device),
     )  # fmt: skip
     return dq
 
@@ -258,7 +259,7 @@ def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Pi
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
     int32 [B, Sq], contiguous. dtypes: of dq, then of the dk and dv of each piece. dq: contiguous, what was found
-    through other keys, added to in place.
+    through other keys, which is added; where it has dq's dtype, in its memory.
     Returns dq in q's shape, and (dk, dv) per piece in the shape of its k.
     """
     q, d_out = dense_rows(q), dense_rows(d_out)

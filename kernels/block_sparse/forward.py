@@ -15,6 +15,7 @@ from .piece import (
     list_row,
     load_rows,
     operand,
+    output_like,
     query_positions,
     slice_numbers,
     slice_of,
@@ -76,7 +77,7 @@ def _attend(
 
 @triton.jit
 def _forward_kernel(
-    q, q_stride, out, lse, piece, other, start, stop, q_len, heads, scale,
+    q, q_stride, before, out, lse, piece, other, start, stop, q_len, heads, scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     TWO: tl.constexpr, CONTINUE: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def _forward_kernel(
     row = (batch.to(tl.int64) * heads + head) * q_len
     if CONTINUE:
         # A finished softmax is one whose weights add up to 1 at top = lse.
-        acc = load_rows(out + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
+        acc = load_rows(before + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
         top = tl.load(lse + row + rows) * LOG2_E
         weight = tl.where(top == float("-inf"), 0.0, 1.0)
     else:
@@ -112,21 +113,18 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
     start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0. dtype: of out, default q's.
-    total: contiguous (out, lse) over other keys, which is continued: both are overwritten and returned.
+    total: contiguous (out, lse) over other keys, which is continued; where dtype is its own, and by default, in its memory.
     Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
     """
     q = dense_rows(q)
     batch, heads, q_len, dim = q.shape
-    if total is None:
-        out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    else:
-        out, lse = total
+    before, lse = total or (None, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
+    out = output_like(q, before, dtype)
     padded_dim = triton.next_power_of_2(dim)
     m, n = forward_tile(dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces))
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
-        q, q.stride()[:3], out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
+        q, q.stride()[:3], out if before is None else before, out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
         q_len, heads, scale * LOG2_E,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2, CONTINUE=total is not None,
         LOG2_E=LOG2_E,

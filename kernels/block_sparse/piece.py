@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -89,6 +90,15 @@ class Operand(NamedTuple):
 def dense_rows(x: Tensor) -> Tensor:
     """[B, H, S, D] with neighbouring elements along D, any strides else."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def output_like(q: Tensor, before: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Memory for a result in q's shape and in dtype, by default that of `before`, else q's: `before` itself, which is read
+    before it is written, if its dtype is that."""
+    dtype = dtype or (q if before is None else before).dtype
+    if before is not None and before.dtype == dtype:
+        return before
+    return torch.empty(q.shape, dtype=dtype, device=q.device)
 
 
 def operand(piece: Piece, lists: Lists, heads: int) -> Operand:

@@ -50,14 +50,14 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         inputs = (d_out[:, heads], q[:, heads], k_head, v_head, out[:, heads], lse[:, heads], _of_heads(tiles, heads))
         if column_tiles is not None:
             gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
-            dq_part, dk, dv, *d_column = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype)
+            dq_part, dk, dv, *d_column = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, None, q.dtype)
             d_columns.append(torch.stack(d_column))
         else:
-            dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype)
-        dq.append(dq_part.to(q.dtype))
+            dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype, None, q.dtype)
+        dq.append(dq_part)
         for pending in summed[-1] if summed else ():
             pending.wait()  # the last head's, which had this one's work to hide behind: only now is its memory free
-        summed.append([_scatter(run, x) for x in (dk, dv)])
+        summed.append([_scatter(run, x, dtype) for x in (dk, dv)])
     columns = reduce_columns(run, torch.cat(d_columns, dim=2)) if d_columns else None
     d_kv = [torch.cat([x.wait() for x in parts], dim=1).to(dtype) for parts in zip(*summed)]
     if columns is not None:
@@ -86,10 +86,11 @@ def _one_after_the_other(gathered: Pending) -> Tensor:
     return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def _scatter(run: Run, x: Tensor) -> Pending:
-    """Start to bring the gradient [B, 1, ranks * S_local, D] of every rank's keys home, summed: [B, 1, S_local, D]."""
+def _scatter(run: Run, x: Tensor, dtype: torch.dtype) -> Pending:
+    """Start to bring the gradient [B, 1, ranks * S_local, D] of every rank's keys home, summed in dtype unless the wire has
+    another: [B, 1, S_local, D]."""
     parts = x.unflatten(2, (run.cp.size, -1)).permute(2, 0, 1, 3, 4)
-    return run.cp.start_reduce_scatter(parts.to(run.cp.gradient_dtype or x.dtype).contiguous())
+    return run.cp.start_reduce_scatter(parts.to(run.cp.gradient_dtype or dtype).contiguous())
 
 
 def _of_heads(tiles: Tiles, heads: slice) -> Tiles:

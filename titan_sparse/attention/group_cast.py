@@ -7,7 +7,7 @@ are left to the end, for the last gradients to hide behind, where that pays. gro
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from titan_sparse.attention.columns import (add_columns, column_part, gather_col
 from titan_sparse.attention.context_parallel import ContextParallel, Pending
 from titan_sparse.attention.group_cast_plan import Exchange, Plan, plan
 from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.merge import sum_dtypes
 from titan_sparse.attention.needs import needed_blocks
 from titan_sparse.attention.patterns import pattern_by_key
 from titan_sparse.attention.run import Run
@@ -32,10 +33,10 @@ _LINK = 12
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
     run.count_plain_ring(k)
-    columns, total, dtype = gather_columns(run, k, v), None, run.sum_dtype(q)
+    columns, total = gather_columns(run, k, v), None
     plan, own = _plan(run, run.cp.overlap_stages[0]), run.blocks()
     steps = [own, *(stage.k_blocks for stage in plan.stages), own[len(own) :]]
-    with_columns = _column_steps(run, steps, columns.result)
+    with_columns, dtypes = _column_steps(run, steps, columns.result), _sum_dtypes(run, steps, q)
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, len(own)))):
         if not len(blocks):
             continue
@@ -43,10 +44,10 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         with timing.computing(step):
             inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks, room=_blocks(run, kv)))
             if column_kv is None:
-                total = run.backend.forward(*inputs, run.scale, dtype, total)
+                total = run.backend.forward(*inputs, run.scale, next(dtypes), total)
             else:
                 part = column_part(run, column_kv, with_columns.index(step), len(with_columns))
-                total = run.backend.forward_with_columns(*inputs, *part, run.scale, dtype, total)
+                total = run.backend.forward_with_columns(*inputs, *part, run.scale, next(dtypes), total)
     return *total, columns.wait()
 
 
@@ -59,7 +60,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     first = _blocks_before_others(run, plan, q, k)
     steps = [own[:first], *(stage.k_blocks for stage in plan.stages), own[first:]]
     with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
-    home, d_own, dq, columns = _Home(run.cp, plan, k, dtype), [], None, None
+    dq_dtypes, home, dq, columns = _sum_dtypes(run, steps, q), _Home(run.cp, plan, k, dtype), None, None
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, first))):
         d_kv = None
         if len(blocks):
@@ -68,19 +69,19 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
             if step in with_columns:
                 part, parts = with_columns.index(step), len(with_columns)
                 gathered = column_part(run, column_kv, part, parts, by_key)
-                dq, *d_kv, dk2, dv2 = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq)
+                dq, *d_kv, dk2, dv2 = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq, next(dq_dtypes))
                 put_part(d_columns, [dk2, dv2], part, parts, run.cp.block_size)
                 columns = reduce_columns(run, d_columns) if part + 1 == parts else None
             else:
-                dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq)
-        if 0 < step <= len(plan.stages):
+                dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq, next(dq_dtypes))
+        if step == 0:
+            home.begin(d_kv)
+        elif step <= len(plan.stages):
             home.send(step - 1, d_kv and [x[:, :, : len(blocks) * run.cp.block_size] for x in d_kv])
-        elif d_kv:
-            d_own.append(d_kv)
-    d_kv = [torch.cat(parts, dim=2).add_(others) for parts, others in zip(zip(*d_own), home.finish())]
+    d_kv = home.finish(d_kv, q.dtype if columns is None else dtype)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
-    return tuple(x.to(q.dtype) for x in (dq, *d_kv))
+    return dq, *(x.to(q.dtype) for x in d_kv)
 
 
 def _blocks_before_others(run: Run, plan: Plan, q: Tensor, k: Tensor) -> int:
@@ -113,6 +114,10 @@ def _plan(run: Run, stages: int) -> Plan:
     return once_per_mask(run.rows, ("group cast", cp.key, stages, run.first, run.last), make)
 
 
+def _sum_dtypes(run: Run, steps: list[Tensor], q: Tensor) -> Iterator[torch.dtype]:
+    return sum_dtypes([len(blocks) > 0 for blocks in steps], run.sum_dtype(q), q.dtype)
+
+
 def _column_steps(run: Run, steps: list[Tensor], column_kv: Tensor, backward: bool = False) -> list[int]:
     """Steps that meet a part of the columns; none where there are none."""
     return column_steps([len(blocks) > 0 for blocks in steps], column_kv.shape[3] // run.cp.block_size, backward)
@@ -124,43 +129,62 @@ def _column_steps(run: Run, steps: list[Tensor], column_kv: Tensor, backward: bo
 def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
     """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks; while the caller computes
     on one stage the next is on its way."""
-    cp, device, split = run.cp, k.device, first * run.cp.block_size
+    device, split = k.device, first * run.cp.block_size
     _meet("keys", device)  # what a call before may still read of the memory
-    memory = cp.rows("group cast", _block_by_block(k[:, :, :0], v[:, :, :0], cp.block_size), plan.memory)
-    _block_by_block(k, v, cp.block_size, memory[: k.shape[2] // cp.block_size])
-    with _beside("keys", device):
-        crossing = [_start(cp, memory, stage.outer, "outer", memory[slice(*stage.relayed)]) for stage in plan.stages]
-    following = _hand_on(cp, plan, memory, crossing, 0)
+    hand_on = _hands_on(run.cp, plan, k, v)
+    following = hand_on(0)
     yield k[:, :, :split], v[:, :, :split]
     for number in range(len(plan.stages)):
         _meet("keys", device)
         kv = _side_by_side(*_with_room(run, following.wait())) if following else (k[:, :, :0], v[:, :, :0])
-        following = _hand_on(cp, plan, memory, crossing, number + 1)
+        following = hand_on(number + 1)
         yield kv
     yield k[:, :, split:], v[:, :, split:]
 
 
-def _hand_on(cp: ContextParallel, plan: Plan, memory: Tensor, crossing: list[Pending | None],
-             number: int) -> Pending | None:
-    """Start the exchange inside the node of a stage, once what it hands on has come from other nodes."""
-    if number == len(plan.stages):
-        return None
-    stage = plan.stages[number]
-    with _beside("keys", memory.device):
-        if crossing[number]:
-            crossing[number].wait()
-        return _start(cp, memory, stage.inner, "inner", cp.rows("group cast received", memory, len(stage.k_blocks)))
+def _hands_on(cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor) -> Callable[[int], Pending | None]:
+    """A function that starts the exchange inside the node of a stage, once what it hands on has come from other nodes; their
+    exchanges start now."""
+    nothing = _block_by_block(k[:, :, :0], v[:, :, :0], cp.block_size)
+    take, crossing = functools.partial(_own_blocks, k, v, cp.block_size), [None] * len(plan.stages)
+    if cp.inter > 1:
+        memory = cp.rows("group cast", nothing, plan.memory)
+        _block_by_block(k, v, cp.block_size, memory[: k.shape[2] // cp.block_size])
+        take = functools.partial(memory.index_select, 0)
+        with _beside("keys", k.device):
+            crossing = [_start(cp, take, stage.outer, "outer", memory[slice(*stage.relayed)]) for stage in plan.stages]
+
+    def hand_on(number: int) -> Pending | None:
+        if number == len(plan.stages):
+            return None
+        stage = plan.stages[number]
+        with _beside("keys", k.device):
+            if crossing[number]:
+                crossing[number].wait()
+            return _start(cp, take, stage.inner, "inner", cp.rows("group cast received", nothing, len(stage.k_blocks)))
+
+    return hand_on
 
 
-def _start(cp: ContextParallel, memory: Tensor, exchange: Exchange | None, axis: str, out: Tensor) -> Pending | None:
-    if exchange is None:
-        return None
-    return cp.start_exchange(memory.index_select(0, exchange.rows), exchange.sends, exchange.receives, axis, out)
+def _start(cp: ContextParallel, take: Callable[[Tensor], Tensor], exchange: Exchange | None, axis: str,
+           out: Tensor) -> Pending | None:
+    """take: of rows that this rank has the blocks."""
+    return exchange and cp.start_exchange(take(exchange.rows), exchange.sends, exchange.receives, axis, out)
 
 
-def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+def _own_blocks(k: Tensor, v: Tensor, size: int, rows: Tensor) -> Tensor:
+    """Some blocks of k and v [B, H, S, D], in the order in which they are sent."""
+    return _block_by_block(*(x.unflatten(2, (-1, size)).index_select(2, rows).flatten(2, 3) for x in (k, v)), size)
+
+
+def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """k and v, or their gradients, [B, H, S, D] -> [S / size, 2, B, H, size, D], in which blocks are sent."""
-    return torch.stack([x.unflatten(2, (x.shape[2] // size, size)).movedim(2, 0) for x in (k, v)], dim=1, out=out)
+    parts = [x.unflatten(2, (x.shape[2] // size, size)).movedim(2, 0) for x in (k, v)]
+    if out is None:
+        out = k.new_empty(len(parts[0]), 2, *parts[0].shape[1:], dtype=dtype or k.dtype)
+    for place, part in zip(out.unbind(1), parts):
+        place.copy_(part)
+    return out
 
 
 def _with_room(run: Run, x: Tensor) -> tuple[Tensor, int]:
@@ -187,21 +211,28 @@ class _Home:
     """Gradients of remote blocks on their way home: inside the node to where the keys came from, which adds them up, and
     from there to the owner.
 
-    sums: what has come for this rank's own blocks, and behind them for those that it hands on.
+    sums: this rank's own blocks, with what has come for them, and behind them those that it hands on.
     """
 
     def __init__(self, cp: ContextParallel, plan: Plan, k: Tensor, dtype: torch.dtype):
         self.cp, self.plan, self.own = cp, plan, k.shape[2] // cp.block_size
         shape = (plan.memory, 2, *k.shape[:2], cp.block_size, k.shape[3])
-        self.sums = torch.zeros(shape, dtype=dtype, device=k.device)
+        self.sums = torch.empty(shape, dtype=dtype, device=k.device)
         self.sent_dtype = cp.gradient_dtype or dtype
         self.crossing: tuple[Pending, Exchange] | None = None
+
+    def begin(self, d_kv: list[Tensor]) -> None:
+        """Start the sums with this rank's own dk and dv [B, Hkv, n, D] of its first blocks."""
+        size = self.cp.block_size
+        self.first = d_kv[0].shape[2] // size
+        _block_by_block(*d_kv, size, self.sums[: self.first])
+        self.sums[self.first :] = 0
 
     def send(self, number: int, d_kv: list[Tensor] | None) -> None:
         """Start the way of a stage's dk and dv [B, Hkv, n, D]; None if this rank got no blocks in it."""
         stage, sums = self.plan.stages[number], self.sums
-        packed = _block_by_block(*d_kv, self.cp.block_size) if d_kv else sums[:0]
-        packed = packed.to(self.sent_dtype)
+        packed = _block_by_block(*(d_kv or [sums.new_empty(*sums.shape[2:4], 0, sums.shape[5])] * 2), self.cp.block_size,
+                                 dtype=self.sent_dtype)
         if packed.is_cuda:
             packed.record_stream(_stream("gradients", packed.device))
         with _beside("gradients", sums.device):
@@ -212,12 +243,16 @@ class _Home:
                 relayed = sums[slice(*stage.relayed)].to(self.sent_dtype)
                 self.crossing = self._start(relayed, stage.outer, "outer_gradient"), stage.outer
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all other ranks."""
+    def finish(self, d_kv: list[Tensor] | None, dtype: torch.dtype) -> list[Tensor]:
+        """dk and dv [B, Hkv, S_local, D] of this rank's blocks, from all ranks, in dtype. d_kv: its own of the blocks behind
+        the first, if there are any."""
         with _beside("gradients", self.sums.device):
             self._arrive()
         _meet("gradients", self.sums.device)
-        return _side_by_side(self.sums[: self.own])
+        own = self.sums[: self.own]
+        if d_kv:
+            own[self.first :] += _block_by_block(*d_kv, self.cp.block_size)
+        return [_in_order(x, dtype) for x in own.unbind(1)]
 
     def _start(self, x: Tensor, exchange: Exchange, axis: str) -> Pending:
         """The way back: what was received is sent."""
@@ -233,6 +268,12 @@ class _Home:
         """Sender by sender, so that nothing is added to the same place at a time and the order is always the same."""
         for rows, part in zip(exchange.rows.split(exchange.sends), pending.wait().split(exchange.sends)):
             self.sums.index_add_(0, rows, part.to(self.sums.dtype))
+
+
+def _in_order(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, B, H, size, D] -> [B, H, n * size, D] in dtype."""
+    x = x.movedim(0, 2)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(2, 3)
 
 
 # Streams ------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def forward(run: Run, part: Rectangle, q: Tensor, k: Tensor, v: Tensor, dtype: t
     compute = run.backend.forward_causal if part.causal else run.backend.forward_full
     out, lse = compute(q[:, :, part.q_start :], k[:, :, : part.k_stop], v[:, :, : part.k_stop], run.scale)
     if total is None:  # the own chunk comes first, and all queries see some of it
-        return merge(None, out, lse, dtype)
+        return out.to(dtype), lse
     own = [x[:, :, part.q_start :] for x in total]
     for x, merged in zip(own, merge(own, out, lse, dtype)):
         x.copy_(merged)

@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_sparse.attention import packed, rectangles, timing, transport
 from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
                                             reduce_columns)
+from titan_sparse.attention.merge import sum_dtypes
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps, head_groups
@@ -23,7 +24,8 @@ from titan_sparse.attention.schedule import column_steps, head_groups
 def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D].
 
-    With several ranks the running sum over chunks is fp32 (fp64 for fp64): rounding it at every step would add up.
+    With several ranks the running sum over chunks is fp32 (fp64 for fp64): rounding it at every step would add up. The last
+    step rounds.
     """
     run.count_plain_ring(k)
     columns = gather_columns(run, k, v)
@@ -35,10 +37,12 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
     with_columns = column_steps(sum(route.compute, []), columns.result.shape[3] // run.cp.block_size)
+    dtypes = [sum_dtypes(sum(route.compute, []), dtype, q.dtype) for _ in groups]
     for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
         group, heads, step = groups[number].run, groups[number].heads, o * len(run.cp.windows[0]) + t
+        dtype = next(dtypes[number])
         column_kv = columns.wait() if step in with_columns else None
         with timing.computing(step):
             piece = (q[:, heads], *_kv(chunk))
@@ -67,28 +71,29 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
     route = transport.route(run.cp, needed_chunks(run))
     parts = len(column_steps(sum(route.compute, []), column_kv.shape[3] // run.cp.block_size))
+    dq_dtypes = [sum_dtypes(sum(route.compute, []), dtype, q.dtype) for _ in groups]
     dq, met, d_columns = [None] * len(groups), [0] * len(groups), new_gradients(column_kv)
 
     def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
         nonlocal columns
         group, heads = groups[number].run, groups[number].heads
         inputs = (d_out[:, heads], q[:, heads], *_kv(chunk), out[:, heads], lse[:, heads])
-        part = rectangles.rectangle(run, q, source)
+        part, dq_dtype = rectangles.rectangle(run, q, source), next(dq_dtypes[number])
         tiles = None if part else group.tiles(len(q), by_key, source)
         if part:
             dq[number], dk, dv = rectangles.backward(run, part, *inputs, dtype, dq[number])
         elif met[number] < parts:
             gathered = column_part(group, column_kv[:, :, heads], met[number], parts, by_key)
             dq[number], dk, dv, *found = run.backend.backward_with_columns(
-                *inputs, tiles, *gathered, run.scale, dtype, dq[number])
+                *inputs, tiles, *gathered, run.scale, dtype, dq[number], dq_dtype)
             put_part(d_columns[:, :, heads], found, met[number], parts, run.cp.block_size)
             met[number] += 1
             # Groups come in another order than steps do: the exchange begins when all have met all columns.
             if sum(met) == parts * len(groups):
                 columns = reduce_columns(run, d_columns)
         else:
-            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number])
-        return [dk, dv] if run.cp.size == 1 else torch.stack([dk, dv])
+            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number], dq_dtype)
+        return [dk, dv] if run.cp.size == 1 else _stacked([dk, dv], dtype)
 
     if run.cp.size == 1:
         d_kv = piece(0, run.cp.rank, [k, v])
@@ -97,6 +102,14 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
     return _separate(run, _joined(dq, 1), d_kv, q.dtype)
+
+
+def _stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """torch.stack() of tensors alike, in `dtype`."""
+    out = parts[0].new_empty(len(parts), *parts[0].shape, dtype=dtype)
+    for place, part in zip(out, parts):
+        place.copy_(part)
+    return out
 
 
 def _separate(run: Run, dq: Tensor, d_kv: list[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -171,14 +184,14 @@ def _backward_by_queries(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tenso
         (q, d_out, out), lse = chunk
         tiles = run.tiles(len(q), by_key, run.cp.rank, source)
         dq, *d_piece = run.backend.backward(d_out, q, k, v, out, lse, tiles, run.scale, dtype)
-        d_kv[:] = [a.add_(b) for a, b in zip(d_kv, d_piece)] if d_kv else d_piece
-        return dq
+        d_kv[:] = [a.add_(b) for a, b in zip(d_kv, d_piece)] if d_kv else [x.to(dtype) for x in d_piece]
+        return dq.to(dtype)
 
     columns, dq_columns = None, None
     if column_kv.shape[3]:
         dq_columns, *d_columns = run.backend.backward(
             d_out, q, *column_kv, out, lse, run.column_tiles(len(q), by_key), run.scale, dtype)
-        columns = reduce_columns(run, torch.stack(d_columns))
+        columns = reduce_columns(run, _stacked(d_columns, dtype))
     needed = needed_chunks(run)
     route = transport.route(run.cp, None if needed is None else needed.T)
     chunk = [torch.stack([q, d_out, out.to(q.dtype)]), lse]

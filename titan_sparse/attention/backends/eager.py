@@ -223,9 +223,10 @@ def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tens
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-             scale: float, out_dtype: torch.dtype | None = None,
-             dq_total: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles in out_dtype (default fp32, fp64 for fp64); dq is added to dq_total.
+             scale: float, out_dtype: torch.dtype | None = None, dq_total: Tensor | None = None,
+             dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of k and v through these tiles in out_dtype, and of q, with dq_total added, in dq_dtype (both by default fp32,
+    fp64 for fp64).
 
     out and lse are those of the whole attention, over all tiles of all chunks: with them the pieces add up exactly.
     """
@@ -247,15 +248,16 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
         dv_blocks.index_add_(0, rows.flatten(), _blocks(p.mT @ d_here, size))
     if dq_total is not None:
         dq += dq_total
-    return tuple(x.to(out_dtype or dtype) for x in (dq, dk, dv))
+    dtype = out_dtype or dtype
+    return dq.to(dq_dtype or dtype), dk.to(dtype), dv.to(dtype)
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, out_dtype: torch.dtype | None = None,
-                          dq_total: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in out_dtype through blocks and columns, then dk and dv of the columns, fp32 (fp64 for fp64)."""
+                          dq_total: Tensor | None = None, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """As backward() through blocks and columns, then dk and dv of the columns, fp32 (fp64 for fp64)."""
     dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
-    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq), dk2, dv2
+    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, dq_dtype), dk2, dv2
 
 
 def _finite(lse: Tensor) -> Tensor:

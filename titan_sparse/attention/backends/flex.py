@@ -19,7 +19,7 @@ from titan_sparse.attention.backends import flash, triton
 from titan_sparse.attention.backends.flash import (  # noqa: F401, part of the interface
     backward_causal, backward_full, backward_packed, forward_causal, forward_full, forward_packed
 )
-from titan_sparse.attention.merge import merge
+from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
 from titan_sparse.kernels.bits import unpack
 
@@ -71,8 +71,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32; with `total`
     = (out, lse) over other keys, over both.
 
-    Returns out [B, Hq, Sq, D] in dtype (default q's) and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that
-    see nothing.
+    Returns out [B, Hq, Sq, D] in dtype (default q's; without a total in q's too where dtype is wider, as the kernel rounds)
+    and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
     The first call with a shape compiles, which takes some ten seconds. Choices of single queries are looked up by our own
     kernels, a tile at a time.
     """
@@ -98,33 +98,36 @@ def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tens
     Columns are for our own kernels: in FlexAttention's every single pair of a column tile looks up whether it is
     covered, which takes two to three times as long, and the results would have to be merged.
     """
-    blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, dtype, total))
-    return triton.forward(q, k2, v2, tiles2, scale, total=blocks)
+    blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, torch.float32, total))
+    return triton.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks)
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
-             dtype: torch.dtype | None = None, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles in dtype (default q's); dq is added to the one given, in place.
+             dtype: torch.dtype | None = None, dq: Tensor | None = None,
+             dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles; dq is added to the one given.
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
+    Returns dq in dq_dtype, dk and dv in dtype (both q's by default; in q's too where those are wider, as the kernels round,
+    but for a sum).
     """
     if tiles.chosen is not None:
-        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq)
+        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, dq_dtype)
     by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
     by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
     rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))
     dq_piece, dk, dv = _backward(rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size)
-    dtype = dtype or q.dtype
-    return (dq_piece.to(dtype) if dq is None else dq.add_(dq_piece)), dk.to(dtype), dv.to(dtype)
+    return add(dq, dq_piece, dq_dtype or dtype or q.dtype), dk, dv
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
-                          dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv in dtype (default q's) through blocks and columns, then dk and dv of the columns, fp32."""
-    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq)
-    d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq.contiguous())
-    return d_columns[0], dk, dv, *d_columns[1:]
+                          dq: Tensor | None = None, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """dq, dk, dv as backward() through blocks and columns, then dk and dv of the columns, fp32."""
+    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, torch.float32)
+    dq, *d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq.contiguous(),
+                                     dq_dtype or dtype or q.dtype)
+    return dq, dk, dv, *d_columns
 
 
 def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Tensor], operands: Sequence[Tensor],
