@@ -33,14 +33,16 @@ def _merge_kernel(out, lse, out_piece, lse_piece, merged, merged_lse, rows, dim,
     tl.store(merged_lse + o_row, tl.where(total > 0, top + tl.log(total), float("-inf")), mask=inside)
 
 
-def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out [B, H, S, D] of any floating dtype, lse fp32 [B, H, S] natural log; returns out in `dtype` and lse fp32.
+def merge(out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor, dtype: torch.dtype,
+          into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out [B, H, S, D] of any floating dtype, lse fp32 [B, H, S] natural log; returns out in `dtype`, or in the contiguous
+    memory `into`, and lse fp32.
 
     Rows that see nothing in a set have out 0 and lse -inf there.
     """
     out, lse, out_piece, lse_piece = (x.contiguous() for x in (out, lse, out_piece, lse_piece))
     rows, dim = lse.numel(), out.shape[-1]
-    merged, merged_lse = torch.empty_like(out, dtype=dtype), torch.empty_like(lse)
+    merged, merged_lse = torch.empty_like(out, dtype=dtype) if into is None else into, torch.empty_like(lse)
     _merge_kernel[(triton.cdiv(rows, 32),)](
         out, lse, out_piece, lse_piece, merged, merged_lse, rows, dim, ROWS=32, DIM=triton.next_power_of_2(dim), num_warps=4
     )
@@ -60,10 +62,12 @@ def _add_kernel(total, piece, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, (x + y).to(out.dtype.element_ty), mask=at < n)
 
 
-def add(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
     """total + piece, alike in shape and of any floating dtypes up to fp32, summed in fp32 and rounded once, to `dtype`;
-    in total's memory where that is its dtype."""
+    in total's memory where that is its dtype, or in the contiguous memory `into`."""
     total, piece = total.contiguous(), piece.contiguous()
-    out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
+    out = into
+    if out is None:
+        out = total if total.dtype == dtype else torch.empty_like(total, dtype=dtype)
     _add_kernel[(triton.cdiv(out.numel(), 4096),)](total, piece, out, out.numel(), BLOCK=4096, num_warps=8)
     return out

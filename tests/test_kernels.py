@@ -158,8 +158,9 @@ def test_going_on_from_a_total(name):
     assert got[0].data_ptr() == total[0].data_ptr() and got[0].dtype == torch.float32
     _assert_close(list(got), [out, lse], tolerance)
     backward = [case.d_out, case.q, None, None, out.to(case.q.dtype), lse.float(), None, case.scale, torch.float32]
-    other = triton.forward(case.q, *parts[1], case.scale, case.q.dtype, triton.forward(case.q, *parts[0], case.scale, torch.float32))
-    assert other[0].dtype == case.q.dtype
+    into, first = case.q.new_empty(case.q.shape), triton.forward(case.q, *parts[0], case.scale, torch.float32)
+    other = triton.forward(case.q, *parts[1], case.scale, torch.float32, first, into)
+    assert other[0] is into
     _assert_close([other[0].float(), other[1]], [out, lse], 2 * tolerance)
     d_total, gradients = None, []
     for part in parts:
@@ -167,7 +168,7 @@ def test_going_on_from_a_total(name):
         d_total, *d_kv = triton.backward(*backward, d_total)
         gradients += d_kv
     backward[2:4], backward[6] = parts[0][:2], parts[0][2]
-    rounded = triton.backward(*backward, d_total.clone(), case.q.dtype)
+    rounded = triton.backward(*backward, d_total.clone(), case.q.new_empty(case.q.shape))
     again = triton.backward(*backward, d_total.clone())
     assert [x.dtype for x in rounded] == [case.q.dtype, torch.float32, torch.float32] and torch.equal(again[0].to(case.q.dtype), rounded[0])
     assert all(x.dtype == torch.float32 for x in (d_total, *gradients))

@@ -3,6 +3,7 @@ pass of its own, and sums stay fp32 until the last step, in the forward, for dq,
 
 import types
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,7 @@ from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, backends, group_cast
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks import Documents
-from titan_sparse.attention.merge import add, merge, narrowed, sum_dtypes
+from titan_sparse.attention.merge import add, at_last, merge, results
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 8, 192
@@ -28,23 +29,23 @@ class Rounding(types.SimpleNamespace):
         names = ("READS_BY_KEY", "SERVES_SLICES", "COMPILES_BY_LENGTH", "refusal", "describe", "serves_causal")
         super().__init__(**{name: getattr(eager, name) for name in names}, seen={"out": [], "dq": []})
 
-    def forward(self, q, k, v, tiles, scale, dtype=None, total=None):
+    def forward(self, q, k, v, tiles, scale, dtype=None, total=None, into=None):
         out, lse = eager.forward(q, k, v, tiles, scale)
-        return self._note("out", merge(total, out.to(q.dtype), lse, dtype or q.dtype))
+        return self._note("out", merge(total, out.to(q.dtype), lse, dtype or q.dtype, into))
 
-    def forward_with_columns(self, q, k, v, tiles, k2, v2, tiles2, scale, dtype=None, total=None):
+    def forward_with_columns(self, q, k, v, tiles, k2, v2, tiles2, scale, dtype=None, total=None, into=None):
         blocks = merge(total, *eager.forward(q, k, v, tiles, scale, q.dtype), torch.float32)
-        return self._note("out", eager.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks))
+        return self._note("out", eager.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into))
 
-    def backward(self, d_out, q, k, v, out, lse, tiles, scale, dtype=None, dq=None, dq_dtype=None):
+    def backward(self, d_out, q, k, v, out, lse, tiles, scale, dtype=None, dq=None, into=None):
         piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
-        return self._note("dq", (add(dq, piece, dq_dtype or dtype or q.dtype), dk, dv))
+        return self._note("dq", (add(dq, piece, dtype or q.dtype, into), dk, dv))
 
-    def backward_with_columns(self, d_out, q, k, v, out, lse, tiles, k2, v2, tiles2, scale, dtype=None, dq=None, dq_dtype=None):
+    def backward_with_columns(self, d_out, q, k, v, out, lse, tiles, k2, v2, tiles2, scale, dtype=None, dq=None, into=None):
         piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
         dq = add(dq, piece, torch.float32)
         dq, dk2, dv2 = eager.backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq)
-        return self._note("dq", (dq.to(dq_dtype or dtype or q.dtype), dk, dv, dk2, dv2))
+        return self._note("dq", (dq.to(dtype or q.dtype) if into is None else into.copy_(dq), dk, dv, dk2, dv2))
 
     def _note(self, name: str, result: tuple) -> tuple:
         self.seen[name].append(result[0].dtype)
@@ -121,7 +122,20 @@ def test_merge_and_add_do_not_widen():
     x, lse = torch.randn(1, 2, 8, 4).bfloat16(), torch.randn(1, 2, 8)
     assert merge(None, x, lse, torch.float32)[0] is x and add(None, x, torch.float32) is x
     assert merge(None, x.float(), lse, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert narrowed(x.double(), torch.float32).dtype == torch.float32
     assert add(x, x, torch.float32).dtype == torch.float32 and merge((x, lse), x, lse, torch.float32)[0].dtype == torch.float32
-    assert list(sum_dtypes([True, False, True, True], torch.float32, torch.bfloat16)) == [torch.float32] * 2 + [torch.bfloat16]
-    assert list(sum_dtypes([False, True], torch.float32, torch.bfloat16)) == [torch.bfloat16]
+    place = torch.empty_like(x)
+    assert merge((x, lse), x, lse, torch.float32, place)[0] is add(x.float(), x, torch.float32, place) is place
+    assert torch.equal(add(None, x, torch.float32, place), x) and list(at_last(3, place)) == [None, None, place]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_results_of_groups_of_heads(batch):
+    """Contiguous each, and one tensor where sequences do not part them."""
+    q, heads = torch.randn(batch, 6, 8, 4), [slice(0, 2), slice(2, 4), slice(4, 6)]
+    found = results(q, heads, 1)
+    for part, own in zip(found.parts, heads, strict=True):
+        assert part.is_contiguous()
+        part.copy_(q[:, own])
+    assert torch.equal(found.joined(found.parts), q) and (found.whole is None) == (batch > 1)
+    assert results(q, [slice(None)], 1).parts == [None] and results(q, [slice(None)], 2).parts[0].shape == q.shape
+    assert results(q, [slice(None)], 1).joined([q]) is q

@@ -218,10 +218,11 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: list[Piece], start: Tensor,
-                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, before: Tensor | None) -> Tensor:
+                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, before: Tensor | None,
+                into: Tensor | None) -> Tensor:
     """dq through all pieces in one launch, and `before`, in `dtype`."""
     batch, heads, q_len, dim = q.shape
-    dq = output_like(q, before, dtype)
+    dq = output_like(q, before, dtype, into)
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, block_size, q.element_size())
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
@@ -254,16 +255,17 @@ def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece
 
 def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor,
              block_size: int, scale: float, dtypes: list[torch.dtype],
-             dq: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+             dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
     int32 [B, Sq], contiguous. dtypes: of dq, then of the dk and dv of each piece. dq: contiguous, what was found
-    through other keys, which is added; where it has dq's dtype, in its memory.
+    through other keys, which is added; where it has dq's dtype, in its memory. into: contiguous memory for dq, whose dtype
+    wins.
     Returns dq in q's shape, and (dk, dv) per piece in the shape of its k.
     """
     q, d_out = dense_rows(q), dense_rows(d_out)
     lse_2, delta = _prepare(d_out, out, lse)
-    dq = _query_side(q, d_out, lse_2, delta, pieces, start, stop, block_size, scale, dtypes[0], dq)
+    dq = _query_side(q, d_out, lse_2, delta, pieces, start, stop, block_size, scale, dtypes[0], dq, into)
     return dq, [_key_side(q, d_out, lse_2, delta, piece, start, stop, block_size, scale, dtype)
                 for piece, dtype in zip(pieces, dtypes[1:], strict=True)]

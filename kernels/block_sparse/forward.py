@@ -109,17 +109,19 @@ def _forward_kernel(
 
 
 def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_size: int, scale: float,
-            dtype: torch.dtype | None = None, total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+            dtype: torch.dtype | None = None, total: tuple[Tensor, Tensor] | None = None,
+            into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
     start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0. dtype: of out, default q's.
     total: contiguous (out, lse) over other keys, which is continued; where dtype is its own, and by default, in its memory.
+    into: contiguous memory for out, of any dtype, which wins.
     Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
     """
     q = dense_rows(q)
     batch, heads, q_len, dim = q.shape
     before, lse = total or (None, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
-    out = output_like(q, before, dtype)
+    out = output_like(q, before, dtype, into)
     padded_dim = triton.next_power_of_2(dim)
     m, n = forward_tile(dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces))
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]

@@ -92,9 +92,11 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def output_like(q: Tensor, before: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Memory for a result in q's shape and in dtype, by default that of `before`, else q's: `before` itself, which is read
-    before it is written, if its dtype is that."""
+def output_like(q: Tensor, before: Tensor | None, dtype: torch.dtype | None, into: Tensor | None) -> Tensor:
+    """Memory for a result in q's shape: `into`, or memory in dtype, by default that of `before`, else q's: `before` itself,
+    which is read before it is written, if its dtype is that."""
+    if into is not None:
+        return into
     dtype = dtype or (q if before is None else before).dtype
     if before is not None and before.dtype == dtype:
         return before

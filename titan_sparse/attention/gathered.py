@@ -13,6 +13,7 @@ from titan_sparse.attention import timing
 from titan_sparse.attention.backends.eager import accumulation_dtype
 from titan_sparse.attention.columns import add_columns, gather_columns, reduce_columns
 from titan_sparse.attention.context_parallel import Pending
+from titan_sparse.attention.merge import results
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.tiles import BlockLists, Tiles
 
@@ -22,20 +23,21 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered columns' KV [2, B, Hq, C, D]."""
     run.count_plain_ring(k)
     columns, by_head = gather_columns(run, k, v), _heads(run, q, k, v)
+    result = results(q, _query_heads(q, k), steps=1)
     with timing.computing(0):
         tiles, column_tiles, parts = run.tiles(len(q), False), None, []
     for step, (heads, k_head, v_head) in enumerate(by_head):
         column_kv = columns.wait() if columns.result.shape[3] else None
         with timing.computing(step):
-            piece = (q[:, heads], k_head, v_head, _of_heads(tiles, heads))
+            piece, end = (q[:, heads], k_head, v_head, _of_heads(tiles, heads)), (run.scale, q.dtype, None, result.parts[step])
             if column_kv is not None:
                 column_tiles = column_tiles or run.column_tiles(len(q))
                 gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
-                parts.append(run.backend.forward_with_columns(*piece, *gathered, run.scale, q.dtype))
+                parts.append(run.backend.forward_with_columns(*piece, *gathered, *end))
             else:
-                parts.append(run.backend.forward(*piece, run.scale, q.dtype))
-    out, lse = (torch.cat(x, dim=1) for x in zip(*parts))
-    return out, lse, columns.wait()
+                parts.append(run.backend.forward(*piece, *end))
+    outs, lses = zip(*parts)
+    return result.joined(outs), torch.cat(lses, dim=1), columns.wait()
 
 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -45,15 +47,15 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     by_key, dtype, by_head = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype), _heads(run, q, k, v)
     tiles = run.tiles(len(q), by_key)
     column_tiles = run.column_tiles(len(q), by_key) if column_kv.shape[3] else None
-    dq, d_columns, summed = [], [], []
-    for heads, k_head, v_head in by_head:
+    dq, d_columns, summed, result = [], [], [], results(q, _query_heads(q, k), steps=1)
+    for (heads, k_head, v_head), into in zip(by_head, result.parts):
         inputs = (d_out[:, heads], q[:, heads], k_head, v_head, out[:, heads], lse[:, heads], _of_heads(tiles, heads))
         if column_tiles is not None:
             gathered = (*column_kv[:, :, heads], _of_heads(column_tiles, heads))
-            dq_part, dk, dv, *d_column = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, None, q.dtype)
+            dq_part, dk, dv, *d_column = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, None, into)
             d_columns.append(torch.stack(d_column))
         else:
-            dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype, None, q.dtype)
+            dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype, None, into)
         dq.append(dq_part)
         for pending in summed[-1] if summed else ():
             pending.wait()  # the last head's, which had this one's work to hide behind: only now is its memory free
@@ -62,23 +64,28 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     d_kv = [torch.cat([x.wait() for x in parts], dim=1).to(dtype) for parts in zip(*summed)]
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
-    return torch.cat(dq, dim=1), *(x.to(q.dtype) for x in d_kv)
+    return result.joined(dq), *(x.to(q.dtype) for x in d_kv)
 
 
 def _heads(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """KV head by KV head: its query heads, and its keys and values of all ranks [B, 1, ranks * S_local, D]. The first head
     sets out at once, to hide behind what the caller does before it asks for it."""
-    group = q.shape[1] // k.shape[1]
     start = lambda head: [run.cp.start_all_gather(x[:, head : head + 1], f"{name} {head % 2}")
                           for name, x in (("k", k), ("v", v))]
 
     def arrive(pending: list[Pending]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        for head in range(k.shape[1]):
+        for head, heads in enumerate(_query_heads(q, k)):
             following = start(head + 1) if head + 1 < k.shape[1] else None
-            yield slice(head * group, (head + 1) * group), *(_one_after_the_other(x) for x in pending)
+            yield heads, *(_one_after_the_other(x) for x in pending)
             pending = following
 
     return arrive(start(0))
+
+
+def _query_heads(q: Tensor, k: Tensor) -> list[slice]:
+    """Of each KV head."""
+    group = q.shape[1] // k.shape[1]
+    return [slice(first, first + group) for first in range(0, q.shape[1], group)]
 
 
 def _one_after_the_other(gathered: Pending) -> Tensor:

@@ -18,7 +18,7 @@ from titan_sparse.attention.columns import (add_columns, column_part, gather_col
 from titan_sparse.attention.context_parallel import ContextParallel, Pending
 from titan_sparse.attention.group_cast_plan import Exchange, Plan, plan
 from titan_sparse.attention.memo import once_per_mask
-from titan_sparse.attention.merge import sum_dtypes
+from titan_sparse.attention.merge import at_last, results
 from titan_sparse.attention.needs import needed_blocks
 from titan_sparse.attention.patterns import pattern_by_key
 from titan_sparse.attention.run import Run
@@ -36,7 +36,7 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     columns, total = gather_columns(run, k, v), None
     plan, own = _plan(run, run.cp.overlap_stages[0]), run.blocks()
     steps = [own, *(stage.k_blocks for stage in plan.stages), own[len(own) :]]
-    with_columns, dtypes = _column_steps(run, steps, columns.result), _sum_dtypes(run, steps, q)
+    with_columns, places, dtype = _column_steps(run, steps, columns.result), _places(steps, q), run.sum_dtype(q)
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, len(own)))):
         if not len(blocks):
             continue
@@ -44,10 +44,10 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         with timing.computing(step):
             inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks, room=_blocks(run, kv)))
             if column_kv is None:
-                total = run.backend.forward(*inputs, run.scale, next(dtypes), total)
+                total = run.backend.forward(*inputs, run.scale, dtype, total, next(places))
             else:
                 part = column_part(run, column_kv, with_columns.index(step), len(with_columns))
-                total = run.backend.forward_with_columns(*inputs, *part, run.scale, next(dtypes), total)
+                total = run.backend.forward_with_columns(*inputs, *part, run.scale, dtype, total, next(places))
     return *total, columns.wait()
 
 
@@ -60,7 +60,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     first = _blocks_before_others(run, plan, q, k)
     steps = [own[:first], *(stage.k_blocks for stage in plan.stages), own[first:]]
     with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
-    dq_dtypes, home, dq, columns = _sum_dtypes(run, steps, q), _Home(run.cp, plan, k, dtype), None, None
+    places, home, dq, columns = _places(steps, q), _Home(run.cp, plan, k, dtype), None, None
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, first))):
         d_kv = None
         if len(blocks):
@@ -69,11 +69,11 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
             if step in with_columns:
                 part, parts = with_columns.index(step), len(with_columns)
                 gathered = column_part(run, column_kv, part, parts, by_key)
-                dq, *d_kv, dk2, dv2 = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq, next(dq_dtypes))
+                dq, *d_kv, dk2, dv2 = run.backend.backward_with_columns(*inputs, *gathered, run.scale, dtype, dq, next(places))
                 put_part(d_columns, [dk2, dv2], part, parts, run.cp.block_size)
                 columns = reduce_columns(run, d_columns) if part + 1 == parts else None
             else:
-                dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq, next(dq_dtypes))
+                dq, *d_kv = run.backend.backward(*inputs, run.scale, dtype, dq, next(places))
         if step == 0:
             home.begin(d_kv)
         elif step <= len(plan.stages):
@@ -81,7 +81,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     d_kv = home.finish(d_kv, q.dtype if columns is None else dtype)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
-    return dq, *(x.to(q.dtype) for x in d_kv)
+    return tuple(x.to(q.dtype) for x in (dq, *d_kv))
 
 
 def _blocks_before_others(run: Run, plan: Plan, q: Tensor, k: Tensor) -> int:
@@ -114,8 +114,10 @@ def _plan(run: Run, stages: int) -> Plan:
     return once_per_mask(run.rows, ("group cast", cp.key, stages, run.first, run.last), make)
 
 
-def _sum_dtypes(run: Run, steps: list[Tensor], q: Tensor) -> Iterator[torch.dtype]:
-    return sum_dtypes([len(blocks) > 0 for blocks in steps], run.sum_dtype(q), q.dtype)
+def _places(steps: list[Tensor], q: Tensor) -> Iterator[Tensor | None]:
+    """Where the sum over each step that computes is written: the last one's in q's dtype."""
+    computing = sum(len(blocks) > 0 for blocks in steps)
+    return at_last(computing, results(q, [slice(None)], computing).parts[0])
 
 
 def _column_steps(run: Run, steps: list[Tensor], column_kv: Tensor, backward: bool = False) -> list[int]:

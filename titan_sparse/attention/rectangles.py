@@ -39,20 +39,20 @@ def rectangle(run: Run, q: Tensor, source: int) -> Rectangle | None:
 
 
 def forward(run: Run, part: Rectangle, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype,
-            total: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+            total: tuple[Tensor, Tensor] | None, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """As a backend's forward(); `total` is of all queries and is changed in place."""
     compute = run.backend.forward_causal if part.causal else run.backend.forward_full
     out, lse = compute(q[:, :, part.q_start :], k[:, :, : part.k_stop], v[:, :, : part.k_stop], run.scale)
     if total is None:  # the own chunk comes first, and all queries see some of it
-        return out.to(dtype), lse
+        return out.to(dtype) if into is None else into.copy_(out), lse
     own = [x[:, :, part.q_start :] for x in total]
     for x, merged in zip(own, merge(own, out, lse, dtype)):
         x.copy_(merged)
-    return total
+    return total if into is None else (into.copy_(total[0]), total[1])
 
 
 def backward(run: Run, part: Rectangle, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-             dtype: torch.dtype, dq: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+             dtype: torch.dtype, dq: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """As a backend's backward()."""
     compute = run.backend.backward_causal if part.causal else run.backend.backward_full
     by_query = [x[:, :, part.q_start :] for x in (d_out, q, out.to(q.dtype), lse)]
@@ -60,6 +60,7 @@ def backward(run: Run, part: Rectangle, d_out: Tensor, q: Tensor, k: Tensor, v: 
     unseen = k.shape[2] - part.k_stop
     dk, dv = (torch.nn.functional.pad(x.to(dtype), (0, 0, 0, unseen)) for x in d_kv)
     if dq is None:
-        return d_own.to(dtype), dk, dv
-    dq[:, :, part.q_start :] += d_own
-    return dq, dk, dv
+        dq = d_own.to(dtype)
+    else:
+        dq[:, :, part.q_start :] += d_own
+    return dq if into is None else into.copy_(dq), dk, dv

@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_sparse.attention import packed, rectangles, timing, transport
 from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
                                             reduce_columns)
-from titan_sparse.attention.merge import sum_dtypes
+from titan_sparse.attention.merge import at_last, results
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps, head_groups
@@ -36,26 +36,29 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
+    steps = sum(map(sum, route.compute))
     with_columns = column_steps(sum(route.compute, []), columns.result.shape[3] // run.cp.block_size)
-    dtypes = [sum_dtypes(sum(route.compute, []), dtype, q.dtype) for _ in groups]
+    result = results(q, [group.heads for group in groups], steps)
+    places = [at_last(steps, part) for part in result.parts]
     for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
         group, heads, step = groups[number].run, groups[number].heads, o * len(run.cp.windows[0]) + t
-        dtype = next(dtypes[number])
+        into = next(places[number])
         column_kv = columns.wait() if step in with_columns else None
         with timing.computing(step):
             piece = (q[:, heads], *_kv(chunk))
             if column_kv is not None:
                 part = column_part(group, column_kv[:, :, heads], with_columns.index(step), len(with_columns))
                 gathered = (group.tiles(batch, False, source), *part)
-                totals[number] = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, totals[number])
+                totals[number] = run.backend.forward_with_columns(*piece, *gathered, run.scale, dtype, totals[number], into)
             elif part := rectangles.rectangle(run, q, source):
-                totals[number] = rectangles.forward(run, part, *piece, dtype, totals[number])
+                totals[number] = rectangles.forward(run, part, *piece, dtype, totals[number], into)
             else:
                 tiles = group.tiles(batch, False, source)
-                totals[number] = run.backend.forward(*piece, tiles, run.scale, dtype, totals[number])
-    return *(_joined(parts, 1) for parts in zip(*totals)), columns.wait()
+                totals[number] = run.backend.forward(*piece, tiles, run.scale, dtype, totals[number], into)
+    outs, lses = zip(*totals)
+    return result.joined(outs), _joined(lses, 1), columns.wait()
 
 
 def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -71,28 +74,30 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
     route = transport.route(run.cp, needed_chunks(run))
     parts = len(column_steps(sum(route.compute, []), column_kv.shape[3] // run.cp.block_size))
-    dq_dtypes = [sum_dtypes(sum(route.compute, []), dtype, q.dtype) for _ in groups]
+    steps = sum(map(sum, route.compute))
+    result = results(q, [group.heads for group in groups], steps)
+    places = [at_last(steps, part) for part in result.parts]
     dq, met, d_columns = [None] * len(groups), [0] * len(groups), new_gradients(column_kv)
 
     def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
         nonlocal columns
         group, heads = groups[number].run, groups[number].heads
         inputs = (d_out[:, heads], q[:, heads], *_kv(chunk), out[:, heads], lse[:, heads])
-        part, dq_dtype = rectangles.rectangle(run, q, source), next(dq_dtypes[number])
+        part, into = rectangles.rectangle(run, q, source), next(places[number])
         tiles = None if part else group.tiles(len(q), by_key, source)
         if part:
-            dq[number], dk, dv = rectangles.backward(run, part, *inputs, dtype, dq[number])
+            dq[number], dk, dv = rectangles.backward(run, part, *inputs, dtype, dq[number], into)
         elif met[number] < parts:
             gathered = column_part(group, column_kv[:, :, heads], met[number], parts, by_key)
             dq[number], dk, dv, *found = run.backend.backward_with_columns(
-                *inputs, tiles, *gathered, run.scale, dtype, dq[number], dq_dtype)
+                *inputs, tiles, *gathered, run.scale, dtype, dq[number], into)
             put_part(d_columns[:, :, heads], found, met[number], parts, run.cp.block_size)
             met[number] += 1
             # Groups come in another order than steps do: the exchange begins when all have met all columns.
             if sum(met) == parts * len(groups):
                 columns = reduce_columns(run, d_columns)
         else:
-            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number], dq_dtype)
+            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number], into)
         return [dk, dv] if run.cp.size == 1 else _stacked([dk, dv], dtype)
 
     if run.cp.size == 1:
@@ -101,7 +106,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         d_kv = _joined(transport.circulate_with_gradients(run.cp, route, _kv_chunks(groups, k, v), piece), 2)
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
-    return _separate(run, _joined(dq, 1), d_kv, q.dtype)
+    return _separate(run, result.joined(dq), d_kv, q.dtype)
 
 
 def _stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -193,11 +193,11 @@ def _dense_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dtype: torch.dtype | None = None,
-            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+            total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], and over what `total` = (out, lse) is of.
 
-    Returns out [B, Hq, Sq, D] in out_dtype and natural-log lse [B, Hq, Sq], both fp32 (fp64 for fp64) by default; 0 and
-    -inf for rows that see nothing.
+    Returns out [B, Hq, Sq, D] in out_dtype, or in the memory `into`, and natural-log lse [B, Hq, Sq], both fp32 (fp64 for
+    fp64) by default; 0 and -inf for rows that see nothing.
     """
     dtype, size = accumulation_dtype(q.dtype), tiles.block_size
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -212,21 +212,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dty
         lse[:, :, here] = scores.logsumexp(-1)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         out[:, :, here] = p @ v_blocks[rows].to(dtype).flatten(2, 3)
-    return merge(total, out, lse, out_dtype or dtype)
+    return merge(total, out, lse, out_dtype or dtype, into)
 
 
 def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, out_dtype: torch.dtype | None = None,
-                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+                         total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """forward() over blocks and over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
-    return forward(q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total))
+    return forward(q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total), into)
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
              scale: float, out_dtype: torch.dtype | None = None, dq_total: Tensor | None = None,
-             dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of k and v through these tiles in out_dtype, and of q, with dq_total added, in dq_dtype (both by default fp32,
-    fp64 for fp64).
+             into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v through these tiles in out_dtype (default fp32, fp64 for fp64); dq is added to dq_total, and
+    written to the memory `into` if there is some.
 
     out and lse are those of the whole attention, over all tiles of all chunks: with them the pieces add up exactly.
     """
@@ -249,15 +249,15 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     if dq_total is not None:
         dq += dq_total
     dtype = out_dtype or dtype
-    return dq.to(dq_dtype or dtype), dk.to(dtype), dv.to(dtype)
+    return dq.to(dtype) if into is None else into.copy_(dq), dk.to(dtype), dv.to(dtype)
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, out_dtype: torch.dtype | None = None,
-                          dq_total: Tensor | None = None, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+                          dq_total: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
     """As backward() through blocks and columns, then dk and dv of the columns, fp32 (fp64 for fp64)."""
     dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
-    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, dq_dtype), dk2, dv2
+    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, into), dk2, dv2
 
 
 def _finite(lse: Tensor) -> Tensor:

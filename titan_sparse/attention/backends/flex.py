@@ -67,17 +67,17 @@ def serves_causal(q: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: torch.dtype | None = None,
-            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+            total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32; with `total`
     = (out, lse) over other keys, over both.
 
-    Returns out [B, Hq, Sq, D] in dtype (default q's; without a total in q's too where dtype is wider, as the kernel rounds)
-    and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
+    Returns out [B, Hq, Sq, D] in the memory `into` or in dtype (default q's; without a total in q's too where dtype is wider,
+    as the kernel rounds) and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
     The first call with a shape compiles, which takes some ten seconds. Choices of single queries are looked up by our own
     kernels, a tile at a time.
     """
     if tiles.chosen is not None:
-        return triton.forward(q, k, v, tiles, scale, dtype, total)
+        return triton.forward(q, k, v, tiles, scale, dtype, total, into)
     kernel, size = _kernel(q), tiles.block_size
 
     def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -87,46 +87,48 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
 
     tables = _tables(tiles.by_query, k.shape[2] // size)
     out, lse = _call(("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1]))
-    return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype)
+    return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype, into)
 
 
 def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, dtype: torch.dtype | None = None,
-                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+                         total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """forward() over blocks, then over gathered columns k2, v2 [B, Hq, C, D] with their own tiles.
 
     Columns are for our own kernels: in FlexAttention's every single pair of a column tile looks up whether it is
     covered, which takes two to three times as long, and the results would have to be merged.
     """
     blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, torch.float32, total))
-    return triton.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks)
+    return triton.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into)
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
              dtype: torch.dtype | None = None, dq: Tensor | None = None,
-             dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+             into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through these tiles; dq is added to the one given.
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
-    Returns dq in dq_dtype, dk and dv in dtype (both q's by default; in q's too where those are wider, as the kernels round,
-    but for a sum).
+    Returns dq, in the memory `into` if there is some, dk and dv in dtype (default q's; in q's too where that is wider, as the
+    kernels round, but for a sum).
     """
     if tiles.chosen is not None:
-        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, dq_dtype)
+        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, into)
     by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
     by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
     rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))
     dq_piece, dk, dv = _backward(rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size)
-    return add(dq, dq_piece, dq_dtype or dtype or q.dtype), dk, dv
+    return add(dq, dq_piece, dtype or q.dtype, into), dk, dv
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
-                          dq: Tensor | None = None, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+                          dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
     """dq, dk, dv as backward() through blocks and columns, then dk and dv of the columns, fp32."""
-    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, torch.float32)
-    dq, *d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq.contiguous(),
-                                     dq_dtype or dtype or q.dtype)
+    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, torch.float32, dq)
+    dq = dq.contiguous()
+    if into is None and dq.dtype == (dtype or q.dtype):
+        into = dq
+    dq, *d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into)
     return dq, dk, dv, *d_columns
 
 

@@ -45,44 +45,44 @@ def serves_causal(q: Tensor) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: torch.dtype | None = None,
-            total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+            total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D]; with `total` = (out, lse) over other keys
     the attention over both, in total's own memory where it has that dtype.
 
-    Returns out in q's shape and in dtype (default total's, else q's), and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for
+    Returns out in q's shape, in the memory `into` or in dtype (default total's, else q's), and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for
     rows that see nothing.
     """
-    return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale, dtype, total)
+    return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale, dtype, total, into)
 
 
 def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, dtype: torch.dtype | None = None,
-                         total: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+                         total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
     pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
-    return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale, dtype, total)
+    return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale, dtype, total, into)
 
 
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
              dtype: torch.dtype | None = None, dq: Tensor | None = None,
-             dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients through these tiles with the out and lse of the whole attention; needs by_key.
+             into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients through these tiles in dtype (default q's) with the out and lse of the whole attention; needs by_key.
 
-    dq: what came through other keys, which is added. Returns dq in dq_dtype, dk and dv in dtype (both q's by default).
+    dq: what came through other keys, which is added. into: memory for the sum, whose dtype wins.
     """
     dtype = dtype or q.dtype
     dq, [(dk, dv)] = block_sparse.backward(d_out, q, out, lse, [_piece(k, v, tiles)], tiles.start, tiles.stop,
-                                           tiles.block_size, scale, [dq_dtype or dtype, dtype], dq)
+                                           tiles.block_size, scale, [dtype, dtype], dq, into)
     return dq, dk, dv
 
 
 def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
-                          dq: Tensor | None = None, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+                          dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
     """As backward(), then dk and dv of the columns in fp32; dq through blocks and columns in one pass."""
     dtype, pieces = dtype or q.dtype, [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
     dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(
-        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale, [dq_dtype or dtype, dtype, torch.float32], dq)
+        d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale, [dtype, dtype, torch.float32], dq, into)
     return dq, dk, dv, dk2, dv2
 
 
