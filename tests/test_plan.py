@@ -10,8 +10,9 @@ import torch
 from scripts import plan as script
 from titan_sparse.attention import transport
 from titan_sparse.attention.balance import step_sources
+from titan_sparse.attention.group_cast_plan import blocks_before_others
 from titan_sparse.attention.layout import block_ids
-from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.masks import Causal, Documents
 from titan_sparse.attention.needs import seen_blocks
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.routing import gradient_hops, hops_needed
@@ -257,6 +258,21 @@ def test_group_cast_is_planned_by_stages():
     inside = sum(needed[rank].sum() - needed[rank, table[rank]].sum() for rank in range(8))
     inside -= sum(needed[rank, table[(rank + 4) % 8]].sum() for rank in range(8))        # those handed on to itself
     assert p.skipping_traffic["forward_inside"].sum() == inside * chunk / 8
+
+
+def test_own_blocks_before_others():
+    """Half and half between nodes, and where many gradients go home; all first where another pass over dq costs more."""
+    assert blocks_before_others(65, 0, 64, 8, 2, nodes=2) == 33
+    assert blocks_before_others(64, 65, 64, 8, 2, nodes=1) == 32    # 12 x 65 x 8 x 8 bytes against 64 x 64 x 12
+    assert blocks_before_others(64, 64, 64, 8, 2, nodes=1) == 64 and blocks_before_others(65, 0, 64, 8, 2, nodes=1) == 65
+    assert blocks_before_others(64, 64, 16, 16, 2, nodes=1) == 32
+    rows, size = Documents([64] * 8).rows(512), 8
+    index = Dense().index([], rows, 1, 16, size)
+    shape, args = Shape(1, 16, 2, 4), (rows, "contiguous", "group_cast")
+    for nodes, share in ((1, 1.0), (2, 0.5)):                       # every document on its own rank
+        found = plan(count(index, rows, "contiguous", 8), index, *args, nodes, 8 // nodes, shape, DEFAULTS)
+        last = found.skipping_backward.compute[:, -1] / found.skipping_backward.compute.sum(1)
+        assert (last > 0.4).all() if share < 1 else (last < 0.1).all(), (nodes, last)
 
 
 def test_stages_of_group_cast_by_hand():

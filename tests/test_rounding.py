@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, backends, group_cast
+from titan_sparse.attention import ContextParallel, attend, backends, group_cast_plan
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks import Documents
 from titan_sparse.attention.merge import add, at_last, merge, results
@@ -108,7 +108,7 @@ def _check_all() -> None:
         _check("double_ring", pattern)
         assert set(sum(_check("all_gather", pattern).values(), [])) == {torch.bfloat16}
         for link, passes in ((0, 2), (10**9, 3)):  # all own blocks before the others', or half of them behind
-            group_cast._LINK = link
+            group_cast_plan.LINK = link
             seen = _check("group_cast", pattern, overlap_stages=(1, 1))
             _check_sums(seen["out"], 2, ("out", pattern))
             _check_sums(seen["dq"], passes, ("dq", pattern, link))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_sparse.attention import balance, balanced, layout as layouts, routing, schedule as schedules
 from titan_sparse.attention.balance import Visits
-from titan_sparse.attention.group_cast_plan import assign_stages, traffic as cast_traffic, wanted_blocks
+from titan_sparse.attention.group_cast_plan import assign_stages, blocks_before_others, traffic as cast_traffic, wanted_blocks
 from titan_sparse.attention.masks import Rows
 from titan_sparse.attention.needs import met_blocks, needed_chunks_of, seen_blocks
 from titan_sparse.attention.patterns import BlockIndex
@@ -260,7 +260,8 @@ def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str,
     found = []
     for every in (torch.ones_like(needed), needed):
         wanted = wanted_blocks(every, table, *nodes)
-        work, back = (_work_by_stage(visits, wanted, number, backward) for number, backward in zip(stages, (False, True)))
+        work, back = (_work_by_stage(visits, wanted, number, backward)
+                      for number, backward in zip(stages, (None, _first_share(wanted, index, shape))))
         case = _Case(work, back, None, nodes[1], shape, *sizes, columns, _steps_with_columns(index, work, back), constants)
         found.append((work, _cast(case, wanted, stages, table.shape[1])))
     (_, everything), (work, only_needed) = found
@@ -269,17 +270,28 @@ def _plan_group_cast(visits: Visits, index: BlockIndex, rows: Rows, layout: str,
                 *only_needed)
 
 
-def _work_by_stage(visits: Visits, wanted: Tensor, stages: int, backward: bool) -> Tensor:
-    """Pairs of tokens float64 [W, steps]: own blocks, each stage, and in the backward half of the own ones at the end. What
-    a rank computes on another's chunk is taken to be spread evenly over the blocks of it that it needs."""
+def _first_share(wanted: Tensor, index: BlockIndex, shape: Shape) -> Tensor:
+    """float64 [W, 1]: the share of a rank's own blocks that its backward computes before those of others."""
+    inter, own = wanted.shape[0], wanted.shape[-1]
+    first = [blocks_before_others(own, remote, index.heads, shape.kv_heads, shape.element_bytes, inter)
+             for remote in wanted.flatten(2).sum(-1).flatten().tolist()]
+    return torch.tensor(first, dtype=torch.float64)[:, None] / own
+
+
+def _work_by_stage(visits: Visits, wanted: Tensor, stages: int, first: Tensor | None) -> Tensor:
+    """Pairs of tokens float64 [W, steps]: own blocks, each stage, and, where `first` is given, that share of the own ones at
+    the start and the rest at the end, as in a backward. What a rank computes on another's chunk is taken to be spread evenly
+    over the blocks of it that it needs."""
     pairs, ranks = visits.pairs.sum((0, 1)).double(), visits.pairs.shape[-1]
     stage, wanted = assign_stages(wanted, stages), wanted.flatten(2, 3)
     came = [(wanted & (stage == number).flatten(1, 2)[:, None]).sum(-1).view(ranks, ranks) for number in range(stages)]
     share = pairs / wanted.sum(-1).view(ranks, ranks).clamp(min=1)
-    own = pairs.diagonal()[:, None] / (2 if backward else 1)
-    work = torch.cat([own, *((x * share).sum(1, keepdim=True) for x in came), *([own] if backward else [])], dim=1)
+    own, last = pairs.diagonal()[:, None], []
+    if first is not None:
+        own, last = own * first, [own * (1 - first)]
+    work = torch.cat([own, *((x * share).sum(1, keepdim=True) for x in came), *last], dim=1)
     for row, column_pairs in zip(work, visits.column_pairs.sum((0, 1)).double()):
-        balance.add_columns(row, column_pairs, (row > 0).tolist(), backward)
+        balance.add_columns(row, column_pairs, (row > 0).tolist(), first is not None)
     return work
 
 

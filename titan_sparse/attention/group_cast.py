@@ -16,17 +16,13 @@ from titan_sparse.attention import timing
 from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
                                             reduce_columns)
 from titan_sparse.attention.context_parallel import ContextParallel, Pending
-from titan_sparse.attention.group_cast_plan import Exchange, Plan, plan
+from titan_sparse.attention.group_cast_plan import Exchange, Plan, blocks_before_others, plan
 from titan_sparse.attention.memo import once_per_mask
 from titan_sparse.attention.merge import at_last, results
 from titan_sparse.attention.needs import needed_blocks
 from titan_sparse.attention.patterns import pattern_by_key
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps
-
-
-_LINK = 12
-"""Bytes that a GPU's memory moves while NVLink moves one: some 3.5 TB/s against 0.28 (docs/context_parallel.md)."""
 
 
 @timing.timed
@@ -57,7 +53,8 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     run.count_plain_ring(k, backward=True)
     plan, own = _plan(run, run.cp.overlap_stages[1]), run.blocks()
     by_key, dtype = run.backend.READS_BY_KEY, run.sum_dtype(q)
-    first = _blocks_before_others(run, plan, q, k)
+    remote = sum(len(stage.k_blocks) for stage in plan.stages)
+    first = blocks_before_others(len(own), remote, q.shape[1], k.shape[1], q.element_size(), run.cp.inter)
     steps = [own[:first], *(stage.k_blocks for stage in plan.stages), own[first:]]
     with_columns, d_columns = _column_steps(run, steps, column_kv, backward=True), new_gradients(column_kv)
     places, home, dq, columns = _places(steps, q), _Home(run.cp, plan, k, dtype), None, None
@@ -82,18 +79,6 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
     return tuple(x.to(q.dtype) for x in (dq, *d_kv))
-
-
-def _blocks_before_others(run: Run, plan: Plan, q: Tensor, k: Tensor) -> int:
-    """Own blocks that the backward computes first: half, the others while gradients go home, unless it costs more than it hides.
-
-    Another pass reads q and d_out, and reads and writes dq in fp32; a node's links are slower than its memory by _LINK.
-    """
-    own, remote = k.shape[2] // run.cp.block_size, sum(len(stage.k_blocks) for stage in plan.stages)
-    gradients = 2 * remote * k.shape[1] * torch.float32.itemsize
-    another_pass = own * q.shape[1] * 2 * (q.element_size() + torch.float32.itemsize)
-    worthwhile = run.cp.inter > 1 or _LINK * gradients > another_pass
-    return (own + 1) // 2 if worthwhile else own
 
 
 def stages(run: Run) -> list[Tensor]:

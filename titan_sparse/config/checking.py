@@ -179,7 +179,8 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
         ranks = step * max(1, world_size // step) if shard == -1 else unit
         start = f"--nproc-per-node={ranks // nodes}" if ranks % nodes == 0 else f"{ranks} ranks in all"
         raise ConfigError(f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x parallelism.cp = "
-                          f"{cp} does not fit {world_size} ranks; start torchrun with {start} or change the degrees")
+                          f"{cp} does not fit {world_size} ranks; start torchrun with {start} (a --dry-run with --ranks {ranks}) "
+                          "or change the degrees")
     intra = resolve_cp_intra(parallelism, local_world_size)
     divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
     require(cp % intra == 0, f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
