@@ -5,7 +5,7 @@
 
 Further options of the configuration are taken as train.py takes them (--attention.vertical_slash.recall 0.9). The index is
 one that a run saved (--index, titan_sparse/index_file.py) or a synthetic one (titan_sparse/synthetic.py) for one long
-document. All times are of one attention layer, selection not included. docs/planning.md explains the numbers.
+document, or, with pattern dense, for packed ones (--documents). All times are of one attention layer, selection not included. docs/planning.md explains the numbers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 
 from titan_sparse.attention import balance, schedule as schedules
 from titan_sparse.attention.layout import ALL_LAYOUTS
-from titan_sparse.attention.masks import Causal, Rows, SlidingWindow
+from titan_sparse.attention.masks import Causal, Documents, Rows, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.attention.slice_masks import sliding_window
@@ -27,7 +27,7 @@ from titan_sparse.config import Config, ConfigError, check, load, padding_multip
 from titan_sparse.index_file import load_indexes
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.planning import Constants, Plan, Shape, count, load_constants, plan
-from titan_sparse.synthetic import draw_heads, expected_selection
+from titan_sparse.synthetic import draw_heads, expected_selection, ragged_lengths
 
 DEFAULT_CONSTANTS = Path(__file__).parent.parent / "benchmarks/results/constants_h200.json"
 
@@ -42,6 +42,8 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--index", help="file of titan_sparse.index_file.save_indexes(); default: a synthetic index")
     parser.add_argument("--layers", type=int, default=1, help="layers of the synthetic index; results are means over layers")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic index")
+    parser.add_argument("--documents", nargs="+", metavar="TOKENS", help="lengths of packed documents, or: ragged, most under 1K "
+                        "tokens, the longest a quarter of the sequence; default: one long document")
     parser.add_argument("--seq-len", type=int, help="tokens; default: training.seq_len, or the index's")
     parser.add_argument("--layout", nargs="+", choices=ALL_LAYOUTS, help="default: attention.layout; several are compared")
     parser.add_argument("--schedule", nargs="+", choices=["auto", *schedules.SCHEDULES], help="default: attention.schedule")
@@ -87,7 +89,8 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
         return rows, indexes
     attention, multiple = config.attention, padding_multiple(config)
     seq_len = -(-config.training.seq_len // multiple) * multiple
-    mask = Causal() & SlidingWindow(attention.sliding_window) if attention.sliding_window else Causal()
+    mask = Documents(_lengths(args, config)) if args.documents else Causal()
+    mask = mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
     if attention.window_sinks:
         mask = sliding_window([config.training.seq_len], attention.sliding_window, attention.window_sinks)
     rows = mask.rows(seq_len)
@@ -101,6 +104,19 @@ def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) 
              for layer in range(args.layers)]
     chosen = [expected_selection(layer, pattern, attention.block_size) for layer in heads]
     return rows, [pattern.index(tensors, rows, 1, model.heads, attention.block_size) for tensors in chosen]
+
+
+def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
+    """Of the packed documents. Raises ConfigError for what is no such list, and for what cannot be planned with it."""
+    whole = config.training.seq_len
+    if config.attention.pattern != "dense" or config.attention.window_sinks:
+        raise ConfigError("--documents goes with pattern dense and no window_sinks: a synthetic index is of one document; write "
+                          "--attention.pattern dense, or --index FILE of a run on packed documents")
+    if args.documents == ["ragged"]:
+        return ragged_lengths(whole, args.seed)
+    if not all(word.isdigit() and int(word) for word in args.documents) or sum(map(int, args.documents)) > whole:
+        raise ConfigError(f"--documents {' '.join(args.documents)}: write ragged, or lengths that add up to {whole} tokens or less")
+    return [int(word) for word in args.documents]
 
 
 def make_plans(rows: Rows, indexes: list[BlockIndex], pairs: list[tuple[str, str]], inter: int, intra: int, shape: Shape,

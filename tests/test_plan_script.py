@@ -14,7 +14,9 @@ from scripts import calibrate, plan as script
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.index_file import save_indexes
+from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.planning import load_constants
+from titan_sparse.synthetic import ragged_lengths
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,6 +48,18 @@ def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+def test_packed_documents_are_planned(config, tmp_path):
+    """Pairs are those of the documents, on whichever rank; the layout that is made for them is even."""
+    words = [config, "--attention.pattern", "dense", "--ranks", "4", "--nodes", "1", "--layout", "contiguous", "balanced", "--schedule",
+             "group_cast", "--model.flavour", "debug", "--out", str(tmp_path / "plan.json")]
+    for documents, lengths in ((["6000", "500", "1"], [6000, 500, 1]), (["ragged"], ragged_lengths(8000, 0))):
+        assert script.main([*words, "--documents", *documents]) == 0
+        contiguous, balanced = json.loads((tmp_path / "plan.json").read_text())["plans"]
+        pairs = sum(n * (n + 1) / 2 for n in lengths) * FLAVOURS["debug"].heads
+        assert sum(contiguous["pairs_of_rank"]) == pytest.approx(pairs) == pytest.approx(sum(balanced["pairs_of_rank"]))
+        assert balanced["worker_imbalance"] < 1.1 < contiguous["worker_imbalance"]
+
+
 def test_padding_suits_all_layouts(config, tmp_path):
     """2112 tokens are 33 blocks: 36 for four ranks, 40 with zigzag's two runs a rank, in whichever order they are named."""
     for layouts in (["zigzag", "balanced"], ["balanced", "zigzag"]):
@@ -70,6 +84,9 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     (["--ranks", "6", "--nodes", "4"], "another --nodes"), (["--out", "x.txt"], "--out x.txt"),
     (["--constants", "missing.json"], "--constants missing.json"), (["--training.sequence", "5"], "unknown key"),
     (["--schedule", "local", "--ranks", "2"], "local"), (["--attention.pattern", "moba"], "write --index FILE"),
+    (["--documents", "ragged"], "write --attention.pattern dense"),
+    (["--attention.pattern", "dense", "--documents", "9000"], "add up to 8000"),
+    (["--attention.pattern", "dense", "--documents", "many"], "write ragged"),
 ])
 def test_the_script_refuses_in_one_line(config, capsys, words, message):
     assert script.main([config, *words]) == 2
