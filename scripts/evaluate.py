@@ -79,7 +79,7 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
         config.attention.schedule, config.parallelism.cp_intra = "auto", 0
     if config.attention.schedule != "group_cast":
-        config.attention.overlap_stages, config.attention.overlap_stages_backward = 2, 0
+        config.attention.overlap_stages, config.attention.overlap_stages_backward = 0, 0
     config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
     config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
                                  compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from titan_sparse.attention import balance, schedule as schedules
+from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.layout import ALL_LAYOUTS
 from titan_sparse.attention.masks import Causal, Documents, Rows, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
@@ -63,13 +64,15 @@ def settings(args: argparse.Namespace, words: list[str]) -> tuple[Config, int, i
     config.parallelism.cp, config.parallelism.cp_intra = ranks, intra
     config.parallelism.dp_replicate, config.parallelism.dp_shard = 1, 1
     config.training.seq_len = args.seq_len or config.training.seq_len
-    pairs = [(layout, schedules.choose(nodes, intra) if schedule == "auto" else schedule)
+    named = lambda layout, schedule: schedule_named(
+        dataclasses.replace(config.attention, layout=layout, schedule=schedule), nodes, intra)
+    pairs = [(layout, named(layout, schedule))
              for layout in args.layout or [config.attention.layout]
              for schedule in args.schedule or [config.attention.schedule]]
     casts = any(schedule == "group_cast" for _, schedule in pairs)
     for layout, schedule in pairs:
         # Stages are group_cast's alone, which is no reason to refuse to compare it with others.
-        stages = {"overlap_stages": 2, "overlap_stages_backward": 0} if casts and schedule != "group_cast" else {}
+        stages = {"overlap_stages": 0, "overlap_stages_backward": 0} if casts and schedule != "group_cast" else {}
         attention = dataclasses.replace(config.attention, layout=layout, schedule=schedule, **stages)
         check(dataclasses.replace(config, attention=attention), ranks, intra)
     # The sequence is padded once, for all layouts.
@@ -227,7 +230,7 @@ def main(words: list[str]) -> int:
         rows, indexes = get_indexes(args, config, model)
         bytes_of = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.training.dtype]
         shape = Shape(model.kv_heads, model.head_dim, *bytes_of)
-        plans = make_plans(rows, indexes, pairs, inter, intra, shape, constants, resolve_overlap_stages(config.attention))
+        plans = make_plans(rows, indexes, pairs, inter, intra, shape, constants, resolve_overlap_stages(config.attention, inter))
     except ModuleNotFoundError as error:
         print(f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png', file=sys.stderr)
         return 2

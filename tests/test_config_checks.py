@@ -50,7 +50,7 @@ BAD_COMBINATIONS = [
     ("--attention.overlap_stages_backward 3 --attention.schedule ring --parallelism.cp 2", 2,
      'write attention.overlap_stages_backward = 0 or attention.schedule = "group_cast"'),
     ("--attention.overlap_stages 3 --attention.schedule group_cast", 1, "would be ignored with parallelism.cp = 1"),
-    ("--attention.overlap_stages 0 --attention.schedule group_cast", 1, "attention.overlap_stages = 0 is too small"),
+    ("--attention.overlap_stages -1 --attention.schedule group_cast", 1, "attention.overlap_stages = -1 is too small"),
     ("--attention.gradient_dtype bfloat16", 1, 'gradient_dtype = "bfloat16" would be ignored with parallelism.cp'),
     ("--attention.gradient_dtype bfloat16 --parallelism.cp 2 --training.dtype float64 --training.device cpu", 2,
      'training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"'),

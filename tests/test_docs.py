@@ -55,7 +55,8 @@ def test_table_of_options_is_the_config():
 
 def test_flavours_are_listed():
     text = (ROOT / "docs/training.md").read_text()
-    assert ", ".join(f"`{name}`" for name in FLAVOURS) + "." in text
+    names = [name for name in FLAVOURS if name != "tiny"]  # which tests/runs.py adds, in the process that ran it
+    assert ", ".join(f"`{name}`" for name in names) + "." in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.layout import (LAYOUTS, block_ids, block_multiple, restore_blocks, striped, take_blocks,
                                            token_positions, zigzag)
 from titan_sparse.attention.schedule import SCHEDULES, all_gather, choose, column_steps, double_ring, local, ring
+from titan_sparse.config import Attention, resolve_overlap_stages
 
 WORLDS = [(inter, size // inter) for size in range(1, 9) for inter in range(1, size + 1) if size % inter == 0]
 SIZES = [1, 2, 3, 8]
@@ -162,3 +164,18 @@ def test_auto_moves_nothing_needless(inter, intra):
     assert (chosen == "double_ring") == (min(inter, intra) > 1)
     assert (chosen == "all_gather") == (inter == 1 and intra > 1)
     assert SCHEDULES[chosen](inter, intra, 0)[0][0] == 0
+
+
+@pytest.mark.parametrize("inter, intra, usual", [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")])
+def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
+    """Documents or a window, nothing chosen by layer, in the layout that is made for it; else as the mesh suggests."""
+    named = lambda **keys: schedule_named(Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra)
+    cast = "group_cast" if inter * intra > 1 else "local"
+    assert named(mask="documents") == named(mask="causal", sliding_window=4096) == cast
+    assert named(mask="causal") == named(mask="documents", layout="striped") == named(mask="documents", pattern="vertical_slash") == usual
+    assert named(mask="documents", backward_circulates="q") == usual.replace("all_gather", "ring")
+    assert named(mask="documents", schedule="ring") == "ring"
+    stages = 2 if inter > 1 else 1
+    assert resolve_overlap_stages(Attention(), inter) == (stages, stages)
+    assert resolve_overlap_stages(Attention(overlap_stages=3), inter) == (3, 3)
+    assert resolve_overlap_stages(Attention(overlap_stages_backward=4), inter) == (stages, 4)

@@ -3,8 +3,11 @@
 import functools
 import gc
 import random
+import subprocess
+import sys
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from titan_sparse.config import Attention
 from titan_sparse.parallel import build_context_parallel
 from titan_sparse.timeouts import set_timeout
 
+ROOT = Path(__file__).parent.parent
 BLOCK = 16
 SEQ_LEN = 2 * 3 * 4 * BLOCK
 LONGEST_DELAY_SECONDS = 0.03
@@ -239,10 +243,21 @@ def _check_nothing_is_held() -> None:
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
         attend(q, k, v, Causal(), Dense(), cp, "eager").sum().backward()
         held.append(weakref.ref(cp))
-        del cp
+        del q, k, v
     forget_contexts()
+    assert cp.groups == {} and cp.group is None  # a program's own variable lives to the end
+    del cp
     gc.collect()
     assert not any(cp() for cp in held)
+
+
+def test_a_program_that_says_nothing_lets_go_too():
+    """Before Python tears itself down: what was registered first is called last."""
+    script = ("import atexit; atexit.register(lambda: print('left', len(context_parallel._CONTEXTS), cp.groups))\n"
+              "from titan_sparse.attention import ContextParallel, context_parallel\n"
+              "cp = ContextParallel(None, 'contiguous', 'local'); print('made', len(context_parallel._CONTEXTS))")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.split() == ["made", "1", "left", "0", "{}"], result.stdout + result.stderr
 
 
 def test_no_context_is_held_beyond_the_end():

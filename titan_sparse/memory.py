@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from titan_sparse.attention import schedule as schedules
+from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.sections import KINDS
@@ -354,15 +354,16 @@ def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: s
             local_world_size: int) -> Step:
     """The step that a checked configuration runs on `world_size` ranks. backend: of attention, "auto" resolved."""
     training, attention, parallelism = config.training, config.attention, config.parallelism
+    intra = resolve_cp_intra(parallelism, local_world_size)
+    inter = parallelism.cp // intra
     multiple, dtype = padding_multiple(config), getattr(torch, training.dtype)
     seq_len = -(-training.seq_len // multiple) * multiple
     foreach = config.optimizer.implementation == "foreach" or (
         config.optimizer.implementation == "auto" and training.device == "cpu")
     return Step(
         model=model, sequences=training.local_batch_size, seq_len=seq_len, width=dtype.itemsize,
-        shards=world_size // parallelism.dp_replicate, cp=parallelism.cp, schedule=_schedule(config, local_world_size),
-        inter=parallelism.cp // resolve_cp_intra(parallelism, local_world_size),
-        overlap_stages=resolve_overlap_stages(attention),
+        shards=world_size // parallelism.dp_replicate, cp=parallelism.cp, schedule=schedule_named(attention, inter, intra), inter=inter,
+        overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=2 if attention.gradient_dtype == "bfloat16" else max(dtype.itemsize, 4),
         mode=config.activation_checkpoint.mode, compiled=config.compile.enable, backend=backend,
         block_size=attention.block_size,
@@ -371,16 +372,6 @@ def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: s
         loss_chunk_tokens=training.loss_chunk_tokens, **_selection(config, model, pattern, seq_len),
         **{field: attrgetter(key)(config) for field, key in LEVERS.items() if key in KINDS},
     )
-
-
-def _schedule(config: "Config", local_world_size: int) -> str:
-    """attention.schedule with "auto" resolved, as ContextParallel does."""
-    attention, cp = config.attention, config.parallelism.cp
-    if attention.schedule != "auto":
-        return attention.schedule
-    intra = resolve_cp_intra(config.parallelism, local_world_size)
-    chosen = schedules.choose(cp // intra, intra)
-    return "ring" if chosen == "all_gather" and attention.backward_circulates != "auto" else chosen
 
 
 def _selection(config: "Config", model: DecoderConfig, pattern: Pattern, seq_len: int) -> dict[str, int]:

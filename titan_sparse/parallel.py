@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titan_sparse.activation_checkpoint import checkpointed
 from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.context_parallel import forget_contexts
 from titan_sparse.config import resolve_overlap_stages
 from titan_sparse.models.decoder import Decoder
@@ -60,11 +61,7 @@ def init_distributed(device: torch.device, timeout_seconds: int) -> None:
 
 
 def leave_distributed() -> None:
-    """The end of a distributed program: no process group is left.
-
-    Those of context parallelism are let go before: what Python itself tears down last may abort the process, as gloo's
-    threads then find no interpreter.
-    """
+    """The end of a distributed program: no process group is left, those of context parallelism first."""
     forget_contexts()
     dist.destroy_process_group()
 
@@ -85,9 +82,9 @@ def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextP
     """What the [attention] section says about the ranks of the mesh that share a sequence; collective over it."""
     # float32 is also what says nothing: gradients travel as they are summed, in float64 for float64.
     gradient_dtype = None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
-    return ContextParallel(mesh, attention.layout, attention.schedule, attention.block_size,
-                           attention.backward_circulates, gradient_dtype,
-                           resolve_overlap_stages(attention))
+    inter, intra = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
+    return ContextParallel(mesh, attention.layout, schedule_named(attention, inter, intra), attention.block_size,
+                           attention.backward_circulates, gradient_dtype, resolve_overlap_stages(attention, inter))
 
 
 def parallelize(model: Decoder, fsdp: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool,

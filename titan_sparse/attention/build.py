@@ -1,7 +1,8 @@
-"""The mask that the [attention] section names, for one batch."""
+"""The mask, for one batch, and the schedule that the [attention] section names."""
 
 from typing import TYPE_CHECKING
 
+from titan_sparse.attention import schedule as schedules
 from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.slice_masks import sliding_window
 from titan_sparse.attention.slices import Slices
@@ -17,3 +18,15 @@ def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
         return Slices.batch([sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans])
     mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
     return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
+
+
+def schedule_named(attention: "Attention", inter: int, intra: int) -> str:
+    """The schedule for so many nodes of so many ranks. "auto": group_cast where documents or a window leave most blocks of other
+    ranks unneeded and the layout is made for that; else what the mesh suggests, a ring where what circulates is chosen."""
+    if attention.schedule != "auto":
+        return attention.schedule
+    few_needed = attention.pattern == "dense" and (attention.mask == "documents" or attention.sliding_window > 0)
+    if inter * intra > 1 and attention.layout == "balanced" and few_needed and attention.backward_circulates == "auto":
+        return "group_cast"
+    chosen = schedules.choose(inter, intra)
+    return "ring" if chosen == "all_gather" and attention.backward_circulates != "auto" else chosen

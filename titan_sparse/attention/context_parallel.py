@@ -4,6 +4,7 @@ No other file of the attention package communicates. Inner, outer and gradient t
 their own: on a shared one a fast inner hop queues behind the slow outer one.
 """
 
+import atexit
 import functools
 from collections import Counter
 
@@ -270,10 +271,17 @@ def single_key(block_size: int) -> str:
 
 
 def forget_contexts() -> None:
-    """Let go of every ContextParallel made so far, none of which can be used any more: at the end of a program."""
+    """Let go of every ContextParallel made so far, none of which can be used any more, and of its groups, whoever holds it: at
+    the end of a program. What Python itself tears down last may abort the process, as gloo's threads then find no
+    interpreter."""
+    for context in _CONTEXTS.values():
+        context.group, context.groups = None, {}
     _CONTEXTS.clear()
     _GROUPS.clear()
     ContextParallel.block_table.cache_clear()
+
+
+atexit.register(forget_contexts)
 
 
 def context_by_key(key: str) -> ContextParallel:

@@ -17,7 +17,7 @@ _MINIMUMS = {
     0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
         "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss",
         "training.mlp_chunk_tokens", "parallelism.cp_intra", "attention.sliding_window",
-        "attention.window_sinks", "attention.overlap_stages_backward",
+        "attention.window_sinks", "attention.overlap_stages", "attention.overlap_stages_backward",
         "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
         "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
         "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
@@ -25,7 +25,7 @@ _MINIMUMS = {
     1: ("model.rope_factor", "training.steps", "training.seq_len", "training.local_batch_size",
         "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
         "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
-        "parallelism.timeout_seconds", "attention.overlap_stages", "attention.vertical_slash.local_diagonals",
+        "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
         "attention.vertical_slash.max_columns", "attention.xattention.stride", "attention.moba.chunk_size",
         "attention.moba.top_k", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
         "profiling.first_step", "profiling.steps", "validation.every", "validation.windows",
@@ -61,9 +61,11 @@ def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
     return parallelism.cp_intra or min(parallelism.cp, local_world_size)
 
 
-def resolve_overlap_stages(attention: Attention) -> tuple[int, int]:
-    """Stages of group_cast in the forward, in the backward."""
-    return attention.overlap_stages, attention.overlap_stages_backward or attention.overlap_stages
+def resolve_overlap_stages(attention: Attention, nodes: int) -> tuple[int, int]:
+    """Stages of group_cast in the forward, in the backward. Another stage is another pass over queries: it pays where blocks
+    take longer to come, between nodes (docs/benchmarks.md)."""
+    stages = attention.overlap_stages or min(nodes, 2)
+    return stages, attention.overlap_stages_backward or stages
 
 
 def padding_multiple(config: Config) -> int:

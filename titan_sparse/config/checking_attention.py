@@ -52,7 +52,7 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
     require(circulates == "auto" or schedule not in ("all_gather", "group_cast"),
             f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "{schedule}"; '
             'write attention.backward_circulates = "auto" or attention.schedule = "ring"')
-    for name, default in (("overlap_stages", 2), ("overlap_stages_backward", 0)):
+    for name, default in (("overlap_stages", 0), ("overlap_stages_backward", 0)):
         value = getattr(attention, name)
         require(value == default or schedule == "group_cast", f"attention.{name} = {value} would be ignored with "
                 f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"')

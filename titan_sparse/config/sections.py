@@ -172,8 +172,8 @@ class Attention:
     "which context-parallel rank owns which blocks; balanced: anew for each batch, by its mask"
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     "in which order keys and values meet the queries"
-    overlap_stages: int = 2
-    "of schedule = group_cast: parts in which other ranks' blocks come in the forward, each while the one before is computed"
+    overlap_stages: int = 0
+    "of schedule = group_cast: parts in which other ranks' blocks come in the forward, each while the one before is computed; 0: one inside a node, two between nodes"
     overlap_stages_backward: int = 0
     "the same in the backward; 0: as in the forward"
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
