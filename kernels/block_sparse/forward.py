@@ -126,8 +126,8 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     m, n = forward_tile(dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces))
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
-        q, q.stride()[:3], out if before is None else before, out, lse, operands[0], operands[1] if operands[1:] else None, start, stop,
-        q_len, heads, scale * LOG2_E,
+        q, q.stride()[:3], out if before is None else before, out, lse, operands[0],
+        operands[1] if operands[1:] else None, start, stop, q_len, heads, scale * LOG2_E,
         BLOCK=block_size, M=m, N=n, HEAD_DIM=dim, D=padded_dim, TWO=len(pieces) == 2, CONTINUE=total is not None,
         LOG2_E=LOG2_E,
         **forward_options(m, n, padded_dim, q.device, any(piece.chosen is not None for piece in pieces)),

@@ -5,7 +5,7 @@ for the first of the forward and the last of the backward, so that their exchang
 are merged in fp32 by log-sum-exp; the backward of every piece takes the global out and lse, which makes the sum exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_sparse.attention import packed, rectangles, timing, transport
 from titan_sparse.attention.columns import (add_columns, column_part, gather_columns, new_gradients, put_part,
                                             reduce_columns)
-from titan_sparse.attention.merge import at_last, results
+from titan_sparse.attention.merge import Results, at_last, results
 from titan_sparse.attention.needs import needed_chunks
 from titan_sparse.attention.run import Run
 from titan_sparse.attention.schedule import column_steps, head_groups
@@ -36,10 +36,8 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
-    steps = sum(map(sum, route.compute))
     with_columns = column_steps(sum(route.compute, []), columns.result.shape[3] // run.cp.block_size)
-    result = results(q, [group.heads for group in groups], steps)
-    places = [at_last(steps, part) for part in result.parts]
+    result, places = _places(q, groups, route)
     for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
@@ -74,9 +72,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     groups, columns, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
     route = transport.route(run.cp, needed_chunks(run))
     parts = len(column_steps(sum(route.compute, []), column_kv.shape[3] // run.cp.block_size))
-    steps = sum(map(sum, route.compute))
-    result = results(q, [group.heads for group in groups], steps)
-    places = [at_last(steps, part) for part in result.parts]
+    result, places = _places(q, groups, route)
     dq, met, d_columns = [None] * len(groups), [0] * len(groups), new_gradients(column_kv)
 
     def piece(number: int, source: int, chunk: transport.Chunk) -> Tensor | list[Tensor]:
@@ -107,6 +103,13 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     if columns is not None:
         add_columns(run, d_kv, columns.wait())
     return _separate(run, result.joined(dq), d_kv, q.dtype)
+
+
+def _places(q: Tensor, groups: list["_HeadGroup"], route: transport.Route) -> tuple[Results, list[Iterator[Tensor | None]]]:
+    """Memory for out or dq, and of each group where the sum after each of its steps is written: the last one's in there."""
+    steps = sum(map(sum, route.compute))
+    result = results(q, [group.heads for group in groups], steps)
+    return result, [at_last(steps, part) for part in result.parts]
 
 
 def _stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -49,8 +49,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D]; with `total` = (out, lse) over other keys
     the attention over both, in total's own memory where it has that dtype.
 
-    Returns out in q's shape, in the memory `into` or in dtype (default total's, else q's), and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for
-    rows that see nothing.
+    Returns out in q's shape, in the memory `into` or in dtype (default total's, else q's), and natural-log lse fp32
+    [B, Hq, Sq]; 0 and -inf for rows that see nothing.
     """
     return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale, dtype, total, into)
 
