@@ -231,6 +231,7 @@ def _check_some(world: int) -> None:
     if world == 3:
         _check_plans_are_made_once_a_mask()
         _check_lengths_that_are_compiled_for()
+        _check_calls_with_other_heads()
     if world == 4:
         _check_compiled_and_recomputed()
         _check_half_precision()
@@ -266,6 +267,19 @@ def _check_lengths_that_are_compiled_for() -> None:
     unrounded = {len(blocks) for mask in ("documents", "window") for blocks in _stage_blocks(cp, mask)}
     assert any(n & (n - 1) for n in unrounded), unrounded
     monkeypatch.undo()
+
+
+def _check_calls_with_other_heads() -> None:
+    """Under one mask, backwards that begin with other parts of the own blocks, as gradients of more heads go home."""
+    cp, rows = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
+    seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    for kv_heads in (1, 4):
+        qkv, d_out = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3), _inputs()[1]
+        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        got = torch.autograd.grad(attend(*leaves, rows, Dense(), cp), leaves, cp.shard(d_out, 2))
+        _, wanted = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+        for a, b in zip(got, wanted, strict=True):
+            assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
 
 
 def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:

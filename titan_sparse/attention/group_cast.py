@@ -61,7 +61,7 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, first))):
         d_kv = None
         if len(blocks):
-            tiles = run.tiles(len(q), by_key, (len(steps), "backward", first, step), k_blocks=blocks, room=_blocks(run, kv))
+            tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks, room=_blocks(run, kv))
             inputs = (d_out, q, *kv, out, lse, tiles)
             if step in with_columns:
                 part, parts = with_columns.index(step), len(with_columns)
