@@ -338,8 +338,10 @@ def _cp_buffers(step: Step) -> float:
         gradients = (step.cp - 1) / back + min(step.inter - 1, step.inter / back)
         held = step.inter if step.inter > 1 else 0
         return chunk * (step.width * (held + (step.cp - 1) / stages) + step.gradient_width * gradients)
-    kinds = 2 if step.schedule == "double_ring" else 1
-    return chunk * (2 * kinds * (step.width + step.gradient_width) + step.width)
+    # Two in turn for each kind of hop, one where there is but one hop; and the chunk that a backward holds back.
+    lengths = (step.cp // step.inter, step.inter) if step.schedule == "double_ring" else (step.cp, 1)
+    inner, outer = (min(2, ranks - 1) for ranks in lengths)
+    return chunk * ((inner + outer) * (step.width + step.gradient_width) + (inner > 0) * step.width)
 
 
 def _power_of_two(blocks: float) -> int:
