@@ -5,7 +5,8 @@
 
 Further options of the configuration are taken as train.py takes them (--attention.vertical_slash.recall 0.9). The index is
 one that a run saved (--index, titan_sparse/index_file.py) or a synthetic one (titan_sparse/synthetic.py) for one long
-document, or, with pattern dense, for packed ones (--documents). All times are of one attention layer, selection not included. docs/planning.md explains the numbers.
+document, or, with pattern dense, for packed ones (--documents). All times are of one attention layer, selection not
+included. docs/planning.md explains the numbers.
 """
 
 import argparse
@@ -64,6 +65,10 @@ def settings(args: argparse.Namespace, words: list[str]) -> tuple[Config, int, i
     config.parallelism.cp, config.parallelism.cp_intra = ranks, intra
     config.parallelism.dp_replicate, config.parallelism.dp_shard = 1, 1
     config.training.seq_len = args.seq_len or config.training.seq_len
+    if args.index and args.documents:
+        raise ConfigError("--documents would be ignored: --index has the mask of its run; write one of them")
+    if not args.index:  # what is planned, whatever the configuration says: "auto" goes by it
+        config.attention.mask = "documents" if args.documents else "causal"
     named = lambda layout, schedule: schedule_named(
         dataclasses.replace(config.attention, layout=layout, schedule=schedule), nodes, intra)
     pairs = [(layout, named(layout, schedule))

@@ -164,6 +164,7 @@ def test_auto_moves_nothing_needless(inter, intra):
     assert (chosen == "double_ring") == (min(inter, intra) > 1)
     assert (chosen == "all_gather") == (inter == 1 and intra > 1)
     assert SCHEDULES[chosen](inter, intra, 0)[0][0] == 0
+    assert choose(inter, intra, "q") == ("ring" if chosen == "all_gather" else chosen)
 
 
 @pytest.mark.parametrize("inter, intra, usual", [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")])

@@ -60,6 +60,15 @@ def test_packed_documents_are_planned(config, tmp_path):
         assert balanced["worker_imbalance"] < 1.1 < contiguous["worker_imbalance"]
 
 
+@pytest.mark.parametrize("documents, schedules", [(["--documents", "ragged"], ["all_gather", "group_cast"]), ([], ["all_gather"] * 2)])
+def test_auto_goes_by_the_mask_that_is_planned(config, tmp_path, documents, schedules):
+    """Whatever attention.mask says: without --documents it is one long document."""
+    words = [config, "--attention.pattern", "dense", "--attention.mask", "documents", "--ranks", "4", "--nodes", "1", "--layout",
+             "contiguous", "balanced", "--schedule", "auto", "--out", str(tmp_path / "plan.json")]
+    assert script.main([*words, *documents]) == 0
+    assert [p["schedule"] for p in json.loads((tmp_path / "plan.json").read_text())["plans"]] == schedules
+
+
 def test_padding_suits_all_layouts(config, tmp_path):
     """2112 tokens are 33 blocks: 36 for four ranks, 40 with zigzag's two runs a rank, in whichever order they are named."""
     for layouts in (["zigzag", "balanced"], ["balanced", "zigzag"]):
@@ -84,7 +93,7 @@ def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     (["--ranks", "6", "--nodes", "4"], "another --nodes"), (["--out", "x.txt"], "--out x.txt"),
     (["--constants", "missing.json"], "--constants missing.json"), (["--training.sequence", "5"], "unknown key"),
     (["--schedule", "local", "--ranks", "2"], "local"), (["--attention.pattern", "moba"], "write --index FILE"),
-    (["--documents", "ragged"], "write --attention.pattern dense"),
+    (["--documents", "ragged"], "write --attention.pattern dense"), (["--documents", "5", "--index", "x.pt"], "write one of them"),
     (["--attention.pattern", "dense", "--documents", "9000"], "add up to 8000"),
     (["--attention.pattern", "dense", "--documents", "many"], "write ragged"),
 ])

@@ -114,7 +114,8 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
     start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0. dtype: of out, default q's.
-    total: contiguous (out, lse) over other keys, which is continued; where dtype is its own, and by default, in its memory.
+    total: contiguous (out, lse) over other keys, which is continued; lse in its memory, and out too where dtype is its own,
+    which is the default.
     into: contiguous memory for out, of any dtype, which wins.
     Returns out [B, Hq, Sq, D] and natural-log lse fp32 [B, Hq, Sq]; 0 and -inf for rows that see nothing.
     """

@@ -22,11 +22,10 @@ def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
 
 def schedule_named(attention: "Attention", inter: int, intra: int) -> str:
     """The schedule for so many nodes of so many ranks. "auto": group_cast where documents or a window leave most blocks of other
-    ranks unneeded and the layout is made for that; else what the mesh suggests, a ring where what circulates is chosen."""
+    ranks unneeded and the layout is made for that; else what the mesh suggests."""
     if attention.schedule != "auto":
         return attention.schedule
     few_needed = attention.pattern == "dense" and (attention.mask == "documents" or attention.sliding_window > 0)
     if inter * intra > 1 and attention.layout == "balanced" and few_needed and attention.backward_circulates == "auto":
         return "group_cast"
-    chosen = schedules.choose(inter, intra)
-    return "ring" if chosen == "all_gather" and attention.backward_circulates != "auto" else chosen
+    return schedules.choose(inter, intra, attention.backward_circulates)

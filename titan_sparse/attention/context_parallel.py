@@ -59,9 +59,7 @@ class ContextParallel:
         self.sent, self.plain_ring_bytes = Counter(), 0
         self._buffers: dict[tuple, list[Tensor]] = {}
         if schedule == "auto":
-            schedule = schedules.choose(self.inter, self.intra)
-            if schedule == "all_gather" and backward_circulates != "auto":  # which is a choice for rings
-                schedule = "ring"
+            schedule = schedules.choose(self.inter, self.intra, backward_circulates)
         self.schedule = schedule
         self.ranks = [rank for node in ranks for rank in node]
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0

@@ -218,8 +218,9 @@ class _Home:
     def send(self, number: int, d_kv: list[Tensor] | None) -> None:
         """Start the way of a stage's dk and dv [B, Hkv, n, D]; None if this rank got no blocks in it."""
         stage, sums = self.plan.stages[number], self.sums
-        packed = _block_by_block(*(d_kv or [sums.new_empty(*sums.shape[2:4], 0, sums.shape[5])] * 2), self.cp.block_size,
-                                 dtype=self.sent_dtype)
+        packed = sums[:0].to(self.sent_dtype)
+        if d_kv:
+            packed = _block_by_block(*d_kv, self.cp.block_size, dtype=self.sent_dtype)
         if packed.is_cuda:
             packed.record_stream(_stream("gradients", packed.device))
         with _beside("gradients", sums.device):

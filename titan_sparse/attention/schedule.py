@@ -63,11 +63,12 @@ def group_cast(inter: int, intra: int, rank: int) -> Windows:
 SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring, "group_cast": group_cast}
 
 
-def choose(inter: int, intra: int) -> str:
+def choose(inter: int, intra: int, backward_circulates: str = "auto") -> str:
     """What schedule = "auto" means: nothing to move for one rank, all_gather inside a node, where it is the fastest
-    (docs/benchmarks.md), two rings across nodes, one ring over nodes of one rank each."""
+    (docs/benchmarks.md), or a ring if what circulates is chosen; two rings across nodes, one over nodes of one rank each."""
     if inter == 1:
-        return "local" if intra == 1 else "all_gather"
+        several = "all_gather" if backward_circulates == "auto" else "ring"
+        return "local" if intra == 1 else several
     return "double_ring" if intra > 1 else "ring"
 
 
