@@ -28,7 +28,7 @@ def main() -> int:
     # Imported here: a mistake in the config is told before torch has even been loaded.
     import torch.distributed as dist
 
-    from titan_sparse.parallel import leave_distributed
+    from titan_sparse.training.parallelize import leave_distributed
     from titan_sparse.trainer import Trainer
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
@@ -55,7 +55,7 @@ def set_allocator() -> None:
 
 def reckon(config: Config, flags: Flags) -> int:
     """--dry-run and --find-max-length: print the report; 0 if the step fits, else 1."""
-    from titan_sparse.dry_run import dry_run, find_max_length, world
+    from titan_sparse.estimate.dry_run import dry_run, find_max_length, world
 
     where = world(*world_of(flags, *world_from_environment()), flags.device_memory)
     try:

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.attention import attend
-from titan_sparse.attention.balance import count_visits_of_all_heads
-from titan_sparse.attention.layout import block_ids
-from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.observe.visits import count_visits_of_all_heads
+from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.parallel import choose_device, init_distributed, leave_distributed
-from titan_sparse.planning import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
+from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
 
 BLOCK_SIZE = 128
 
@@ -68,7 +68,7 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     draw = lambda heads: torch.randn(1, heads, seq_len, args.head_dim, device=device, dtype=dtype, requires_grad=True)
     q, k, v = draw(args.heads[0]), draw(args.heads[1]), draw(args.heads[1])
-    # On random inputs the caps decide: one diagonal in thirty, one column in four hundred.
+    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred.
     blocks = seq_len // BLOCK_SIZE
     pattern = VerticalSlash(recall=1.0, sinks=30, max_columns=seq_len // 400, max_slashes=max(1, blocks // 30))
     rows, on_cpu = Causal().rows(seq_len, device), Causal().rows(seq_len)

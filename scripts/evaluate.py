@@ -160,7 +160,7 @@ def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict
 def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:
     """results.json, a CSV for each table and a PNG for each picture, into the folder `out`; returns their names."""
     from titan_sparse.evaluation import pictures
-    from titan_sparse.metrics import json_ready
+    from titan_sparse.training.metrics import json_ready
 
     folder = Path(out)
     (folder / "results.json").write_text(json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8")
@@ -225,7 +225,7 @@ def run(main: Callable[[list[str]], int]) -> NoReturn:
     """End this process with the status of main(words); after a success without its process group."""
     status = main(sys.argv[1:])
     if status == 0:
-        from titan_sparse.parallel import leave_distributed
+        from titan_sparse.training.parallelize import leave_distributed
 
         leave_distributed()
     sys.exit(status)

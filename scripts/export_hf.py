@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.config import load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights

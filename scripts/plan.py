@@ -18,20 +18,21 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.attention import balance, schedule as schedules
+from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.context_parallel import windows as schedules
 from titan_sparse.attention.build import schedule_named
-from titan_sparse.attention.layout import ALL_LAYOUTS
-from titan_sparse.attention.masks import Causal, Documents, Rows, SlidingWindow
+from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.attention.slice_masks import sliding_window
+from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.config import Config, ConfigError, check, load, padding_multiple, resolve_overlap_stages
-from titan_sparse.index_file import load_indexes
+from titan_sparse.estimate.index_file import load_indexes
 from titan_sparse.models.flavours import DecoderConfig, resolve
-from titan_sparse.planning import Constants, Plan, Shape, count, load_constants, plan
-from titan_sparse.synthetic import draw_heads, expected_selection, ragged_lengths
+from titan_sparse.estimate.planner import Constants, Plan, Shape, count, load_constants, plan
+from titan_sparse.estimate.synthetic import draw_heads, expected_selection, ragged_lengths
 
-DEFAULT_CONSTANTS = Path(__file__).parent.parent / "benchmarks/results/constants_h200.json"
+DEFAULT_CONSTANTS = Path(__file__).parents[1] / "benchmarks/results/constants_h200.json"
 
 
 def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -88,7 +89,7 @@ def settings(args: argparse.Namespace, words: list[str]) -> tuple[Config, int, i
     return config, nodes, intra, list(dict.fromkeys(pairs))
 
 
-def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) -> tuple[Rows, list[BlockIndex]]:
+def get_indexes(args: argparse.Namespace, config: Config, model: DecoderConfig) -> tuple[MaskRanges, list[BlockIndex]]:
     """The mask, and an index for each layer."""
     if args.index:
         rows, indexes = load_indexes(args.index)
@@ -127,7 +128,7 @@ def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
     return [int(word) for word in args.documents]
 
 
-def make_plans(rows: Rows, indexes: list[BlockIndex], pairs: list[tuple[str, str]], inter: int, intra: int, shape: Shape,
+def make_plans(rows: MaskRanges, indexes: list[BlockIndex], pairs: list[tuple[str, str]], inter: int, intra: int, shape: Shape,
                constants: Constants, overlap_stages: tuple[int, int] = (2, 2)) -> list[list[Plan]]:
     """For each (layout, schedule) the plans of all layers. Work is counted once a layout."""
     plans: dict[tuple[str, str], list[Plan]] = {pair: [] for pair in pairs}
@@ -148,7 +149,7 @@ def summary(p: Plan) -> dict[str, float]:
         "worker_imbalance_per_step": balance.worker_imbalance_per_step(p.work).item(),
         "step_imbalance": balance.step_imbalance(p.work).item(),
         "computation_ratio": balance.computation_ratio(p.forward.compute, elapsed).item(),
-        "needed_chunks": p.needed, "columns_forward_ms": p.columns[0] * 1e3, "columns_backward_ms": p.columns[1] * 1e3,
+        "needed_chunks": p.needed, "verticals_forward_ms": p.verticals[0] * 1e3, "verticals_backward_ms": p.verticals[1] * 1e3,
     }
     for name, line in (("forward", p.forward), ("backward", p.backward), ("skipping_forward", p.skipping_forward),
                        ("skipping_backward", p.skipping_backward)):

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from titan_sparse import loss
 from titan_sparse.attention import attend
-from titan_sparse.attention.masks import Causal
+from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig
-from titan_sparse.parallel import parallelize
+from titan_sparse.training.parallelize import parallelize
 
 _DENSE = Dense()
 

@@ -5,10 +5,15 @@ import random
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.slice_masks import (
-    block_causal, dilated, documents, prefix_lm, shared_question, sliding_window,
+from titan_sparse.attention.masks.packed import (
+    block_causal,
+    dilated,
+    documents,
+    prefix_lm,
+    shared_question,
+    sliding_window,
 )
-from titan_sparse.attention.slices import KINDS, Slices
+from titan_sparse.attention.masks.slices import KINDS, Slices
 
 SEQ_LEN = 192
 Slice = tuple[int, int, int, int, str]

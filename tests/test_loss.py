@@ -19,7 +19,7 @@ from titan_sparse.kernels.cross_entropy import cross_entropy
 from titan_sparse.loss import count_valid, linear_cross_entropy, token_cross_entropy
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, RopeConfig
-from titan_sparse.parallel import parallelize
+from titan_sparse.training.parallelize import parallelize
 
 torch.set_num_threads(1)
 

@@ -15,32 +15,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_sparse.activation_checkpoint import AUTO, choose_recompute
+from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.build import build_mask
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.attention.statistics import Recording, recording
-from titan_sparse.banner import banner
-from titan_sparse.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.attention.observe.statistics import Recording, recording
+from titan_sparse.training.banner import banner
+from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
-from titan_sparse.float8 import check_device, convert_to_float8
+from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
-from titan_sparse.memory import Step, estimate, peak_gib, peak_phase, step_of
-from titan_sparse.metrics import MetricsLog
+from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
-from titan_sparse.offload import OffloadedBlocks
-from titan_sparse.optimizer import build_optimizer, build_schedule
-from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
-from titan_sparse.profiling import profiler
-from titan_sparse.timeouts import meet, set_timeout
-from titan_sparse.watch import Watch
+from titan_sparse.training.offload import OffloadedBlocks
+from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.parallelize import (
+    build_context_parallel,
+    build_meshes,
+    choose_device,
+    init_distributed,
+    parallelize,
+)
+from titan_sparse.training.profiling import profiler
+from titan_sparse.training.timeouts import meet, set_timeout
+from titan_sparse.training.watch import Watch
 
 if TYPE_CHECKING:
     from titan_sparse.config import Attention, Config

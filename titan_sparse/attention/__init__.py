@@ -2,6 +2,6 @@
 schedule (in which order KV meets Q), computed by a backend (which kernel)."""
 
 from titan_sparse.attention.attend import SAVED_OPS, Auxiliary, attend
-from titan_sparse.attention.context_parallel import ContextParallel
+from titan_sparse.attention.context_parallel.group import ContextParallel
 
 __all__ = ["SAVED_OPS", "Auxiliary", "ContextParallel", "attend"]

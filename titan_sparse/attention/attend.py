@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import backends, gathered, group_cast, ring, statistics
-from titan_sparse.attention.context_parallel import ContextParallel, context_by_key, single_key
-from titan_sparse.attention.masks import Causal, Mask, Rows
+from titan_sparse.attention import backends
+from titan_sparse.attention.schedules import all_gather as gathered, group_cast, ring
+from titan_sparse.attention.observe import statistics
+from titan_sparse.attention.context_parallel.group import ContextParallel, context_by_key, single_key
+from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, pattern_by_key
-from titan_sparse.attention.run import Run
+from titan_sparse.attention.call import Run
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -28,7 +30,7 @@ class Auxiliary(NamedTuple):
     index: BlockIndex
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), pattern: Pattern = Dense(),
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | MaskRanges = Causal(), pattern: Pattern = Dense(),
            cp: ContextParallel | None = None, backend: str = "auto", scale: float | None = None,
            block_size: int | None = None, return_aux: bool = False, recomputed: float = 0.0) -> Tensor | tuple[Tensor, Auxiliary]:
     """Attention over what `mask` allows and `pattern` selects.
@@ -39,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     recomputed: under activation checkpointing that keeps SAVED_OPS, the share of each sequence, from its start and in global
     positions, whose out and lse are computed again in the backward rather than kept (BurstEngine's sequence-level selective
     checkpointing), rounded to a block of every rank; between 0 and 1 for a causal mask and one rank or layout "striped".
-    Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see nothing: out 0,
+    Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). MaskRanges that see nothing: out 0,
     lse -inf, zero gradients. Raises ValueError for shapes, dtypes or options that do not fit together.
     """
     world = _world(cp, block_size)
@@ -56,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | Rows = Causal(), patter
     return out, Auxiliary(lse, pattern.index(tensors, rows, *q.shape[:2], world.block_size))
 
 
-def select(q: Tensor, k: Tensor, mask: Mask | Rows, pattern: Pattern, cp: ContextParallel | None, scale: float | None,
+def select(q: Tensor, k: Tensor, mask: Mask | MaskRanges, pattern: Pattern, cp: ContextParallel | None, scale: float | None,
            block_size: int | None) -> BlockIndex:
     """Pattern.select(): the BlockIndex that attend() would compute with."""
     world = _world(cp, block_size)
@@ -94,12 +96,12 @@ def _attend_ops(q: Tensor, k: Tensor, v: Tensor, boundary: int, blocks: int, res
     if boundary in (0, blocks):
         return (ops.attend_recomputed if boundary else ops.attend_forward)(q, k, v, *rest)[:2]
     inputs = [x.detach() for x in (q, k, v)]  # the parts are differentiated together, by attend_join
-    out, lse, column_kv = ops.attend_forward(*inputs, *rest, boundary, blocks)
-    first_out, first_lse, _ = ops.attend_recomputed(*inputs, *rest, 0, boundary, column_kv)
-    return ops.attend_join(q, k, v, *rest, [first_out, out], [first_lse, lse], column_kv)
+    out, lse, vertical_kv = ops.attend_forward(*inputs, *rest, boundary, blocks)
+    first_out, first_lse, _ = ops.attend_recomputed(*inputs, *rest, 0, boundary, vertical_kv)
+    return ops.attend_join(q, k, v, *rest, [first_out, out], [first_lse, lse], vertical_kv)
 
 
-def _recomputed_blocks(recomputed: float, q: Tensor, rows: Rows, cp: _World) -> tuple[int, int]:
+def _recomputed_blocks(recomputed: float, q: Tensor, rows: MaskRanges, cp: _World) -> tuple[int, int]:
     """Local query blocks that `recomputed` makes, and local query blocks; the same on every rank."""
     if not 0 <= recomputed <= 1:
         raise ValueError(f"recomputed={recomputed} is no share of a sequence; write 0 to 1")
@@ -115,13 +117,13 @@ def _recomputed_blocks(recomputed: float, q: Tensor, rows: Rows, cp: _World) -> 
     return boundary, blocks
 
 
-def _select_tensors(q: Tensor, k: Tensor, rows: Rows, pattern: Pattern, world: _World, scale: float) -> list[Tensor]:
+def _select_tensors(q: Tensor, k: Tensor, rows: MaskRanges, pattern: Pattern, world: _World, scale: float) -> list[Tensor]:
     if not pattern.dynamic:
         return []
     return torch.ops.titan_sparse.select(q.detach(), k.detach(), *rows[:3], pattern.key, world.key, scale, rows.table)
 
 
-def _rows(mask: Mask | Rows, q: Tensor, cp: _World, pattern: Pattern) -> Rows:
+def _rows(mask: Mask | MaskRanges, q: Tensor, cp: _World, pattern: Pattern) -> MaskRanges:
     seq_len = q.shape[2] * cp.size
     pattern.check_block_size(cp.block_size)
     rows = mask.rows(seq_len, q.device) if isinstance(mask, Mask) else mask
@@ -174,7 +176,7 @@ def _whole_blocks(x: Tensor, dim: int, block_size: int, value: int = 0) -> Tenso
     return torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing], value=value) if missing else x
 
 
-def _padded_rows(rows: Rows, block_size: int) -> Rows:
+def _padded_rows(rows: MaskRanges, block_size: int) -> MaskRanges:
     """Padding tokens see nothing: start = stop, and at the end of the padded sequence to stay nondecreasing.
 
     A mask with padding is no longer plain."""
@@ -182,7 +184,7 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
     if missing == 0:
         return rows
     length, documents = rows.start.shape[1] + missing, rows.document_start
-    return Rows(_whole_blocks(rows.start, 1, block_size, length), _whole_blocks(rows.stop, 1, block_size, length),
+    return MaskRanges(_whole_blocks(rows.start, 1, block_size, length), _whole_blocks(rows.stop, 1, block_size, length),
                 None if documents is None else _whole_blocks(documents, 1, block_size, -1), slices=rows.slices)
 
 
@@ -190,7 +192,7 @@ def _padded_rows(rows: Rows, block_size: int) -> Rows:
 def _select(q: Tensor, k: Tensor, start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
             scale: float, table: Tensor | None = None) -> list[Tensor]:
     world = context_by_key(cp)
-    rows = _padded_rows(Rows(start, stop, document_start, table=table), world.block_size)
+    rows = _padded_rows(MaskRanges(start, stop, document_start, table=table), world.block_size)
     q, k = (_whole_blocks(x, 2, world.block_size) for x in (q, k))
     before = world.sent["collectives"]
     chosen = pattern_by_key(pattern).select_tensors(q, k, rows, world, scale)
@@ -205,13 +207,13 @@ def _(q, k, start, stop, document_start, pattern, cp, scale, table=None):
     return pattern_by_key(pattern).empty_tensors(q, seq_len, world.block_size, document_start is not None)
 
 
-def _run(q: Tensor, index: list[Tensor], rows: Rows, pattern: str, cp: str, backend: str, scale: float, first: int = 0,
-         last: int | None = None, column_kv: Tensor | None = None) -> Run:
+def _run(q: Tensor, index: list[Tensor], rows: MaskRanges, pattern: str, cp: str, backend: str, scale: float, first: int = 0,
+         last: int | None = None, vertical_kv: Tensor | None = None) -> Run:
     world = context_by_key(cp)
     rows = _padded_rows(rows, world.block_size)
     plain = rows.plain and not pattern_by_key(pattern).dynamic
     chosen = pattern_by_key(pattern).index(index, rows, *q.shape[:2], world.block_size)
-    return Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale, plain, first, last, column_kv)
+    return Run(rows, pattern, chosen, world, backends.BACKENDS[backend], scale, plain, first, last, vertical_kv)
 
 
 def _executor(run: Run) -> ModuleType:
@@ -222,12 +224,12 @@ def _executor(run: Run) -> ModuleType:
 def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
              document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
              slices: Tensor | None, table: Tensor | None, first: int = 0, last: int | None = None,
-             column_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and gathered columns' KV, of all queries or of a part, as Run has it; a part has no gradient.
+             vertical_kv: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and gathered verticals' KV, of all queries or of a part, as Run has it; a part has no gradient.
 
-    column_kv: from another part of the same attention, needed where this one does not reach the end. Not returned again."""
-    rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
-    run = _run(q, index, rows, pattern, cp, backend, scale, first, last, column_kv)
+    vertical_kv: from another part of the same attention, needed where this one does not reach the end. Not returned again."""
+    rows = MaskRanges(start, stop, document_start, plain=plain, slices=slices, table=table)
+    run = _run(q, index, rows, pattern, cp, backend, scale, first, last, vertical_kv)
     q_part, k_part, v_part = run.part(*(_whole_blocks(x, 2, run.cp.block_size) for x in (q, k, v)))
     out, lse, gathered_kv = _executor(run).forward(run, q_part, k_part, v_part)
     statistics.observe_call(run, q_part, k_part)
@@ -235,27 +237,27 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor
         statistics.observe_layer(run, q_part, k_part, lse)
     length = q.shape[2] - first * run.cp.block_size
     return (out[:, :, :length].to(q.dtype).contiguous(), lse[:, :, :length].contiguous(),
-            gathered_kv if column_kv is None else q.new_empty(0))
+            gathered_kv if vertical_kv is None else q.new_empty(0))
 
 
 def _fake_forward(q, k, v, index, start, stop, document_start, pattern, cp, backend, scale, plain, slices, table,
-                  first=0, last=None, column_kv=None):
+                  first=0, last=None, vertical_kv=None):
     dtype, size = torch.promote_types(q.dtype, torch.float32), context_by_key(cp).block_size
-    columns = (2, *q.shape[:2], pattern_by_key(pattern).column_count(index), q.shape[-1]) if column_kv is None else (0,)
+    verticals = (2, *q.shape[:2], pattern_by_key(pattern).vertical_count(index), q.shape[-1]) if vertical_kv is None else (0,)
     length = q.shape[2] if last is None else min(last * size, q.shape[2]) - first * size
     lse_shape = (*q.shape[:2], length)
-    return q.new_empty(*lse_shape, q.shape[-1]), q.new_empty(lse_shape, dtype=dtype), q.new_empty(columns)
+    return q.new_empty(*lse_shape, q.shape[-1]), q.new_empty(lse_shape, dtype=dtype), q.new_empty(verticals)
 
 
 @torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
 def _join(q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], start: Tensor, stop: Tensor,
           document_start: Tensor | None, pattern: str, cp: str, backend: str, scale: float, plain: bool,
           slices: Tensor | None, table: Tensor | None, outs: list[Tensor], lses: list[Tensor],
-          column_kv: Tensor) -> tuple[Tensor, Tensor]:
+          vertical_kv: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse of the whole from those of its parts; differentiated as the whole."""
     out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
     if statistics.is_recording():
-        rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
+        rows = MaskRanges(start, stop, document_start, plain=plain, slices=slices, table=table)
         run = _run(q, index, rows, pattern, cp, backend, scale)
         size = run.cp.block_size
         missing = (0, -q.shape[2] % size)
@@ -270,16 +272,16 @@ def _(q, *_):
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
-def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, column_kv: Tensor,
+def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, vertical_kv: Tensor,
               index: list[Tensor], start: Tensor, stop: Tensor, document_start: Tensor | None, pattern: str, cp: str,
               backend: str, scale: float, plain: bool, slices: Tensor | None,
               table: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    rows = Rows(start, stop, document_start, plain=plain, slices=slices, table=table)
+    rows = MaskRanges(start, stop, document_start, plain=plain, slices=slices, table=table)
     run = _run(q, index, rows, pattern, cp, backend, scale)
     size, length = run.cp.block_size, q.shape[2]
     d_out, q, k, v, out = (_whole_blocks(x, 2, size) for x in (d_out, q, k, v, out))
     lse = torch.nn.functional.pad(lse, (0, -length % size), value=-torch.inf)
-    gradients = _executor(run).backward(run, d_out, q, k, v, out, lse, column_kv)
+    gradients = _executor(run).backward(run, d_out, q, k, v, out, lse, vertical_kv)
     return tuple(g[:, :, :length].to(q.dtype).contiguous() for g in gradients)
 
 
@@ -300,20 +302,20 @@ def _save_joined(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _save_whole(ctx, inputs: tuple, out: Tensor, lse: Tensor, column_kv: Tensor) -> None:
+def _save_whole(ctx, inputs: tuple, out: Tensor, lse: Tensor, vertical_kv: Tensor) -> None:
     q, k, v, index, start, stop, document_start, *ctx.options, slices, table = inputs[:14]
     ctx.index_size = len(index)
-    ctx.save_for_backward(q, k, v, out, lse, column_kv, start, stop, document_start, slices, table, *index)
+    ctx.save_for_backward(q, k, v, out, lse, vertical_kv, start, stop, document_start, slices, table, *index)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out, *_):
     if d_out is None:
         return (None,) * 3 + ([None] * ctx.index_size,) + (None,) * 10
-    q, k, v, out, lse, column_kv, *rows = ctx.saved_tensors
+    q, k, v, out, lse, vertical_kv, *rows = ctx.saved_tensors
     rows, (slices, table), index = rows[:3], rows[3:5], rows[5:]
     gradients = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(), q, k, v, out, lse, column_kv, index, *rows, *ctx.options, slices, table
+        d_out.contiguous(), q, k, v, out, lse, vertical_kv, index, *rows, *ctx.options, slices, table
     )
     return (*gradients, [None] * ctx.index_size, *(None,) * 10)
 

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from titan_sparse.attention import schedule as schedules
-from titan_sparse.attention.masks import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.slice_masks import sliding_window
-from titan_sparse.attention.slices import Slices
+from titan_sparse.attention.context_parallel import windows as schedules
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.packed import sliding_window
+from titan_sparse.attention.masks.slices import Slices
 
 if TYPE_CHECKING:
     from titan_sparse.config import Attention

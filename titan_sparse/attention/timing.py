@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel import ContextParallel
-    from titan_sparse.attention.run import Run
+    from titan_sparse.attention.context_parallel.group import ContextParallel
+    from titan_sparse.attention.call import Run
 
 
 class Call:
     """The forward of one attention call on this rank, timed from here on. steps: how many the schedule has.
 
-    bytes_before: cp.bytes_sent, cp.plain_ring_bytes and the bytes of columns when the call began.
+    bytes_before: cp.bytes_sent, cp.plain_ring_bytes and the bytes of verticals when the call began.
     """
 
     def __init__(self, cp: "ContextParallel", steps: int, device: torch.device):
@@ -53,8 +53,8 @@ class Call:
 
 
 def bytes_so_far(cp: "ContextParallel") -> tuple[int, int, int]:
-    """What this rank has sent around the ranks, what a plain ring would have, and what it has sent of columns."""
-    return cp.bytes_sent, cp.plain_ring_bytes, cp.sent["columns"]
+    """What this rank has sent around the ranks, what a plain ring would have, and what it has sent of verticals."""
+    return cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"]
 
 
 _calls: list[Call] | None = None

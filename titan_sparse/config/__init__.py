@@ -5,13 +5,37 @@ and back. checking.py, checking_attention.py: refuse impossible combinations; th
 """
 
 from titan_sparse.config.checking import (
-    check, load_and_check, needle_lengths, padding_multiple, resolve_cp_intra, resolve_overlap_stages,
-    world_from_environment, world_of,
+    check,
+    load_and_check,
+    needle_lengths,
+    padding_multiple,
+    resolve_cp_intra,
+    resolve_overlap_stages,
+    world_from_environment,
+    world_of,
 )
 from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
 from titan_sparse.config.sections import (
-    ActivationCheckpoint, Attention, Checkpoint, Compile, Config, Data, Dense, Flags, Float8, LRScheduler, Metrics, MoBA,
-    Model, Optimizer, Parallelism, Profiling, Training, Validation, VerticalSlash, XAttention,
+    ActivationCheckpoint,
+    Attention,
+    Checkpoint,
+    Compile,
+    Config,
+    Data,
+    Dense,
+    Flags,
+    Float8,
+    LRScheduler,
+    Metrics,
+    MoBA,
+    Model,
+    Optimizer,
+    Parallelism,
+    Profiling,
+    Training,
+    Validation,
+    VerticalSlash,
+    XAttention,
     field_docs,
 )
 

@@ -8,7 +8,18 @@ from titan_sparse.config.checking_attention import check_attention, check_recomp
 from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS, Attention, Config, Data, Flags, Float8, LRScheduler, Metrics, Model, Optimizer, Parallelism, Validation,
+    KINDS,
+    Attention,
+    Config,
+    Data,
+    Flags,
+    Float8,
+    LRScheduler,
+    Metrics,
+    Model,
+    Optimizer,
+    Parallelism,
+    Validation,
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture

@@ -1,6 +1,6 @@
 """MDS shards (mosaicml-streaming), the format in which ProLong's data are released.
 
-Rows hold text, or `input_ids` of some tokenizer with, where several documents share a row, `indices`: their [start, stop).
+MaskRanges hold text, or `input_ids` of some tokenizer with, where several documents share a row, `indices`: their [start, stop).
 (ProLong, princeton-nlp/prolong-data-512K: Llama-3 tokens.)
 """
 
@@ -20,7 +20,7 @@ def is_mds(source: str) -> bool:
 
 
 class MDSRows:
-    """Rows of MDS shards as documents in `tokenizer`'s tokens.
+    """MaskRanges of MDS shards as documents in `tokenizer`'s tokens.
 
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew; if both are the same tokenizer
     they are taken as they are. Raises ValueError without the mosaicml-streaming package, or without a source tokenizer where

@@ -44,7 +44,7 @@ class Recipe:
     """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most 16384 rows to each"""
 
 
-class Rows(Protocol):
+class MaskRanges(Protocol):
     """A source's rows, each of them one document or several."""
 
     def __len__(self) -> int: ...
@@ -53,7 +53,7 @@ class Rows(Protocol):
 
 
 class TextRows:
-    """Rows that are one text each."""
+    """MaskRanges that are one text each."""
 
     def __init__(self, texts: Source, tokenizer: Tokenizer) -> None:
         self.texts, self.tokenizer = texts, tokenizer
@@ -109,7 +109,7 @@ def histogram(lengths: list[int]) -> dict[str, list[int]]:
     return {str(bucket): [counts[bucket], tokens[bucket]] for bucket in sorted(counts)}
 
 
-def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
+def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> MaskRanges:
     """Open the source of a recipe. Raises ValueError if that is impossible or an option would be ignored."""
     mds = recipe.document == "row" and is_mds(recipe.source)
     if mds:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import BlockIndex, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.kernels.chunks import chosen_keys
 from titan_sparse.models.decoder import Decoder
@@ -64,12 +64,12 @@ def inspect_layers(model: Decoder, forward: Callable[[], Any], attention: "Atten
 
 
 def _observed(attend: Callable[..., Tensor], found: dict[int, Layer], number: int, attention: "Attention", cp: ContextParallel,
-              samples: int, seed: int, q: Tensor, k: Tensor, v: Tensor, mask: Rows) -> Tensor:
+              samples: int, seed: int, q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
     found[number] = inspect_layer(q, k, mask, attention, cp, samples, seed)
     return attend(q, k, v, mask)
 
 
-def inspect_layer(q: Tensor, k: Tensor, rows: Rows, attention: "Attention", cp: ContextParallel, samples: int,
+def inspect_layer(q: Tensor, k: Tensor, rows: MaskRanges, attention: "Attention", cp: ContextParallel, samples: int,
                   seed: int) -> Layer:
     """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks."""
     size, device = attention.block_size, q.device
@@ -95,7 +95,7 @@ def inspect_layer(q: Tensor, k: Tensor, rows: Rows, attention: "Attention", cp: 
     return Layer(*parts, top_k_density, needed_columns, needed_diagonals, needed_blocks, curves)
 
 
-def probabilities(q: Tensor, k: Tensor, rows: Rows, at: Tensor) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, rows: MaskRanges, at: Tensor) -> Tensor:
     """fp32 (fp64 for fp64) [n, S]: dense softmax of the queries at positions int64 [n]; q and k [S, D] of one head."""
     dtype, key = torch.promote_types(q.dtype, torch.float32), torch.arange(len(k), device=k.device)
     seen = (key >= rows.start[0, at, None]) & (key < rows.stop[0, at, None])
@@ -150,7 +150,7 @@ def patterns(attention: "Attention", tokens: int) -> Iterator[tuple[str, float, 
             yield f"moba, chunks of {chunk}", top_k, MoBA(chunk, top_k)
 
 
-def curve(named: tuple[str, float, Pattern], q: Tensor, k: Tensor, rows: Rows, cp: ContextParallel, at: Tensor,
+def curve(named: tuple[str, float, Pattern], q: Tensor, k: Tensor, rows: MaskRanges, cp: ContextParallel, at: Tensor,
           mass: Tensor) -> dict[str, Any]:
     """What a pattern selects of the rows at `at`, int64 [n], whose dense softmax is mass [Hq, n, S]; lists over heads.
 
@@ -166,12 +166,12 @@ def curve(named: tuple[str, float, Pattern], q: Tensor, k: Tensor, rows: Rows, c
         recall.append((mass[head] * on).sum(-1).mean().item())
     point = {"pattern": name, "setting": setting, "density": density, "recall": recall}
     if isinstance(pattern, VerticalSlash):
-        point["columns"] = (index.columns[0] < index.seq_len).sum(-1).tolist()
+        point["columns"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
         point["diagonals"] = index.slashes[0].sum(-1).tolist()
     return point
 
 
-def keys_of_rows(index: BlockIndex, rows: Rows, at: Tensor) -> Tensor:
+def keys_of_rows(index: BlockIndex, rows: MaskRanges, at: Tensor) -> Tensor:
     """bool [n, S]: keys that the queries at `at`, int64 [n], see of the first sequence's index of one head."""
     position = torch.arange(index.seq_len, device=at.device)
     chosen = index.chosen_chunks(at)
@@ -179,7 +179,7 @@ def keys_of_rows(index: BlockIndex, rows: Rows, at: Tensor) -> Tensor:
         blocks = torch.arange(index.seq_len // index.block_size, device=at.device)
         on = index.selects(at // index.block_size, blocks)[0, 0].repeat_interleave(index.block_size, 1)
         columns = torch.zeros(index.seq_len + 1, dtype=torch.bool, device=at.device)
-        columns[index.columns[0, 0].long()] = True
+        columns[index.verticals[0, 0].long()] = True
         on = on | columns[:-1]
     else:
         on = chosen_keys(chosen, position.view(1, 1, -1))[0, 0]

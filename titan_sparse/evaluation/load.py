@@ -13,14 +13,20 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from titan_sparse.attention import attend
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
-from titan_sparse.parallel import build_context_parallel, build_meshes, choose_device, init_distributed, parallelize
+from titan_sparse.training.parallelize import (
+    build_context_parallel,
+    build_meshes,
+    choose_device,
+    init_distributed,
+    parallelize,
+)
 
 if TYPE_CHECKING:
     from titan_sparse.config import Config

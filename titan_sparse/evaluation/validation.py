@@ -19,7 +19,7 @@ from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
-from titan_sparse.metrics import json_ready
+from titan_sparse.training.metrics import json_ready
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

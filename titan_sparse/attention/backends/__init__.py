@@ -1,11 +1,11 @@
 """Which kernel computes a piece of attention. A backend is a module with these functions over Tiles:
 
-forward(q, k, v, tiles, scale, dtype, total, into) -> out, lse       one piece: a KV chunk's blocks, or the gathered columns;
+forward(q, k, v, tiles, scale, dtype, total, into) -> out, lse       one piece: a KV chunk's blocks, or the gathered verticals;
                                                         out in dtype; total: out and lse of other pieces, to go on from
 backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, into) -> dq, dk, dv        with the global out and lse; dq: to add to
                                                         into: memory for out or dq, in its dtype. A first piece that a kernel
                                                         rounds is not widened to dtype
-forward_with_columns, backward_with_columns             a chunk's blocks and the columns, in the cheapest way
+forward_with_verticals, backward_with_verticals             a chunk's blocks and the verticals, in the cheapest way
 serves_causal(q) -> bool, forward_causal, backward_causal, forward_full, backward_full, forward_packed, backward_packed
                                                         dense attention without tiles, where it can
 refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case

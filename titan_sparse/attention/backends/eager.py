@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.merge import merge
-from titan_sparse.attention.tiles import Tiles
+from titan_sparse.attention.tiles.blocks import Tiles
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
@@ -49,7 +49,7 @@ def _met(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
 
 
 def _kv_rows(table: Tensor, kv_heads: int, kv_blocks: int) -> Tensor:
-    """Rows of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
+    """MaskRanges of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
     batch, heads = table.shape[:2]
     kv_head = torch.arange(heads, device=table.device) // (heads // kv_heads)
     owner = torch.arange(batch, device=table.device)[:, None] * kv_heads + kv_head
@@ -215,10 +215,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dty
     return merge(total, out, lse, out_dtype or dtype, into)
 
 
-def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, out_dtype: torch.dtype | None = None,
                          total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """forward() over blocks and over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
+    """forward() over blocks and over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles."""
     return forward(q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total), into)
 
 
@@ -252,10 +252,10 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return dq.to(dtype) if into is None else into.copy_(dq), dk.to(dtype), dv.to(dtype)
 
 
-def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+def backward_with_verticals(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, out_dtype: torch.dtype | None = None,
                           dq_total: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
-    """As backward() through blocks and columns, then dk and dv of the columns, fp32 (fp64 for fp64)."""
+    """As backward() through blocks and verticals, then dk and dv of the verticals, fp32 (fp64 for fp64)."""
     dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
     return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, into), dk2, dv2
 

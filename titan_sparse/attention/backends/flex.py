@@ -16,11 +16,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
-from titan_sparse.attention.backends.flash import (  # noqa: F401, part of the interface
-    backward_causal, backward_full, backward_packed, forward_causal, forward_full, forward_packed
+from titan_sparse.attention.backends.flash import (
+    backward_causal,
+    backward_full,
+    backward_packed,
+    forward_causal,
+    forward_full,
+    forward_packed,
 )
 from titan_sparse.attention.merge import add, merge
-from titan_sparse.attention.tiles import BlockLists, Tiles, list_width
+from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, list_width
 from titan_sparse.kernels.bits import unpack
 
 BLOCK_SIZE = 128
@@ -90,12 +95,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
     return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype, into)
 
 
-def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, dtype: torch.dtype | None = None,
                          total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """forward() over blocks, then over gathered columns k2, v2 [B, Hq, C, D] with their own tiles.
+    """forward() over blocks, then over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles.
 
-    Columns are for our own kernels: in FlexAttention's every single pair of a column tile looks up whether it is
+    Columns are for our own kernels: in FlexAttention's every single pair of a vertical tile looks up whether it is
     covered, which takes two to three times as long, and the results would have to be merged.
     """
     blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, torch.float32, total))
@@ -120,16 +125,16 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return add(dq, dq_piece, dtype or q.dtype, into), dk, dv
 
 
-def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+def backward_with_verticals(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
                           dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
-    """dq, dk, dv as backward() through blocks and columns, then dk and dv of the columns, fp32."""
+    """dq, dk, dv as backward() through blocks and verticals, then dk and dv of the verticals, fp32."""
     dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, torch.float32, dq)
     dq = dq.contiguous()
     if into is None and dq.dtype == (dtype or q.dtype):
         into = dq
-    dq, *d_columns = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into)
-    return dq, dk, dv, *d_columns
+    dq, *d_verticals = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into)
+    return dq, dk, dv, *d_verticals
 
 
 def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Tensor], operands: Sequence[Tensor],

@@ -1,4 +1,4 @@
-"""Triton kernels over the block lists; where there are columns too, one fused pass over blocks and columns.
+"""Triton kernels over the block lists; where there are verticals too, one fused pass over blocks and verticals.
 
 The kernels want CUDA; on the CPU they run in Triton's interpreter, for tests.
 """
@@ -6,7 +6,7 @@ The kernels want CUDA; on the CPU they run in Triton's interpreter, for tests.
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.tiles import Tiles
+from titan_sparse.attention.tiles.blocks import Tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Lists, Piece
 
@@ -36,7 +36,7 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
 
 def describe() -> str:
     """What computes, for the banner."""
-    return "triton: own block-sparse kernels, blocks and columns in one pass"
+    return "triton: own block-sparse kernels, blocks and verticals in one pass"
 
 
 def serves_causal(q: Tensor) -> bool:
@@ -55,10 +55,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
     return block_sparse.forward(q, [_piece(k, v, tiles)], tiles.start, tiles.stop, tiles.block_size, scale, dtype, total, into)
 
 
-def forward_with_columns(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
+def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
                          scale: float, dtype: torch.dtype | None = None,
                          total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """forward() over blocks and, in the same pass, over gathered columns k2, v2 [B, Hq, C, D] with their own tiles."""
+    """forward() over blocks and, in the same pass, over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles."""
     pieces = [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
     return block_sparse.forward(q, pieces, tiles.start, tiles.stop, tiles.block_size, scale, dtype, total, into)
 
@@ -76,10 +76,10 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return dq, dk, dv
 
 
-def backward_with_columns(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+def backward_with_verticals(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
                           k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
                           dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
-    """As backward(), then dk and dv of the columns in fp32; dq through blocks and columns in one pass."""
+    """As backward(), then dk and dv of the verticals in fp32; dq through blocks and verticals in one pass."""
     dtype, pieces = dtype or q.dtype, [_piece(k, v, tiles), _piece(k2, v2, tiles2)]
     dq, [(dk, dv), (dk2, dv2)] = block_sparse.backward(
         d_out, q, out, lse, pieces, tiles.start, tiles.stop, tiles.block_size, scale, [dtype, dtype, torch.float32], dq, into)

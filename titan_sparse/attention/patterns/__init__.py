@@ -3,7 +3,7 @@
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern, pattern_by_key
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.moba import MoBA
-from titan_sparse.attention.patterns.vertical_slash import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.patterns.xattention import XAttention
 
 __all__ = ["BlockIndex", "Dense", "MoBA", "Pattern", "VerticalSlash", "XAttention", "pattern_by_key"]

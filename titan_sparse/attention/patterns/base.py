@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks import Mask, Rows
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.kernels.chunks import ChosenChunks
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel import ContextParallel
+    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 _PATTERNS: dict[str, "Pattern"] = {}
 
@@ -20,17 +20,17 @@ _PATTERNS: dict[str, "Pattern"] = {}
 class BlockIndex:
     """What one selection chose, for all heads and the whole (global) sequence, the same on every rank.
 
-    Two parts: a set of block pairs, asked for by selects(), and `columns`, single keys that every query of their
-    document sees besides. A pair of tokens in a selected block pair is never counted again through its column.
+    Two parts: a set of block pairs, asked for by selects(), and `verticals`, single keys that every query of their
+    document sees besides. A pair of tokens in a selected block pair is never counted again through its vertical.
     """
 
-    by_head: ClassVar[tuple[str, ...]] = ("columns",)
+    by_head: ClassVar[tuple[str, ...]] = ("verticals",)
     """Attributes that have the query heads as dim 1."""
-    columns: Tensor
+    verticals: Tensor
     """int32 [B, Hq, C], ascending global positions, filled up with the sequence length; C is 0 for block patterns."""
 
-    def __init__(self, heads: int, seq_len: int, block_size: int, columns: Tensor):
-        self.heads, self.seq_len, self.block_size, self.columns = heads, seq_len, block_size, columns
+    def __init__(self, heads: int, seq_len: int, block_size: int, verticals: Tensor):
+        self.heads, self.seq_len, self.block_size, self.verticals = heads, seq_len, block_size, verticals
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
@@ -41,13 +41,13 @@ class BlockIndex:
         part = copy.copy(self)
         for name in self.by_head:
             setattr(part, name, getattr(self, name)[:, heads].contiguous())
-        part.heads = part.columns.shape[1]
+        part.heads = part.verticals.shape[1]
         return part
 
-    def with_columns(self, columns: Tensor) -> "BlockIndex":
-        """The same but for its columns."""
+    def with_verticals(self, verticals: Tensor) -> "BlockIndex":
+        """The same but for its verticals."""
         index = copy.copy(self)
-        index.columns = columns
+        index.verticals = verticals
         return index
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
@@ -65,16 +65,16 @@ class BlockIndex:
 
     def dense(self, mask: Mask) -> Tensor:
         """bool [B, Hq, S, S] in global order: exactly the pairs attend() computes. For tests and pictures."""
-        device = self.columns.device
+        device = self.verticals.device
         blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
         in_blocks = self.selects(blocks, blocks)
         in_blocks = in_blocks.repeat_interleave(self.block_size, 2).repeat_interleave(self.block_size, 3)
         in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
-        batch, heads = self.columns.shape[:2]
-        in_columns = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
-        in_columns.scatter_(2, self.columns.long().clamp(max=self.seq_len), True)
+        batch, heads = self.verticals.shape[:2]
+        in_verticals = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
+        in_verticals.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         visible = mask.dense(self.seq_len, device)[:, None]
-        return (in_blocks | in_columns[:, :, None, : self.seq_len]) & visible
+        return (in_blocks | in_verticals[:, :, None, : self.seq_len]) & visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Pattern:
     def check_block_size(self, block_size: int) -> None:
         """ValueError if the parameters do not fit this block size."""
 
-    def select(self, q: Tensor, k: Tensor, mask: Mask | Rows, cp: "ContextParallel | None" = None,
+    def select(self, q: Tensor, k: Tensor, mask: Mask | MaskRanges, cp: "ContextParallel | None" = None,
                scale: float | None = None, block_size: int | None = None) -> BlockIndex:
         """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D]; no gradient.
 
@@ -112,7 +112,7 @@ class Pattern:
 
         return select(q, k, mask, self, cp, scale, block_size)
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
         """The selection itself, on this rank's shards of whole blocks; index() makes a BlockIndex of the result."""
         raise NotImplementedError
 
@@ -120,11 +120,11 @@ class Pattern:
         """Tensors of the shapes and dtypes that select_tensors() returns, for torch.compile."""
         raise NotImplementedError
 
-    def column_count(self, tensors: list[Tensor]) -> int:
+    def vertical_count(self, tensors: list[Tensor]) -> int:
         """C of the index that these tensors stand for."""
         return 0
 
-    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> BlockIndex:
+    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
 

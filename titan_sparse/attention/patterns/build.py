@@ -13,7 +13,7 @@ def build_pattern(attention: "Attention") -> Pattern:
     """The pattern that the section names, with its sub-table's parameters.
 
     vertical_slash.index = "xattention" is MTraining's variant with XAttention's index (its section 5): blocks instead of
-    columns and diagonals, chosen by the parameters of [attention.xattention].
+    verticals and diagonals, chosen by the parameters of [attention.xattention].
     """
     if attention.pattern == "dense":
         return Dense()

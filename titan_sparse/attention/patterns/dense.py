@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks import Rows
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 
 
 class DenseIndex(BlockIndex):
-    """Selects every pair of blocks; no columns."""
+    """Selects every pair of blocks; no verticals."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         return torch.ones(1, 1, len(q_blocks), len(k_blocks), dtype=torch.bool, device=q_blocks.device)
@@ -25,6 +25,6 @@ class Dense(Pattern):
     dynamic: ClassVar[bool] = False
     takes_slices: ClassVar[bool] = True
 
-    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> DenseIndex:
-        columns = torch.empty(batch, heads, 0, dtype=torch.int32, device=rows.start.device)
-        return DenseIndex(heads, rows.start.shape[1], block_size, columns)
+    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> DenseIndex:
+        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=rows.start.device)
+        return DenseIndex(heads, rows.start.shape[1], block_size, verticals)

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.layout import token_positions
-from titan_sparse.attention.masks import Mask, Rows
-from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.context_parallel.layouts import token_positions
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
-from titan_sparse.attention.patterns.blocks import gather_blocks, no_columns
-from titan_sparse.attention.patterns.spans import Spans, find_spans, slots, span_of_tokens, spans_of_blocks
+from titan_sparse.attention.patterns.bitsets import gather_blocks, no_verticals
+from titan_sparse.attention.patterns.vertical_slash.spans import (
+    Spans,
+    find_spans,
+    slots,
+    span_of_tokens,
+    spans_of_blocks,
+)
 from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel import ContextParallel
+    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 _CHUNK_ELEMENTS = 1 << 24
 """Gates held at a time, some of them as int64."""
@@ -36,11 +42,11 @@ class MoBAIndex(BlockIndex):
     [B, Hq, blocks, W], chosen by all. origin: int32 [B, S], where each query's chunks are counted from. chunk: tokens.
     """
 
-    by_head = ("columns", "words", "any_words", "all_words")
+    by_head = ("verticals", "words", "any_words", "all_words")
 
     def __init__(self, words: Tensor, any_words: Tensor, all_words: Tensor, origin: Tensor, spans: Spans, chunk: int,
                  block_size: int):
-        super().__init__(words.shape[1], origin.shape[1], block_size, no_columns(words))
+        super().__init__(words.shape[1], origin.shape[1], block_size, no_verticals(words))
         self.words, self.any_words, self.all_words = words, any_words, all_words
         self.origin, self.spans, self.chunk = origin, spans, chunk
 
@@ -79,7 +85,7 @@ class MoBAIndex(BlockIndex):
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
         return chosen & mask.dense(self.seq_len, position.device)[:, None]
 
-    def pairs(self, rows: Rows, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def pairs(self, rows: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
 
         parts: global blocks int64 [n], such as the rows of a layout's table. Exact: chosen chunks cut with what the mask
@@ -126,7 +132,7 @@ class MoBA(Pattern):
             raise ValueError(f"moba.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
                              f"write chunk_size = {block_size} or more")
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
         batch, heads = q.shape[:2]
         seq_len, size = rows.start.shape[1], cp.block_size
         chunks = self._chunks(rows, batch, cp)
@@ -151,11 +157,11 @@ class MoBA(Pattern):
         at = (offset + chunk).clamp(max=means.shape[2] - 1).expand(-1, top.shape[1], -1, -1)
         return (top.gather(3, at) & (chunk < own)) | (chunk == own)
 
-    def _spans(self, rows: Rows, batch: int, block_size: int) -> Spans:
+    def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
         key = ("spans", batch, self.chunk_size, block_size)
         return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.chunk_size, block_size))
 
-    def _chunks(self, rows: Rows, batch: int, cp: "ContextParallel") -> "Chunks":
+    def _chunks(self, rows: MaskRanges, batch: int, cp: "ContextParallel") -> "Chunks":
         key = ("moba", self.key, cp.key, batch)
         spans = self._spans(rows, batch, cp.block_size)
         return once_per_mask(rows, key, lambda: _find_chunks(rows, spans, cp, self.chunk_size))
@@ -167,7 +173,7 @@ class MoBA(Pattern):
         shapes = ((seq_len, words), (blocks, touching, words), (blocks, words))
         return [q.new_empty(batch, heads, *shape, dtype=torch.int32) for shape in shapes]
 
-    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> MoBAIndex:
+    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> MoBAIndex:
         origin = once_per_mask(rows, ("origin", batch), lambda: _origin(rows).expand(batch, -1).contiguous())
         return MoBAIndex(*tensors, origin, self._spans(rows, batch, block_size), self.chunk_size, block_size)
 
@@ -192,12 +198,12 @@ class Chunks(NamedTuple):
     member: Tensor
 
 
-def _origin(rows: Rows) -> Tensor:
+def _origin(rows: MaskRanges) -> Tensor:
     """int32 [Bm, S], where each token's document begins; 0 for padding."""
     return torch.zeros_like(rows.start) if rows.document_start is None else rows.document_start.clamp(min=0).int()
 
 
-def _find_chunks(rows: Rows, spans: Spans, cp: "ContextParallel", chunk: int) -> Chunks:
+def _find_chunks(rows: MaskRanges, spans: Spans, cp: "ContextParallel", chunk: int) -> Chunks:
     seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
     own = cp.blocks(rows)
     position = token_positions(own, size)
@@ -220,7 +226,7 @@ def _find_chunks(rows: Rows, spans: Spans, cp: "ContextParallel", chunk: int) ->
                   own_offset, (position - _origin(rows)[:, position].expand(len(count), -1)) // chunk, member)
 
 
-def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: Rows) -> Tensor:
+def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: MaskRanges) -> Tensor:
     """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64).
 
     What is summed within blocks, on the rank that owns them, is summed up over blocks in global order on every rank: the

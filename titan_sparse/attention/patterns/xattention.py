@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks import Rows
-from titan_sparse.attention.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.patterns.base import Pattern
-from titan_sparse.attention.patterns.blocks import BlockSets, gather_blocks
-from titan_sparse.attention.patterns.spans import Spans, find_spans, span_of_tokens, spans_of_blocks
+from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks
+from titan_sparse.attention.patterns.vertical_slash.spans import Spans, find_spans, span_of_tokens, spans_of_blocks
 from titan_sparse.kernels.bits import pack
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel import ContextParallel
+    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""
@@ -58,7 +58,7 @@ class XAttention(Pattern):
             raise ValueError(f"xattention.dense_below = {self.dense_below} is below block_size ({block_size}); "
                              f"write dense_below = {block_size} or more")
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: Rows, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
         batch, heads = q.shape[:2]
         group = heads // k.shape[1]
         key = ("xattention", self.key, cp.key, batch)
@@ -92,7 +92,7 @@ class XAttention(Pattern):
             chosen.append(pack(torch.nn.functional.pad(picked, (0, count - visible))))
         return torch.cat(chosen, dim=2)
 
-    def _spans(self, rows: Rows, batch: int, block_size: int) -> Spans:
+    def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
         key = ("spans", batch, self.dense_below, block_size)
         return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size))
 
@@ -100,7 +100,7 @@ class XAttention(Pattern):
         blocks = seq_len // block_size
         return [q.new_empty(*q.shape[:2], blocks, -(-blocks // 32), dtype=torch.int32)]
 
-    def index(self, tensors: list[Tensor], rows: Rows, batch: int, heads: int, block_size: int) -> BlockSets:
+    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> BlockSets:
         return BlockSets(*tensors, rows.start.shape[1], block_size)
 
 
@@ -126,7 +126,7 @@ class Cells(NamedTuple):
     dense: Tensor
 
 
-def _cells(rows: Rows, spans: Spans, cp: "ContextParallel", stride: int) -> Cells:
+def _cells(rows: MaskRanges, spans: Spans, cp: "ContextParallel", stride: int) -> Cells:
     seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
     batch, own = len(spans.start), cp.blocks(rows)
     token = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))

@@ -1,0 +1,180 @@
+"""Draws one attention: what the mask lets be seen, what a pattern selects of it, who computes it, and how much each
+rank does.
+
+    python -m scripts.docs.draw_attention --mask prefix_lm --layout zigzag --ranks 4 --out picture.png
+    python -m scripts.docs.draw_attention --mask documents --pattern vertical_slash --out picture.png
+    python -m scripts.docs.draw_attention --gallery docs/pictures/masks.png
+
+The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash selects on queries
+and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titan_sparse.estimate import synthetic
+from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
+from titan_sparse.attention.masks.packed import (
+    block_causal,
+    dilated,
+    documents,
+    prefix_lm,
+    shared_question,
+    sliding_window,
+)
+from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.estimate.planner import table_of
+
+SHARES = (0.34, 0.06, 0.4, 0.16)
+"""Documents of the examples, as shares of the sequence; what is left is padding."""
+
+
+def _lengths(tokens: int) -> list[int]:
+    return [int(tokens * share) for share in SHARES]
+
+
+def _four_kinds(tokens: int) -> Slices:
+    """One slice of each type, with more keys than queries, and with more queries than keys."""
+    edge, part = tokens // 4, tokens // 6
+    kinds = ("full", "causal", "inv_causal", "bi_causal")
+    return Slices.of([(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
+                     + [(i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind)
+                        for i, kind in enumerate(kinds)])
+
+
+EXAMPLES: dict[str, Callable[[int], Mask]] = {
+    "causal": lambda s: Causal(),
+    "documents": lambda s: Documents(_lengths(s)),
+    "full_documents": lambda s: documents(_lengths(s), causal=False),
+    "window": lambda s: Documents(_lengths(s)) & SlidingWindow(s // 12),
+    "sinks": lambda s: sliding_window(_lengths(s), s // 12, sinks=s // 50),
+    "dilated": lambda s: dilated(_lengths(s), s // 4, max(2, s // 64)),
+    "prefix_lm": lambda s: prefix_lm(_lengths(s), [n // 3 for n in _lengths(s)]),
+    "block_causal": lambda s: block_causal([[n // 4] * 4 for n in _lengths(s)]),
+    "shared_question": lambda s: shared_question([(n // 3, [n // 4, n // 6, n // 5]) for n in _lengths(s)]),
+    "slices": _four_kinds,
+}
+
+
+def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex:
+    """What one head of a pattern chooses under the mask."""
+    if pattern == "dense":
+        q = torch.zeros(1, 1, tokens, 16)
+        return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
+    heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
+    q, k = synthetic.queries(heads, 0, tokens), synthetic.keys(heads, 0, tokens)
+    chosen = VerticalSlash(recall=0.9, sinks=4, max_columns=tokens // 32, max_slashes=4,
+                           dense_below=max(block_size, tokens // 8))
+    return chosen.select(q, k, mask, block_size=block_size)
+
+
+def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, out: str) -> Tensor:
+    """Writes the picture of the first sequence and head to `out`; returns the pairs of tokens that each rank computes,
+    [W]."""
+    pyplot = _pyplot()
+    rows = mask.rows(index.seq_len)
+    table = table_of(rows, layout, ranks, index.block_size)
+    work = count_visits(index, rows, table).total()[0, 0]
+    figure, panels = pyplot.subplots(1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6))
+    seen, computed = mask.dense(index.seq_len)[0], index.dense(mask)[0, 0]
+    _draw_pairs(panels[0], seen, index.block_size, f"mask: {_share(seen)} seen")
+    _draw_pairs(panels[1], computed, index.block_size, f"selection: {_share(computed)} computed")
+    _draw_owners(panels[2], computed, table, index.block_size, f"layout {layout}: rank of the queries")
+    colours = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
+    panels[3].bar(range(ranks), work.tolist(), color=colours)
+    panels[3].set_xticks(range(ranks))
+    imbalance = work.max() / work.double().mean().clamp(min=1)
+    panels[3].set_title(f"pairs of each rank, max / mean {imbalance:.2f}", fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    _write(figure, out)
+    return work
+
+
+def gallery(out: str, tokens: int = 240) -> None:
+    """All examples in one picture."""
+    pyplot = _pyplot()
+    figure, panels = pyplot.subplots(2, 5, figsize=(15, 6.6), layout="constrained")
+    for axes, (name, example) in zip(panels.flat, EXAMPLES.items(), strict=True):
+        _draw_pairs(axes, example(tokens).dense(tokens)[0], tokens, name)
+    _write(figure, out)
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit('draw_attention.py needs matplotlib: pip install -e ".[eval]"')
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _share(pairs: Tensor) -> str:
+    return f"{pairs.double().mean():.1%} of all pairs"
+
+
+def _draw_pairs(axes, pairs: Tensor, block_size: int, title: str) -> None:
+    """bool [S, S] with a grid of blocks; queries go down, keys to the right."""
+    axes.imshow(pairs, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
+    _grid(axes, len(pairs), block_size, title)
+
+
+def _draw_owners(axes, pairs: Tensor, table: Tensor, block_size: int, title: str) -> None:
+    """The same in the colours of the ranks that own the queries."""
+    owner = torch.empty(table.numel(), dtype=torch.int64)
+    owner[table] = torch.arange(len(table))[:, None]
+    ranks = owner.repeat_interleave(block_size)[: len(pairs), None] % 10
+    axes.imshow(torch.where(pairs, ranks, torch.nan), cmap="tab10", vmin=-0.5, vmax=9.5, interpolation="nearest")
+    _grid(axes, len(pairs), block_size, title)
+
+
+def _grid(axes, tokens: int, block_size: int, title: str) -> None:
+    for edge in range(block_size, tokens, block_size):
+        axes.axhline(edge - 0.5, color="0.85", linewidth=0.4)
+        axes.axvline(edge - 0.5, color="0.85", linewidth=0.4)
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(labelsize=7)
+
+
+def _write(figure, out: str) -> None:
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    figure.savefig(out, dpi=80)
+    _pyplot().close(figure)
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mask", choices=EXAMPLES, default="causal")
+    parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
+    parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2048,
+                        help="a multiple of block size x ranks, for zigzag of twice that")
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--out", help="the picture, .png")
+    parser.add_argument("--gallery", help="draw all masks into this file instead")
+    args = parser.parse_args(words)
+    if bool(args.out) == bool(args.gallery):
+        sys.exit("write one of --out FILE and --gallery FILE")
+    if args.gallery:
+        return gallery(args.gallery)
+    mask = EXAMPLES[args.mask](args.tokens)
+    try:
+        index = select(args.pattern, mask, args.tokens, args.block_size)
+        title = f"{args.mask}, {args.pattern}, {args.tokens:,} tokens, blocks of {args.block_size}, {args.ranks} ranks"
+        picture(mask, index, args.layout, args.ranks, title, args.out)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

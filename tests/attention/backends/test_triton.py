@@ -1,0 +1,56 @@
+"""The triton backend as attend() drives it: tables, ring, verticals with the first chunk, against eager; over ranks too."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed import run_processes
+from tests.reference import structured_qkv
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+
+BLOCK, SEQ_LEN = 16, 96
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":  # the chip's kernels start at blocks of 64
+    BLOCK, SEQ_LEN = 64, 384
+PATTERNS = [Dense(), VerticalSlash(recall=0.6, sinks=2, local_diagonals=1, max_columns=20, dense_below=2 * BLOCK)]
+MASKS = [Causal(), Documents([SEQ_LEN // 2 + 5, 9, SEQ_LEN // 3])]
+
+
+def _gradients(backend: str, qkv: list[torch.Tensor], d_out: torch.Tensor, mask, pattern, cp=None) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, aux = attend(*leaves, mask, pattern, cp, backend=backend, block_size=BLOCK, return_aux=True)
+    return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
+
+
+def _problem() -> tuple[list[torch.Tensor], torch.Tensor]:
+    qkv = [x.to(DEVICE) for x in structured_qkv(1, 4, 2, SEQ_LEN, 16, dtype=torch.float32)]
+    return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+
+
+def _check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+@pytest.mark.parametrize("mask", MASKS, ids=["causal", "documents"])
+def test_equals_eager(mask, pattern):
+    qkv, d_out = _problem()
+    _check_close(*(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager")))
+
+
+def _over_ranks() -> None:
+    mesh, (qkv, d_out) = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)), _problem()
+    want = _gradients("eager", qkv, d_out, MASKS[1], PATTERNS[1])
+    for schedule in ("ring", "group_cast"):
+        cp = ContextParallel(mesh, "striped", schedule, BLOCK)
+        local = [cp.shard(x, 2) for x in qkv]
+        got = _gradients("triton", local, cp.shard(d_out, 2), MASKS[1], PATTERNS[1], cp)
+        _check_close([cp.unshard(x, 2) for x in got], want)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU; NCCL is in test_gpu.py")
+def test_three_ranks_equal_one():
+    run_processes(3, _over_ranks)

@@ -1,0 +1,183 @@
+"""Attention and training in the layout "balanced" over 2, 3 and 4 processes against one."""
+
+import functools
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_processes
+from tests.reference import structured_qkv
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from tests.slice_cases import mask_and_truth
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.trainer import Trainer
+
+BLOCK, SEQ_LEN = 16, 192
+DOCUMENTS = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])
+CASES: list[tuple[Mask, Pattern]] = [
+    (DOCUMENTS, Dense()),
+    (DOCUMENTS & SlidingWindow(40), Dense()),
+    (mask_and_truth("far future")[0], Dense()),
+    (DOCUMENTS, VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=32)),
+    (DOCUMENTS, XAttention(stride=8, threshold=0.7, dense_below=32)),
+    (DOCUMENTS, MoBA(chunk_size=24, top_k=2)),
+]
+
+
+@functools.cache
+def _inputs() -> list[Tensor]:
+    """q, k, v and the gradient of the output, of the whole sequences."""
+    qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
+    return [*qkv, torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))]
+
+
+def _single(mask: Mask, pattern: Pattern) -> tuple[list[Tensor], float]:
+    *leaves, d_out = [x.clone() for x in _inputs()]
+    leaves = [x.requires_grad_() for x in leaves]
+    with recording() as seen:
+        out, aux = attend(*leaves, mask, pattern, block_size=BLOCK, return_aux=True)
+    return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)], seen.density().mean().item()
+
+
+def _check(cp: ContextParallel, mask: Mask, pattern: Pattern, wanted: tuple[list[Tensor], float]) -> None:
+    rows = cp.balance(mask.rows(SEQ_LEN))
+    *qkv, d_out = [cp.shard(x, 2, rows.table) for x in _inputs()]
+    leaves = [x.requires_grad_() for x in qkv]
+    with recording() as seen:
+        out, aux = attend(*leaves, rows, pattern, cp, return_aux=True)
+    got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, wanted[0], strict=True):
+        gap = (cp.unshard(a, 2, rows.table) - b).nan_to_num(0).abs().max().item()
+        assert gap < 1e-9, f"{name} off by {gap}: {pattern.key}, {cp.key}, rank {dist.get_rank()}"
+    assert abs(seen.density().mean().item() - wanted[1]) < 1e-12
+    seen.by_rank()
+
+
+def _check_cases(axes: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+    schedules = (("ring", "kv"), ("ring", "q"), ("double_ring", "kv"), ("all_gather", "auto"))
+    contexts = [ContextParallel(mesh, "balanced", schedule, BLOCK, circulates) for schedule, circulates in schedules]
+    for number, (mask, pattern) in enumerate(CASES):
+        wanted = _single(mask, pattern)
+        for cp in contexts if number < 1 else [contexts[(number + sum(axes)) % 4]]:
+            _check(cp, mask, pattern, wanted)
+    _check_refusals(contexts[0], mesh)
+    wanted = _single(Causal(), Dense())
+    with pytest.MonkeyPatch.context() as patch:                               # no rectangles without holes in this layout
+        patch.setattr(eager, "serves_causal", lambda q: True)
+        _check(contexts[0], Causal(), Dense(), wanted)
+
+
+def _check_refusals(cp: ContextParallel, mesh) -> None:
+    rows = DOCUMENTS.rows(SEQ_LEN)
+    q, k, v, _ = (x[:, :, : SEQ_LEN // cp.size] for x in _inputs())
+    balanced = cp.balance(rows)
+    wrong = balanced._replace(table=balanced.table[:, 1:])
+    striped = ContextParallel(mesh, "striped", "ring", BLOCK)
+    for call, words in (
+        (lambda: attend(q, k, v, rows, cp=cp), "cp.balance"), (lambda: attend(q, k, v, DOCUMENTS, cp=cp), "cp.balance"),
+        (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"), (lambda: cp.shard(q, 2), "cp.balance"),
+        (lambda: cp.unshard(q, 2), "cp.balance"), (lambda: attend(q, k, v, balanced, cp=striped), '"striped"'),
+        (lambda: attend(q, k, v, balanced, cp=cp, recomputed=0.5), 'layout "striped"'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert striped.balance(rows) is rows and not striped.depends_on_mask
+
+
+@pytest.mark.parametrize("axes", [(1, 2), (1, 3), (2, 2)], ids=str)
+def test_attention_is_that_of_one_process(axes):
+    run_processes(torch.Size(axes).numel(), _check_cases, axes)
+
+
+def _check_tables_in_use() -> None:
+    """Two batches' forwards before their backwards, which come in the other order; masks of other layers share a table; nothing
+    is compiled anew for another table."""
+    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK)
+    first, second = Documents([10, 170, 12]), Documents([90, 90])
+    tables, results = [], []
+    layer = torch.compile(lambda q, k, v, rows: attend(q, k, v, rows, CASES[3][1], cp), fullgraph=True, backend="aot_eager")
+    masks = (first, second, Documents([30] * 6))
+    for mask in masks:
+        rows = cp.balance(mask.rows(SEQ_LEN))
+        *qkv, d_out = [cp.shard(x, 2, rows.table) for x in _inputs()]
+        leaves = [x.requires_grad_() for x in qkv]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append((layer(*leaves, rows), leaves, d_out))
+        tables.append(rows.table)
+    assert not torch.equal(tables[0], tables[1])
+    for mask, table, (out, leaves, d_out) in reversed(list(zip(masks, tables, results, strict=True))):
+        got = [cp.unshard(x, 2, table) for x in torch.autograd.grad(out, leaves, d_out)]
+        for a, b in zip(got, _single(mask, CASES[3][1])[0][2:], strict=True):
+            assert (a - b).abs().max() < 1e-9
+    mask, pattern = second & SlidingWindow(30), CASES[3][1]
+    rows, wanted = mask.rows(SEQ_LEN), _single(mask, pattern)[0][0]
+    for table in tables[:2]:
+        out = attend(*[cp.shard(x, 2, table) for x in _inputs()[:3]], rows._replace(table=table), pattern, cp)
+        assert (cp.unshard(out, 2, table) - wanted).abs().max() < 1e-9
+
+
+def test_backward_has_the_table_of_its_forward():
+    run_processes(2, _check_tables_in_use)
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+RUNS = [
+    {"attention__pattern": "vertical_slash", "training__local_batch_size": 2, "training__gradient_accumulation_steps": 2,
+     "attention__schedule": "ring"},
+    {"attention__pattern": "dense", "attention__sliding_window": 40, "attention__mask": "causal",
+     "activation_checkpoint__mode": "selective"},
+    {"attention__pattern": "dense", "training__local_batch_size": 2, "attention__sliding_window": 40,
+     "attention__window_sinks": 3},
+]
+
+
+def _run(folder: Path, output: str, overrides: dict) -> tuple[list, dict[str, Tensor], list[Tensor]]:
+    """Losses and gradient norms, weights, and the tables of all batches."""
+    config = tiny_config(folder, output, training__steps=2, **overrides)
+    tables, balance = [], ContextParallel.balance
+    ContextParallel.balance = lambda cp, rows: [balanced := balance(cp, rows), tables.append(balanced.table)][0]
+    try:
+        trainer = train(config)
+    finally:
+        ContextParallel.balance = balance
+    dist.barrier()
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.state_dict().items()}
+    return [[line["loss"], line["grad_norm"]] for line in metrics_of(config)], weights, tables
+
+
+def _train(folder: Path) -> None:
+    size = dist.get_world_size()
+    for number, case in enumerate(RUNS):
+        layout = {"attention__layout": "balanced", "parallelism__cp": size, "parallelism__cp_intra": size}
+        losses, weights, tables = _run(folder, f"{size}_{number}", case | layout)
+        if size == 1:
+            torch.save((losses, weights), folder / f"{number}.pt")
+            continue
+        wanted = torch.load(folder / f"{number}.pt")
+        torch.testing.assert_close(losses, wanted[0], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        if "attention__mask" not in case:
+            assert len({str(table.tolist()) for table in tables}) > 1
+    # What outlives the process groups may abort the process when Python ends.
+    trainer = Trainer(tiny_config(folder, "held", attention__layout="balanced", parallelism__cp=size))
+    held = weakref.ref(trainer)
+    del trainer
+    assert held() is None
+
+
+def test_training_is_that_of_one_process(tmp_path):
+    write_texts(tmp_path / "texts")
+    for size in (1, 2):
+        run_processes(size, _train, tmp_path)

@@ -1,0 +1,198 @@
+"""Layouts and schedules are integers: permutations, balance, and rings simulated hop by hop."""
+
+import pytest
+import torch
+
+from titan_sparse.attention.build import schedule_named
+from titan_sparse.attention.context_parallel.layouts import (
+    LAYOUTS,
+    block_ids,
+    block_multiple,
+    restore_blocks,
+    striped,
+    take_blocks,
+    token_positions,
+    zigzag,
+)
+from titan_sparse.attention.context_parallel.windows import (
+    SCHEDULES,
+    all_gather,
+    choose,
+    vertical_steps,
+    double_ring,
+    local,
+    ring,
+)
+from titan_sparse.config import Attention, resolve_overlap_stages
+
+WORLDS = [(inter, size // inter) for size in range(1, 9) for inter in range(1, size + 1) if size % inter == 0]
+SIZES = [1, 2, 3, 8]
+
+
+# Layouts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_layout_is_a_permutation_in_equal_shares(layout, size, runs):
+    blocks = runs * block_multiple(layout, size)
+    table = block_ids(layout, size, blocks * 4, 4)
+    assert table.dtype == torch.int64 and table.shape == (size, blocks // size)
+    assert sorted(table.flatten().tolist()) == list(range(blocks))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_contiguous_ranks_follow_each_other(size):
+    assert block_ids("contiguous", size, size * 3 * 4, 4).flatten().tolist() == list(range(size * 3))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_striped_puts_block_g_on_rank_g_modulo_ranks(size):
+    table = striped(size, 5 * size)
+    for rank, owned in enumerate(table.tolist()):
+        assert [block % size for block in owned] == [rank] * 5
+        assert owned == sorted(owned)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_zigzag_owns_a_run_and_its_mirror_image(size):
+    blocks = 2 * size * 3
+    for rank, owned in enumerate(zigzag(size, blocks).tolist()):
+        first, second = owned[:3], owned[3:]
+        assert first == list(range(3 * rank, 3 * rank + 3))
+        assert second == sorted(blocks - 1 - block for block in first)
+
+
+@pytest.mark.parametrize("layout, size, seq_len, multiple", [
+    ("contiguous", 2, 24, 16), ("striped", 3, 32, 24), ("striped", 2, 20, 16), ("zigzag", 2, 48, 32),
+    ("zigzag", 1, 8, 16),
+])
+def test_a_length_that_does_not_divide_is_refused(layout, size, seq_len, multiple):
+    with pytest.raises(ValueError, match=f"multiple of {multiple}$"):
+        block_ids(layout, size, seq_len, 8)
+
+
+def test_token_positions_keep_the_local_order():
+    assert token_positions(torch.tensor([3, 0, 5]), 2).tolist() == [6, 7, 0, 1, 10, 11]
+    assert token_positions(torch.tensor([1], dtype=torch.int32), 3).dtype == torch.int64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_restore_is_the_inverse_of_take(layout, size, dim):
+    seq_len = 3 * block_multiple(layout, size) * 4
+    shape = [2, 3, 5]
+    shape[dim] = seq_len
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    table = block_ids(layout, size, seq_len, 4)
+    shards = [take_blocks(x, dim, owned, 4) for owned in table]
+    assert all(shard.shape[dim] == seq_len // size for shard in shards)
+    assert torch.equal(restore_blocks(torch.cat(shards, dim), dim, table, 4), x)
+
+
+def _imbalance(layout: str, size: int, blocks: int) -> float:
+    """Largest over mean causal area of a rank: query block g meets g + 1 key blocks."""
+    area = (block_ids(layout, size, blocks, 1) + 1).sum(1).double()
+    return (area.max() / area.mean()).item()
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_balance_under_a_causal_mask(size):
+    blocks = 64 * size
+    assert _imbalance("zigzag", size, blocks) == 1.0
+    assert 1.0 <= _imbalance("striped", size, blocks) < 1.03
+    assert _imbalance("contiguous", size, blocks) > 2 - 1.1 / size - 0.01
+    assert size < 8 or _imbalance("contiguous", size, blocks) > 1.5
+
+
+# Schedules ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+@pytest.mark.parametrize("schedule", [all_gather, ring, double_ring])
+def test_every_rank_meets_every_source_once_and_its_own_first(schedule, inter, intra):
+    for rank in range(inter * intra):
+        steps = sum(schedule(inter, intra, rank), [])
+        assert sorted(steps) == list(range(inter * intra))
+        assert steps[0] == rank
+
+
+def _previous(rank: int, first: int, size: int, stride: int) -> int:
+    """The rank before `rank` in the ring first, first + stride, ... of `size` ranks."""
+    return first + ((rank - first) // stride - 1) % size * stride
+
+
+def _simulate(inter: int, intra: int, windows: int, steps: int) -> list[list[list[int]]]:
+    """Chunk at hand [rank][window][step] when chunks move one inner hop a step and one outer hop a window."""
+    world = range(inter * intra)
+    at_window, seen = list(world), [[[] for _ in range(windows)] for _ in world]
+    for window in range(windows):
+        chunk = at_window
+        for _ in range(steps):
+            for rank in world:
+                seen[rank][window].append(chunk[rank])
+            chunk = [chunk[_previous(rank, rank // intra * intra, intra, 1)] for rank in world]
+        at_window = [at_window[_previous(rank, rank % intra, inter, intra)] for rank in world]
+    return seen
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+def test_the_double_ring_lists_what_the_hops_bring(inter, intra):
+    seen = _simulate(inter, intra, windows=inter, steps=intra)
+    for rank in range(inter * intra):
+        assert double_ring(inter, intra, rank) == seen[rank]
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+def test_the_ring_lists_what_the_hops_bring(inter, intra):
+    size = inter * intra
+    seen = _simulate(1, size, windows=1, steps=size)
+    for rank in range(size):
+        assert ring(inter, intra, rank) == seen[rank]
+
+
+def test_verticals_are_dealt_over_the_steps_that_compute():
+    assert vertical_steps([True] * 4, 9) == [1, 2, 3] and vertical_steps([True] * 4, 9, backward=True) == [0, 1, 2]
+    assert vertical_steps([True] * 4, 2) == [2, 3] and vertical_steps([True] * 4, 2, backward=True) == [0, 1]
+    assert vertical_steps([True, False, True, False, True], 9) == [2, 4]
+    assert vertical_steps([True, False, True, False, True], 9, backward=True) == [0, 2]
+    assert vertical_steps([True], 3) == vertical_steps([True, False], 3) == [0]
+    assert vertical_steps([True] * 6, 9, backward=True, windows=2) == [0, 3, 4, 5, 1]
+    assert vertical_steps([True, True, False, False, True, True], 9, backward=True, windows=3) == [0, 4, 5]
+    assert vertical_steps([True] * 6, 9, windows=2) == [1, 2, 3, 4, 5]
+    assert vertical_steps([True] * 4, 0) == vertical_steps([True] * 4, 0, backward=True) == []
+
+
+def test_local_serves_one_rank_only():
+    assert local(1, 1, 0) == [[0]]
+    for inter, intra in WORLDS[1:]:
+        with pytest.raises(ValueError, match="ring"):
+            local(inter, intra, 0)
+
+
+@pytest.mark.parametrize("inter, intra", WORLDS)
+def test_auto_moves_nothing_needless(inter, intra):
+    chosen = choose(inter, intra)
+    assert chosen in SCHEDULES
+    assert (chosen == "local") == (inter * intra == 1)
+    assert (chosen == "double_ring") == (min(inter, intra) > 1)
+    assert (chosen == "all_gather") == (inter == 1 and intra > 1)
+    assert SCHEDULES[chosen](inter, intra, 0)[0][0] == 0
+    assert choose(inter, intra, "q") == ("ring" if chosen == "all_gather" else chosen)
+
+
+@pytest.mark.parametrize("inter, intra, usual", [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")])
+def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
+    """Documents or a window, nothing chosen by layer, in the layout that is made for it; else as the mesh suggests."""
+    named = lambda **keys: schedule_named(Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra)
+    cast = "group_cast" if inter * intra > 1 else "local"
+    assert named(mask="documents") == named(mask="causal", sliding_window=4096) == cast
+    assert named(mask="causal") == named(mask="documents", layout="striped") == named(mask="documents", pattern="vertical_slash") == usual
+    assert named(mask="documents", backward_circulates="q") == usual.replace("all_gather", "ring")
+    assert named(mask="documents", schedule="ring") == "ring"
+    stages = 2 if inter > 1 else 1
+    assert resolve_overlap_stages(Attention(), inter) == (stages, stages)
+    assert resolve_overlap_stages(Attention(overlap_stages=3), inter) == (3, 3)
+    assert resolve_overlap_stages(Attention(overlap_stages_backward=4), inter) == (stages, 4)

@@ -1,0 +1,57 @@
+"""What is remembered for a mask is forgotten with it, or when it changes."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.reference import structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.tiles import blocks as tiles
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.masks.memo import _known, once_per_mask
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+
+
+def test_once_per_mask():
+    rows, calls = Causal().rows(8), []
+    compute = lambda: calls.append(1) or len(calls)
+    assert [once_per_mask(rows, "a", compute) for _ in range(3)] == [1, 1, 1]
+    assert once_per_mask(rows, "b", compute) == 2
+    assert once_per_mask(Causal().rows(8), "a", compute) == 3
+    assert once_per_mask(MaskRanges(rows.start, rows.stop.clone(), None), "a", compute) == 4
+    rows.stop.sub_(1)
+    assert once_per_mask(rows, "a", compute) == 5
+
+
+def test_nothing_outlives_its_mask():
+    before = len(_known)
+    rows = Causal().rows(8)
+    once_per_mask(rows, "a", lambda: torch.zeros(1))
+    assert len(_known) == before + 1
+    del rows
+    gc.collect()
+    assert len(_known) == before
+
+
+def test_inference_mode():
+    """Tensors made there have no version counter; attention remembers for their mask all the same."""
+    with torch.inference_mode():
+        q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)
+        inside = attend(q, q, q, Causal(), pattern, block_size=16)
+    assert torch.equal(inside, attend(q.clone(), q.clone(), q.clone(), Causal(), pattern, block_size=16))
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])
+def test_tables_of_a_static_mask_are_made_once(by_key, monkeypatch):
+    """For all layers, forward and backward."""
+    made, block_tiles = [], tiles.block_tiles
+    monkeypatch.setattr(eager, "READS_BY_KEY", by_key)
+    monkeypatch.setattr(tiles, "block_tiles", lambda *x: made.append(x[-1]) or block_tiles(*x))
+    q, k, v = structured_qkv(1, 4, 2, 96, 8)
+    leaves, rows = [x.requires_grad_() for x in (q, k, v)], Documents([[50, 46]]).rows(96)
+    for _ in range(2):
+        attend(*leaves, rows, Dense(), backend="eager", block_size=16).sum().backward()
+    assert made == [by_key]

@@ -1,0 +1,128 @@
+"""Row ranges of every mask against a dense mask written pair by pair from its definition."""
+
+import itertools
+
+import pytest
+import torch
+
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+
+SEQ_LEN = 37
+PACKED = [[5, 1, 20], [SEQ_LEN], [], [1] * SEQ_LEN]
+
+
+def _document_of(lengths: list[int], token: int) -> int:
+    """Number of the document that holds a token, -1 on padding."""
+    ends = list(itertools.accumulate(lengths))
+    return next((number for number, end in enumerate(ends) if token < end), -1)
+
+
+def _documents_see(lengths: list[int], i: int, j: int) -> bool:
+    return j <= i and _document_of(lengths, i) == _document_of(lengths, j) != -1
+
+
+# Each mask with what its documentation says: one rule (i, j) -> seen for each sequence.
+DEFINITIONS = {
+    "full": (Full(), [lambda i, j: True]),
+    "causal": (Causal(), [lambda i, j: j <= i]),
+    "valid": (Causal(valid=(0, 30, 37, 1)), [lambda i, j, n=n: j <= i < n for n in (0, 30, 37, 1)]),
+    "window 1": (SlidingWindow(1), [lambda i, j: i == j]),
+    "window 8": (SlidingWindow(8), [lambda i, j: i - 8 < j <= i]),
+    "window 99": (SlidingWindow(99), [lambda i, j: j <= i]),
+    "documents": (Documents([3, 17, 2]), [lambda i, j: _documents_see([3, 17, 2], i, j)]),
+    "packed": (Documents(PACKED), [lambda i, j, d=d: _documents_see(d, i, j) for d in PACKED]),
+}
+
+
+def _brute(name: str) -> torch.Tensor:
+    rules = DEFINITIONS[name][1]
+    return torch.tensor([[[rule(i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)] for rule in rules])
+
+
+def _from_rows(mask: Mask) -> torch.Tensor:
+    start, stop = mask.rows(SEQ_LEN)[:2]
+    return torch.tensor([[[a <= j < b for j in range(SEQ_LEN)] for a, b in zip(*pair)]
+                         for pair in zip(start.tolist(), stop.tolist())])
+
+
+def _check_rows(mask: Mask) -> None:
+    start, stop, documents = mask.rows(SEQ_LEN)[:3]
+    assert start.shape == stop.shape and start.shape[1] == SEQ_LEN
+    for x in (start, stop) if documents is None else (start, stop, documents):
+        assert x.dtype == torch.int32
+    assert (start.diff() >= 0).all() and (stop.diff() >= 0).all(), "rows are not nondecreasing"
+    assert (0 <= start).all() and (start <= stop).all() and (stop <= SEQ_LEN).all()
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_rows_are_the_definition(name):
+    mask, want = DEFINITIONS[name][0], _brute(name)
+    _check_rows(mask)
+    assert torch.equal(mask.dense(SEQ_LEN), want)
+    assert torch.equal(_from_rows(mask), want)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_causal_says_whether_the_future_is_seen(name):
+    assert DEFINITIONS[name][0].rows(SEQ_LEN).causal == (not _brute(name).triu(1).any())
+
+
+@pytest.mark.parametrize("mask, plain", [
+    (Causal(), True), (Causal(valid=(37, 37)), True), (Causal(valid=(37, 36)), False), (Full(), False),
+    (Documents([37]), False), (Documents([36]), False),
+    (SlidingWindow(8), False), (Causal() & SlidingWindow(8), False),
+])
+def test_plain_is_causal_and_nothing_else(mask, plain):
+    assert mask.rows(37).plain == plain
+    if plain:
+        assert torch.equal(mask.dense(37), Causal().dense(37).expand(len(mask.rows(37).start), -1, -1))
+
+
+COMPATIBLE = [pair for pair in itertools.product(DEFINITIONS, repeat=2) if not set(pair) <= {"documents", "packed"}]
+
+
+@pytest.mark.parametrize("names", COMPATIBLE, ids=" & ".join)
+def test_intersection_sees_what_both_see(names):
+    first, second = (DEFINITIONS[name][0] for name in names)
+    both = first & second
+    _check_rows(both)
+    assert torch.equal(both.dense(SEQ_LEN), _brute(names[0]) & _brute(names[1]))
+    assert both.rows(SEQ_LEN).causal == (first.rows(SEQ_LEN).causal or second.rows(SEQ_LEN).causal)
+
+
+def test_intersection_of_three():
+    mask = Full() & Documents([[20, 10], [30]]) & SlidingWindow(4)
+    window = _brute("window 8").triu(-3)
+    want = torch.stack([torch.tensor([[_documents_see(d, i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)])
+                        for d in ([20, 10], [30])]) & window
+    _check_rows(mask)
+    assert torch.equal(mask.dense(SEQ_LEN), want)
+    assert mask.rows(SEQ_LEN).document_start.shape == (2, SEQ_LEN)
+
+
+def test_document_starts():
+    documents = Documents([[2, 3], [4]]).rows(7).document_start
+    assert documents.tolist() == [[0, 0, 2, 2, 2, -1, -1], [0, 0, 0, 0, -1, -1, -1]]
+    assert torch.equal((Documents([[2, 3], [4]]) & Causal()).rows(7).document_start, documents)
+    assert Causal(valid=(3,)).rows(7).document_start is None
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: SlidingWindow(0), "window"),
+    (lambda: SlidingWindow(-3), "window"),
+    (lambda: Documents([3, 0, 2]), "at least 1"),
+    (lambda: Documents([[3], [2, -1]]), "at least 1"),
+    (lambda: Documents([3, 35]).rows(SEQ_LEN), "38 tokens"),
+    (lambda: Documents([[3], [38]]).rows(SEQ_LEN), "38 tokens"),
+    (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
+    (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
+    (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
+])
+def test_refusals(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_masks_for_other_batches_do_not_intersect():
+    with pytest.raises(ValueError, match="sequences"):
+        (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN)

@@ -1,0 +1,280 @@
+"""Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.reference import dense_attention, gradients, structured_qkv
+from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
+from titan_sparse.attention import attend
+from titan_sparse.attention.schedules import needs
+from titan_sparse.attention.tiles import slices as slice_tiles
+from titan_sparse.attention.masks import slices
+from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
+from titan_sparse.attention.masks.slices import Slices, area, slices_of_rows
+from titan_sparse.attention.observe.statistics import recording
+
+BLOCK = 16
+
+
+def _by_tile(seen: Tensor, size: int) -> Tensor:
+    """Visible pairs of each tile of bool [B, S, S]."""
+    padded = torch.nn.functional.pad(seen, (0, -seen.shape[2] % size, 0, -seen.shape[1] % size))
+    return padded.unflatten(1, (-1, size)).unflatten(3, (-1, size)).sum((2, 4))
+
+
+def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
+    rows, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
+    blocks = torch.arange(want.shape[-1]).flip(0)
+    whole, partial, pairs = slice_tiles.tile_weights(rows, blocks, blocks, size)
+    want = want[:, blocks][:, :, blocks]
+    assert torch.equal(pairs.long(), want)
+    assert torch.equal(whole == 1, want == size * size), "a tile that is covered counts as full, and no other"
+    assert torch.equal(partial > 0, (want > 0) & (want < size * size))
+
+
+# What they see ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sees_the_definition(name):
+    mask, truth = mask_and_truth(name)
+    rows = mask.rows(SEQ_LEN)
+    assert torch.equal(mask.dense(SEQ_LEN)[0], truth)
+    assert int(sum(area(x).sum() for x in mask.sequences)) == truth.sum()
+    assert torch.equal(rows.start[0] < rows.stop[0], truth.any(1))
+    assert rows.causal == (not truth.triu(1).any()) and rows.slices.dtype == torch.int32
+    assert rows.slices.shape[1].bit_count() == 1, "the number of slices is padded to a power of two"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_are_empty_partial_or_full(name):
+    mask, truth = mask_and_truth(name)
+    for size in (16, 7):
+        _check_tiles(mask, truth[None], size)
+
+
+def test_tiles_of_a_batch():
+    cases = [mask_and_truth(name) for name in ("random 5", "nothing", "128 slices make a square")]
+    _check_tiles(Slices.batch([mask for mask, _ in cases]), torch.stack([truth for _, truth in cases]), 16)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**9), wanted=st.integers(0, 12), size=st.sampled_from([1, 4, 8]))
+def test_random_legal_slices(seed, wanted, size):
+    written = random_legal(seed, wanted, 40)
+    mask, truth = Slices.of(written), counts(written, 40) > 0
+    assert torch.equal(mask.dense(40)[0], truth)
+    _check_tiles(mask, truth[None], size)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.integers(0, 12)] * 4, st.sampled_from(slices.KINDS)), max_size=4))
+def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
+    written = [(*sorted(x[:2]), *sorted(x[2:4]), x[4]) for x in drawn]
+    if (counts(written, 12) <= 1).all():
+        assert torch.equal(Slices.of(written).dense(12)[0], counts(written, 12) > 0)
+    else:
+        with pytest.raises(ValueError, match="both hold query"):
+            Slices.of(written)
+
+
+def test_the_two_slices_are_named():
+    with pytest.raises(ValueError, match=r": 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;") as error:
+        Slices.of([(0, 8, 0, 8, "causal"), (8, 20, 0, 8, "full"), (0, 8, 0, 8, "inv_causal")])
+    assert "\n" not in str(error.value)
+
+
+ROWS = [Full(), Causal(), Causal(valid=(50,)), SlidingWindow(9), Documents([30, 1, 90]),
+        Documents([30, 1, 90]) & SlidingWindow(7)]
+
+
+@pytest.mark.parametrize("mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"])
+def test_rows_as_slices_and_intersections(mask):
+    rows = mask.rows(SEQ_LEN)
+    same = Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0]))
+    assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
+    for name in ("random 7", "causal, more queries"):
+        other, truth = mask_and_truth(name)
+        for both in (mask & other, other & mask):
+            assert torch.equal(both.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)
+    two = Slices.batch([other, Slices.of([])]) & mask
+    assert torch.equal(two.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth) and not two.dense(SEQ_LEN)[1].any()
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: Slices([(0, 4)], [(0, 4)], ["triangle"]), "one of full, causal, inv_causal, bi_causal"),
+    (lambda: Slices([(0, 4)], [(0, 4), (4, 8)], ["full"]), "as many of each"),
+    (lambda: Slices([(4, 2)], [(0, 4)], ["full"]), "slice 0"),
+    (lambda: Slices([(0, 2)], [(-1, 4)], ["full"]), "slice 0"),
+    (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
+    (lambda: prefix_lm([5, 5], [3]), "a prefix for each"), (lambda: documents([5, -1]), "0 or more"),
+    (lambda: sliding_window([5], 0), "window"), (lambda: dilated([5], 4, 0), "1 or more"),
+    (lambda: documents([5, 5], causal=[True]), "one for each"),
+    (lambda: (Slices.batch([Slices.of([])] * 3) & Causal(valid=(1, 2))).rows(8), "sequences"),
+])
+def test_refusals(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"pattern": VerticalSlash()}, 'pattern "vertical_slash" needs .* not Slices'), ({"backend": "flex"}, "flex"),
+])
+def test_attend_refuses(options, words):
+    q = torch.zeros(1, 1, 64, 16)
+    with pytest.raises(ValueError, match=words):
+        attend(q, q, q, mask=documents([64]), **options)
+
+
+# Large --------------------------------------------------------------------------------------------------------------
+
+
+def _many(kind: str) -> Slices:
+    """2,500 slices of ragged lengths over 1M tokens."""
+    inner = torch.randperm((1 << 20) - 1, generator=torch.Generator().manual_seed(0))[:2499].sort().values + 1
+    edges = [0, *inner.tolist(), 1 << 20]
+    ranges = list(zip(edges, edges[1:]))
+    if kind == "documents":
+        return Slices.of((a, b, a, b, "causal") for a, b in ranges)
+    if kind == "stripes":
+        return Slices.of((0, 1 << 20, a, b, "full") for a, b in ranges)
+    return Slices.of((a, b, 0, b, "causal") for a, b in ranges)
+
+
+@pytest.mark.parametrize("kind", ["documents", "stripes", "causal"])
+def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
+    torch.set_num_threads(1)
+    start = time.process_time()
+    mask = _many(kind)
+    made = time.process_time()
+    found = slice_tiles.classify(mask.rows(1 << 20).slices, 128)
+    assert made - start < 1 and time.process_time() - made < 1
+    tiles = lambda runs: int((runs.last - runs.first).sum())
+    if kind == "documents":
+        lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
+        pairs = slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+        assert pairs == (lengths * (lengths + 1) // 2).sum()
+    else:  # joined they are a plain mask
+        blocks = 1 << 13
+        assert tiles(found.whole) == (blocks**2 if kind == "stripes" else blocks * (blocks - 1) // 2)
+
+
+def test_attention_over_2500_slices():
+    lengths = [(i, i + 1, max(0, i - i % 7), i + 1, "full") for i in range(2500)]
+    mask, (q, k, v) = Slices.of(lengths), structured_qkv(1, 1, 1, 2500, 8)
+    seen = counts(lengths, 2500)[None, None] > 0
+    out, aux = attend(q, k, v, mask, block_size=32, return_aux=True)
+    want, lse = dense_attention(q, k, v, seen)
+    assert (out - want).abs().max() < 1e-9 and (aux.lse - lse).abs().max() < 1e-9
+
+
+# Attention ----------------------------------------------------------------------------------------------------------
+
+
+def _check_attention(mask: Mask, truth: Tensor) -> None:
+    """out, lse and gradients of two sequences against dense attention over bool [Bm, S, S]."""
+    qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
+    seen = truth[:, None].expand(2, 4, -1, -1)
+    d_out = torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+    want_lse = dense_attention(*qkv, seen)[1]
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, aux = attend(*leaves, mask, block_size=BLOCK, return_aux=True)
+    grads = torch.autograd.grad(out, leaves, d_out)
+    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and (out[~seen.any(-1)] == 0).all()
+    names, got = ("lse", "out", "dq", "dk", "dv"), (aux.lse, out, *grads)
+    for name, a, b in zip(names, got, (want_lse, want, *want_grads), strict=True):
+        gap = (a.nan_to_num(neginf=0) - b.nan_to_num(neginf=0)).abs().max().item()
+        assert gap < 1e-9, f"{name} off by {gap}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_on_one_rank(name):
+    mask, truth = mask_and_truth(name)
+    _check_attention(mask, truth[None])
+
+
+def test_attention_over_a_batch_of_a_ragged_length():
+    written = [random_legal(seed, 9, 101) for seed in (1, 2)]
+    mask = Slices.batch([Slices.of(x) for x in written])
+    _check_attention(mask, torch.stack([counts(x, 101) > 0 for x in written]))
+
+
+@pytest.mark.parametrize("name", ["random 9", "window with sinks", "full"])
+def test_statistics(name):
+    mask, truth = mask_and_truth(name)
+    with recording(recall_rows=SEQ_LEN) as seen:
+        attend(*structured_qkv(2, 4, 2, SEQ_LEN, 8), mask, block_size=BLOCK)
+    assert seen.visible == truth.sum() and (seen.visited[0] == truth.sum()).all()
+    assert (seen.density() == 1).all() and (seen.recall[0] - 1).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["random 11", "stripes of keys", "one key", "one query", "far future"])
+def test_work_and_needs_of_ranks(name, layout):
+    mask, truth = mask_and_truth(name)
+    table = block_ids(layout, 3, SEQ_LEN, 8)
+    index = DenseIndex(2, SEQ_LEN, 8, torch.empty(1, 2, 0, dtype=torch.int32))
+    want = _by_tile(truth[None], 8)[0][table][:, :, table].sum((1, 3))
+    assert torch.equal(count_visits(index, mask.rows(SEQ_LEN), table).pairs[0, 1], want)
+    assert torch.equal(needs.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
+    want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
+    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
+    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8), _by_tile(truth[None], 8)[0][table[:, 2]] > 0)
+
+
+# Custom ops ---------------------------------------------------------------------------------------------------------
+
+
+def test_compiles_once_for_any_number_of_slices():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
+    compiled, qkv = torch.compile(function, fullgraph=True, backend=counter), structured_qkv(1, 2, 1, SEQ_LEN, 8)
+    for number in (3, 40, 130, 5):
+        rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
+        if number == 130:
+            rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
+        got, want = (gradients(lambda *x: f(*x, rows), torch.ones_like(qkv[0]), *qkv) for f in (compiled, function))
+        for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+    mask = mask_and_truth("random 3")[0]
+    function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
+    inside = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK))
+    torch._dynamo.reset()
+
+
+def test_opcheck():
+    from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+
+    rows, (q, k, v) = mask_and_truth("random 4")[0].rows(SEQ_LEN), structured_qkv(1, 2, 1, SEQ_LEN, 8)
+    names = (Dense().key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, rows.slices, None)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names))
+
+
+def test_the_mask_of_a_run_with_sinks():
+    from titan_sparse.config.sections import Attention
+    from titan_sparse.attention.build import build_mask
+
+    lengths = [[45, 3, 70, 60], [100]]
+    for kind, spans in (("documents", lengths), ("causal", [[178], [100]])):
+        got = build_mask(Attention(mask=kind, sliding_window=9, window_sinks=4, pattern="dense"), lengths)
+        wanted = [Documents(x).dense(SEQ_LEN)[0] for x in spans]
+        first = [torch.cat([torch.arange(n) for n in x] + [torch.full((SEQ_LEN - sum(x),), 9)]) < 4 for x in spans]
+        near = SlidingWindow(9).dense(SEQ_LEN)[0]
+        assert torch.equal(got.dense(SEQ_LEN), torch.stack([w & (near | f) for w, f in zip(wanted, first)]))

@@ -1,0 +1,329 @@
+"""Vertical-slash selection against a brute-force reading of its specification, document by document, head by head."""
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.reference import structured_qkv
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash
+
+Span = tuple[int, int]
+
+
+class Selection(NamedTuple):
+    """What one head of one sequence should select."""
+
+    verticals: set[int]
+    pairs: set[tuple[int, int]]
+    capped: tuple[bool, bool]
+    reached: list[tuple[Fraction, Fraction, Fraction]]
+
+
+class Case(NamedTuple):
+    """One selection problem. documents: the lengths per sequence if packed; else `valid` tokens per sequence."""
+
+    shape: tuple[int, int, int, int]
+    block: int
+    mask: Mask
+    pattern: VerticalSlash
+    documents: list[list[int]] | None = None
+    valid: list[int] | None = None
+
+    def spans(self, sequence: int) -> list[Span]:
+        """(start, stop) of every document; an unpacked sequence is one."""
+        if self.documents is None:
+            return [(0, self.shape[3] if self.valid is None else self.valid[sequence])]
+        lengths = self.documents[sequence % len(self.documents)]
+        return [(sum(lengths[:n]), sum(lengths[:n + 1])) for n in range(len(lengths))]
+
+
+# The specification, in plain loops ----------------------------------------------------------------------------------
+
+
+def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[set[int], bool, Fraction]:
+    """Fewest elements that reach the recall, crossing one included; whether the cap cut them; the share they hold."""
+    exact = [Fraction(m) for m in mass]
+    order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
+    total, running, count = sum(exact), Fraction(0), 0
+    while running < Fraction(recall) * total:
+        running += exact[order[count]]
+        count += 1
+    chosen = set(order[:min(max(count, least), most)])
+    return chosen, count > most, sum(exact[e] for e in chosen) / total if total else Fraction(1)
+
+
+def _masses(q: Tensor, k: Tensor, seen: Tensor, span: Span, probe: int, block: int) -> tuple[list[float], list[float]]:
+    """Attention mass per token, and per block diagonal, of the span's last queries: dense softmax, pair by pair."""
+    start, stop = span
+    verticals = [0.0] * (stop - start)
+    diagonals = [0.0] * ((stop - 1) // block - start // block + 1)
+    for i in range(max(start, stop - probe), stop):
+        scores = (k @ q[i] * q.shape[-1] ** -0.5).masked_fill(~seen[i], -math.inf)
+        for j, p in enumerate(scores.softmax(0).tolist()):
+            if p > 0:
+                verticals[j - start] += p
+                diagonals[i // block - j // block] += p
+    return verticals, diagonals
+
+
+def _cap(most: int, least: int, span: Span, case: Case, tokens: int) -> int:
+    """A packed document's share of the cap by length, of the tokens that are not padding; all of it if unpacked."""
+    if case.documents is None:
+        return most
+    return max(-(-most * (span[1] - span[0]) // tokens), least)
+
+
+def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> Selection:
+    pattern, block = case.pattern, case.block
+    first, last = span[0] // block, (span[1] - 1) // block
+    every = {(i, j) for i in range(first, last + 1) for j in range(first, i + 1)}
+    if case.documents is not None and span[1] - span[0] < pattern.dense_below:
+        return Selection(set(), every, (False, False), [])
+    verticals, diagonals = _masses(q, k, seen, span, pattern.probe or block, block)
+    tokens = int(seen.any(-1).sum())
+    most = _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens) if pattern.max_slashes else len(diagonals)
+    most_verticals = _cap(pattern.max_columns, pattern.min_columns, span, case, tokens)
+    kept, vertical_capped, vertical_share = _smallest(verticals, pattern.recall, pattern.min_columns, most_verticals)
+    on, slash_capped, slash_share = _smallest(diagonals, pattern.recall, pattern.min_slashes, most)
+    kept |= set(range(min(pattern.sinks, span[1] - span[0])))
+    on |= set(range(pattern.local_diagonals))
+    return Selection({span[0] + j for j in kept}, {(i, j) for i, j in every if i - j in on},
+                     (vertical_capped, slash_capped), [(vertical_share, slash_share, Fraction(pattern.recall))])
+
+
+def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -> Selection:
+    parts = [_select_span(q, k, seen, span, case) for span in spans if span[0] < span[1]]
+    return Selection(set().union(*(p.verticals for p in parts)), set().union(*(p.pairs for p in parts)),
+                     tuple(any(p.capped[n] for p in parts) for n in (0, 1)), sum((p.reached for p in parts), []))
+
+
+def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
+    """bool [S, S]: the pairs that are computed."""
+    chosen = torch.zeros_like(seen)
+    for i, j in selection.pairs:
+        chosen[i * block:(i + 1) * block, j * block:(j + 1) * block] = True
+    chosen[:, sorted(selection.verticals)] = True
+    return chosen & seen
+
+
+# Comparison ---------------------------------------------------------------------------------------------------------
+
+
+def _check_verticals(got: Tensor, want: set[int], seq_len: int) -> None:
+    """Ascending, each once, then filled up past the end."""
+    listed = got.tolist()
+    assert listed[:len(want)] == sorted(want)
+    assert all(position >= seq_len for position in listed[len(want):])
+
+
+def _check(case: Case, q: Tensor, k: Tensor) -> list[Selection]:
+    batch, heads, kv_heads, seq_len = case.shape
+    index = case.pattern.select(q, k, case.mask, block_size=case.block)
+    seen, dense, found = case.mask.dense(seq_len).expand(batch, -1, -1), index.dense(case.mask), []
+    blocks = torch.arange(-(-seq_len // case.block))
+    assert not index.selects(blocks, blocks).triu(1).any(), "a block of the future is selected"
+    for b in range(batch):
+        for h in range(heads):
+            want = _select(q[b, h], k[b, h * kv_heads // heads], seen[b], case.spans(b), case)
+            _check_verticals(index.verticals[b, h], want.verticals, seq_len)
+            assert tuple(index.capped[b, h].tolist()) == want.capped, (b, h)
+            assert torch.equal(dense[b, h], _dense(want, seen[b], case.block)), (b, h)
+            found.append(want)
+    return found
+
+
+def _inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
+    q, k, _ = structured_qkv(*case.shape, 8, seed=seed)
+    return q * 0.5, k
+
+
+USUAL = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, dense_below=48)
+MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
+
+CASES = {
+    "gqa": Case((2, 4, 2, 128), 16, Causal(), USUAL),
+    "mha, ragged": Case((1, 3, 3, 157), 16, Causal(), USUAL),
+    "5:1, ragged": Case((1, 5, 1, 100), 32, Causal(), USUAL),
+    "one token": Case((1, 2, 1, 1), 16, Causal(), USUAL),
+    "shorter than a block": Case((1, 2, 1, 10), 16, Causal(), USUAL),
+    "probe below block": Case((1, 2, 1, 90), 16, Causal(), VerticalSlash(recall=0.9, probe=5, sinks=1, dense_below=16)),
+    "probe of one": Case((1, 2, 1, 97), 16, Causal(), VerticalSlash(recall=0.9, probe=1, sinks=0, dense_below=16)),
+    "probe above block": Case((1, 2, 1, 125), 16, Causal(), VerticalSlash(recall=0.7, probe=41, dense_below=48)),
+    "probe above sequence": Case((1, 2, 1, 50), 16, Causal(), VerticalSlash(recall=0.7, probe=64, dense_below=64)),
+    "padding": Case((3, 2, 1, 128), 16, Causal(valid=(120, 0, 37)), USUAL, None, [120, 0, 37]),
+    "window": Case((1, 4, 2, 157), 16, Causal() & SlidingWindow(40), USUAL),
+    "packed": Case((1, 4, 2, 160), 16, Documents(MIXED[0]), USUAL, MIXED[:1]),
+    "packed, one list for all": Case((2, 2, 1, 160), 16, Documents(MIXED[1]), USUAL, MIXED[1:]),
+    "packed, ragged": Case((2, 2, 1, 157), 16, Documents(MIXED), USUAL, MIXED),
+    "packed, two long in one block": Case((1, 2, 1, 173), 16, Documents([55, 50, 60]), USUAL, [[55, 50, 60]]),
+    "packed, block-long documents": Case((1, 2, 1, 100), 16, Documents([17, 16, 33, 15, 19]),
+                                         VerticalSlash(recall=0.6, sinks=2, dense_below=16), [[17, 16, 33, 15, 19]]),
+    "packed, probe over blocks": Case((1, 2, 1, 160), 16, Documents(MIXED[0]),
+                                      VerticalSlash(recall=0.7, probe=45, dense_below=48), MIXED[:1]),
+    "packed, window": Case((2, 2, 1, 160), 16, Documents(MIXED) & SlidingWindow(20), USUAL, MIXED),
+    "all short": Case((1, 2, 1, 90), 16, Documents([40, 7, 30]), USUAL, [[40, 7, 30]]),
+    "nothing but padding": Case((2, 2, 1, 160), 16, Documents([[], [160]]), USUAL, [[], [160]]),
+    "recall 1": Case((1, 4, 2, 100), 16, Causal(), VerticalSlash(recall=1.0, sinks=0, dense_below=16)),
+    "recall 1, window": Case((1, 4, 2, 100), 16, SlidingWindow(30), VerticalSlash(recall=1.0, sinks=0, dense_below=16)),
+    "caps": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(recall=0.9, max_columns=7, max_slashes=2, dense_below=16)),
+    "no verticals": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(max_columns=0, sinks=2, dense_below=16)),
+    "packed caps": Case((2, 2, 1, 160), 16, Documents(MIXED), VerticalSlash(
+        recall=0.9, sinks=1, max_columns=20, max_slashes=3, dense_below=48), MIXED),
+    "floors": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(
+        recall=0.1, sinks=1, min_columns=40, min_slashes=5, dense_below=16)),
+    "floors above the sequence": Case((1, 2, 1, 40), 16, Causal(), VerticalSlash(
+        recall=0.1, sinks=1, min_columns=99, min_slashes=9, dense_below=16)),
+    "floors take verticals without mass": Case((1, 2, 1, 157), 16, SlidingWindow(24), VerticalSlash(
+        recall=0.5, sinks=0, min_columns=60, min_slashes=6, dense_below=16)),
+    "packed floors": Case((2, 2, 1, 160), 16, Documents(MIXED), VerticalSlash(
+        recall=0.1, sinks=0, min_columns=15, max_columns=20, min_slashes=2, max_slashes=4, dense_below=48), MIXED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selection_is_the_specification(name):
+    case = CASES[name]
+    _check(case, *_inputs(case, seed=len(name)))
+
+
+LENGTHS = st.lists(st.integers(1, 70), max_size=4)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(documents=st.one_of(st.none(), LENGTHS), tail=st.integers(1, 20), block=st.sampled_from([8, 16]),
+       probe=st.integers(0, 24), recall=st.floats(0.2, 0.99), sinks=st.integers(0, 4), local=st.integers(1, 3),
+       verticals=st.integers(1, 60), slashes=st.integers(0, 5), seed=st.integers(0, 9))
+def test_selection_is_the_specification_for_any_lengths(documents, tail, block, probe, recall, sinks, local, verticals,
+                                                        slashes, seed):
+    seq_len = sum(documents or [60]) + tail
+    pattern = VerticalSlash(recall=recall, probe=probe, sinks=sinks, local_diagonals=local, min_columns=verticals // 4,
+                            max_columns=verticals, max_slashes=slashes, dense_below=max(probe, block))
+    mask = Causal() if documents is None else Documents(documents)
+    case = Case((1, 2, 1, seq_len), block, mask, pattern, None if documents is None else [documents])
+    _check(case, *_inputs(case, seed))
+
+
+# Properties ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recall", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("mask, documents", [(Causal(), None), (Documents(MIXED), MIXED)], ids=["causal", "packed"])
+def test_verticals_alone_and_diagonals_alone_reach_the_recall(recall, mask, documents):
+    case = Case((2, 2, 1, 160), 16, mask, VerticalSlash(recall=recall, dense_below=48), documents)
+    for head in _check(case, *_inputs(case)):
+        assert head.capped == (False, False)
+        assert all(min(verticals, slashes) >= target for verticals, slashes, target in head.reached)
+
+
+def test_caps_are_respected_and_reported():
+    case = CASES["caps"]._replace(pattern=VerticalSlash(
+        recall=0.9, sinks=0, max_columns=7, max_slashes=2, dense_below=16))
+    index = case.pattern.select(*_inputs(case), case.mask, block_size=case.block)
+    assert index.capped.all()
+    assert ((index.verticals < 157).sum(-1) == 7).all()
+    assert (index.slashes.sum(-1) <= 2 + case.pattern.local_diagonals).all()
+
+
+def test_equal_bounds_are_fixed_budgets():
+    """MInference's budgets: so many verticals and diagonals whatever they hold, beside the sinks and the local diagonals."""
+    q, k = structured_qkv(1, 4, 2, 320, 8, seed=3)[:2]
+    chosen = [VerticalSlash(recall=recall, sinks=5, local_diagonals=2, min_columns=20, max_columns=20, min_slashes=4,
+                            max_slashes=4, dense_below=16).select(q, k, Causal(), block_size=16) for recall in (0.1, 1.0)]
+    assert torch.equal(chosen[0].verticals, chosen[1].verticals) and torch.equal(chosen[0].slashes, chosen[1].slashes)
+    verticals, slashes = (chosen[0].verticals < 320).sum(-1), chosen[0].slashes.sum(-1)
+    assert (verticals >= 20).all() and (verticals <= 25).all() and (slashes >= 4).all() and (slashes <= 6).all()
+    assert (chosen[0].verticals[..., :5] == torch.arange(5)).all() and chosen[0].slashes[..., :2].all()
+
+
+def test_a_dominant_vertical_is_selected_alone():
+    """One key that holds more than the recall of the mass: that vertical, the sinks, the local diagonal, nothing else."""
+    seq_len, vertical = 96, 21
+    q, k = torch.ones(1, 2, seq_len, 8, dtype=torch.float64), torch.zeros(1, 1, seq_len, 8, dtype=torch.float64)
+    k[:, :, vertical] = 4.0
+    pattern = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, dense_below=16)
+    case = Case((1, 2, 1, seq_len), 16, Causal(), pattern)
+    _check(case, q, k)
+    index = pattern.select(q, k, Causal(), block_size=16)
+    for head in range(2):
+        assert index.verticals[0, head, :3].tolist() == [0, 1, vertical]
+        assert index.verticals[0, head, 3] >= seq_len
+        assert index.slashes[0, head].nonzero().flatten().tolist() == [0, 5 - vertical // 16]
+
+
+def test_scale_is_that_of_the_softmax():
+    """A larger scale sharpens the probe's attention, so that fewer verticals hold the mass."""
+    case = CASES["gqa"]
+    q, k = _inputs(case)
+    index = case.pattern.select(q, k, case.mask, block_size=16, scale=0.7)
+    same = case.pattern.select(q * 0.7 * 8 ** 0.5, k, case.mask, block_size=16)
+    assert torch.equal(index.verticals, same.verticals) and torch.equal(index.slashes, same.slashes)
+    usual = case.pattern.select(q, k, case.mask, block_size=16)
+    assert (index.verticals < 128).sum() < (usual.verticals < 128).sum()
+
+
+def test_what_lies_after_or_outside_the_span_changes_nothing():
+    """Padding and other documents may hold anything finite."""
+    mask = Documents([[70, 60]])
+    pattern = VerticalSlash(recall=0.8, sinks=1, dense_below=48)
+    q, k, _ = structured_qkv(1, 2, 1, 144, 8)
+    before = pattern.select(q, k, mask, block_size=16)
+    other_q, other_k = q.clone(), k.clone()
+    other_q[:, :, :70] += 3
+    other_k[:, :, :70] -= 5
+    other_q[:, :, 130:], other_k[:, :, 130:] = 1e4, -1e4
+    after = pattern.select(other_q, other_k, mask, block_size=16)
+    assert torch.equal(before.dense(mask)[:, :, 70:], after.dense(mask)[:, :, 70:])
+    assert not torch.equal(before.dense(mask), after.dense(mask))
+
+
+def test_selection_has_no_gradient():
+    case = CASES["gqa"]
+    q, k = (x.requires_grad_() for x in _inputs(case))
+    assert not any(x.requires_grad for x in case.pattern.select(q, k, case.mask, block_size=16).tensors())
+
+
+# Packed documents' caps ---------------------------------------------------------------------------------------------
+
+
+def test_no_cap_on_slashes_is_no_cap_for_a_packed_document():
+    """A document across many blocks for its length may want more diagonals than its part of the sequence's."""
+    lengths = [15, 50, 63]
+    case = Case((1, 2, 1, 128), 16, Documents(lengths), VerticalSlash(recall=1.0, sinks=0, dense_below=48), [lengths])
+    assert not any(any(head.capped) for head in _check(case, *_inputs(case)))
+
+
+@pytest.mark.parametrize("seq_len", [110, 128, 160])
+def test_the_share_of_a_cap_goes_by_length_and_padding_is_no_length(seq_len):
+    pattern = VerticalSlash(recall=0.95, sinks=0, max_columns=10, dense_below=80)
+    case = Case((1, 2, 1, seq_len), 16, Documents([90, 20]), pattern, [[90, 20]])
+    q, k = _inputs(case)
+    _check(case, q, k)
+    verticals = case.pattern.select(q, k, case.mask, block_size=16).verticals
+    assert ((verticals < seq_len).sum(-1) == 9).all()
+
+
+def test_padding_known_from_another_mask_ends_the_span():
+    """Documents & Causal(valid): the probe is the last queries that see something."""
+    q, k, _ = structured_qkv(1, 2, 1, 128, 8)
+    pattern = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=16)
+    masks = Documents([128]) & Causal(valid=(100,)), Documents([100])
+    first, second = (pattern.select(q, k, mask, block_size=16).dense(mask) for mask in masks)
+    assert torch.equal(first, second)
+
+
+def test_patterns_on_one_mask_do_not_share_what_is_remembered():
+    """Two patterns with other spans, on the very same rows: each as on rows of its own."""
+    q, k, _ = structured_qkv(1, 2, 1, 192, 8)
+    mask = Documents([70, 50, 72])
+    shared = mask.rows(192)
+    for dense_below in (65, 71, 65):
+        pattern = VerticalSlash(recall=0.6, sinks=1, local_diagonals=1, dense_below=dense_below)
+        together = pattern.select(q, k, shared, block_size=16).dense(mask)
+        assert torch.equal(together, pattern.select(q, k, mask, block_size=16).dense(mask))

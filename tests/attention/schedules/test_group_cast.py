@@ -1,0 +1,354 @@
+"""Schedule group_cast: the plan on integers, played through on all ranks; attention over processes against dense
+attention in fp64, and not a byte more than is needed. All combinations: pytest -m slow tests/attention/schedules/test_group_cast.py
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.distributed import run_processes
+from tests.reference import dense_attention, gradients, structured_qkv
+from tests.slice_cases import NAMES, mask_and_truth
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
+from titan_sparse.attention.schedules import group_cast
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.context_parallel.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, MaskRanges, SlidingWindow
+from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.observe.statistics import recording
+
+BLOCK, SEQ_LEN = 8, 192
+WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
+
+
+# The plan -----------------------------------------------------------------------------------------------------------
+
+
+def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) -> dict[int, list]:
+    """An all-to-all among `members`, of (sender, entry of the sender's memory)."""
+    exchanges = [getattr(plans[rank].stages[stage], kind) for rank in members]
+    if exchanges[0] is None:
+        assert exchanges == [None] * len(members)
+        return {rank: [] for rank in members}
+    sent = {}
+    for rank, exchange in zip(members, exchanges):
+        rows = iter(exchange.rows.tolist())
+        sent[rank] = [[(rank, memory[rank][next(rows)]) for _ in range(count)] for count in exchange.sends]
+        assert next(rows, None) is None
+    for place, exchange in enumerate(exchanges):
+        assert exchange.receives == [len(sent[rank][place]) for rank in members]
+    return {rank: sum((sent[other][place] for other in members), []) for place, rank in enumerate(members)}
+
+
+def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> int:
+    size, needs = inter * intra, [set(row.nonzero().flatten().tolist()) for row in needed]
+    plans = [plan(needed, table, inter, intra, rank, stages) for rank in range(size)]
+    memory, got, crossings = [own.tolist() for own in table], [[] for _ in range(size)], []
+    inside, across = torch.zeros(2, size, dtype=torch.int64)
+    back_inside, back_across = torch.zeros(2, size, dtype=torch.int64)
+    for stage in range(stages):
+        for local in range(intra):
+            for rank, came in _exchange(plans, "outer", stage, list(range(local, size, intra)), memory).items():
+                assert plans[rank].stages[stage].relayed == (len(memory[rank]), len(memory[rank]) + len(came))
+                for sender, block in came:
+                    across[sender] += 1
+                    back_across[rank] += 1
+                    crossings.append((block, rank // intra))
+                    memory[rank].append(block)
+        for node in range(inter):
+            members = list(range(node * intra, node * intra + intra))
+            for rank, came in _exchange(plans, "inner", stage, members, memory).items():
+                assert plans[rank].stages[stage].k_blocks.tolist() == [block for _, block in came]
+                got[rank] += [block for _, block in came]
+                for sender, _ in came:
+                    inside[sender] += sender != rank
+                    back_inside[rank] += sender != rank
+    owned = [set(own.tolist()) for own in table]
+    for rank in range(size):
+        assert len(memory[rank]) == plans[rank].memory
+        assert sorted(got[rank]) == sorted(needs[rank] - owned[rank])
+    # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
+    of_node = lambda sets, node: set().union(*sets[node * intra : node * intra + intra])
+    assert sorted(crossings) == sorted(
+        (block, node) for node in range(inter) for block in of_node(needs, node) - of_node(owned, node))
+    wanted = wanted_blocks(needed, table, inter, intra)
+    for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
+        assert all(torch.equal(a.sum(1), b) for a, b in zip(traffic(wanted, stages, back), sums, strict=True))
+    return sum(map(len, got))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(WORLDS), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, seed):
+    g, size = torch.Generator().manual_seed(seed), world[0] * world[1]
+    table = torch.randperm(size * n, generator=g).view(size, n)
+    needed = torch.rand(size, size * n, generator=g) < density
+    own = torch.zeros_like(needed).scatter_(1, table, True)
+    assert _play(needed, table, *world, stages) == (needed & ~own).sum()
+
+
+def test_stages_are_even_and_those_of_the_own_node_come_first():
+    wanted = wanted_blocks(torch.ones(8, 96, dtype=torch.bool), block_ids("striped", 8, 96 * BLOCK, BLOCK), 2, 4)
+    stage = assign_stages(wanted, 4)
+    for node, other in ((0, 1), (1, 0)):
+        assert torch.bincount(stage[node].flatten()).tolist() == [24] * 4
+        assert stage[node, node].max() < stage[node, other].min()
+        for owner in stage[node].flatten(0, 1):  # each rank gives evenly
+            assert torch.bincount(owner)[owner.min() :].tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
+    """Of any start and stop, also where a mask lets queries see later keys, or some of them nothing."""
+    g = torch.Generator().manual_seed(5)
+    start, stop = torch.randint(0, SEQ_LEN, (2, 2, SEQ_LEN), generator=g, dtype=torch.int32).sort(dim=-1).values
+    rows = MaskRanges(start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False)
+    keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
+    seen = (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
+    want = seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
+    assert want.any() and (layout == "striped" or not want.all())
+    assert torch.equal(seen_blocks(rows, table, BLOCK), want)
+    met = met_blocks(rows, Dense().index([], rows, 2, 1, BLOCK), table)
+    assert (want <= met).all()  # a tile may have a hole that the mask empties
+
+
+# Attention ----------------------------------------------------------------------------------------------------------
+
+
+MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
+    "causal": Causal(),
+    "padded": Causal(valid=(SEQ_LEN - 5, 31)),
+    "documents": Documents([[100, 7, 1, 60], [40, 40, 100]]),
+    "window": Causal() & SlidingWindow(30),
+    "windowed documents": Documents([[SEQ_LEN], [3, 100, 60, 17]]) & SlidingWindow(50),
+    "short documents": Documents([24] * 8),
+    "full": Full(),
+}
+PATTERNS: dict[str, Pattern] = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(recall=0.7, sinks=3, local_diagonals=1, max_columns=20, max_slashes=4, dense_below=24),
+    "xattention": XAttention(stride=4, threshold=0.6, dense_below=24),
+    "moba": MoBA(chunk_size=16, top_k=3),
+}
+STAGES = [(2, 3), (3, 2), (1, 1), (4, 1)]
+CASES = [("causal", "dense"), ("documents", "vertical_slash"), ("windowed documents", "dense"), ("random 11", "dense"),
+         ("documents", "moba"), ("padded", "xattention"), ("stripes of keys", "dense"), ("windowed documents", "xattention"),
+         ("short documents", "vertical_slash"), ("causal", "moba"), ("far future", "dense"), ("full", "dense")]
+MESHES = {3: [(1, 1, 3), (1, 3, 1)], 4: [(1, 2, 2), (1, 1, 4), (2, 1, 2), (1, 4, 1)]}
+"""By number of processes: context-parallel groups beside each other, cp_inter, cp_intra."""
+EVERY = [(mask, pattern) for mask in MASKS for pattern in PATTERNS
+         if pattern == "dense" or not isinstance(MASKS[mask], (Slices, Full))]
+
+
+@functools.cache
+def _inputs() -> tuple[list[Tensor], Tensor]:
+    qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
+    return qkv, torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+@functools.cache
+def _wanted(mask: str, pattern: str) -> list[Tensor]:
+    """out, lse, dq, dk, dv of dense attention over what one process selects."""
+    qkv, d_out = _inputs()
+    index = PATTERNS[pattern].select(*qkv[:2], MASKS[mask], block_size=BLOCK)
+    seen = index.dense(MASKS[mask]).expand(2, 4, -1, -1)
+    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+    return [out, dense_attention(*qkv, seen)[1], *grads]
+
+
+def _context(axes: tuple[int, int, int], layout: str, stages: tuple[int, int] = (2, 2), dtype: torch.dtype | None = None):
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp_inter", "cp_intra"))["cp_inter", "cp_intra"]
+    return ContextParallel(mesh, layout, "group_cast", BLOCK, gradient_dtype=dtype, overlap_stages=stages)
+
+
+def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0) -> None:
+    qkv, d_out = _inputs()
+    leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+    cp.sent.clear()
+    with recording() as seen:
+        out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True, recomputed=recomputed)
+        forward = dict(cp.sent)
+        got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
+    case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
+    whole, names = [cp.unshard(x, 2) for x in got], ("out", "lse", "dq", "dk", "dv")
+    for what, a, b in zip(names, whole, _wanted(mask, pattern), strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite()), (what, case)
+        gap = (a - b).nan_to_num(0).abs().max().item()
+        assert gap < 1e-9, f"{what} off by {gap}: {case}"
+    dense = aux.index.dense(MASKS[mask]).expand(2, 4, -1, -1)
+    assert torch.equal(seen.visited[0].double(), dense.sum((2, 3)).double().mean(0)), case
+    if cp.size > 1 and not recomputed:
+        measured = seen.by_rank()
+        assert measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0]) and measured.work.sum() == dense.sum(), case
+        assert (measured.compute > 0)[measured.work > 0].all(), case
+    if not recomputed:
+        _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), forward, case)
+
+
+def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
+    """bool [W, blocks]: by the pairs of blocks that are computed, verticals left out."""
+    blocks, table = torch.arange(SEQ_LEN // BLOCK), cp.block_table(SEQ_LEN)
+    pairs = mask.dense(SEQ_LEN).unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2)
+    return (index.selects(blocks, blocks) & pairs[:, None]).any(1).any(0)[table].any(1)
+
+
+def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], case: str) -> None:
+    """Sent is what is needed, and to another node once, counted from pairs of blocks without the plan."""
+    owner, node = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64), cp.rank // cp.intra
+    for rank, own in enumerate(cp.block_table(SEQ_LEN)):
+        owner[own] = rank
+    want = {axis: 0 for axis in ("inner", "outer", "inner_gradient", "outer_gradient")}
+    for block, (own, users) in enumerate(zip(owner.tolist(), needed.T.tolist())):
+        nodes = {rank // cp.intra for rank in range(cp.size) if users[rank] and rank != own}
+        passes_here = own % cp.intra == cp.rank % cp.intra and node in nodes  # here it is owned or handed on
+        others = sum(users[rank] for rank in range(node * cp.intra, (node + 1) * cp.intra) if rank not in (cp.rank, own))
+        want["inner"] += others if passes_here else 0
+        want["outer"] += len(nodes - {node}) if own == cp.rank else 0
+        want["outer_gradient"] += passes_here and own // cp.intra != node
+        want["inner_gradient"] += users[cp.rank] and own != cp.rank and own % cp.intra != cp.rank % cp.intra
+    block = 2 * 2 * 2 * BLOCK * 8 * 8  # bytes: k and v, sequences, heads, tokens, head_dim, of float64
+    for axis, count in want.items():  # the backward fetches keys and values again
+        sent = (forward.get(axis, 0), cp.sent[axis] - forward.get(axis, 0))
+        assert sent == ((0 if "gradient" in axis else count * block), count * block), (axis, sent, want, case)
+
+
+def _check_some(world: int) -> None:
+    """Half of the cases on each mesh, the layouts in turn."""
+    for which, axes in enumerate(MESHES[world]):
+        contexts = [_context(axes, layout, stages) for layout, stages in zip(LAYOUTS, STAGES)]
+        for number, case in enumerate(CASES[which % 2 :: 2]):
+            _check(contexts[(number + which) % 3], *case)
+    if world == 3:
+        _check_plans_are_made_once_a_mask()
+        _check_lengths_that_are_compiled_for()
+        _check_calls_with_other_heads()
+    if world == 4:
+        _check_compiled_and_recomputed()
+        _check_half_precision()
+
+
+def _check_plans_are_made_once_a_mask() -> None:
+    """One for the forward and one for the backward, for all layers; where the pattern chooses, for each layer."""
+    monkeypatch, made = pytest.MonkeyPatch(), []
+    monkeypatch.setattr(group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args))
+    cp, rows = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
+    for pattern, layers in (("dense", 1), ("moba", 2)):
+        leaves = [cp.shard(x, 2).requires_grad_() for x in _inputs()[0]]
+        made.clear()
+        sum(attend(*leaves, rows, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
+        assert made == [2] * layers + [3] * layers
+    monkeypatch.undo()
+
+
+def _check_lengths_that_are_compiled_for() -> None:
+    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks, and the result is the same."""
+    monkeypatch, lengths = pytest.MonkeyPatch(), set()
+    monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
+    for name, at in (("forward", 1), ("backward", 2)):
+        inner = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x))
+    cp = _context((1, 1, 3), "striped", (2, 3))
+    for mask, pattern in (("documents", "dense"), ("window", "moba")):
+        _check(cp, mask, pattern)
+    seen = set(lengths)
+    _check(cp, "documents", "vertical_slash")  # whose verticals are of any number
+    own = SEQ_LEN // BLOCK // 3
+    assert seen and all(n in (own, own // 2, own - own // 2) or n & (n - 1) == 0 for n in seen), seen
+    unrounded = {len(blocks) for mask in ("documents", "window") for blocks in _stage_blocks(cp, mask)}
+    assert any(n & (n - 1) for n in unrounded), unrounded
+    monkeypatch.undo()
+
+
+def _check_calls_with_other_heads() -> None:
+    """Under one mask, backwards that begin with other parts of the own blocks, as gradients of more heads go home."""
+    cp, rows = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
+    seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    for kv_heads in (1, 4):
+        qkv, d_out = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3), _inputs()[1]
+        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        got = torch.autograd.grad(attend(*leaves, rows, Dense(), cp), leaves, cp.shard(d_out, 2))
+        _, wanted = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+        for a, b in zip(got, wanted, strict=True):
+            assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
+
+
+def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
+    """Of the forward, dense."""
+    from titan_sparse.attention.attend import _run
+
+    rows = MASKS[mask].rows(SEQ_LEN)
+    return group_cast.stages(_run(_inputs()[0][0], [], rows, Dense().key, cp.key, "eager", 1.0))
+
+
+def _check_compiled_and_recomputed() -> None:
+    """As training calls it: compiled without graph breaks, checkpointed, a part of it computed again in the backward."""
+    cp, (qkv, d_out) = _context((1, 2, 2), "striped"), _inputs()
+    policy = lambda _, op, *args, **kwargs: (
+        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    call = functools.partial(attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4)
+    layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
+    leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+    out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
+    wanted = _wanted("documents", "vertical_slash")
+    got = [out.detach(), *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
+    for a, b in zip(got, (wanted[0], *wanted[2:]), strict=True):
+        assert (cp.unshard(a, 2) - 2 * b).abs().max() < 1e-9
+
+
+def _check_half_precision() -> None:
+    """bf16, and gradients on the wire in bf16: half the bytes, and the same up to a rounding at each hop."""
+    qkv, d_out = [x.bfloat16() for x in _inputs()[0]], _inputs()[1].bfloat16()
+    found = []
+    for dtype in (None, torch.bfloat16):
+        cp = _context((1, 2, 2), "zigzag", dtype=dtype)
+        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        out = attend(*leaves, MASKS["window"], cp=cp)
+        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
+        found.append(([cp.unshard(x, 2).float() for x in (out.detach(), *grads)], dict(cp.sent)))
+    for a, b in zip(*(x for x, _ in found)):
+        assert (a - b).norm() < 0.01 * a.norm()
+    for axis, sent in found[0][1].items():
+        assert found[1][1][axis] == (sent / 2 if "gradient" in axis else sent), axis
+
+
+@pytest.mark.parametrize("world", MESHES)
+def test_parallel_equals_dense(world):
+    run_processes(world, _check_some, world)
+
+
+def _check_all(axes: tuple[int, int]) -> None:
+    contexts = [_context((1, *axes), layout, stages) for layout, stages in itertools.product(LAYOUTS, STAGES)]
+    for number, case in enumerate(EVERY):
+        for cp in contexts[number % 4 :: 4] if case[1] == "dense" else contexts:
+            _check(cp, *case)
+    for share in (0.3, 1.0):
+        _check(contexts[-1], "documents", "vertical_slash", share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(1, 1), (1, 2), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3)], ids=str)
+def test_all_masks_patterns_layouts_and_stages(axes):
+    run_processes(axes[0] * axes[1], _check_all, axes)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="overlap_stages"):
+        ContextParallel(None, schedule="group_cast", overlap_stages=(2, 0))
+
+
+def test_one_rank_sends_nothing():
+    cp, (qkv, _) = ContextParallel(None, "striped", "group_cast", BLOCK), _inputs()
+    assert (attend(*qkv, MASKS["documents"], cp=cp) - _wanted("documents", "dense")[0]).abs().max() < 1e-12
+    assert cp.bytes_sent == 0

@@ -1,0 +1,99 @@
+"""Dense attention of packed documents on one rank by a kernel that knows documents: here by that kernel's twin."""
+
+import pytest
+import torch
+
+from tests.reference import gradients, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.schedules import varlen as packed
+from titan_sparse.attention.backends import eager, flash
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
+from titan_sparse.attention.patterns import Dense
+from titan_sparse.attention.masks.packed import prefix_lm
+
+S = 96
+
+
+def masks(scale: int = 1) -> dict:
+    """By name, for S * scale tokens."""
+    def documents(*lengths):
+        return Documents([[scale * n for n in row] for row in lengths])
+
+    return {
+        "documents": documents([50, 1, 45]),
+        "padded": documents([30, 7, 20], [96]),
+        "window": Causal() & SlidingWindow(11 * scale),
+        "documents in a window": documents([50, 1, 40], [10, 70]) & SlidingWindow(9 * scale),
+        "padded, in a window": Causal(valid=(96 * scale, 61 * scale)) & SlidingWindow(20 * scale),
+        "a window that cuts nothing": documents([40, 56]) & SlidingWindow(60 * scale),
+    }
+
+
+MASKS = masks()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_equals_attention_over_tiles(name, monkeypatch):
+    mask = MASKS[name]
+    q, k, v = structured_qkv(2, 6, 2, S, 8, seed=1)
+    d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(2))
+
+    def found() -> list:
+        out, aux = attend(q, k, v, mask, Dense(), backend="eager", block_size=16, return_aux=True)
+        return [out, aux.lse, *gradients(lambda *x: attend(*x, mask, Dense(), backend="eager", block_size=16), d_out, q, k, v)[1]]
+
+    want = found()
+    calls = []
+    monkeypatch.setattr(eager, "serves_causal", lambda q: True)
+    for kind in ("forward_packed", "backward_packed"):
+        inner = getattr(eager, kind)
+        monkeypatch.setattr(eager, kind, lambda *x, kind=kind, inner=inner: calls.append((kind, x[-1])) or inner(*x))
+    for a, b in zip(found(), want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+    assert {kind for kind, _ in calls} == {"forward_packed", "backward_packed"}
+    windows = {"window": 11, "documents in a window": 9, "padded, in a window": 20}
+    assert {window for _, window in calls} == {windows.get(name)}
+
+
+def test_what_documents_and_a_window_cannot_say():
+    assert packed.find_packing(Full().rows(S), 1) is None
+    rows = (Documents([[50, 46]]) & SlidingWindow(9)).rows(S)
+    rows.start[0, 70] += 1  # one query sees less
+    assert packed.find_packing(rows, 1) is None
+    assert prefix_lm([S], [10]).rows(S).slices is not None  # which packing() leaves to tables
+
+
+def test_offsets():
+    found = packed.find_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)
+    assert found.offsets.tolist() == [0, 50, 51, 91, 96, 192] and found.longest == 96 and found.window is None
+    assert found.padding.sum() == 5 and found.padding[0, -5:].all()
+    one = packed.find_packing(Documents([[50, 46]]).rows(S), 3)  # a mask for all sequences
+    assert one.offsets.tolist() == [0, 50, 96, 146, 192, 242, 288] and one.padding is None
+
+
+def test_arguments_of_flash_attention():
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
+    assert flash._documents(offsets, 5, None)["causal"] and "window_size_left" not in flash._documents(offsets, 5, None)
+    found = flash._documents(offsets, 5, 3)
+    assert (found["window_size_left"], found["window_size_right"], found["max_seqlen_k"]) == (2, 0, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(flash.missing() is not None, reason=str(flash.missing()))
+@pytest.mark.parametrize("name", MASKS)
+def test_on_a_gpu(name, monkeypatch):
+    """FlashAttention-4's documents against its block lists, in bf16, both against fp64."""
+    mask = masks(16)[name]
+    q, k, v = (x.cuda().bfloat16() for x in structured_qkv(2, 8, 2, S * 16, 128, seed=3))
+    d_out = torch.randn_like(q)
+
+    def run(backend, *x):
+        return gradients(lambda *y: attend(*y, mask, Dense(), backend=backend), *x)
+
+    out, grads = run("flex", d_out, q, k, v)
+    want, wanted = run("eager", d_out.double(), *(x.double() for x in (q, k, v)))
+    monkeypatch.setattr(packed, "packing", lambda run, q: None)
+    listed, by_lists = run("flex", d_out, q, k, v)
+    for a, b, c in zip((out, *grads), (want, *wanted), (listed, *by_lists)):
+        error, bound = ((x.double() - b).norm() / b.norm() for x in (a, c))
+        assert error < 1.5 * bound, (name, error, bound)

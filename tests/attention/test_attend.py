@@ -1,0 +1,352 @@
+"""attend() on one rank against dense masked attention in fp64, and what must hold whatever is selected."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import dense_attention, gradients, structured_qkv
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.attention.observe.statistics import recording
+
+SPARSE = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=40)
+CAPPED = VerticalSlash(recall=0.95, probe=7, sinks=0, max_columns=21, max_slashes=2, dense_below=32)
+PATTERNS = {"dense": Dense(), "sparse": SPARSE, "capped": CAPPED}
+
+# heads, KV heads, tokens, block size
+SHAPES = [(16, 2, 128, 16), (5, 1, 157, 32), (3, 3, 157, 16), (5, 1, 128, 32)]
+
+MASKS = {
+    "full": Full(),
+    "causal": Causal(),
+    "valid": Causal(valid=(101, 0)),
+    "window": Causal() & SlidingWindow(45),
+    "documents": Documents([45, 3, 60, 17]),
+    "documents by sequence": Documents([[128], [20, 41, 1, 55]]),
+    "documents, window": Documents([[45, 3, 60, 17], [100]]) & SlidingWindow(30),
+}
+COMBINATIONS = [(mask, pattern) for mask in MASKS for pattern in PATTERNS if mask != "full" or pattern == "dense"]
+
+
+class Problem(NamedTuple):
+    """Inputs of one attention over two sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    pattern: Pattern
+    block: int
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+
+def _problem(shape: tuple[int, int, int, int], mask: str, pattern: Pattern) -> Problem:
+    heads, kv_heads, seq_len, block = shape
+    q, k, v = structured_qkv(2, heads, kv_heads, seq_len, 8, seed=heads)
+    return Problem(q * 0.5, k, v, MASKS[mask], pattern, block)
+
+
+def _attend(p: Problem, *qkv: Tensor):
+    """out, and Auxiliary."""
+    return attend(*(qkv or p.qkv), p.mask, p.pattern, block_size=p.block, return_aux=True)
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+# Against the reference ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
+    torch.set_num_threads(1)
+    p = _problem(shape, mask, PATTERNS[pattern])
+    d_out = torch.randn(p.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    aux = _attend(p)[1]
+    seen = aux.index.dense(p.mask)
+    want_lse = dense_attention(*p.qkv, seen)[1]
+    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *p.qkv)
+    got, got_grads = gradients(lambda *x: attend(*x, p.mask, p.pattern, block_size=p.block), d_out, *p.qkv)
+    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and torch.equal(want_lse.isneginf(), ~seen.any(-1))
+    assert _gap(aux.lse.nan_to_num(neginf=0), want_lse.nan_to_num(neginf=0)) < 1e-9
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True):
+        assert _gap(a, b) < 1e-9, name
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_scale(pattern):
+    p = _problem(SHAPES[2], "causal", PATTERNS[pattern])
+    out, aux = attend(*p.qkv, p.mask, p.pattern, block_size=p.block, scale=0.2, return_aux=True)
+    assert _gap(out, dense_attention(*p.qkv, aux.index.dense(p.mask), scale=0.2)[0]) < 1e-9
+
+
+def test_the_default_block_size_is_128():
+    p = _problem(SHAPES[2], "causal", Dense())
+    out, aux = attend(*p.qkv, return_aux=True)
+    assert aux.index.block_size == 128
+    assert _gap(out, _attend(p)[0]) < 1e-12
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_rows_of_a_mask_serve_as_the_mask(pattern):
+    p = _problem(SHAPES[1], "documents, window", PATTERNS[pattern])
+    got = attend(*p.qkv, p.mask.rows(157), p.pattern, block_size=p.block)
+    assert torch.equal(got, _attend(p)[0])
+
+
+@pytest.mark.parametrize("mask", ["causal", "valid", "documents"])
+def test_selecting_everything_is_dense(mask):
+    everything = VerticalSlash(recall=1.0, sinks=0, min_slashes=10**6, dense_below=32)
+    p = _problem(SHAPES[1], mask, everything)
+    assert torch.equal(_attend(p)[1].index.dense(p.mask), p.mask.dense(157)[:, None].expand(2, 5, -1, -1))
+    d_out = torch.ones_like(p.q)
+    got, got_grads = gradients(lambda *x: attend(*x, p.mask, everything, block_size=p.block), d_out, *p.qkv)
+    want, want_grads = gradients(lambda *x: attend(*x, p.mask, Dense(), block_size=p.block), d_out, *p.qkv)
+    assert all(_gap(a, b) < 1e-12 for a, b in zip((got, *got_grads), (want, *want_grads), strict=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("mask", ["valid", "documents by sequence"])
+def test_rows_that_see_nothing(mask, pattern):
+    p = _problem(SHAPES[1], mask, PATTERNS[pattern])
+    seen = p.mask.dense(157)
+    blind, unseen = ~seen.any(-1), ~seen.any(-2)
+    out, aux = _attend(p)
+    grads = gradients(lambda *x: _attend(p, *x)[0], torch.ones_like(p.q), *p.qkv)[1]
+    assert blind.any() and unseen.any()
+    assert (out.transpose(1, 2)[blind] == 0).all() and aux.lse.transpose(1, 2)[blind].isneginf().all()
+    for grad, zero in zip(grads, (blind, unseen, unseen), strict=True):
+        assert (grad.transpose(1, 2)[zero] == 0).all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+                         ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_lower_precision(dtype, bound, pattern):
+    p = _problem(SHAPES[1], "documents", PATTERNS[pattern])
+    low = [x.to(dtype) for x in p.qkv]
+    out, aux = _attend(p, *low)
+    seen, exact = aux.index.dense(p.mask), [x.double() for x in low]
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got, got_grads = gradients(lambda *x: _attend(p, *x)[0], d_out, *low)
+    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *exact)
+    assert aux.lse.dtype == torch.float32
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True):
+        assert a.dtype == dtype and ((a.double() - b).norm() / b.norm()).item() < bound, name
+
+
+# Perturbation and poison: with the index held fixed -----------------------------------------------------------------
+
+
+def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
+    """The forward op alone, on an index made before."""
+    rows, world = p.mask.rows(p.q.shape[2])[:3], context_by_key(single_key(p.block))
+    return torch.ops.titan_sparse.attend_forward(*qkv, tensors, *rows, p.pattern.key, world.key, "eager",
+                                                 p.q.shape[3] ** -0.5, False, None, None)[0]
+
+
+def _fixed(mask: str, pattern: str) -> tuple[Problem, list[Tensor], Tensor]:
+    """A problem of small scores, so that every selected pair weighs; its index as tensors and as pairs."""
+    p = _problem(SHAPES[1], mask, PATTERNS[pattern])
+    p = p._replace(q=p.q * 0.2)
+    index = p.pattern.select(p.q, p.k, p.mask, block_size=p.block)
+    return p, index.tensors(), index.dense(p.mask)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents by sequence"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("token", [0, 31, 32, 77, 116, 156])
+def test_a_token_reaches_exactly_the_rows_that_see_it(mask, pattern, token):
+    p, index, seen = _fixed(mask, pattern)
+    before = _with_index(p, index, *p.qkv)
+    k, v, q = (x.clone() for x in (p.k, p.v, p.q))
+    k[1, :, token] += 0.5
+    v[1, :, token] -= 3.0
+    q[1, :, token] *= -1.0
+    changed = (_with_index(p, index, p.q, k, v) != before).any(-1)
+    assert torch.equal(changed[1], seen[1, :, :, token]) and not changed[0].any()
+    alone = (_with_index(p, index, q, p.k, p.v) != before).any(-1)
+    # A row that sees one key has its value for output, whatever the query.
+    chooses = seen[1, :, token].sum(-1) > 1
+    assert torch.equal(alone[1, :, token], chooses) and alone.sum() == chooses.sum()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_value_reaches_the_same_rows_through_attend(pattern):
+    """Selection never looks at the values."""
+    p, _, seen = _fixed("documents", pattern)
+    v = p.v.clone()
+    v[:, :, 70] += 1.0
+    changed = (_attend(p, p.q, p.k, v)[0] != _attend(p)[0]).any(-1)
+    assert torch.equal(changed, seen[..., 70])
+
+
+def _skipping_rows(p: Problem, seen: Tensor, verticals: Tensor, poisoned: int) -> Tensor:
+    """bool [B, Hq, S]: rows whose block meets nothing of a KV block, in heads without verticals there."""
+    size, seq_len = p.block, p.q.shape[2]
+    here = slice(poisoned * size, (poisoned + 1) * size)
+    padded = torch.nn.functional.pad(seen, (0, 0, 0, -seq_len % size))
+    meets = padded[..., here].any(-1).unflatten(-1, (-1, size)).any(-1)
+    has_vertical = ((verticals >= here.start) & (verticals < here.stop)).any(-1)
+    return ~(meets | has_vertical[..., None]).repeat_interleave(size, -1)[..., :seq_len]
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_what_is_not_selected_is_not_read(mask, pattern):
+    """NaN in a KV block would come through as 0 * NaN wherever the block is read and only masked."""
+    p = _problem((4, 2, 157, 16), mask, PATTERNS[pattern])
+    index = p.pattern.select(p.q, p.k, p.mask, block_size=p.block)
+    seen, poisoned = index.dense(p.mask), 4
+    skipping = _skipping_rows(p, seen, index.verticals, poisoned)
+    function = lambda *x: _with_index(p, index.tensors(), *x)
+    clean, (clean_dq, _, _) = gradients(function, torch.ones_like(p.q), *p.qkv)
+    here, k, v = slice(4 * 16, 5 * 16), p.k.clone(), p.v.clone()
+    k[:, :, here], v[:, :, here] = torch.nan, torch.nan
+    out, (dq, _, _) = gradients(function, torch.ones_like(p.q), p.q, k, v)
+    # In a dense causal problem only the rows before the block skip it; otherwise some after it do as well.
+    assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (pattern == "dense" and mask == "causal")
+    assert skipping.any(), "the case proves nothing"
+    assert torch.equal(out[skipping], clean[skipping]) and torch.equal(dq[skipping], clean_dq[skipping])
+    assert out[seen[..., here].any(-1)].isnan().all()
+
+
+# Statistics ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_statistics_count_what_is_computed(shape, mask, pattern):
+    p = _problem(shape, mask, PATTERNS[pattern])
+    with recording(recall_rows=10**6) as record:
+        _, aux = _attend(p)
+    seen, visible = aux.index.dense(p.mask), p.mask.dense(shape[2])
+    assert (record.visited[0] * 2 == seen.sum((0, 2, 3))).all()
+    want = seen.sum((0, 2, 3)).double() / 2 / (visible.sum().double() / len(visible))
+    assert torch.equal(record.density(), want[None])
+    dense_lse = dense_attention(*p.qkv, visible[:, None].expand_as(seen))[1]
+    kept = (aux.lse - dense_lse).exp()
+    rows = visible.any(-1)[:, None].expand_as(kept)
+    recall = torch.where(rows, kept, 0).sum((0, 2)) / rows.sum((0, 2))
+    assert _gap(record.recall[0], recall) < 1e-9
+    assert pattern != "dense" or (record.density() == 1).all() and _gap(record.recall[0], torch.ones(shape[0])) < 1e-9
+
+
+def test_statistics_of_budgets_and_layers():
+    p = _problem(SHAPES[0], "causal", CAPPED)
+    with recording() as record:
+        first, second = (_attend(p, p.q * factor, p.k, p.v)[1].index for factor in (1, 3))
+    assert record.density().shape == (2, 16) and record.recall == []
+    for got, index in zip(record.capped, (first, second), strict=True):
+        assert torch.equal(got, index.capped.double().mean((0, 2)))
+    assert 0 < torch.stack(record.capped).mean() <= 1
+    _attend(p)
+    assert len(record.visited) == 2, "recorded outside of recording()"
+
+
+# Custom ops ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["dense", "sparse"])
+@pytest.mark.parametrize("mask, dtype", [("causal", torch.float64), ("documents", torch.bfloat16)])
+def test_opcheck(mask, dtype, pattern):
+    p = _problem((4, 2, 125, 16), mask, PATTERNS[pattern])
+    p = p._replace(**{name: getattr(p, name).to(dtype) for name in "qkv"})
+    rows, names = p.mask.rows(125)[:3], (p.pattern.key, context_by_key(single_key(16)).key)
+    ops, scale = torch.ops.titan_sparse, 8 ** -0.5
+    if p.pattern.dynamic:
+        torch.library.opcheck(ops.select.default, (p.q, p.k, *rows, *names, scale))
+    index = p.pattern.select(p.q, p.k, p.mask, block_size=16).tensors()
+    leaves = [x.clone().requires_grad_() for x in p.qkv]
+    rest = (index, *rows, *names, "eager", scale, False, None, None)
+    torch.library.opcheck(ops.attend_forward.default, (*leaves, *rest))
+    saved = ops.attend_forward(*p.qkv, *rest)
+    result = torch.library.opcheck(ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, *rest))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("q, k, v, words", [
+    (_x(2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "needs q"),
+    (_x(1, 2, 16, 8), _x(2, 16, 8), _x(2, 16, 8), "needs q"),
+    (_x(1, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 4), "needs q"),
+    (_x(1, 2, 16, 8), _x(1, 1, 16, 8), _x(1, 2, 16, 8), "needs q"),
+    (_x(2, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+    (_x(1, 2, 16, 8), _x(1, 2, 32, 8), _x(1, 2, 32, 8), "multiple of Hkv"),
+    (_x(1, 2, 16, 8), _x(1, 2, 16, 4), _x(1, 2, 16, 4), "multiple of Hkv"),
+    (_x(1, 3, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+    (_x(1, 1, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+    (_x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.float64), _x(1, 1, 16, 8), "dtype"),
+    (_x(1, 1, 16, 8), _x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.bfloat16), "dtype"),
+    (*[_x(1, 1, 16, 8, dtype=torch.int64)] * 3, "dtype"),
+])
+def test_tensors_that_do_not_fit(q, k, v, words):
+    with pytest.raises(ValueError, match=words):
+        attend(q, k, v)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"mask": Causal().rows(15)}, "15 tokens"),
+    ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
+    ({"mask": Documents([9, 8])}, "17 tokens"),
+    ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+    ({"backend": "nothing"}, "attention.backend"),
+    ({"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16}, "block_size=16"),
+    ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
+    ({"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8}, "dense_below = 17 or more"),
+])
+def test_options_that_do_not_fit(options, words):
+    q = _x(2, 2, 16, 8)
+    with pytest.raises(ValueError, match=words):
+        attend(q, q, q, **options)
+
+
+def test_rows_that_see_the_future_do_not_fit_a_sparse_pattern():
+    q = _x(2, 2, 16, 8)
+    with pytest.raises(ValueError, match="causal"):
+        attend(q, q, q, mask=Full().rows(16), pattern=SPARSE, block_size=16)
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_block_size_out_of_range(block_size):
+    q = _x(2, 2, 16, 8)
+    with pytest.raises(ValueError, match="block_size"):
+        attend(q, q, q, block_size=block_size)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"recall": 0.0}, "recall"),
+    ({"recall": 1.1}, "recall"),
+    ({"local_diagonals": 0}, "local_diagonals"),
+    ({"min_columns": 5, "max_columns": 4}, "minimum"),
+    ({"min_slashes": 3, "max_slashes": 2}, "minimum"),
+    *[({f.name: -1}, f.name) for f in dataclasses.fields(VerticalSlash) if f.name != "recall"],
+])
+def test_parameters_out_of_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        VerticalSlash(**options)
+
+
+@pytest.mark.parametrize("layout, schedule, words", [
+    ("diagonal", "local", "layout"), ("striped", "spiral", "schedule"),
+])
+def test_unknown_layouts_and_schedules(layout, schedule, words):
+    with pytest.raises(ValueError, match=words):
+        ContextParallel(None, layout, schedule, 8)

@@ -1,0 +1,150 @@
+"""attend() inside torch.compile and under selective activation checkpointing."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
+from titan_sparse.attention.schedules import ring
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+
+BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
+ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
+PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32),
+            "xattention": XAttention(4, 0.7, 32), "moba": MoBA(16, 2)}
+LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
+
+
+class Layer(nn.Module):
+    """Attention with its projections: 4 query heads, 2 KV heads."""
+
+    def __init__(self, pattern: Pattern, cp: ContextParallel | None = ONE_RANK):
+        super().__init__()
+        torch.manual_seed(0)
+        self.pattern, self.cp = pattern, cp
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, rows: MaskRanges) -> Tensor:
+        """x [B, S, WIDTH] -> [B, S, WIDTH]"""
+        q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=1)
+        out = attend(q, k, v, rows, self.pattern, cp=self.cp, block_size=BLOCK)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def _input(seed: int) -> Tensor:
+    return torch.randn(2, SEQ_LEN, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _step(layer: nn.Module, function: Callable, x: Tensor, rows: MaskRanges) -> list[Tensor]:
+    """Output, gradient of the input and of every parameter."""
+    x = x.clone().requires_grad_()
+    out = function(x, rows)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_once_equal_to_eager_for_all_documents(pattern):
+    layer = Layer(PATTERNS[pattern])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seed, lengths in enumerate(LENGTHS):
+        rows = Documents(lengths).rows(SEQ_LEN)
+        want = _step(layer, layer, _input(seed), rows)
+        _assert_equal(_step(layer, compiled, _input(seed), rows), want)
+    assert counter.frame_count == 1, "compiled again for other documents"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_with_an_unpacked_mask(pattern):
+    layer = Layer(PATTERNS[pattern])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    rows = Causal().rows(SEQ_LEN)
+    _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
+
+
+def test_compiled_without_context_parallelism():
+    layer = Layer(PATTERNS["dense"], cp=None)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    rows = Causal().rows(SEQ_LEN)
+    _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
+
+
+# Activation checkpointing -------------------------------------------------------------------------------------------
+
+
+def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _saving(layer: nn.Module) -> Callable:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+    return lambda x, rows: checkpoint(layer, x, rows, use_reentrant=False, context_fn=contexts)
+
+
+def _recomputing(layer: nn.Module) -> Callable:
+    return lambda x, rows: checkpoint(layer, x, rows, use_reentrant=False)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> dict[str, int]:
+    """How often the attention forward and the selection really ran."""
+    count = {"forward": 0, "select": 0}
+
+    def counting(name: str, function: Callable) -> Callable:
+        def wrapper(*args):
+            count[name] += 1
+            return function(*args)
+        return wrapper
+
+    monkeypatch.setattr(ring, "forward", counting("forward", ring.forward))
+    monkeypatch.setattr(VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors))
+    return count
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_saved_ops_run_once_a_step(calls, pattern, compiled):
+    layer = Layer(PATTERNS[pattern])
+    rows = Documents(LENGTHS[1]).rows(SEQ_LEN)
+    want = _step(layer, layer, _input(0), rows)
+    selections = calls["select"]
+    assert calls["forward"] == 1 and selections == (pattern == "vertical_slash")
+    function = _saving(layer)
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for step in (2, 3):
+        _assert_equal(_step(layer, function, _input(0), rows), want)
+        assert calls == {"forward": step, "select": step * selections}
+
+
+def test_plain_checkpointing_would_run_them_twice(calls):
+    """What the policy above saves; otherwise the counts prove nothing."""
+    layer = Layer(PATTERNS["vertical_slash"])
+    rows = Documents(LENGTHS[1]).rows(SEQ_LEN)
+    want = _step(layer, layer, _input(0), rows)
+    _assert_equal(_step(layer, _recomputing(layer), _input(0), rows), want)
+    assert calls == {"forward": 3, "select": 3}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_trainers_checkpointing_runs_attention_once(calls, mode):
+    """activation_checkpoint.checkpointed() as parallel.py uses it, on the layer of this file."""
+    layer, rows = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
+    _step(layer, checkpointed(layer, mode), _input(0), rows)
+    assert calls == {"forward": 1, "select": 1}

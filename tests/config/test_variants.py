@@ -1,0 +1,80 @@
+"""The published variants: each file is a configuration that can run as it stands, and trains at toy size on two ranks."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from scripts.compare_runs import differences
+from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns.build import build_pattern
+from titan_sparse.config import Config, load, load_and_check
+
+FILES = sorted((Path(__file__).parents[2] / "train_configs/variants").glob("*.toml"))
+ROWS = {
+    "mtraining": (VerticalSlash(recall=0.95, probe=64), "striped", "double_ring"),
+    "mtraining_without_hierarchy": (VerticalSlash(recall=0.95, probe=64), "striped", "ring"),
+    "mtraining_zigzag": (VerticalSlash(recall=0.95, probe=64), "zigzag", "ring"),
+    "mtraining_xattention": (XAttention(stride=16, threshold=0.9), "striped", "double_ring"),
+    "xattention": (XAttention(stride=16, threshold=0.9), "zigzag", "ring"),
+    "moba": (MoBA(chunk_size=4096, top_k=12), "zigzag", "ring"),
+    "minference": (VerticalSlash(probe=64, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48), "striped",
+                   "double_ring"),
+    "dense_zigzag": (Dense(), "zigzag", "ring"),
+    "dense_striped": (Dense(), "striped", "ring"),
+    "burst_engine": (Dense(), "striped", "double_ring"),
+    "packed": (VerticalSlash(recall=0.95, probe=64), "striped", "double_ring"),
+    "magi_attention": (Dense(), "balanced", "group_cast"),
+}
+DOCUMENTS = ("packed", "magi_attention")
+
+
+def test_every_variant_is_listed():
+    assert {path.stem for path in FILES} == set(ROWS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_variant_says_what_was_published(path):
+    config, _ = load_and_check(["--config", str(path)], 32, 8)
+    attention = config.attention
+    assert (build_pattern(attention), attention.layout, attention.schedule) == ROWS[path.stem]
+    assert attention.mask == ("documents" if path.stem in DOCUMENTS else "causal")
+    assert (config.training.seq_len, config.parallelism.cp, config.model.rope_factor) == (524288, 32, 32.0)
+    assert Path(config.training.output_dir).name == path.stem
+
+
+def _toy(folder: Path, path: Path) -> Config:
+    """The variant over two ranks, with sizes for 300 tokens in blocks of 16."""
+    attention = load(["--config", str(path)])[0].attention
+    slash = attention.vertical_slash
+    sizes = {
+        "mask": attention.mask, "pattern": attention.pattern, "layout": attention.layout, "schedule": attention.schedule,
+        "vertical_slash__index": slash.index, "vertical_slash__probe": 16, "vertical_slash__min_columns": min(slash.min_columns, 9),
+        "vertical_slash__max_columns": min(slash.max_columns, 40), "vertical_slash__min_slashes": min(slash.min_slashes, 3),
+        "vertical_slash__max_slashes": min(slash.max_slashes, 3), "xattention__stride": 4, "xattention__threshold": 0.7,
+        "xattention__dense_below": 64, "moba__chunk_size": 32, "moba__top_k": 2,
+    }
+    return tiny_config(folder, path.stem, **{f"attention__{key}": value for key, value in sizes.items()},
+                       training__steps=2, parallelism__cp=2, parallelism__cp_intra=1, metrics__recall_every=0)
+
+
+def _train_all(folder: Path) -> None:
+    lines, folders = {}, {}
+    for path in FILES:
+        config = _toy(folder, path)
+        train(config)
+        dist.barrier()
+        lines[path.stem], folders[path.stem] = metrics_of(config), config.training.output_dir
+    for name, steps in lines.items():
+        same = [step.absolute < 5e-9 for step in differences(folders["dense_zigzag"], folders[name])]
+        assert all(same) if isinstance(ROWS[name][0], Dense) and name not in DOCUMENTS else not any(same), name
+        assert all(math.isfinite(line["grad_norm"]) and 0 < line["density"] <= 1 for line in steps)
+        assert (steps[0]["density"] < 1) != isinstance(ROWS[name][0], Dense), name
+
+
+def test_every_variant_trains_at_toy_size(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _train_all, tmp_path)

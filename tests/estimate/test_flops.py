@@ -1,0 +1,84 @@
+"""FLOPs of a step, MFU, and what is kept apart from it."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from titan_sparse.estimate.flops import (
+    attention_flops,
+    causal_pairs,
+    flops_per_token,
+    head_flops_per_token,
+    linear_flops_per_token,
+    peak_flops,
+    utilization,
+)
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.flavours import FLAVOURS
+
+
+@pytest.mark.parametrize("model", [TINY, FLAVOURS["llama3.1-8b"], FLAVOURS["qwen2.5-3b"]])
+def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
+    with torch.device("meta"):
+        decoder = Decoder(model, lambda q, k, v, mask: q)
+    weights = sum(module.weight.numel() for module in decoder.layers.modules() if isinstance(module, torch.nn.Linear))
+    assert linear_flops_per_token(model) == 6 * weights
+    assert head_flops_per_token(model) == 6 * decoder.embed_tokens.weight.numel()
+    assert flops_per_token(model, 10.0) == 6 * weights + head_flops_per_token(model) + attention_flops(model, 10.0)
+
+
+def test_attention_flops_are_those_of_torchs_counter():
+    """Forward: torch counts 4 D a pair of a full square; forward and backward are three times as much."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q = torch.randn(1, 2, 32, 16)
+    with FlopCounterMode(display=False) as counter:
+        (q @ q.mT).softmax(-1) @ q
+    assert attention_flops(FLAVOURS["debug"], 2 * 32 * 32) / 32 * 16 == 3 * counter.get_total_flops()  # debug has D = 32
+
+
+@pytest.mark.parametrize("seq_len, window, sinks", [
+    (7, 0, 0), (7, 3, 0), (7, 7, 0), (7, 9, 0), (1, 1, 0), (9, 3, 2), (9, 3, 8), (9, 9, 2), (9, 12, 2),
+])
+def test_causal_pairs(seq_len, window, sinks):
+    seen = lambda i: {j for j in range(i + 1) if i - j < (window or seq_len) or j < sinks}
+    assert causal_pairs(seq_len, window, sinks) == sum(len(seen(i)) for i in range(seq_len))
+
+
+@pytest.mark.parametrize("float8", [False, True])
+def test_utilization_is_one_at_the_peak_and_never_more(float8):
+    """A device that does every matmul at its own peak, and nothing else, is used fully."""
+    model, pairs, peak = FLAVOURS["qwen2.5-3b"], 5e6, peak_flops("NVIDIA H200", 0.0)
+    linear = linear_flops_per_token(model) / (2 * peak if float8 else peak)
+    rest = (head_flops_per_token(model) + attention_flops(model, pairs)) / peak
+    assert utilization(model, pairs, 1 / (linear + rest), peak, float8) == pytest.approx(1.0)
+    # The same throughput counts less where linear layers could have been twice as fast
+    assert utilization(model, pairs, 100.0, peak, True) < utilization(model, pairs, 100.0, peak, False) < 1
+
+
+def _run(tmp_path, output, **overrides):
+    write_texts(tmp_path / "texts")
+    config = tiny_config(tmp_path, output, training__steps=2, **overrides)
+    train(config)
+    return metrics_of(config)
+
+
+def test_log_keeps_dense_equivalent_apart(tmp_path, monkeypatch):
+    sparse = _run(tmp_path, "sparse", metrics__peak_tflops=1000.0, metrics__recall_every=0)
+    for line in sparse:
+        per_second = line["tokens_per_second_per_device"]
+        matmul = linear_flops_per_token(TINY) + head_flops_per_token(TINY)
+        dense_attention = line["dense_equivalent_tflops"] * 1e12 / per_second - matmul
+        visited_attention = line["mfu"] * 1e15 / per_second - matmul
+        assert 0 < line["mfu"] < 1 and line["density"] < 1
+        assert visited_attention == pytest.approx(dense_attention * line["density"], rel=1e-6)
+
+
+def test_impossible_mfu_is_not_written(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        lines = _run(tmp_path, "impossible", metrics__peak_tflops=1e-9)
+    assert all(line["mfu"] is None and line["dense_equivalent_tflops"] > 0 for line in lines)
+    assert "metrics.peak_tflops = 1e-09 is too small" in caplog.text and json.dumps(lines)

@@ -1,0 +1,249 @@
+"""What blocks keep for the backward, on the CPU: the same to the bit, from a pool of buffers that does not grow."""
+
+import functools
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.runs import TINY
+from titan_sparse.training import offload
+from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Documents
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.initialization import initialize
+from titan_sparse.training.offload import BufferPool, OffloadedBlocks, bytes_offloaded
+
+LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 4, 256, 32, 4, 8
+CONFIG = replace(TINY, layers=LAYERS)
+PATTERN = VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, max_columns=32, dense_below=64)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_too(monkeypatch) -> Iterator[None]:
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    monkeypatch.setattr(offload, "MIN_BYTES", TOKENS * HEADS * 4)  # LSE, but neither norms nor biases
+    yield
+    torch._dynamo.reset()
+
+
+def _decoder(backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None) -> Decoder:
+    """fp32, checkpointed and compiled block by block as parallel.py does."""
+    call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
+    model = Decoder(CONFIG, lambda q, k, v, mask: call(q, k, v, mask))
+    initialize(model, 0, CONFIG)
+    for name, block in model.layers.items():
+        model.layers[name] = checkpointed(block, mode)
+        model.layers[name].compile(backend=backend, fullgraph=True)
+    if blocks is not None:
+        model.run_blocks = blocks
+    return model
+
+
+def _loss(model: nn.Module, seed: int, sequences: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, 200, (2, sequences, TOKENS), generator=generator)
+    lengths = [[100 + seed, 156 - seed]] * sequences
+    return model(tokens, torch.arange(TOKENS).expand(sequences, -1), Documents(lengths).rows(TOKENS), labels)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[int, tuple[Tensor, list[Tensor]]]:
+    """Loss and gradients without offload, for two seeds."""
+    model, results = _decoder(), {}
+    for seed in (0, 1):
+        loss = _loss(model, seed)
+        loss.backward()
+        results[seed] = loss.detach(), _gradients(model)
+    return results
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_steps_are_the_same_to_the_bit_and_the_pool_stays(wanted):
+    blocks, counter = OffloadedBlocks(CPU), CompileCounterWithBackend("aot_eager")
+    model, sizes = _decoder(counter, blocks=blocks), set()
+    for seed in (0, 1, 0):
+        loss = _loss(model, seed)
+        loss.backward()
+        assert torch.equal(loss, wanted[seed][0])
+        _assert_equal(_gradients(model), wanted[seed][1])
+        sizes.add((blocks.pool.count, blocks.pool.nbytes))
+        assert sum(map(len, blocks.pool.free.values())) == blocks.pool.count, "buffers were not given back"
+        with torch.no_grad():
+            _loss(model, 1 - seed)
+    assert len(sizes) == 1, "the pool grew"
+    assert counter.frame_count <= 2, "compiled anew"  # with gradients and without
+    buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
+    wide, lse = TOKENS * HIDDEN * 4, TOKENS * HEADS * 4
+    assert buffers.pop(wide) == 2 * (LAYERS - 1) and buffers.pop(lse) == LAYERS - 1  # input and out; LSE
+    (columns,) = buffers  # what the pattern has gathered
+    assert columns % (2 * HEADS * HEAD_DIM * 4) == 0 and buffers[columns] == LAYERS - 1
+    assert blocks.pool.nbytes == bytes_offloaded(LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM, 4) + (LAYERS - 1) * columns
+
+
+def test_two_forwards_before_their_backwards_and_an_evaluation_between(wanted):
+    model = _decoder(blocks=OffloadedBlocks(CPU))
+    first, second = _loss(model, 0), _loss(model, 1)
+    with torch.no_grad():
+        _loss(model, 2)
+    for seed, loss in ((0, first), (1, second)):  # not last in, first out: buffers must not be mixed up
+        loss.backward()
+        _assert_equal(_gradients(model), wanted[seed][1])
+
+
+def test_accumulation_and_a_graph_kept_for_two_backwards(wanted):
+    model = _decoder(blocks=OffloadedBlocks(CPU))
+    torch._functorch.config.donated_buffer = False  # else compiled functions refuse retain_graph
+    loss = _loss(model, 0)
+    loss.backward(retain_graph=True)
+    _assert_equal([p.grad for p in model.parameters()], wanted[0][1])
+    loss.backward()
+    _assert_equal(_gradients(model), [2 * g for g in wanted[0][1]])
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_not_compiled_and_selective(mode):
+    results = []
+    for blocks in (None, OffloadedBlocks(CPU)):
+        model = _decoder("eager", mode, blocks)
+        _loss(model, 0).backward()
+        results.append(_gradients(model))
+    assert blocks.pool.count >= LAYERS - 1  # the input of each
+    _assert_equal(*results)
+
+
+def test_at_most_three_blocks_on_the_device(monkeypatch):
+    """Counts tensors on the device that offload holds, whenever one comes or goes."""
+    living, most = [], {"forward": 0, "backward": 0}
+    save, fetch = offload._Block.save, offload._Saved.fetch
+
+    def held(phase: str) -> None:
+        blocks = {id(s.block) for reference in living if (s := reference()) is not None and s.on_device is not None}
+        most[phase] = max(most[phase], len(blocks))
+
+    def counted_save(self, tensor):
+        saved = save(self, tensor)
+        living.append(offload.weakref.ref(saved))
+        held("forward")
+        return saved
+
+    def counted_fetch(self):
+        fetch(self)
+        held("backward")
+
+    monkeypatch.setattr(offload._Block, "save", counted_save)
+    monkeypatch.setattr(offload._Saved, "fetch", counted_fetch)
+    _loss(_decoder(blocks=OffloadedBlocks(CPU)), 0).backward()
+    assert most == {"forward": 2, "backward": 2}
+
+
+def test_fetched_one_block_ahead(monkeypatch):
+    order = []
+    fetch, get = offload._Block.fetch, offload._Saved.get
+
+    def noted_fetch(self):
+        if not self.fetched:
+            order.append(("fetch", number[id(self)]))
+        fetch(self)
+
+    def noted_get(self):
+        order.append(("get", number[id(self.block)]))
+        return get(self)
+
+    number, initialise = {}, offload._Block.__init__
+
+    def numbered(self, owner, before, stays):
+        number[id(self)] = 0 if before is None else number[id(before)] + 1
+        initialise(self, owner, before, stays)
+
+    for name, function in (("__init__", numbered), ("fetch", noted_fetch)):
+        monkeypatch.setattr(offload._Block, name, function)
+    monkeypatch.setattr(offload._Saved, "get", noted_get)
+    _loss(_decoder(blocks=OffloadedBlocks(CPU)), 0).backward()
+    first_get = {block: order.index(("get", block)) for block in range(LAYERS)}
+    fetched = {block: order.index(("fetch", block)) for block in range(LAYERS)}
+    assert all(fetched[block] == first_get[block + 1] + 1 for block in range(LAYERS - 1)), order
+    assert order.count(("fetch", 0)) == 1
+
+
+class _Keeps(nn.Module):
+    """Saves its input twice, its parameter, a view with gaps and what all blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor, shared: Tensor, rows: tuple) -> Tensor:
+        return (x * x) @ self.weight.T * shared + x[:, ::2].square().sum() * rows[0]
+
+
+def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice():
+    model, blocks = nn.ModuleList(_Keeps() for _ in range(3)), OffloadedBlocks(CPU)
+    x, shared, row = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64), torch.randn(32, 64)
+    want = torch.autograd.grad(functools.reduce(lambda y, b: b(y, shared, (row,)), model, x).sum(), x)[0]
+    out = blocks(model, x, shared, (row,))
+    # Of two blocks (the third one's stay) the input, and the product before `shared`: x * x saves its input twice.
+    assert blocks.pool.count == 2 * 2 and set(blocks.pool.free) == {32 * 64 * 4}
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want, rtol=0, atol=0)
+    assert blocks.pool.count == len(blocks.pool.free[32 * 64 * 4]) == 4
+
+
+def test_a_dropped_graph_gives_its_buffers_back():
+    model, blocks = nn.ModuleList(_Keeps() for _ in range(3)), OffloadedBlocks(CPU)
+    x, shared = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64)
+    for _ in range(2):
+        out = blocks(model, x, shared, (shared,))
+        assert not blocks.pool.free[32 * 64 * 4]
+        del out
+        gc.collect()
+        assert len(blocks.pool.free[32 * 64 * 4]) == blocks.pool.count == 4
+
+
+def test_what_is_kept_may_not_change():
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square()
+
+    class ChangesTheFirstInput(Square):
+        def forward(self, x: Tensor) -> Tensor:
+            first.add_(1)
+            return x
+
+    first = torch.randn(64, 64, requires_grad=True).clone()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        OffloadedBlocks(CPU)([Square(), ChangesTheFirstInput(), Square()], first)
+
+
+def test_strides_are_kept():
+    seen = []
+
+    class Transposed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.stride())
+            return (x.mT * x.mT).mT
+
+    x = torch.randn(48, 64, requires_grad=True)
+    pool = BufferPool(pinned=False)
+    blocks = OffloadedBlocks(CPU)
+    blocks.pool = pool
+    out = blocks([Transposed(), Transposed(), Transposed()], x.mT)
+    got = torch.autograd.grad(out.sum(), x)[0]
+    torch.testing.assert_close(got, 8 * x**7)
+    assert seen[0] == (1, 64) and pool.count == 2

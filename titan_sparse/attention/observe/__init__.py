@@ -1,0 +1,1 @@
+"""What an attention call computed: density, recall, balance, pictures."""

@@ -1,0 +1,1 @@
+"""In which order keys and values meet the queries: one file a schedule."""

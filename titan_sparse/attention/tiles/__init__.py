@@ -1,0 +1,1 @@
+"""Mask and pattern together, as tables of blocks for a backend."""

@@ -1,0 +1,1 @@
+"""What a run will cost, worked out without a GPU: FLOPs, memory, time."""
