@@ -8,7 +8,15 @@ import logging
 import os
 import sys
 
-from titan_sparse.config import Config, ConfigError, Flags, load_and_check, to_toml, world_from_environment, world_of
+from titan_sparse.config import (
+    Config,
+    ConfigError,
+    Flags,
+    load_and_check,
+    to_toml,
+    world_from_environment,
+    world_of,
+)
 
 
 def main() -> int:
@@ -28,8 +36,8 @@ def main() -> int:
     # Imported here: a mistake in the config is told before torch has even been loaded.
     import torch.distributed as dist
 
-    from titan_sparse.training.parallelize import leave_distributed
     from titan_sparse.trainer import Trainer
+    from titan_sparse.training.parallelize import leave_distributed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if os.environ.get("RANK", "0") == "0":

@@ -21,26 +21,36 @@ import torch
 import torch.distributed as dist
 
 from titan_sparse.attention import attend
-from titan_sparse.attention.observe.visits import count_visits_of_all_heads
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.observe.visits import count_visits_of_all_heads
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
 
 BLOCK_SIZE = 128
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--seq-len", type=int, default=131072, help="tokens of the timed attention")
-    parser.add_argument("--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads")
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads"
+    )
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--megabytes", type=float, default=32, help="size of a timed message, 1e6 bytes")
+    parser.add_argument(
+        "--megabytes", type=float, default=32, help="size of a timed message, 1e6 bytes"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--across-gb-s", type=float, help="rate between nodes, where there is only one to measure on")
+    parser.add_argument(
+        "--across-gb-s",
+        type=float,
+        help="rate between nodes, where there is only one to measure on",
+    )
     parser.add_argument("--across-latency-ms", type=float, default=0.05, help="with --across-gb-s")
     return parser.parse_args(words)
 
@@ -62,15 +72,21 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device) -> tuple[int, float, float]:
+def kernel_seconds(
+    seq_len: int, args: argparse.Namespace, device: torch.device
+) -> tuple[int, float, float]:
     """Pairs visited by attend(), and its seconds forward and backward, without the selection."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    draw = lambda heads: torch.randn(1, heads, seq_len, args.head_dim, device=device, dtype=dtype, requires_grad=True)
+    draw = lambda heads: torch.randn(
+        1, heads, seq_len, args.head_dim, device=device, dtype=dtype, requires_grad=True
+    )
     q, k, v = draw(args.heads[0]), draw(args.heads[1]), draw(args.heads[1])
     # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred.
     blocks = seq_len // BLOCK_SIZE
-    pattern = VerticalSlash(recall=1.0, sinks=30, max_columns=seq_len // 400, max_slashes=max(1, blocks // 30))
+    pattern = VerticalSlash(
+        recall=1.0, sinks=30, max_columns=seq_len // 400, max_slashes=max(1, blocks // 30)
+    )
     rows, on_cpu = Causal().rows(seq_len, device), Causal().rows(seq_len)
     call = lambda: attend(q, k, v, rows, pattern, block_size=BLOCK_SIZE)
     select = lambda: pattern.select(q, k, rows, block_size=BLOCK_SIZE)
@@ -78,9 +94,15 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
         forward = seconds(call, device, args.repeats) - seconds(select, device, args.repeats)
     out = call()
     d_out = torch.randn_like(out)
-    backward = seconds(lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True), device, args.repeats)
-    index = pattern.index([x.cpu() for x in select().tensors()], on_cpu, 1, args.heads[0], BLOCK_SIZE)
-    visits = count_visits_of_all_heads(index, on_cpu, block_ids("contiguous", 1, seq_len, BLOCK_SIZE))
+    backward = seconds(
+        lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True), device, args.repeats
+    )
+    index = pattern.index(
+        [x.cpu() for x in select().tensors()], on_cpu, 1, args.heads[0], BLOCK_SIZE
+    )
+    visits = count_visits_of_all_heads(
+        index, on_cpu, block_ids("contiguous", 1, seq_len, BLOCK_SIZE)
+    )
     return int(visits.total().sum()), forward, backward
 
 
@@ -88,7 +110,9 @@ def line(work: tuple[float, float], took: tuple[float, float]) -> tuple[float, f
     """(rate, seconds at no work) of the line through two timings, the larger first; through the origin where the line
     would meet it below zero or times do not grow with work. ValueError for times that are none."""
     if took[0] <= 0:
-        raise ValueError(f"{took[0]} s is no time: these timings are noise; write a larger --seq-len or --repeats")
+        raise ValueError(
+            f"{took[0]} s is no time: these timings are noise; write a larger --seq-len or --repeats"
+        )
     if work[0] > work[1] and took[0] > took[1]:
         rate = (work[0] - work[1]) / (took[0] - took[1])
         if took[1] - work[1] / rate > 0:
@@ -96,24 +120,30 @@ def line(work: tuple[float, float], took: tuple[float, float]) -> tuple[float, f
     return work[0] / took[0], 0.0
 
 
-def hop_seconds(group: dist.ProcessGroup, size: float, args: argparse.Namespace, device: torch.device) -> float:
+def hop_seconds(
+    group: dist.ProcessGroup, size: float, args: argparse.Namespace, device: torch.device
+) -> float:
     """Of sending `size` bytes to the next rank of the group while as many come from the previous one."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent = torch.zeros(max(1, int(size)), dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
 
     def hop() -> None:
-        works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
-        ])
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
+                dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+            ]
+        )
         for work in works:
             work.wait()
 
     return seconds(hop, device, args.repeats)
 
 
-def link(groups: list[list[int]], args: argparse.Namespace, device: torch.device) -> tuple[float, float]:
+def link(
+    groups: list[list[int]], args: argparse.Namespace, device: torch.device
+) -> tuple[float, float]:
     """(GB/s, latency in ms) of hops in these rings, every rank of the world being in one of them."""
     made = [dist.new_group(ranks) for ranks in groups]
     own = next(group for group, ranks in zip(made, groups) if dist.get_rank() in ranks)
@@ -129,10 +159,14 @@ def slowest(number: float) -> float:
     return numbers.item()
 
 
-def measure(args: argparse.Namespace, device: torch.device, local: int) -> dict[str, tuple[float, str]]:
+def measure(
+    args: argparse.Namespace, device: torch.device, local: int
+) -> dict[str, tuple[float, str]]:
     """Value and source of every constant."""
     world = dist.get_world_size()
-    large, small = (kernel_seconds(length, args, device) for length in (args.seq_len, args.seq_len // 4))
+    large, small = (
+        kernel_seconds(length, args, device) for length in (args.seq_len, args.seq_len // 4)
+    )
     found = {}
     for place, name, flops in ((1, "forward", FORWARD_FLOPS), (2, "backward", BACKWARD_FLOPS)):
         took = (slowest(large[place]), slowest(small[place]))
@@ -145,7 +179,11 @@ def measure(args: argparse.Namespace, device: torch.device, local: int) -> dict[
     across = [list(range(place, world, local)) for place in range(local)]
     for name, groups in (("inside", inside), ("across", across)):
         if name == "across" and world == local:
-            rate, latency, source = args.across_gb_s, args.across_latency_ms, "given on the command line"
+            rate, latency, source = (
+                args.across_gb_s,
+                args.across_latency_ms,
+                "given on the command line",
+            )
         else:
             rate, latency = link(groups, args, device)
             source = f"hops of {args.megabytes:g} MB in rings of {len(groups[0])}"
@@ -175,9 +213,15 @@ def main(words: list[str]) -> int:
         return 2
     if dist.get_rank() == 0:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        described = {key: {"value": value, "source": source} for key, (value, source) in constants.items()}
-        about = {"machine": f"{name}, {world // local} nodes of {local}", "date": str(datetime.date.today()),
-                 "torch": torch.__version__, "constants": described}
+        described = {
+            key: {"value": value, "source": source} for key, (value, source) in constants.items()
+        }
+        about = {
+            "machine": f"{name}, {world // local} nodes of {local}",
+            "date": str(datetime.date.today()),
+            "torch": torch.__version__,
+            "constants": described,
+        }
         Path(args.out).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(about, indent=1))
     leave_distributed()

@@ -33,7 +33,9 @@ def read_metrics(run: str | Path) -> dict[int, dict]:
     path = Path(run)
     path = path / "metrics.jsonl" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; write one of them")
+        raise ValueError(
+            f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; write one of them"
+        )
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {line["step"]: line for line in lines}
@@ -49,11 +51,17 @@ def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Diffe
     first, second = read_metrics(a), read_metrics(b)
     if first.keys() != second.keys() or not first:
         apart = sorted(first.keys() ^ second.keys())
-        raise ValueError(f"the runs have logged different steps: {a} has {len(first)}, {b} has {len(second)}"
-                         + (f", and only one of them has step {apart[0]}" if apart else ""))
-    missing = [step for step in sorted(first) if field not in first[step] or field not in second[step]]
+        raise ValueError(
+            f"the runs have logged different steps: {a} has {len(first)}, {b} has {len(second)}"
+            + (f", and only one of them has step {apart[0]}" if apart else "")
+        )
+    missing = [
+        step for step in sorted(first) if field not in first[step] or field not in second[step]
+    ]
     if missing:
-        raise ValueError(f"{field} was not logged by both runs at step {missing[0]}; write --field loss or another")
+        raise ValueError(
+            f"{field} was not logged by both runs at step {missing[0]}; write --field loss or another"
+        )
     return [_difference(step, first[step][field], second[step][field]) for step in sorted(first)]
 
 
@@ -66,10 +74,16 @@ def _difference(step: int, a: float | None, b: float | None) -> Difference:
     return Difference(step, a, b, absolute, relative)
 
 
-def beyond(found: list[Difference], max_difference: float | None, relative: float | None) -> list[Difference]:
+def beyond(
+    found: list[Difference], max_difference: float | None, relative: float | None
+) -> list[Difference]:
     """Those further apart than a threshold; None: that threshold does not count."""
-    return [item for item in found if (max_difference is not None and item.absolute > max_difference)
-            or (relative is not None and item.relative > relative)]
+    return [
+        item
+        for item in found
+        if (max_difference is not None and item.absolute > max_difference)
+        or (relative is not None and item.relative > relative)
+    ]
 
 
 def table(found: list[Difference], rows: int = 10) -> str:
@@ -78,10 +92,17 @@ def table(found: list[Difference], rows: int = 10) -> str:
     shown = found[::every] if found[-1] in found[::every] else [*found[::every], found[-1]]
     worst = max(found, key=lambda item: item.absolute)
     lines = [f"{'step':>8} {'A':>12} {'B':>12} {'B - A':>12} {'share':>10}"]
-    lines += [f"{item.step:>8} {item.a:>12.6g} {item.b:>12.6g} {item.b - item.a:>+12.3e} {item.relative:>10.2e}"
-              for item in shown]
-    return "\n".join([*lines, f"largest difference: {worst.absolute:.3e} at step {worst.step}, over {len(found)} steps; "
-                              f"mean of B - A {sum(item.b - item.a for item in found) / len(found):+.3e}"])
+    lines += [
+        f"{item.step:>8} {item.a:>12.6g} {item.b:>12.6g} {item.b - item.a:>+12.3e} {item.relative:>10.2e}"
+        for item in shown
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"largest difference: {worst.absolute:.3e} at step {worst.step}, over {len(found)} steps; "
+            f"mean of B - A {sum(item.b - item.a for item in found) / len(found):+.3e}",
+        ]
+    )
 
 
 def plot(found: list[Difference], names: tuple[str, str], field: str, path: str) -> None:
@@ -92,7 +113,9 @@ def plot(found: list[Difference], names: tuple[str, str], field: str, path: str)
         raise ValueError('--plot needs matplotlib: pip install -e ".[eval]"') from None
     steps, figure = [item.step for item in found], Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    for name, values in zip(names, ([item.a for item in found], [item.b for item in found]), strict=True):
+    for name, values in zip(
+        names, ([item.a for item in found], [item.b for item in found]), strict=True
+    ):
         above.plot(steps, values, label=name)
     above.set_ylabel(field)
     above.legend()
@@ -113,7 +136,9 @@ def _threshold(text: str) -> float:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--field", default="loss", help="a field of metrics.jsonl")
@@ -131,7 +156,9 @@ def main(words: list[str]) -> int:
     print(table(found))
     too_far = beyond(found, args.max_difference, args.relative)
     if too_far:
-        print(f"{len(too_far)} of {len(found)} steps are beyond the threshold, step {too_far[0].step} first")
+        print(
+            f"{len(too_far)} of {len(found)} steps are beyond the threshold, step {too_far[0].step} first"
+        )
     return 1 if too_far else 0
 
 

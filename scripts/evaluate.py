@@ -32,27 +32,52 @@ TASKS = ("position", "needle", "ruler")
 
 def parser_of(description: str) -> argparse.ArgumentParser:
     """A parser with the options that say what is looked at: --config, and --checkpoint or --hf."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", required=True, help="the run's config.toml")
     weights = parser.add_mutually_exclusive_group(required=True)
-    weights.add_argument("--checkpoint", help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N")
+    weights.add_argument(
+        "--checkpoint",
+        help="output_dir of the run, for its newest checkpoint, or its checkpoint/step-N",
+    )
     weights.add_argument("--hf", help="folder of Hugging Face, in place of a checkpoint")
     return parser
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("--tasks", default="position,needle", help=f"of {', '.join(TASKS)}, or tasks of RULER by name")
-    parser.add_argument("--lengths", default="", help="tokens, with commas between; default: training.seq_len")
-    parser.add_argument("--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%")
-    parser.add_argument("--samples", type=int, default=10, help="windows of a length; needles of a length and depth; "
-                        "prompts of a RULER task and length")
-    parser.add_argument("--stride", type=int, default=0, help="tokens between windows; 0: windows do not overlap")
+    parser.add_argument(
+        "--tasks",
+        default="position,needle",
+        help=f"of {', '.join(TASKS)}, or tasks of RULER by name",
+    )
+    parser.add_argument(
+        "--lengths", default="", help="tokens, with commas between; default: training.seq_len"
+    )
+    parser.add_argument(
+        "--depths", type=int, default=11, help="number of needle depths, evenly from 0 to 100 %%"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=10,
+        help="windows of a length; needles of a length and depth; "
+        "prompts of a RULER task and length",
+    )
+    parser.add_argument(
+        "--stride", type=int, default=0, help="tokens between windows; 0: windows do not overlap"
+    )
     parser.add_argument("--buckets", type=int, default=16, help="ranges of positions")
     parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
-    parser.add_argument("--answers", choices=["forced", "generated"], default="forced",
-                        help="teacher-forced (one forward a prompt) or by greedy decoding")
+    parser.add_argument(
+        "--answers",
+        choices=["forced", "generated"],
+        default="forced",
+        help="teacher-forced (one forward a prompt) or by greedy decoding",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of needles and prompts")
     parser.add_argument("--out", default="evaluation", help="folder to write")
     return parser
@@ -81,9 +106,18 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     if config.attention.schedule != "group_cast":
         config.attention.overlap_stages, config.attention.overlap_stages_backward = 0, 0
     config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
-    config = dataclasses.replace(config, activation_checkpoint=Config().activation_checkpoint, float8=Config().float8,
-                                 compile=Config().compile, optimizer=Config().optimizer, validation=Config().validation)
-    config.data.source, config.data.sequences = single_source(config.data.source, "data.source"), "packed"
+    config = dataclasses.replace(
+        config,
+        activation_checkpoint=Config().activation_checkpoint,
+        float8=Config().float8,
+        compile=Config().compile,
+        optimizer=Config().optimizer,
+        validation=Config().validation,
+    )
+    config.data.source, config.data.sequences = (
+        single_source(config.data.source, "data.source"),
+        "packed",
+    )
     config.training.mlp_chunk_tokens, config.checkpoint = 0, Config().checkpoint
     return config
 
@@ -97,21 +131,42 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
     for name in args.tasks:
         require(name in known, f"--tasks {name} is unknown; write some of {', '.join(known)}")
     words = args.lengths.split(",") if args.lengths else [str(config.training.seq_len)]
-    require(all(word.strip().isdecimal() and int(word) > 0 for word in words),
-            f"--lengths {args.lengths} are no positive integers; write for example 4096,8192")
+    require(
+        all(word.strip().isdecimal() and int(word) > 0 for word in words),
+        f"--lengths {args.lengths} are no positive integers; write for example 4096,8192",
+    )
     args.lengths = [int(word) for word in words]
     for name in ("samples", "depths", "buckets"):
-        require(getattr(args, name) >= 1, f"--{name} {getattr(args, name)} is too small; write 1 or more")
+        require(
+            getattr(args, name) >= 1,
+            f"--{name} {getattr(args, name)} is too small; write 1 or more",
+        )
     shortest = min(args.lengths)
-    require(0 <= args.stride <= shortest, f"--stride {args.stride} is not in [0, {shortest}], the shortest of --lengths")
-    require("position" not in args.tasks or args.buckets <= shortest,
-            f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer")
-    needs = {"stride": ("position",), "buckets": ("position",), "depths": ("needle",), "answers": known[1:], "seed": known[1:]}
+    require(
+        0 <= args.stride <= shortest,
+        f"--stride {args.stride} is not in [0, {shortest}], the shortest of --lengths",
+    )
+    require(
+        "position" not in args.tasks or args.buckets <= shortest,
+        f"--buckets {args.buckets} is above {shortest}, the shortest of --lengths; write fewer",
+    )
+    needs = {
+        "stride": ("position",),
+        "buckets": ("position",),
+        "depths": ("needle",),
+        "answers": known[1:],
+        "seed": known[1:],
+    }
     for name, tasks in needs.items():
-        require(getattr(args, name) == _parser().get_default(name) or set(tasks) & set(args.tasks),
-                f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out")
-    require(args.answers == "forced" or config.parallelism.cp == 1, "--answers generated needs parallelism.cp = 1, not "
-            f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1")
+        require(
+            getattr(args, name) == _parser().get_default(name) or set(tasks) & set(args.tasks),
+            f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
+        )
+    require(
+        args.answers == "forced" or config.parallelism.cp == 1,
+        "--answers generated needs parallelism.cp = 1, not "
+        f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1",
+    )
 
 
 class Work(NamedTuple):
@@ -131,12 +186,31 @@ def read(args: argparse.Namespace, config: Config, tokenizer: "Tokenizer") -> Wo
 
     documents, lengths = open_documents(config.data, tokenizer), args.lengths
     haystack = Haystack(documents, tokenizer)
-    windows = {length: first_windows(documents, config.data.min_document_length, length, args.stride or length, args.samples)
-               for length in lengths} if "position" in args.tasks else {}
-    needles = needle.needle_samples(haystack, lengths, needle.depths(args.depths), args.samples,
-                                    args.seed) if "needle" in args.tasks else []
+    windows = (
+        {
+            length: first_windows(
+                documents,
+                config.data.min_document_length,
+                length,
+                args.stride or length,
+                args.samples,
+            )
+            for length in lengths
+        }
+        if "position" in args.tasks
+        else {}
+    )
+    needles = (
+        needle.needle_samples(
+            haystack, lengths, needle.depths(args.depths), args.samples, args.seed
+        )
+        if "needle" in args.tasks
+        else []
+    )
     tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
-    return Work(windows, needles, ruler.ruler_samples(haystack, tasks, lengths, args.samples, args.seed))
+    return Work(
+        windows, needles, ruler.ruler_samples(haystack, tasks, lengths, args.samples, args.seed)
+    )
 
 
 def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict[str, Any]:
@@ -146,8 +220,10 @@ def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict
 
     results: dict[str, Any] = {}
     if work.windows:
-        results["position"] = [position.position_loss(scorer, windows, length, buckets)
-                               for length, windows in work.windows.items()]
+        results["position"] = [
+            position.position_loss(scorer, windows, length, buckets)
+            for length, windows in work.windows.items()
+        ]
     if work.needles:
         records = score_samples(scorer, work.needles, generate)
         results["needle"] = {"cells": needle.by_cell(records), "records": records}
@@ -163,10 +239,16 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
     from titan_sparse.training.metrics import json_ready
 
     folder = Path(out)
-    (folder / "results.json").write_text(json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(
+        json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8"
+    )
     files, tables = ["results.json"], {}
     if "position" in results:
-        tables["position"] = [{"length": result["length"], **part} for result in results["position"] for part in result["buckets"]]
+        tables["position"] = [
+            {"length": result["length"], **part}
+            for result in results["position"]
+            for part in result["buckets"]
+        ]
     for task, key in (("needle", "cells"), ("ruler", "scores")):
         if task in results:
             tables[task] = results[task][key]
@@ -176,9 +258,11 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
             writer.writeheader()
             writer.writerows(rows)
         files.append(f"{task}.csv")
-    figures = {"position": lambda: pictures.position_figure(results["position"]),
-               "needle": lambda: pictures.needle_figure(tables["needle"]),
-               "ruler": lambda: pictures.ruler_figure(tables["ruler"])}
+    figures = {
+        "position": lambda: pictures.position_figure(results["position"]),
+        "needle": lambda: pictures.needle_figure(tables["needle"]),
+        "ruler": lambda: pictures.ruler_figure(tables["ruler"]),
+    }
     for task in tables if pictures.has_matplotlib() else ():
         figures[task]().savefig(folder / f"{task}.png", dpi=120)
         files.append(f"{task}.png")
@@ -187,10 +271,16 @@ def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]
 
 def summary(results: dict[str, Any]) -> str:
     """A line a result, for people."""
-    lines = [f"position {result['length']:>9,}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}, over "
-             f"{result['tokens']:,} tokens" for result in results.get("position", []) if result["tokens"]]
+    lines = [
+        f"position {result['length']:>9,}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}, over "
+        f"{result['tokens']:,} tokens"
+        for result in results.get("position", [])
+        if result["tokens"]
+    ]
     for cell in results.get("needle", {}).get("cells", []):
-        lines.append(f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: score {100 * cell['score']:.1f} %")
+        lines.append(
+            f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: score {100 * cell['score']:.1f} %"
+        )
     for row in results.get("ruler", {}).get("scores", []):
         lines.append(f"{row['task']:<16} {row['length']:>9,}: {row['score']:.2f}")
     return "\n".join(lines)
@@ -214,7 +304,12 @@ def main(words: list[str]) -> int:
         return 2
     results = evaluate(work, scorer, args.buckets, args.answers == "generated")
     if dist.get_rank() == 0:
-        about = {**vars(args), "checkpoint": checkpoint, "pattern": config.attention.pattern, "source": config.data.source}
+        about = {
+            **vars(args),
+            "checkpoint": checkpoint,
+            "pattern": config.attention.pattern,
+            "source": config.data.source,
+        }
         files = write(results, about, args.out)
         print(summary(results))
         print(f"wrote {', '.join(files)} in {args.out}")

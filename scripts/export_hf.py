@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.config import load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
+from titan_sparse.training.checkpoint import newest_checkpoint
 
 
 def export(source: str, out: str, dtype: torch.dtype) -> str:
@@ -23,22 +23,30 @@ def export(source: str, out: str, dtype: torch.dtype) -> str:
     path = Path(source)
     run = path if (path / "config.toml").is_file() else path.resolve().parent.parent
     if not (run / "config.toml").is_file():
-        raise ValueError(f"{source} is neither the output_dir of a run (with config.toml) "
-                         "nor one of its folders checkpoint/step-N")
+        raise ValueError(
+            f"{source} is neither the output_dir of a run (with config.toml) "
+            "nor one of its folders checkpoint/step-N"
+        )
     checkpoint = newest_checkpoint(str(run)) if run == path else str(path)
     if checkpoint is None or not (Path(checkpoint) / ".metadata").is_file():
-        raise ValueError(f"{source} holds no complete checkpoint; "
-                         "write a run with one, or its folder checkpoint/step-N")
+        raise ValueError(
+            f"{source} holds no complete checkpoint; "
+            "write a run with one, or its folder checkpoint/step-N"
+        )
     model = load(["--config", str(run / "config.toml")])[0].model
     export_weights(checkpoint, out, resolve(**vars(model)), dtype, model.initial_hf)
     return checkpoint
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16"
+    )
     args = parser.parse_args(words)
     try:
         checkpoint = export(args.run_or_checkpoint, args.out, getattr(torch, args.dtype))

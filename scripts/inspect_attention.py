@@ -30,19 +30,30 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     parser = parser_of(__doc__)
     parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
     parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
-    parser.add_argument("--rows", type=int, default=64, help="random queries that recall and density are taken from")
-    parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained",
-                        help="what the forward computes with; what is drawn is dense attention on its queries and keys")
+    parser.add_argument(
+        "--rows", type=int, default=64, help="random queries that recall and density are taken from"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=["dense", "as_trained"],
+        default="as_trained",
+        help="what the forward computes with; what is drawn is dense attention on its queries and keys",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random queries")
     parser.add_argument("--out", default="inspection", help="folder to write")
     args, rest = parser.parse_known_args(words)
     config = load_for_evaluation(args, rest)
     args.length = args.length or config.training.seq_len
-    require(args.length >= 2 * config.attention.block_size, f"--length {args.length} is below two blocks; write "
-            f"{2 * config.attention.block_size} or more")
+    require(
+        args.length >= 2 * config.attention.block_size,
+        f"--length {args.length} is below two blocks; write "
+        f"{2 * config.attention.block_size} or more",
+    )
     require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
-    require(config.parallelism.cp == 1 and world_from_environment()[0] == 1,
-            "one process looks at the whole sequence; start without torchrun and write --parallelism.cp 1")
+    require(
+        config.parallelism.cp == 1 and world_from_environment()[0] == 1,
+        "one process looks at the whole sequence; start without torchrun and write --parallelism.cp 1",
+    )
     check(config, 1, 1)
     args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)
     return args, config
@@ -52,8 +63,10 @@ def _layers(text: str, count: int) -> list[int]:
     if not text:
         return list(range(count))
     parts = [part.strip() for part in text.split(",")]
-    require(all(part.isdecimal() and int(part) < count for part in parts),
-            f"--layers {text} are no layers of this model; write some of 0 to {count - 1}, with commas between")
+    require(
+        all(part.isdecimal() and int(part) < count for part in parts),
+        f"--layers {text} are no layers of this model; write some of 0 to {count - 1}, with commas between",
+    )
     return [int(part) for part in parts]
 
 
@@ -62,9 +75,13 @@ def read(config: Config, tokenizer: "Tokenizer", length: int) -> "Sequence":
     from titan_sparse.data.documents import open_documents
     from titan_sparse.evaluation.position import long_documents, windows
 
-    for sequence in windows(long_documents(open_documents(config.data, tokenizer), length), length, length):
+    for sequence in windows(
+        long_documents(open_documents(config.data, tokenizer), length), length, length
+    ):
         return sequence
-    raise ValueError(f"no document has --length {length} tokens; write a smaller --length, or another data.source")
+    raise ValueError(
+        f"no document has --length {length} tokens; write a smaller --length, or another data.source"
+    )
 
 
 def write(layers: dict[int, "Layer"], about: dict, length: int, out: str) -> list[str]:
@@ -74,9 +91,17 @@ def write(layers: dict[int, "Layer"], about: dict, length: int, out: str) -> lis
 
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "inspection.json").write_text(json.dumps({"about": about, **summary(layers)}) + "\n", encoding="utf-8")
-    figures = {f"layer-{number}.png": pictures.layer_figure(number, layer, length) for number, layer in layers.items()}
-    figures |= {"curves.png": pictures.curves_figure(list(layers.values())), "top_k.png": pictures.top_k_figure(layers)}
+    (folder / "inspection.json").write_text(
+        json.dumps({"about": about, **summary(layers)}) + "\n", encoding="utf-8"
+    )
+    figures = {
+        f"layer-{number}.png": pictures.layer_figure(number, layer, length)
+        for number, layer in layers.items()
+    }
+    figures |= {
+        "curves.png": pictures.curves_figure(list(layers.values())),
+        "top_k.png": pictures.top_k_figure(layers),
+    }
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
     return ["inspection.json", *figures]
@@ -87,7 +112,10 @@ def main(words: list[str]) -> int:
         args, config = parse(words)
         from titan_sparse.evaluation.pictures import has_matplotlib
 
-        require(has_matplotlib(), 'inspect_attention.py needs matplotlib; write pip install -e ".[eval]"')
+        require(
+            has_matplotlib(),
+            'inspect_attention.py needs matplotlib; write pip install -e ".[eval]"',
+        )
         from titan_sparse.data import load_tokenizer
         from titan_sparse.evaluation.inspection import inspect_layers
         from titan_sparse.evaluation.load import build_scorer, find_checkpoint
@@ -99,9 +127,21 @@ def main(words: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    layers = inspect_layers(scorer.model, lambda: scorer.token_losses(sequence, args.length), config.attention, scorer.cp,
-                            args.layers, args.rows, args.seed)
-    about = {**vars(args), "checkpoint": checkpoint, "pattern": config.attention.pattern, "source": config.data.source}
+    layers = inspect_layers(
+        scorer.model,
+        lambda: scorer.token_losses(sequence, args.length),
+        config.attention,
+        scorer.cp,
+        args.layers,
+        args.rows,
+        args.seed,
+    )
+    about = {
+        **vars(args),
+        "checkpoint": checkpoint,
+        "pattern": config.attention.pattern,
+        "source": config.data.source,
+    }
     files = write(layers, about, args.length, args.out)
     print(f"wrote {', '.join(files)} in {args.out}")
     return 0

@@ -22,20 +22,46 @@ from titan_sparse.data.preparing import Recipe, prepare
 
 def arguments(words: list[str]) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", metavar="SOURCE")
-    parser.add_argument("out", metavar="OUT", help="a new folder, or one that was begun with the same options")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json")
-    parser.add_argument("--document", choices=["row", "folder", "source"], default="row", help="one document is a row or "
-                        "file; the files of a folder directly in SOURCE (a repository, a package), joined; all files, joined")
-    parser.add_argument("--min-length", type=_count, default=0, help="leave shorter documents out; tokens")
-    parser.add_argument("--max-length", type=_count, default=0, help="leave longer documents out; tokens; 0: none")
+    parser.add_argument(
+        "out", metavar="OUT", help="a new folder, or one that was begun with the same options"
+    )
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json"
+    )
+    parser.add_argument(
+        "--document",
+        choices=["row", "folder", "source"],
+        default="row",
+        help="one document is a row or "
+        "file; the files of a folder directly in SOURCE (a repository, a package), joined; all files, joined",
+    )
+    parser.add_argument(
+        "--min-length", type=_count, default=0, help="leave shorter documents out; tokens"
+    )
+    parser.add_argument(
+        "--max-length", type=_count, default=0, help="leave longer documents out; tokens; 0: none"
+    )
     parser.add_argument("--text-field", default="text", help="column that holds the text")
     parser.add_argument("--subset", default="", help="configuration name of a Hugging Face dataset")
     parser.add_argument("--split", default="train", help="split of a Hugging Face dataset")
-    parser.add_argument("--source-tokenizer", default="", help="tokenizer.json that made the token ids of MDS shards")
-    parser.add_argument("--shard-rows", type=_count, default=0, help="rows of the source to a shard; 0: by their number")
-    parser.add_argument("--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs")
+    parser.add_argument(
+        "--source-tokenizer",
+        default="",
+        help="tokenizer.json that made the token ids of MDS shards",
+    )
+    parser.add_argument(
+        "--shard-rows",
+        type=_count,
+        default=0,
+        help="rows of the source to a shard; 0: by their number",
+    )
+    parser.add_argument(
+        "--processes", type=_count, default=os.cpu_count(), help="default: as many as CPUs"
+    )
     args = parser.parse_args(words)
     if args.processes == 0:
         parser.error("--processes 0 would do nothing; write 1 or more")
@@ -51,10 +77,14 @@ def _count(text: str) -> int:
 def show_histogram(meta: dict[str, Any]) -> str:
     """A line for each power of two: documents of that length, their share of the tokens, and how many were kept."""
     total = sum(tokens for _, tokens in meta["histogram"].values())
-    lines = [f"{'tokens of a document':>25} {'documents':>11} {'tokens':>15} {'share':>7} {'kept':>11}"]
+    lines = [
+        f"{'tokens of a document':>25} {'documents':>11} {'tokens':>15} {'share':>7} {'kept':>11}"
+    ]
     for bucket, (documents, tokens) in meta["histogram"].items():
         low, kept = int(bucket), meta["kept"].get(bucket, [0, 0])[0]
-        lines.append(f"{f'{low:,} - {2 * low - 1:,}':>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}")
+        lines.append(
+            f"{f'{low:,} - {2 * low - 1:,}':>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}"
+        )
     return "\n".join(lines)
 
 
@@ -72,8 +102,10 @@ def main(words: list[str]) -> int:
     try:
         meta = prepare(recipe, args.out, args.processes, progress)
     except BrokenProcessPool:
-        print("error: a process died, perhaps for want of memory; the same command goes on, with fewer --processes",
-              file=sys.stderr)
+        print(
+            "error: a process died, perhaps for want of memory; the same command goes on, with fewer --processes",
+            file=sys.stderr,
+        )
         return 1
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,10 +116,14 @@ def main(words: list[str]) -> int:
     finally:
         bar.close()
     print(show_histogram(meta))
-    print(f"wrote {args.out}: {meta['documents']:,} documents, {meta['tokens']:,} tokens ({meta['dtype']}) with one "
-          f"end-of-document token each, {len(meta['shards'])} shards; histogram in meta.json")
-    print(f"train with: --data.source {json.dumps(args.out)} --data.tokenizer "
-          f"{json.dumps('bytes' if recipe.tokenizer == 'bytes' else args.out)}")
+    print(
+        f"wrote {args.out}: {meta['documents']:,} documents, {meta['tokens']:,} tokens ({meta['dtype']}) with one "
+        f"end-of-document token each, {len(meta['shards'])} shards; histogram in meta.json"
+    )
+    print(
+        f"train with: --data.source {json.dumps(args.out)} --data.tokenizer "
+        f"{json.dumps('bytes' if recipe.tokenizer == 'bytes' else args.out)}"
+    )
     return 0
 
 

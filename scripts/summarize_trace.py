@@ -11,7 +11,7 @@ import json
 import sys
 from collections import defaultdict
 
-from plot_timeline import kind, short
+from scripts.benchmarks.plot_timeline import kind, short
 
 Interval = tuple[float, float]
 
@@ -52,21 +52,33 @@ def summary(events: list[dict], top: int = 15) -> dict:
     span = (whole[-1][1] - whole[0][0]) / 1e3
     shares["idle"] = span - length(whole) / 1e3
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
-    return {"span_ms": span, "launches": len(ran), "share_ms": shares,
-            "kernels": [{"name": name, "calls": len(times), "total_ms": sum(times) / 1e3} for name, times in longest]}
+    return {
+        "span_ms": span,
+        "launches": len(ran),
+        "share_ms": shares,
+        "kernels": [
+            {"name": name, "calls": len(times), "total_ms": sum(times) / 1e3}
+            for name, times in longest
+        ],
+    }
 
 
 def table(found: dict) -> str:
     """The summary as text."""
     span = found["span_ms"]
     lines = [f"{span:.1f} ms, {found['launches']} launches"]
-    lines += [f"  {name:<14}{time:9.1f} ms {100 * time / span:6.1f} %" for name, time in found["share_ms"].items()]
+    lines += [
+        f"  {name:<14}{time:9.1f} ms {100 * time / span:6.1f} %"
+        for name, time in found["share_ms"].items()
+    ]
     lines += [f"  {k['total_ms']:9.1f} ms {k['calls']:6d} x  {k['name']}" for k in found["kernels"]]
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", help="<output_dir>/profile/rank<r>.json")
     parser.add_argument("--json", help="a file for the same numbers")
     parser.add_argument("--top", type=int, default=15, help="kernels listed")

@@ -21,15 +21,23 @@ def scorer_of(config: Config) -> tuple[Scorer, Documents]:
 
 def plain_decoder(model: Decoder) -> Decoder:
     """The tiny model's weights in a decoder that is not sharded, with causal attention by torch."""
+
     def attend(q, k, v, _):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     plain = Decoder(TINY, attend).double()
-    plain.load_state_dict({name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()})
+    plain.load_state_dict(
+        {
+            name: x.full_tensor() if isinstance(x, DTensor) else x
+            for name, x in model.state_dict().items()
+        }
+    )
     return plain
 
 
 @torch.no_grad()
 def plain_logits(model: Decoder, tokens: np.ndarray) -> torch.Tensor:
     """[S, V] of plain_decoder(model), float64."""
-    return plain_decoder(model)(torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], None)[0]
+    return plain_decoder(model)(
+        torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], None
+    )[0]

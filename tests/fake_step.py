@@ -79,7 +79,9 @@ def like_cuda(monkeypatch, live: LiveBytes) -> None:
     """The stand-ins; and storages that FSDP frees or fills again are counted as such."""
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
     monkeypatch.setattr(loss, "_matmul", lambda a, b, out, beta=0: out)
-    monkeypatch.setattr(loss, "_cross_entropy", lambda logits, *_: (logits.new_empty(len(logits)), logits))
+    monkeypatch.setattr(
+        loss, "_cross_entropy", lambda logits, *_: (logits.new_empty(len(logits)), logits)
+    )
     resize = torch.UntypedStorage.resize_
 
     def counted(storage, size):
@@ -100,12 +102,16 @@ def fake_world(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def peaks_of_a_step(monkeypatch, config: DecoderConfig, mode: str, tokens: int, ranks: int, chunk: int) -> tuple[float, ...]:
+def peaks_of_a_step(
+    monkeypatch, config: DecoderConfig, mode: str, tokens: int, ranks: int, chunk: int
+) -> tuple[float, ...]:
     """GiB at the peak of forward, backward and optimizer step of the second step, weights in float32, AdamW (foreach)."""
     live = LiveBytes()
     with fake_world(ranks):
         with torch.device("meta"):
-            model = Decoder(config, lambda q, k, v, mask: attend(q, k, v, mask, _DENSE, None, "eager"))
+            model = Decoder(
+                config, lambda q, k, v, mask: attend(q, k, v, mask, _DENSE, None, "eager")
+            )
         mesh = init_device_mesh("cpu", (ranks,))
         parallelize(model, mesh, torch.bfloat16, True, ActivationCheckpoint(mode), Compile())
         like_cuda(monkeypatch, live)

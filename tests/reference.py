@@ -6,7 +6,9 @@ from torch import Tensor
 from titan_sparse.models.flavours import DecoderConfig
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse over bool [B, Hq, S, S]; rows that see nothing give 0 and -inf."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
@@ -24,14 +26,23 @@ def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Te
     return out.detach(), list(torch.autograd.grad(out, leaves, d_out))
 
 
-def structured_qkv(batch: int, heads: int, kv_heads: int, seq_len: int, dim: int, seed: int = 0,
-                   dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def structured_qkv(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seq_len: int,
+    dim: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
     """q, k, v that look like attention under RoPE (MTraining, appendix A): nonzero means give slashes, outliers verticals."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     q = draw(batch, heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, heads, 1, dim)
     k = draw(batch, kv_heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, kv_heads, 1, dim)
-    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * (100.0 ** (-torch.arange(dim // 2) / (dim // 2)))
+    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * (
+        100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+    )
     q, k = (_rotate(x, angle) for x in (q, k))
     outliers = torch.randperm(seq_len, generator=g)[: max(1, seq_len // 40)]
     k[:, :, outliers] *= 2.5

@@ -9,8 +9,19 @@ from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
 
 TINY = flavours.DecoderConfig(
-    vocab_size=258, hidden_size=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=64, qkv_bias=True,
-    qk_norm=True, tied_embeddings=True, norm_eps=1e-6, rope=flavours.RopeConfig(10000.0, "none", 1.0, 1024), max_positions=1024,
+    vocab_size=258,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    qkv_bias=True,
+    qk_norm=True,
+    tied_embeddings=True,
+    norm_eps=1e-6,
+    rope=flavours.RopeConfig(10000.0, "none", 1.0, 1024),
+    max_positions=1024,
 )
 
 
@@ -28,12 +39,25 @@ def tiny_config(folder: Path, output: str, **overrides) -> Config:
     flavours.FLAVOURS["tiny"] = TINY
     config = Config()
     settings = {
-        "model__flavour": "tiny", "data__source": str(folder / "texts"), "training__output_dir": str(folder / output),
-        "training__steps": 5, "training__seq_len": 300, "training__dtype": "float64", "training__device": "cpu",
-        "training__loss_chunk_tokens": 100, "attention__block_size": 16, "optimizer__name": "SGD", "optimizer__lr": 0.2,
-        "optimizer__weight_decay": 0.01, "lr_scheduler__warmup_steps": 1, "metrics__tensorboard": False,
-        "metrics__recall_every": 2, "attention__vertical_slash__recall": 0.6, "attention__vertical_slash__sinks": 2,
-        "attention__vertical_slash__max_columns": 40, "attention__vertical_slash__local_diagonals": 1,
+        "model__flavour": "tiny",
+        "data__source": str(folder / "texts"),
+        "training__output_dir": str(folder / output),
+        "training__steps": 5,
+        "training__seq_len": 300,
+        "training__dtype": "float64",
+        "training__device": "cpu",
+        "training__loss_chunk_tokens": 100,
+        "attention__block_size": 16,
+        "optimizer__name": "SGD",
+        "optimizer__lr": 0.2,
+        "optimizer__weight_decay": 0.01,
+        "lr_scheduler__warmup_steps": 1,
+        "metrics__tensorboard": False,
+        "metrics__recall_every": 2,
+        "attention__vertical_slash__recall": 0.6,
+        "attention__vertical_slash__sinks": 2,
+        "attention__vertical_slash__max_columns": 40,
+        "attention__vertical_slash__local_diagonals": 1,
         "attention__vertical_slash__dense_below": 64,
     } | overrides
     for key, value in settings.items():

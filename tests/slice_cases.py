@@ -26,7 +26,12 @@ def counts(slices: list[Slice], seq_len: int = SEQ_LEN) -> Tensor:
     for q_start, q_stop, k_start, k_stop, kind in slices:
         i, j = torch.arange(q_stop - q_start)[:, None], torch.arange(k_stop - k_start)
         right, left = j <= i + len(j) - len(i), j >= i
-        kept = {"full": right | True, "causal": right, "inv_causal": left, "bi_causal": left & right}[kind]
+        kept = {
+            "full": right | True,
+            "causal": right,
+            "inv_causal": left,
+            "bi_causal": left & right,
+        }[kind]
         count[q_start:q_stop, k_start:k_stop] += kept
     return count
 
@@ -37,7 +42,11 @@ def random_legal(seed: int, wanted: int, seq_len: int = SEQ_LEN, least: int = 0)
     for _ in range(6 * wanted):
         q, k = (sorted(g.choices(range(seq_len + 1), k=2)) for _ in range(2))
         new = (*q, *k, g.choice(KINDS))
-        if len(kept) < wanted and k[1] - k[0] >= least and (total + (one := counts([new], seq_len))).max() <= 1:
+        if (
+            len(kept) < wanted
+            and k[1] - k[0] >= least
+            and (total + (one := counts([new], seq_len))).max() <= 1
+        ):
             kept.append(new)
             total += one
     return kept
@@ -70,18 +79,25 @@ WRITTEN = {
     "one key": [(0, 192, 77, 78, "full")],
     "one pair": [(191, 192, 0, 1, "causal")],
     "triangles that make a square": [(0, 192, 0, 192, "causal"), (0, 191, 1, 192, "inv_causal")],
-    "causal in ragged strips": [(a, b, 0, b, "causal")
-                                for a, b in ((0, 13), (13, 70), (70, 71), (71, 140), (140, 192))],
+    "causal in ragged strips": [
+        (a, b, 0, b, "causal") for a, b in ((0, 13), (13, 70), (70, 71), (71, 140), (140, 192))
+    ],
     "stripes of keys": [(0, 192, a, b, "full") for a, b in ((0, 5), (9, 40), (40, 41), (100, 192))],
     "128 slices make a square": cut_square(128),
     "document that sees nothing": [(0, 60, 0, 60, "causal"), (110, 192, 110, 192, "causal")],
     "keys that nobody sees": [(0, 192, 0, 30, "full"), (0, 192, 90, 192, "inv_causal")],
     "last token only": [(0, 191, 0, 191, "bi_causal"), (191, 192, 0, 192, "full")],
-    "far future": [(0, 64, 128, 192, "causal"), (64, 128, 0, 64, "inv_causal"), (128, 192, 64, 128, "full")],
+    "far future": [
+        (0, 64, 128, 192, "causal"),
+        (64, 128, 0, 64, "inv_causal"),
+        (128, 192, 64, 128, "full"),
+    ],
 }
 WRITTEN |= {f"random {seed}": random_legal(seed, 3 + seed) for seed in range(14)}
 
-_DOCUMENT = torch.repeat_interleave(torch.tensor([0, 1, 2, 3, -1]), torch.tensor([45, 3, 70, 60, 14]))
+_DOCUMENT = torch.repeat_interleave(
+    torch.tensor([0, 1, 2, 3, -1]), torch.tensor([45, 3, 70, 60, 14])
+)
 _START = torch.tensor([0, 45, 48, 118, 0])[_DOCUMENT]
 _Q, _K = torch.arange(SEQ_LEN)[:, None], torch.arange(SEQ_LEN)
 _SAME = (_DOCUMENT[:, None] == _DOCUMENT) & (_DOCUMENT >= 0)
@@ -92,18 +108,35 @@ _PREFIX = _START + torch.tensor([10, 3, 0, 33, 0])[_DOCUMENT]
 FACTORIES: dict[str, tuple[Slices, Tensor]] = {
     "documents": (documents(_LENGTHS), _SAME & (_K <= _Q)),
     "full documents": (documents(_LENGTHS, causal=False), _SAME),
-    "documents of both kinds": (documents(_LENGTHS, causal=[True, False, False, True]),
-                                _SAME & ((_K <= _Q) | (_DOCUMENT[:, None] == 1) | (_DOCUMENT[:, None] == 2))),
+    "documents of both kinds": (
+        documents(_LENGTHS, causal=[True, False, False, True]),
+        _SAME & ((_K <= _Q) | (_DOCUMENT[:, None] == 1) | (_DOCUMENT[:, None] == 2)),
+    ),
     "window": (sliding_window(_LENGTHS, 20), _SAME & (_K <= _Q) & (_K > _Q - 20)),
-    "window with sinks": (sliding_window(_LENGTHS, 9, sinks=4),
-                          _SAME & (_K <= _Q) & ((_K > _Q - 9) | (_K < _START[:, None] + 4))),
-    "window both ways": (sliding_window([192], 30, sinks=5, look_ahead=17),
-                         (_K <= _Q + 17) & ((_K > _Q - 30) | ((_K < 5) & (_K <= _Q)))),
-    "dilated": (dilated(_LENGTHS, 40, 3), _SAME & (_K <= _Q) & (_K > _Q - 40) & ((_Q - _K) % 3 == 0)),
-    "prefix": (prefix_lm(_LENGTHS, [10, 3, 0, 33]), _SAME & ((_K <= _Q) | ((_Q < _PREFIX[:, None]) & (_K < _PREFIX)))),
-    "frames": (block_causal([[20, 25], [3], [30, 30, 10], [60]]), _SAME & (_FRAME <= _FRAME[:, None])),
-    "shared question": (shared_question([(20, [25]), (3, []), (30, [30, 10]), (0, [60])]),
-                        _SAME & (_K <= _Q) & ((_FRAME == _FRAME[:, None]) | (_FRAME == 0) | (_FRAME == 3))),
+    "window with sinks": (
+        sliding_window(_LENGTHS, 9, sinks=4),
+        _SAME & (_K <= _Q) & ((_K > _Q - 9) | (_K < _START[:, None] + 4)),
+    ),
+    "window both ways": (
+        sliding_window([192], 30, sinks=5, look_ahead=17),
+        (_K <= _Q + 17) & ((_K > _Q - 30) | ((_K < 5) & (_K <= _Q))),
+    ),
+    "dilated": (
+        dilated(_LENGTHS, 40, 3),
+        _SAME & (_K <= _Q) & (_K > _Q - 40) & ((_Q - _K) % 3 == 0),
+    ),
+    "prefix": (
+        prefix_lm(_LENGTHS, [10, 3, 0, 33]),
+        _SAME & ((_K <= _Q) | ((_Q < _PREFIX[:, None]) & (_K < _PREFIX))),
+    ),
+    "frames": (
+        block_causal([[20, 25], [3], [30, 30, 10], [60]]),
+        _SAME & (_FRAME <= _FRAME[:, None]),
+    ),
+    "shared question": (
+        shared_question([(20, [25]), (3, []), (30, [30, 10]), (0, [60])]),
+        _SAME & (_K <= _Q) & ((_FRAME == _FRAME[:, None]) | (_FRAME == 0) | (_FRAME == 3)),
+    ),
 }
 
 

@@ -24,16 +24,26 @@ from titan_sparse.training.parallelize import parallelize
 torch.set_num_threads(1)
 
 
-def _inputs(batch: int, length: int, dim: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    batch: int, length: int, dim: int, vocab: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(length * vocab + batch)
-    hidden = torch.randn(batch, length, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(batch, length, dim, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     labels = torch.randint(0, vocab, (batch, length), generator=generator)
     labels[torch.rand(batch, length, generator=generator) < 0.3] = -100
     return hidden, weight, labels
 
 
-def _reference(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def _reference(
+    hidden: Tensor, weight: Tensor, labels: Tensor, upstream: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     loss = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     return loss.detach(), *torch.autograd.grad(loss * upstream, (hidden, weight))
@@ -44,7 +54,9 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 16, 1000])
-@pytest.mark.parametrize("batch, length, dim, vocab", [(1, 17, 8, 33), (2, 13, 5, 7), (3, 8, 16, 101)])
+@pytest.mark.parametrize(
+    "batch, length, dim, vocab", [(1, 17, 8, 33), (2, 13, 5, 7), (3, 8, 16, 101)]
+)
 @pytest.mark.parametrize("upstream", [1.0, 0.37])
 def test_matches_full_logits_in_fp64(
     batch: int, length: int, dim: int, vocab: int, chunk_tokens: int, upstream: float
@@ -68,8 +80,12 @@ def test_all_ignored_gives_zero_without_nan(dtype: torch.dtype) -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("dtype, gradient_tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
-def test_error_does_not_grow_with_the_number_of_chunks(dtype: torch.dtype, gradient_tolerance: float) -> None:
+@pytest.mark.parametrize(
+    "dtype, gradient_tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)]
+)
+def test_error_does_not_grow_with_the_number_of_chunks(
+    dtype: torch.dtype, gradient_tolerance: float
+) -> None:
     """bf16: the loss is exact to fp32, as logits are not rounded to bf16; gradients are rounded to bf16 twice."""
     hidden, weight, labels = _inputs(2, 512, 32, 65, dtype)
     expected = _reference(hidden, weight, labels)
@@ -78,7 +94,9 @@ def test_error_does_not_grow_with_the_number_of_chunks(dtype: torch.dtype, gradi
         loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
         gradients = torch.autograd.grad(loss, (hidden, weight))
         assert loss.dtype == torch.float32 and all(g.dtype == dtype for g in gradients)
-        errors.append([_relative_error(a, e) for a, e in zip((loss, *gradients), expected, strict=True)])
+        errors.append(
+            [_relative_error(a, e) for a, e in zip((loss, *gradients), expected, strict=True)]
+        )
     for by_chunks, tolerance in zip(zip(*errors), (1e-6, gradient_tolerance, gradient_tolerance)):
         assert max(by_chunks) < tolerance
         assert max(by_chunks) < 1.1 * by_chunks[0] + 1e-7
@@ -86,7 +104,9 @@ def test_error_does_not_grow_with_the_number_of_chunks(dtype: torch.dtype, gradi
 
 def _reference_terms(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Tensor:
     logits = hidden @ weight.T
-    terms = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    terms = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        labels.shape
+    )
     return terms + z_loss * logits.logsumexp(-1).square() * (labels != -100)
 
 
@@ -94,7 +114,9 @@ def _reference_terms(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: flo
 @pytest.mark.parametrize("chunk_tokens", [3, 1000])
 def test_terms_and_their_gradients_under_any_weights(z_loss: float, chunk_tokens: int) -> None:
     hidden, weight, labels = _inputs(2, 13, 5, 37, torch.float64)
-    upstream = torch.randn(13, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64).T  # not contiguous
+    upstream = torch.randn(
+        13, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).T  # not contiguous
     wanted = _reference_terms(hidden, weight, labels, z_loss)
     terms = token_cross_entropy(hidden, weight, labels, chunk_tokens, z_loss)
     assert terms.shape == labels.shape and (terms[labels == -100] == 0).all()
@@ -121,8 +143,13 @@ def test_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = (x.detach().to(device) for x in _inputs(2, 13, 6, 37, torch.float32))
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     expected = _reference(hidden, weight, labels)
-    for loss in (linear_cross_entropy(*leaves, labels, 7), token_cross_entropy(*leaves, labels, 7).sum()):
-        for actual, reference in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
+    for loss in (
+        linear_cross_entropy(*leaves, labels, 7),
+        token_cross_entropy(*leaves, labels, 7).sum(),
+    ):
+        for actual, reference in zip(
+            (loss, *torch.autograd.grad(loss, leaves)), expected, strict=True
+        ):
             assert _relative_error(actual, reference) < 1e-6
 
 
@@ -151,7 +178,9 @@ def test_weight_is_read_anew() -> None:
         weight.mul_(0.5)
     expected = _reference(hidden, weight, labels)
     loss = linear_cross_entropy(hidden, weight, labels, 3)
-    for actual, reference in zip((loss, *torch.autograd.grad(loss, (hidden, weight))), expected, strict=True):
+    for actual, reference in zip(
+        (loss, *torch.autograd.grad(loss, (hidden, weight))), expected, strict=True
+    ):
         torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -159,7 +188,9 @@ def test_upstream_gradient_is_not_rounded_to_bf16() -> None:
     hidden, weight, labels = _inputs(1, 64, 16, 33, torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, labels, 16)
     scale = 1.0038  # just under half a bf16 step above 1: in bf16 it would be 1
-    plain, scaled = (torch.autograd.grad(loss * c, hidden, retain_graph=True)[0] for c in (1.0, scale))
+    plain, scaled = (
+        torch.autograd.grad(loss * c, hidden, retain_graph=True)[0] for c in (1.0, scale)
+    )
     assert torch.equal(scaled, (plain.float() * scale).bfloat16())
     assert not torch.equal(scaled, plain)
 
@@ -170,7 +201,10 @@ def test_tied_weight_gets_both_gradients() -> None:
     loss = linear_cross_entropy(F.embedding(tokens, weight).tanh(), weight, labels, 4)
     logits = F.embedding(tokens, weight).tanh() @ weight.T
     reference = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    expected, actual = torch.autograd.grad(reference, weight)[0], torch.autograd.grad(loss, weight)[0]
+    expected, actual = (
+        torch.autograd.grad(reference, weight)[0],
+        torch.autograd.grad(loss, weight)[0],
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -188,7 +222,9 @@ def test_only_the_wanted_gradient(wanted: str) -> None:
 def test_no_grad_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = _inputs(1, 10, 6, 11, torch.float64)
     expected = _reference(hidden, weight, labels)[0]
-    monkeypatch.setattr(torch.Tensor, "exp_", lambda self: pytest.fail("d_logits computed under no_grad"))
+    monkeypatch.setattr(
+        torch.Tensor, "exp_", lambda self: pytest.fail("d_logits computed under no_grad")
+    )
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, labels, 3)
     assert not loss.requires_grad
@@ -228,7 +264,9 @@ def test_bad_arguments_are_refused() -> None:
             linear_cross_entropy(hidden, weight, torch.full_like(labels, label), 4)
 
 
-@pytest.mark.parametrize("labels, count", [([[1, -100, 3]], 2), ([[-100, -100]], 0), ([[0], [5]], 2)])
+@pytest.mark.parametrize(
+    "labels, count", [([[1, -100, 3]], 2), ([[-100, -100]], 0), ([[0], [5]], 2)]
+)
 def test_count_valid(labels: list[list[int]], count: int) -> None:
     valid = count_valid(torch.tensor(labels))
     assert valid.dtype == torch.int64 and valid.item() == count
@@ -241,8 +279,19 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
 def _sharded_equals_whole(tied: bool) -> None:
     rope = RopeConfig(10000.0, "none", 1.0, 64)
     config = DecoderConfig(
-        vocab_size=37, hidden_size=12, layers=1, heads=2, kv_heads=1, head_dim=6, intermediate_size=16, qkv_bias=False,
-        qk_norm=False, tied_embeddings=tied, norm_eps=1e-6, rope=rope, max_positions=64,
+        vocab_size=37,
+        hidden_size=12,
+        layers=1,
+        heads=2,
+        kv_heads=1,
+        head_dim=6,
+        intermediate_size=16,
+        qkv_bias=False,
+        qk_norm=False,
+        tied_embeddings=tied,
+        norm_eps=1e-6,
+        rope=rope,
+        max_positions=64,
     )
     torch.manual_seed(0)
     whole = Decoder(config, _causal).double()
@@ -256,7 +305,9 @@ def _sharded_equals_whole(tied: bool) -> None:
             positions = torch.arange(10).expand(len(batch), -1)
             model(batch, positions, None, labels=batch, loss_chunk_tokens=3, z_loss=0.01).backward()
         for wanted, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), wanted.grad, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), wanted.grad, rtol=1e-9, atol=1e-11
+            )
         with torch.no_grad():
             for parameter in (*whole.parameters(), *sharded.parameters()):
                 parameter.add_(parameter.grad, alpha=-0.1)

@@ -11,44 +11,120 @@ ROOT = Path(__file__).parents[1]
 
 
 def _run(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return subprocess.run(command, cwd=ROOT, env=clean | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True)
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def _torchrun(*arguments: str) -> subprocess.CompletedProcess:
-    return _run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", *arguments)
+    return _run(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        *arguments,
+    )
 
 
 def test_demo(tmp_path):
     result = _torchrun(
-        "--config", "train_configs/demo_cpu.toml", "--training.steps", "8", "--training.seq_len", "1024",
-        "--lr_scheduler.warmup_steps", "2", "--metrics.recall_every", "4", "--training.output_dir", str(tmp_path),
-        "--checkpoint.interval", "4", "--compile.enable", "--compile.backend", "aot_eager", "--profiling.enable",
-        "--profiling.first_step", "3",
+        "--config",
+        "train_configs/demo_cpu.toml",
+        "--training.steps",
+        "8",
+        "--training.seq_len",
+        "1024",
+        "--lr_scheduler.warmup_steps",
+        "2",
+        "--metrics.recall_every",
+        "4",
+        "--training.output_dir",
+        str(tmp_path),
+        "--checkpoint.interval",
+        "4",
+        "--compile.enable",
+        "--compile.backend",
+        "aot_eager",
+        "--profiling.enable",
+        "--profiling.first_step",
+        "3",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
-    assert lines[-1]["loss"] < lines[0]["loss"] and 5 < lines[0]["loss"] < 6  # ln(258) = 5.55 for uniform bytes
+    assert (
+        lines[-1]["loss"] < lines[0]["loss"] and 5 < lines[0]["loss"] < 6
+    )  # ln(258) = 5.55 for uniform bytes
     assert lines[-1]["tokens_seen"] == 8 * 1024  # each token once, whatever the ranks
-    assert all(0 < line["density"] <= 1 and line["mfu"] is None and line["memory_gib"] > 0 for line in lines)
+    assert all(
+        0 < line["density"] <= 1 and line["mfu"] is None and line["memory_gib"] > 0
+        for line in lines
+    )
     assert [line["step"] for line in lines if "recall" in line] == [1, 4, 8]
     assert all(0 < line["recall"] <= 1 for line in lines if "recall" in line)
-    assert (tmp_path / "config.toml").is_file() and (tmp_path / "checkpoint/step-8/.metadata").is_file()
-    assert list((tmp_path / "tensorboard").iterdir()) and (tmp_path / "profile/rank0.json").is_file()
-    assert "vertical_slash" in result.stdout and "eager" in result.stdout and "100 %  ETA 00:00:00" in result.stdout
+    assert (tmp_path / "config.toml").is_file() and (
+        tmp_path / "checkpoint/step-8/.metadata"
+    ).is_file()
+    assert (
+        list((tmp_path / "tensorboard").iterdir()) and (tmp_path / "profile/rank0.json").is_file()
+    )
+    assert (
+        "vertical_slash" in result.stdout
+        and "eager" in result.stdout
+        and "100 %  ETA 00:00:00" in result.stdout
+    )
     assert len(re.findall(r"^step ", result.stdout, re.MULTILINE)) == 8
 
 
 def test_refusal_comes_before_anything_starts(tmp_path):
-    result = _run(sys.executable, "train.py", "--config", "train_configs/demo_cpu.toml", "--attention.patern", "dense")
-    assert result.returncode == 2 and "attention.pattern" in result.stderr and result.stderr.count("\n") == 1
-    wrong_world = _run(sys.executable, "train.py", "--config", "train_configs/demo_cpu.toml", WORLD_SIZE="3")
-    assert wrong_world.returncode == 2 and "parallelism.cp" in wrong_world.stderr and wrong_world.stderr.count("\n") == 1
+    result = _run(
+        sys.executable,
+        "train.py",
+        "--config",
+        "train_configs/demo_cpu.toml",
+        "--attention.patern",
+        "dense",
+    )
+    assert (
+        result.returncode == 2
+        and "attention.pattern" in result.stderr
+        and result.stderr.count("\n") == 1
+    )
+    wrong_world = _run(
+        sys.executable, "train.py", "--config", "train_configs/demo_cpu.toml", WORLD_SIZE="3"
+    )
+    assert (
+        wrong_world.returncode == 2
+        and "parallelism.cp" in wrong_world.stderr
+        and wrong_world.stderr.count("\n") == 1
+    )
     no_data = _run(sys.executable, "train.py", "--data.source", str(tmp_path / "none.jsonl"))
-    assert no_data.returncode == 2 and "data.source" in no_data.stderr and no_data.stderr.count("\n") == 1
+    assert (
+        no_data.returncode == 2
+        and "data.source" in no_data.stderr
+        and no_data.stderr.count("\n") == 1
+    )
 
 
 def test_print_config():
-    result = _run(sys.executable, "train.py", "--config", "train_configs/demo_cpu.toml", "--print-config", WORLD_SIZE="2")
+    result = _run(
+        sys.executable,
+        "train.py",
+        "--config",
+        "train_configs/demo_cpu.toml",
+        "--print-config",
+        WORLD_SIZE="2",
+    )
     assert result.returncode == 0 and 'pattern = "vertical_slash"' in result.stdout

@@ -18,19 +18,31 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 def _run(folder: Path, output: str, overrides: dict) -> dict:
     config = tiny_config(folder, output, **overrides)
     trainer = train(config)
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.state_dict().items()}
+    weights = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in trainer.model.state_dict().items()
+    }
     dist.barrier()
     lines = metrics_of(config)
     keys = ["loss", "grad_norm", "lr", "tokens_seen"]
-    if config.training.gradient_accumulation_steps == 1:  # else density is that of the last micro-batch
+    if (
+        config.training.gradient_accumulation_steps == 1
+    ):  # else density is that of the last micro-batch
         keys.append("density")
-    return {"weights": weights, "metrics": [[line[key] for key in keys] for line in lines],
-            "recall": [line["recall"] for line in lines if "recall" in line]}
+    return {
+        "weights": weights,
+        "metrics": [[line[key] for key in keys] for line in lines],
+        "recall": [line["recall"] for line in lines if "recall" in line],
+    }
 
 
 def _single(folder: Path, batch: int) -> None:
     for pattern in PATTERNS:
-        result = _run(folder, f"single_{pattern}_{batch}", {"attention__pattern": pattern, "training__local_batch_size": batch})
+        result = _run(
+            folder,
+            f"single_{pattern}_{batch}",
+            {"attention__pattern": pattern, "training__local_batch_size": batch},
+        )
         torch.save(result, folder / f"{pattern}_{batch}.pt")
 
 
@@ -41,37 +53,88 @@ def _compare(folder: Path, cases: list[dict]) -> None:
         got = _run(folder, f"run_{dist.get_world_size()}_{number}", case)
         width = len(got["metrics"][0])
         wanted["metrics"] = [line[:width] for line in wanted["metrics"]]
-        torch.testing.assert_close(got["metrics"], wanted["metrics"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(
+            got["metrics"], wanted["metrics"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
+        )
         torch.testing.assert_close(got["recall"], wanted["recall"], rtol=0.2, atol=0.1)
-        torch.testing.assert_close(got["weights"], wanted["weights"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(
+            got["weights"], wanted["weights"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
+        )
 
 
 def _cases(world_size: int) -> list[dict]:
     cases = []
     for pattern, layout, schedule in itertools.product(PATTERNS, LAYOUTS, ("all_gather", "ring")):
-        cases.append({"attention__pattern": pattern, "attention__layout": layout, "attention__schedule": schedule,
-                      "parallelism__cp": world_size, "parallelism__cp_intra": world_size, "batch": 1})
+        cases.append(
+            {
+                "attention__pattern": pattern,
+                "attention__layout": layout,
+                "attention__schedule": schedule,
+                "parallelism__cp": world_size,
+                "parallelism__cp_intra": world_size,
+                "batch": 1,
+            }
+        )
     return cases
 
 
 FOUR = [
-    {"attention__pattern": pattern, "attention__layout": layout, "attention__schedule": "double_ring",
-     "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1,
-     "activation_checkpoint__attention_recompute": 0.5 if layout == "striped" else 1.0}
+    {
+        "attention__pattern": pattern,
+        "attention__layout": layout,
+        "attention__schedule": "double_ring",
+        "parallelism__cp": 4,
+        "parallelism__cp_intra": 2,
+        "batch": 1,
+        "activation_checkpoint__attention_recompute": 0.5 if layout == "striped" else 1.0,
+    }
     for pattern, layout in itertools.product(PATTERNS, LAYOUTS)
 ] + [
-    {"attention__pattern": "vertical_slash", "attention__layout": "striped", "attention__schedule": "group_cast",
-     "attention__overlap_stages_backward": 3, "parallelism__cp": 4, "parallelism__cp_intra": 2, "batch": 1,
-     "activation_checkpoint__attention_recompute": 0.5},
-    {"attention__pattern": "dense", "attention__layout": "contiguous", "attention__schedule": "group_cast",
-     "parallelism__cp": 4, "parallelism__cp_intra": 4, "batch": 1},
+    {
+        "attention__pattern": "vertical_slash",
+        "attention__layout": "striped",
+        "attention__schedule": "group_cast",
+        "attention__overlap_stages_backward": 3,
+        "parallelism__cp": 4,
+        "parallelism__cp_intra": 2,
+        "batch": 1,
+        "activation_checkpoint__attention_recompute": 0.5,
+    },
+    {
+        "attention__pattern": "dense",
+        "attention__layout": "contiguous",
+        "attention__schedule": "group_cast",
+        "parallelism__cp": 4,
+        "parallelism__cp_intra": 4,
+        "batch": 1,
+    },
     # Two context-parallel groups on data of their own, sharded, replicated, and by accumulation.
     {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "batch": 2},
-    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "parallelism__dp_replicate": 2, "batch": 2},
-    {"attention__pattern": "vertical_slash", "parallelism__cp": 4, "training__gradient_accumulation_steps": 2, "batch": 2},
-    {"attention__pattern": "dense", "parallelism__cp": 2, "activation_checkpoint__mode": "none", "batch": 2},
-    {"attention__pattern": "vertical_slash", "parallelism__cp": 2, "activation_checkpoint__mode": "selective", "batch": 2,
-     "activation_checkpoint__attention_recompute": -1.0},
+    {
+        "attention__pattern": "vertical_slash",
+        "parallelism__cp": 2,
+        "parallelism__dp_replicate": 2,
+        "batch": 2,
+    },
+    {
+        "attention__pattern": "vertical_slash",
+        "parallelism__cp": 4,
+        "training__gradient_accumulation_steps": 2,
+        "batch": 2,
+    },
+    {
+        "attention__pattern": "dense",
+        "parallelism__cp": 2,
+        "activation_checkpoint__mode": "none",
+        "batch": 2,
+    },
+    {
+        "attention__pattern": "vertical_slash",
+        "parallelism__cp": 2,
+        "activation_checkpoint__mode": "selective",
+        "batch": 2,
+        "activation_checkpoint__attention_recompute": -1.0,
+    },
 ]
 
 

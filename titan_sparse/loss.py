@@ -57,18 +57,30 @@ def answer_scores(
     rows, targets = hidden[labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
     losses = token_cross_entropy(rows, weight, targets, chunk_tokens, z_loss)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    largest = [_matmul(part, weight.T, part.new_empty(len(part), len(weight), dtype=dtype)).argmax(-1)
-               for part in rows.split(chunk_tokens)]
+    largest = [
+        _matmul(part, weight.T, part.new_empty(len(part), len(weight), dtype=dtype)).argmax(-1)
+        for part in rows.split(chunk_tokens)
+    ]
     return losses, torch.cat(largest)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
     if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} less D.")
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} less D."
+        )
     if chunk_tokens < 1:
-        raise ValueError(f"training.loss_chunk_tokens = {chunk_tokens} is not positive; write for example 4096.")
-    if hidden.dtype != weight.dtype or hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or float64.")
+        raise ValueError(
+            f"training.loss_chunk_tokens = {chunk_tokens} is not positive; write for example 4096."
+        )
+    if hidden.dtype != weight.dtype or hidden.dtype not in (
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    ):
+        raise ValueError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or float64."
+        )
     in_range = ((labels >= 0) & (labels < len(weight))) | (labels == IGNORE_INDEX)
     torch._assert_async(in_range.all(), f"labels must be {IGNORE_INDEX} or in [0, {len(weight)})")
 
@@ -79,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float
     ) -> Tensor:
         wants = ctx.needs_input_grad[:2]
-        losses, d_hidden, d_weight = _by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, wants)
+        losses, d_hidden, d_weight = _by_chunks(
+            hidden, weight, labels, None, chunk_tokens, z_loss, wants
+        )
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(d_hidden, d_weight)
         return losses.sum()
@@ -100,19 +114,28 @@ class _TokenCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
         ctx.chunk_tokens, ctx.z_loss = chunk_tokens, z_loss
-        return _by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, (False, False))[0].view(labels.shape)
+        return _by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, (False, False))[
+            0
+        ].view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         scales, wants = d_losses.contiguous().flatten(), ctx.needs_input_grad[:2]
-        _, d_hidden, d_weight = _by_chunks(hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, wants)
+        _, d_hidden, d_weight = _by_chunks(
+            hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, wants
+        )
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 def _by_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scales: Tensor | None, chunk_tokens: int, z_loss: float,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scales: Tensor | None,
+    chunk_tokens: int,
+    z_loss: float,
     wants: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Losses [B * S], and where wanted d_hidden, and d_weight in the logits' dtype, of their sum weighted by scales."""
@@ -128,7 +151,10 @@ def _by_chunks(
         chunk = slice(start, start + chunk_tokens)
         logits = _matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab])
         losses[chunk], d_logits = _cross_entropy(
-            logits, targets[chunk], None if scales is None else scales[chunk], z_loss,
+            logits,
+            targets[chunk],
+            None if scales is None else scales[chunk],
+            z_loss,
             hidden.dtype if any(wants) else None,
         )
         if d_rows is not None:

@@ -15,26 +15,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.build import build_mask
+from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.training.banner import banner
-from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
+from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
-from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.loss import count_valid
-from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
-from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
+from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
+from titan_sparse.training.banner import banner
+from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.training.float8 import check_device, convert_to_float8
+from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.optimizer import build_optimizer, build_schedule
 from titan_sparse.training.parallelize import (
@@ -78,7 +78,11 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.kernel = backends.explain(
-            config.attention.backend, self.device.type, self.dtype, self.model_config.head_dim, config.attention.block_size,
+            config.attention.backend,
+            self.device.type,
+            self.dtype,
+            self.model_config.head_dim,
+            config.attention.block_size,
             slices=config.attention.window_sinks > 0,
         )
 
@@ -88,21 +92,44 @@ class Trainer:
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
-        self.loader.place = functools.partial(_block_table, config.attention, self.cp) if self.cp.depends_on_mask else None
+        self.loader.place = (
+            functools.partial(_block_table, config.attention, self.cp)
+            if self.cp.depends_on_mask
+            else None
+        )
         self.recomputed = self._recomputed_share()
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
         self.progress = Progress(self.device)
         self.checkpointer = Checkpointer(
-            config.checkpoint, training.output_dir, self.model, self.optimizers, self.schedule, self.loader, self.progress
+            config.checkpoint,
+            training.output_dir,
+            self.model,
+            self.optimizers,
+            self.schedule,
+            self.loader,
+            self.progress,
         )
         self.metrics = MetricsLog(
-            config.metrics, training.output_dir, training.steps, self.model_config, self.device,
-            dist.get_world_size(), writes=dist.get_rank() == 0, float8=config.float8.enable,
+            config.metrics,
+            training.output_dir,
+            training.steps,
+            self.model_config,
+            self.device,
+            dist.get_world_size(),
+            writes=dist.get_rank() == 0,
+            float8=config.float8.enable,
         )
-        self.scorer = Scorer(self.model, config, self.cp, self.device, self.loader.tokenizer, self.meshes.dp_rank,
-                             self.meshes.dp_size)
+        self.scorer = Scorer(
+            self.model,
+            config,
+            self.cp,
+            self.device,
+            self.loader.tokenizer,
+            self.meshes.dp_rank,
+            self.meshes.dp_size,
+        )
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
@@ -123,26 +150,49 @@ class Trainer:
         """What a step's memory depends on, with this share of attention recomputed."""
         config, attention = self.config, self.config.attention
         backend = backends.choose(
-            attention.backend, self.device.type, self.dtype, self.model_config.head_dim, attention.block_size,
-            slices=attention.window_sinks > 0)
-        step = step_of(config, self.model_config, build_pattern(attention), backend, dist.get_world_size(),
-                       int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            attention.backend,
+            self.device.type,
+            self.dtype,
+            self.model_config.head_dim,
+            attention.block_size,
+            slices=attention.window_sinks > 0,
+        )
+        step = step_of(
+            config,
+            self.model_config,
+            build_pattern(attention),
+            backend,
+            dist.get_world_size(),
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
         return dataclasses.replace(step, attention_recompute=recomputed)
 
     def _build_model(self) -> Decoder:
         config = self.config
         call = functools.partial(
-            _attend, pattern=build_pattern(config.attention), cp=self.cp, backend=config.attention.backend,
+            _attend,
+            pattern=build_pattern(config.attention),
+            cp=self.cp,
+            backend=config.attention.backend,
             recomputed=self.recomputed,
         )
         with torch.device("meta"):
-            model = Decoder(self.model_config, call, self._mlp()).to(torch.promote_types(self.dtype, torch.float32))
+            model = Decoder(self.model_config, call, self._mlp()).to(
+                torch.promote_types(self.dtype, torch.float32)
+            )
         if config.float8.enable:
             convert_to_float8(model, config.float8)
         if config.activation_checkpoint.offload:
             model.run_blocks = OffloadedBlocks(self.device)
-        parallelize(model, self.meshes.fsdp, self.dtype, config.parallelism.reshard_after_forward,
-                    config.activation_checkpoint, config.compile, config.optimizer.offload)
+        parallelize(
+            model,
+            self.meshes.fsdp,
+            self.dtype,
+            config.parallelism.reshard_after_forward,
+            config.activation_checkpoint,
+            config.compile,
+            config.optimizer.offload,
+        )
         model.to_empty(device="cpu" if config.optimizer.offload else self.device)
         initialize(model, config.training.seed, self.model_config, self.device)
         return model
@@ -150,7 +200,11 @@ class Trainer:
     def _mlp(self) -> Callable[[DecoderConfig], nn.Module]:
         chunk, compiler = self.config.training.mlp_chunk_tokens, self.config.compile
         backend = compiler.backend if compiler.enable else ""
-        return functools.partial(ChunkedMLP, chunk_tokens=chunk, compile_backend=backend) if chunk else MLP
+        return (
+            functools.partial(ChunkedMLP, chunk_tokens=chunk, compile_backend=backend)
+            if chunk
+            else MLP
+        )
 
     def train(self) -> None:
         """From the newest checkpoint to training.steps, or until SIGINT or SIGTERM: then the step ends, is saved."""
@@ -162,12 +216,17 @@ class Trainer:
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 self._save_in_hf()
         self.metrics.close()
-        logger.info("stopped by a signal after step %d" if stopped else "finished %d steps", self.progress.step)
+        logger.info(
+            "stopped by a signal after step %d" if stopped else "finished %d steps",
+            self.progress.step,
+        )
 
     def _load(self) -> None:
         initial_hf = self.config.model.initial_hf
         if self.checkpointer.load():
-            instead = f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
+            instead = (
+                f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
+            )
             logger.info("resumed at step %d%s", self.progress.step, instead if initial_hf else "")
         elif initial_hf:
             from titan_sparse.models.huggingface import load_weights
@@ -176,10 +235,14 @@ class Trainer:
             logger.info("read the weights of %s", initial_hf)
 
     def _save_in_hf(self) -> None:
-        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)  # the others wait for rank 0
+        self._set_timeout(
+            self.config.parallelism.first_step_timeout_seconds
+        )  # the others wait for rank 0
         if dist.get_rank() == 0:
             initial_hf = self.config.model.initial_hf
-            self.checkpointer.save_in_hf(self.progress.step, self.model_config, self.dtype, initial_hf)
+            self.checkpointer.save_in_hf(
+                self.progress.step, self.model_config, self.dtype, initial_hf
+            )
         meet()
 
     def _run_steps(self) -> bool:
@@ -200,14 +263,23 @@ class Trainer:
 
     def step(self) -> bool:
         """One optimizer step. Returns whether any rank was asked to stop."""
-        batches = [next(self.loader) for _ in range(self.config.training.gradient_accumulation_steps)]
+        batches = [
+            next(self.loader) for _ in range(self.config.training.gradient_accumulation_steps)
+        ]
         valid, tokens, stop = self._totals(batches)
         step = self.progress.step + 1
-        logged, loss = self.metrics.should_log(step), torch.zeros((), dtype=torch.float64, device=self.device)
+        logged, loss = (
+            self.metrics.should_log(step),
+            torch.zeros((), dtype=torch.float64, device=self.device),
+        )
         for number, batch in enumerate(batches):
             watch = logged and number == len(batches) - 1
             pictures = self.metrics.thumbnail_cells(step)
-            with recording(self.metrics.recall_rows(step), pictures) if watch else nullcontext() as seen:
+            with (
+                recording(self.metrics.recall_rows(step), pictures)
+                if watch
+                else nullcontext() as seen
+            ):
                 loss += self._forward_backward(batch, valid)
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
@@ -244,11 +316,21 @@ class Trainer:
         rows = rows._replace(table=None if batch.table is None else batch.table.to(self.device))
         positions = batch.positions
         if self.config.attention.mask == "causal":
-            positions = self.cp.shard(torch.arange(seq_len).expand(tokens.shape[0], -1), 1, batch.table)
+            positions = self.cp.shard(
+                torch.arange(seq_len).expand(tokens.shape[0], -1), 1, batch.table
+            )
         training = self.config.training
-        loss = self.model(
-            tokens, positions.to(self.device), rows, labels, training.loss_chunk_tokens, training.z_loss
-        ) / valid
+        loss = (
+            self.model(
+                tokens,
+                positions.to(self.device),
+                rows,
+                labels,
+                training.loss_chunk_tokens,
+                training.z_loss,
+            )
+            / valid
+        )
         loss.backward()
         return loss.detach()
 
@@ -258,12 +340,16 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if self.config.training.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.training.max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(
+                self.model.parameters(), self.config.training.max_norm, norm
+            )
         return norm
 
     def _log(self, values: dict[str, float], seen: Recording, batch: Batch) -> None:
         sequence_tokens = sum(map(sum, batch.lengths)) / len(batch.lengths)
-        self.metrics.log(self.progress.step, self.progress.tokens_seen, values, seen, sequence_tokens)
+        self.metrics.log(
+            self.progress.step, self.progress.tokens_seen, values, seen, sequence_tokens
+        )
 
     def _after_step(self, stopped: bool, profile, is_first: bool) -> None:
         step, training = self.progress.step, self.config.training
@@ -301,17 +387,40 @@ class Trainer:
             return
         step = self._step_size(self.recomputed)
         phases = estimate(step)
-        print(banner(self.config, self.model_config, self.meshes, self.cp, self.kernel, self.device, step.seq_len,
-                     phases[peak_phase(phases)], self.recomputed), flush=True)
+        print(
+            banner(
+                self.config,
+                self.model_config,
+                self.meshes,
+                self.cp,
+                self.kernel,
+                self.device,
+                step.seq_len,
+                phases[peak_phase(phases)],
+                self.recomputed,
+            ),
+            flush=True,
+        )
         save(self.config, self.config.training.output_dir)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask, *, pattern: Pattern, cp: ContextParallel, backend: str,
-            recomputed: float) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask,
+    *,
+    pattern: Pattern,
+    cp: ContextParallel,
+    backend: str,
+    recomputed: float,
+) -> Tensor:
     return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
 
 
-def _block_table(attention: "Attention", cp: ContextParallel, lengths: list[list[int]], seq_len: int) -> Tensor:
+def _block_table(
+    attention: "Attention", cp: ContextParallel, lengths: list[list[int]], seq_len: int
+) -> Tensor:
     """For a layout that depends on the mask: the blocks of every rank in a batch, before it is sharded.
 
     No method: the loader would keep the trainer, and with it process groups, until Python has torn itself down, which ends
@@ -323,7 +432,9 @@ def _check_initial_weights(config: "Config", model: DecoderConfig) -> None:
     """Refuses a model.initial_hf that does not fit, unless the run resumes from its own checkpoint: ValueError."""
     resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
     if config.model.initial_hf and not resumes:
-        from titan_sparse.models.huggingface import check_weights  # only where asked for: it needs safetensors
+        from titan_sparse.models.huggingface import (
+            check_weights,
+        )  # only where asked for: it needs safetensors
 
         check_weights(config.model.initial_hf, model)
 
@@ -337,7 +448,12 @@ def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:
         )
     cp = config.parallelism.cp
     return build_loader(
-        config.data, config.training.seq_len, config.training.local_batch_size, config.training.seed,
-        dp_rank=int(os.environ.get("RANK", 0)) // cp, dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
-        padding_multiple=padding_multiple(config), tokenizer=tokenizer,
+        config.data,
+        config.training.seq_len,
+        config.training.local_batch_size,
+        config.training.seed,
+        dp_rank=int(os.environ.get("RANK", 0)) // cp,
+        dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
+        padding_multiple=padding_multiple(config),
+        tokenizer=tokenizer,
     )

@@ -27,7 +27,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from bench_attention_cases import (
+from torch import Tensor
+from torch.autograd import DeviceType
+
+from scripts.benchmarks.attention_cases import (
     CUDNN,
     FLASH4,
     OURS_DENSE,
@@ -39,15 +42,12 @@ from bench_attention_cases import (
     random_index,
     ready_index,
 )
-from bench_attention_errors import cases_to_check, check
-from break_even import break_even, in_words
-from torch import Tensor
-from torch.autograd import DeviceType
-
+from scripts.benchmarks.attention_errors import cases_to_check, check
+from scripts.benchmarks.break_even import break_even, in_words
 from titan_sparse.attention import backends
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import VerticalSlash
 
 MATMUL_PEAK = 790.0
 """TFLOP/s of a large bf16 matmul on random data, measured on an H200: the roofline of every row."""
@@ -100,7 +100,9 @@ def peak_extra(call: Attention, leaves: list[Tensor], d_out: Tensor) -> float:
     gradients = torch.autograd.grad(out, leaves, d_out)
     torch.cuda.synchronize()
     held = sum(x.nbytes for x in (out, *gradients))
-    return (torch.cuda.max_memory_allocated() - before - held) / sum(x.nbytes for x in (*leaves, out))
+    return (torch.cuda.max_memory_allocated() - before - held) / sum(
+        x.nbytes for x in (*leaves, out)
+    )
 
 
 def visited_share(call: Attention, leaves: list[Tensor]) -> float:
@@ -123,18 +125,24 @@ def longest_kernels(steps: Sequence[Callable[[], object]], most: int = 15) -> li
 def by_total_time(events: Sequence, most: int) -> list[dict]:
     """The longest CUDA kernels among the profiler's averaged events, at most `most`."""
     kernels = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-    longest = sorted(((e.self_device_time_total / 1e3, e.count, e.key[:100]) for e in kernels), reverse=True)[:most]
+    longest = sorted(
+        ((e.self_device_time_total / 1e3, e.count, e.key[:100]) for e in kernels), reverse=True
+    )[:most]
     return [{"kernel": key, "launches": count, "ms": round(ms, 3)} for ms, count, key in longest]
 
 
-def measure(name: str, call: Attention, tensors: list[Tensor], repeats: int, args: argparse.Namespace) -> dict:
+def measure(
+    name: str, call: Attention, tensors: list[Tensor], repeats: int, args: argparse.Namespace
+) -> dict:
     """Times, peak memory and, with --profile, kernels of one backend or peer, after two calls to warm up."""
     *leaves, d_out = tensors
     steps = training_call(call, leaves, d_out)
     for step in steps:
         step()
     found = {"peak_extra_of_qkvo": round(peak_extra(call, leaves, d_out), 4)}
-    found["forward_ms"], found["backward_ms"] = (round(ms, 3) for ms in times(steps, repeats, lead=True))
+    found["forward_ms"], found["backward_ms"] = (
+        round(ms, 3) for ms in times(steps, repeats, lead=True)
+    )
     if name in (*backends.BACKENDS, OURS_DENSE):
         found["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
         if args.profile:
@@ -142,7 +150,14 @@ def measure(name: str, call: Attention, tensors: list[Tensor], repeats: int, arg
     return found
 
 
-def row(name: str, shape: Shape, target: float | None, density: float, found: dict, dense: dict[str, dict]) -> dict:
+def row(
+    name: str,
+    shape: Shape,
+    target: float | None,
+    density: float,
+    found: dict,
+    dense: dict[str, dict],
+) -> dict:
     """What is written of one measurement.
 
     target: the density asked for, None for dense rows; density: the one counted. dense: what was found for the dense
@@ -150,12 +165,21 @@ def row(name: str, shape: Shape, target: float | None, density: float, found: di
     """
     flops = 14 * shape.head_dim * shape.heads * shape.seq_len * (shape.seq_len + 1) / 2 * density
     spent = _milliseconds(found)
-    ratio = {peer: round(spent / _milliseconds(dense[peer]), 4) if peer in dense else None for peer in (CUDNN, FLASH4)}
+    ratio = {
+        peer: round(spent / _milliseconds(dense[peer]), 4) if peer in dense else None
+        for peer in (CUDNN, FLASH4)
+    }
     about = {key: value for key, value in shape._asdict().items() if key != "device"}
     return {
-        "name": name, **about, "target_density": target, "density": round(density, 4),
-        "ratio_to_cudnn": ratio[CUDNN], "ratio_to_flash_attn_4": ratio[FLASH4],
-        "visited_tflops": round(flops / spent / 1e9, 1), "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 3), **found,
+        "name": name,
+        **about,
+        "target_density": target,
+        "density": round(density, 4),
+        "ratio_to_cudnn": ratio[CUDNN],
+        "ratio_to_flash_attn_4": ratio[FLASH4],
+        "visited_tflops": round(flops / spent / 1e9, 1),
+        "roofline_ms": round(flops / MATMUL_PEAK / 1e9, 3),
+        **found,
     }
 
 
@@ -167,14 +191,19 @@ def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
     """A row for each dense peer, then for each density and backend."""
     tensors, rows = draw(shape), Causal().rows(shape.seq_len, shape.device)
     repeats = 1 if shape.seq_len > LONG else args.repeats
-    dense = {name: measure(name, call, tensors, repeats, args)
-             for name, call in dense_peers(args.peers, rows, shape.block_size).items()}
+    dense = {
+        name: measure(name, call, tensors, repeats, args)
+        for name, call in dense_peers(args.peers, rows, shape.block_size).items()
+    }
     for name, found in dense.items():
         yield row(name, shape, None, 1.0, found, dense)
     for target in args.densities:
         pattern, index = random_index(shape, target, args.verticals, args.sinks)
         ready = ready_index(pattern, index)
-        calls = {backend: functools.partial(ours, backend, ready, rows, shape.block_size) for backend in args.backends}
+        calls = {
+            backend: functools.partial(ours, backend, ready, rows, shape.block_size)
+            for backend in args.backends
+        }
         density = visited_share(calls[args.backends[0]], tensors[:3])
         selection = selection_times(tensors, pattern, rows, shape.block_size, args.repeats)
         for name, call in calls.items():
@@ -182,12 +211,16 @@ def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
             yield row(name, shape, target, density, found, dense)
 
 
-def selection_times(tensors: list[Tensor], pattern: VerticalSlash, rows: MaskRanges, block_size: int, repeats: int) -> dict:
+def selection_times(
+    tensors: list[Tensor], pattern: VerticalSlash, rows: MaskRanges, block_size: int, repeats: int
+) -> dict:
     """Median milliseconds of choosing an index with this pattern's caps."""
     step = functools.partial(pattern.select, *tensors[:2], rows, block_size=block_size)
     times([step], 2, lead=False)
-    return {"selection_ms": round(times([step], repeats, lead=True)[0], 3),
-            "selection_alone_ms": round(times([step], repeats, lead=False)[0], 3)}
+    return {
+        "selection_ms": round(times([step], repeats, lead=True)[0], 3),
+        "selection_alone_ms": round(times([step], repeats, lead=False)[0], 3),
+    }
 
 
 # The run ------------------------------------------------------------------------------------------------------------
@@ -195,10 +228,20 @@ def selection_times(tensors: list[Tensor], pattern: VerticalSlash, rows: MaskRan
 
 def versions() -> dict[str, str | None]:
     """Of what the numbers depend on; null for what is not there."""
-    driver = subprocess.run("nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1", shell=True,
-                            capture_output=True, text=True).stdout.strip()
-    return {"torch": torch.__version__, "triton": _version("triton"), "flash-attn-4": _version("flash-attn-4"),
-            "cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "driver": driver or None}
+    driver = subprocess.run(
+        "nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    return {
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "flash-attn-4": _version("flash-attn-4"),
+        "cuda": torch.version.cuda,
+        "cudnn": str(torch.backends.cudnn.version()),
+        "driver": driver or None,
+    }
 
 
 def _version(package: str) -> str | None:
@@ -210,19 +253,36 @@ def _version(package: str) -> str | None:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line. Ends the program, in one line and with status 2, for what cannot run here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--seq-lens", type=int, nargs="+", default=[131072])
     add("--backends", nargs="+", default=["flex", "triton"], choices=list(backends.BACKENDS))
-    add("--peers", nargs="*", choices=[CUDNN, FLASH4, OURS_DENSE], help="default: all that can run here")
-    add("--head-sets", type=head_set, nargs="+", default=[(16, 2)], help="query heads:KV heads, as 16:2")
+    add(
+        "--peers",
+        nargs="*",
+        choices=[CUDNN, FLASH4, OURS_DENSE],
+        help="default: all that can run here",
+    )
+    add(
+        "--head-sets",
+        type=head_set,
+        nargs="+",
+        default=[(16, 2)],
+        help="query heads:KV heads, as 16:2",
+    )
     add("--head-dim", type=int, default=128)
     add("--block-size", type=int, default=128)
     add("--densities", type=share, nargs="+", default=[0.05], help="shares of the causal pairs")
     add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--repeats", type=int, default=5)
-    add("--profile", action="store_true", help="also print the longest CUDA kernels of each of our rows")
+    add(
+        "--profile",
+        action="store_true",
+        help="also print the longest CUDA kernels of each of our rows",
+    )
     add("--out", default="", help="JSON file, written anew after each length")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -238,21 +298,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def refusal(args: argparse.Namespace) -> str | None:
     """Why these options cannot run on this GPU, None if they can."""
     if any(seq_len % args.block_size or seq_len < 4 * args.block_size for seq_len in args.seq_lens):
-        return f"--seq-lens: write multiples of --block-size ({args.block_size}), four blocks or more"
+        return (
+            f"--seq-lens: write multiples of --block-size ({args.block_size}), four blocks or more"
+        )
     if args.repeats < 1 or args.sinks < 0:
         return "--repeats is 1 or more, --sinks 0 or more"
     if FLASH4 in args.peers and not backends.has_flash_attention_4():
         return '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU, or leave it out'
     used = dict.fromkeys([*args.backends, *["flex"] * (OURS_DENSE in args.peers)])
-    refused = (backends.BACKENDS[name].refusal("cuda", torch.bfloat16, args.head_dim, args.block_size) for name in used)
+    refused = (
+        backends.BACKENDS[name].refusal("cuda", torch.bfloat16, args.head_dim, args.block_size)
+        for name in used
+    )
     return next(filter(None, refused), None)
 
 
 def head_set(text: str) -> tuple[int, int]:
-    """"16:2" -> (16, 2)."""
-    heads, kv_heads = (int(x) if x.isdigit() else 0 for x in (text.partition(":")[0], text.partition(":")[2]))
+    """ "16:2" -> (16, 2)."""
+    heads, kv_heads = (
+        int(x) if x.isdigit() else 0 for x in (text.partition(":")[0], text.partition(":")[2])
+    )
     if not heads or not kv_heads or heads % kv_heads:
-        raise argparse.ArgumentTypeError(f"{text}: write query heads:KV heads, a multiple and its divisor, as 16:2")
+        raise argparse.ArgumentTypeError(
+            f"{text}: write query heads:KV heads, a multiple and its divisor, as 16:2"
+        )
     return heads, kv_heads
 
 
@@ -278,15 +347,24 @@ def report(found: dict) -> None:
     """Print a row, and its kernels below it, a line each."""
     print(json.dumps({key: value for key, value in found.items() if key != "kernels"}), flush=True)
     for kernel in found.get("kernels", []):
-        print(f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}", flush=True)
+        print(
+            f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}",
+            flush=True,
+        )
 
 
 def about_run(args: argparse.Namespace) -> dict:
     """What the numbers belong to: command, date, GPU, versions, options, kernels behind each backend."""
     return {
-        "command": " ".join(sys.argv), "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(),
-        "versions": versions(), "options": vars(args),
-        "backends": {name: backends.BACKENDS[name].describe() for name in dict.fromkeys([*args.backends, "flex"])},
+        "command": " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "options": vars(args),
+        "backends": {
+            name: backends.BACKENDS[name].describe()
+            for name in dict.fromkeys([*args.backends, "flex"])
+        },
     }
 
 

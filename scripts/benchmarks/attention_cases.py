@@ -42,7 +42,9 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
     return type("ReadyIndex", (type(pattern),), members)(**dataclasses.asdict(pattern))
 
 
-def random_index(shape: Shape, density: float, vertical_share: float, sinks: int) -> tuple[VerticalSlash, list[Tensor]]:
+def random_index(
+    shape: Shape, density: float, vertical_share: float, sinks: int
+) -> tuple[VerticalSlash, list[Tensor]]:
     """A pattern whose caps hold the index, and the index as tensors: VerticalSlashIndex.tensors().
 
     density: share of the causal pairs, to be reached per head by random block diagonals beside the two local ones.
@@ -61,24 +63,44 @@ def random_index(shape: Shape, density: float, vertical_share: float, sinks: int
             if area / total + (1 - area / total) * verticals / seq_len >= density:
                 break
             slashes[head, delta], area = True, area + blocks - delta
-    pattern = VerticalSlash(sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max()))
-    padded = torch.full((heads, pattern.vertical_capacity(seq_len, shape.block_size, False)), seq_len, dtype=torch.int32)
+    pattern = VerticalSlash(
+        sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max())
+    )
+    padded = torch.full(
+        (heads, pattern.vertical_capacity(seq_len, shape.block_size, False)),
+        seq_len,
+        dtype=torch.int32,
+    )
     padded[:, :verticals] = torch.stack(picked)
-    return pattern, [x[None].to(shape.device) for x in (slashes, padded, torch.zeros(heads, 2, dtype=torch.bool))]
+    return pattern, [
+        x[None].to(shape.device) for x in (slashes, padded, torch.zeros(heads, 2, dtype=torch.bool))
+    ]
 
 
 def draw(shape: Shape) -> list[Tensor]:
     """q, k, v that want a gradient, and the upstream gradient, all bf16."""
     torch.manual_seed(1)
-    q, k, v, d_out = (torch.randn(1, heads, shape.seq_len, shape.head_dim, device=shape.device, dtype=torch.bfloat16)
-                      for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
+    q, k, v, d_out = (
+        torch.randn(
+            1, heads, shape.seq_len, shape.head_dim, device=shape.device, dtype=torch.bfloat16
+        )
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    )
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out]
 
 
 # What is timed ------------------------------------------------------------------------------------------------------
 
 
-def ours(backend: str, pattern: Pattern, rows: MaskRanges, block_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def ours(
+    backend: str,
+    pattern: Pattern,
+    rows: MaskRanges,
+    block_size: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> Tensor:
     """attend(); with a ready_index() all of it but the selection."""
     return attend(q, k, v, rows, pattern, backend=backend, block_size=block_size)
 
@@ -86,7 +108,9 @@ def ours(backend: str, pattern: Pattern, rows: MaskRanges, block_size: int, q: T
 def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's SDPA on one of its kernels, causal; on cuDNN the denominator of `ratio_to_cudnn`."""
     with sdpa_kernel(kernel):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
 
 
 def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,6 +123,9 @@ def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def dense_peers(names: list[str], rows: MaskRanges, block_size: int) -> dict[str, Attention]:
     """The dense peers asked for, in the order in which they are timed."""
-    peers = {CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION), FLASH4: flash4,
-             OURS_DENSE: functools.partial(ours, "flex", Dense(), rows, block_size)}
+    peers = {
+        CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+        FLASH4: flash4,
+        OURS_DENSE: functools.partial(ours, "flex", Dense(), rows, block_size),
+    }
     return {name: call for name, call in peers.items() if name in names}

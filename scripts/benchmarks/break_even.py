@@ -21,7 +21,7 @@ def cost(row: dict) -> float:
 
 
 def head_set(row: dict) -> str:
-    """"16:2/128": query heads, KV heads, head_dim."""
+    """ "16:2/128": query heads, KV heads, head_dim."""
     return f"{row['heads']}:{row['kv_heads']}/{row['head_dim']}"
 
 
@@ -51,7 +51,11 @@ def dense_costs(rows: list[dict], heads: str) -> tuple[str, dict[int, float]]:
     """The first of DENSE_PEERS that was timed with these heads at all of their lengths, and its cost at each."""
     lengths = {row["seq_len"] for row in rows if head_set(row) == heads and is_sparse(row)}
     for peer in DENSE_PEERS:
-        costs = {row["seq_len"]: cost(row) for row in rows if head_set(row) == heads and row["name"] == peer}
+        costs = {
+            row["seq_len"]: cost(row)
+            for row in rows
+            if head_set(row) == heads and row["name"] == peer
+        }
         if lengths and lengths <= costs.keys():
             return peer, costs
     return "", {}
@@ -71,7 +75,9 @@ def break_even(rows: list[dict]) -> list[dict]:
         for backend in dict.fromkeys(row["name"] for row in ours):
             about = {"backend": backend, "heads": heads, "against": peer}
             measured = [row for row in ours if row["name"] == backend]
-            answers += [about | answer for answer in _densities(measured, dense) + _lengths(measured, dense)]
+            answers += [
+                about | answer for answer in _densities(measured, dense) + _lengths(measured, dense)
+            ]
     return answers
 
 
@@ -80,7 +86,9 @@ def _densities(rows: list[dict], dense: dict[int, float]) -> list[dict]:
     for seq_len in sorted({row["seq_len"] for row in rows}):
         points = [(row["density"], cost(row)) for row in rows if row["seq_len"] == seq_len]
         relation, density = first_reaching(points, dense[seq_len])
-        answers.append({"sought": "density", "seq_len": seq_len, "is": relation, "density": round(density, 4)})
+        answers.append(
+            {"sought": "density", "seq_len": seq_len, "is": relation, "density": round(density, 4)}
+        )
     return answers
 
 
@@ -88,11 +96,16 @@ def _lengths(rows: list[dict], dense: dict[int, float]) -> list[dict]:
     answers = []
     for density in sorted({row["target_density"] for row in rows}):
         # From the longest sequence downwards, hence the minus, the share of dense's time rises until it reaches 1.
-        points = [(-math.log2(row["seq_len"]), cost(row) / dense[row["seq_len"]])
-                  for row in rows if row["target_density"] == density]
+        points = [
+            (-math.log2(row["seq_len"]), cost(row) / dense[row["seq_len"]])
+            for row in rows
+            if row["target_density"] == density
+        ]
         relation, place = first_reaching(points, 1.0)
         relation = {"at": "at", "above": "below", "below": "above"}[relation]
-        answers.append({"sought": "seq_len", "density": density, "is": relation, "seq_len": round(2 ** -place)})
+        answers.append(
+            {"sought": "seq_len", "density": density, "is": relation, "seq_len": round(2**-place)}
+        )
     return answers
 
 
@@ -100,8 +113,11 @@ def in_words(answer: dict) -> str:
     """One answer of break_even() as a line."""
     density, seq_len = f"{answer['density']:.1%}", f"{answer['seq_len']:,} tokens"
     relation = "" if answer["is"] == "at" else answer["is"] + " "
-    found = (f"at {seq_len} sparse pays up to a density: {relation}{density}" if answer["sought"] == "density" else
-             f"at a density of {density} sparse pays down to a length: {relation}{seq_len}")
+    found = (
+        f"at {seq_len} sparse pays up to a density: {relation}{density}"
+        if answer["sought"] == "density"
+        else f"at a density of {density} sparse pays down to a length: {relation}{seq_len}"
+    )
     return f"{answer['backend']}, heads {answer['heads']}, against {answer['against']}: {found}"
 
 
@@ -113,10 +129,14 @@ def read_rows(paths: list[str]) -> list[dict]:
         with open(path) as file:
             result = json.load(file)
         if not all("target_density" in row for row in result.get("rows", [{}])):
-            sys.exit(f"{path}: rows without target_density; write it anew with scripts/bench_attention.py --out {path}")
+            sys.exit(
+                f"{path}: rows without target_density; write it anew with scripts/bench_attention.py --out {path}"
+            )
         gpus.add(result["gpu"])
         for row in result["rows"]:
-            rows[row["name"], head_set(row), row["block_size"], row["seq_len"], row["target_density"]] = row
+            rows[
+                row["name"], head_set(row), row["block_size"], row["seq_len"], row["target_density"]
+            ] = row
     if len(gpus) > 1:
         sys.exit(f"the files are of different GPUs ({', '.join(sorted(gpus))}); give those of one")
     return list(rows.values())

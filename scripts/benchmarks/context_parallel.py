@@ -34,10 +34,10 @@ import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from bench_attention import head_set, share, versions
-from context_parallel_cases import CASES
-from context_parallel_timing import Bench, attempt
 
+from scripts.benchmarks.attention import head_set, share, versions
+from scripts.benchmarks.context_parallel_cases import CASES
+from scripts.benchmarks.context_parallel_timing import Bench, attempt
 from titan_sparse.attention import backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
@@ -46,16 +46,33 @@ Cases = dict[str, Callable[[Bench], Iterator[dict]]]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
-    add("--seq-len", type=int, default=0, help="tokens of all ranks together; default: each case's own")
+    add(
+        "--seq-len",
+        type=int,
+        default=0,
+        help="tokens of all ranks together; default: each case's own",
+    )
     add("--heads", type=head_set, default=(16, 2), help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
-    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals, of random indexes")
+    add(
+        "--verticals",
+        type=share,
+        default=0.005,
+        help="share of the sequence that is verticals, of random indexes",
+    )
     add("--sinks", type=int, default=30)
-    add("--schedules", nargs="+", default=["all_gather", "ring"], choices=["all_gather", "ring", "double_ring", "group_cast"],
-        help="of the case scaling")
+    add(
+        "--schedules",
+        nargs="+",
+        default=["all_gather", "ring"],
+        choices=["all_gather", "ring", "double_ring", "group_cast"],
+        help="of the case scaling",
+    )
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
     add("--max-verticals", type=int, default=2048)
     add("--max-slashes", type=int, default=0, help="0: no cap")
@@ -72,7 +89,12 @@ def add_common_options(add: Callable) -> None:
     add("--device", default="cuda", choices=["cuda", "cpu"])
     add("--repeats", type=int, default=5)
     add("--warm-ups", type=int, default=2, help="calls before the timed ones")
-    add("--timeout", type=int, default=180, help="seconds until a collective that does not come ends the run")
+    add(
+        "--timeout",
+        type=int,
+        default=180,
+        help="seconds until a collective that does not come ends the run",
+    )
     add("--out", default="", help="JSON file, written anew after each row")
 
 
@@ -80,13 +102,21 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
     """Why these options cannot run on `world` ranks, None if they can."""
     multiple = block_multiple("zigzag", world) * args.block_size
     if args.pretend_nodes < 1 or world % args.pretend_nodes:
-        return f"--pretend-nodes {args.pretend_nodes} does not divide {world} ranks; write a divisor"
+        return (
+            f"--pretend-nodes {args.pretend_nodes} does not divide {world} ranks; write a divisor"
+        )
     if "nodes" in args.cases and args.pretend_nodes == 1:
         return "the case nodes compares schedules across nodes; write --pretend-nodes 2"
     if world == 1 and set(args.cases) != {"errors"}:
         return "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, or write the case errors"
-    if "double_ring" in args.schedules and "scaling" in args.cases and world % max(2, args.pretend_nodes):
-        return f"double_ring needs an even number of ranks, not {world}; leave it out of --schedules"
+    if (
+        "double_ring" in args.schedules
+        and "scaling" in args.cases
+        and world % max(2, args.pretend_nodes)
+    ):
+        return (
+            f"double_ring needs an even number of ranks, not {world}; leave it out of --schedules"
+        )
     if args.seq_len % multiple:
         return f"--seq-len {args.seq_len}: write a multiple of {multiple}"
     if args.repeats < 1 or min(args.sinks, args.warm_ups) < 0:
@@ -96,14 +126,24 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
 
 def pretend(nodes: int, rank: int, world: int) -> None:
     """Tell NCCL, before it starts, that this rank is on one of so many nodes, with sockets between them."""
-    os.environ |= {"NCCL_HOSTID": f"node{rank * nodes // world}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ |= {
+        "NCCL_HOSTID": f"node{rank * nodes // world}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
 
 
 def about(args: argparse.Namespace, device: torch.device, world: int) -> dict:
     """What the numbers belong to: command, date, GPUs, versions, options."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"command": " ".join(sys.argv), "date": datetime.date.today().isoformat(), "gpu": name, "ranks": world,
-            "versions": versions(), "options": vars(args)}
+    return {
+        "command": " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "gpu": name,
+        "ranks": world,
+        "versions": versions(),
+        "options": vars(args),
+    }
 
 
 def report(result: dict, row: dict, out: str) -> None:
@@ -119,6 +159,7 @@ def report(result: dict, row: dict, out: str) -> None:
 def run(bench: Bench, result: dict, cases: Cases) -> None:
     """All cases in the order asked for; rank 0 reports."""
     for case in bench.args.cases:
+
         def rows_of_case() -> dict:
             for row in cases[case](bench):
                 if bench.rank == 0:
@@ -137,7 +178,9 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def measure(args: argparse.Namespace, cases: Cases, refused: str | None, program: str, nodes: int = 1) -> int:
+def measure(
+    args: argparse.Namespace, cases: Cases, refused: str | None, program: str, nodes: int = 1
+) -> int:
     """Carry out args.cases over so many (pretended) nodes and return the exit status: 0, or 2 with one line on stderr for
     what cannot run here."""
     rank, world = place()
@@ -150,7 +193,9 @@ def measure(args: argparse.Namespace, cases: Cases, refused: str | None, program
     device = choose_device(args.device)
     init_distributed(device, args.timeout)
     if device.type == "cuda":
-        torch.set_num_threads(max(1, os.cpu_count() // world))  # torchrun says 1; realistic inputs are made on the CPU
+        torch.set_num_threads(
+            max(1, os.cpu_count() // world)
+        )  # torchrun says 1; realistic inputs are made on the CPU
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
     run(Bench(args, device, rank, world, nodes), about(args, device, world) | {"rows": []}, cases)
     leave_distributed()

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from bench_attention_cases import Shape
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from scripts.benchmarks.attention_cases import Shape
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.group import Pending
 
@@ -32,16 +32,33 @@ class Bench(NamedTuple):
 
     def shape(self, seq_len: int) -> Shape:
         """What attention is timed on, all ranks together; --seq-len wins over the case's own length."""
-        return Shape(*self.args.heads, self.args.head_dim, self.args.block_size, self.args.seq_len or seq_len,
-                     self.device.type)
+        return Shape(
+            *self.args.heads,
+            self.args.head_dim,
+            self.args.block_size,
+            self.args.seq_len or seq_len,
+            self.device.type,
+        )
 
-    def context(self, layout: str, schedule: str, kind: type[ContextParallel] = ContextParallel,
-                gradient_dtype: torch.dtype | None = None, overlap_stages: int = 2) -> ContextParallel:
+    def context(
+        self,
+        layout: str,
+        schedule: str,
+        kind: type[ContextParallel] = ContextParallel,
+        gradient_dtype: torch.dtype | None = None,
+        overlap_stages: int = 2,
+    ) -> ContextParallel:
         """A context-parallel group of all ranks, or what looks like one (WithoutTransfers)."""
         nodes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}.get(schedule, 1)
         mesh = cp_mesh(self.device.type, nodes, self.world)
-        return kind(mesh, layout, schedule, self.args.block_size, gradient_dtype=gradient_dtype,
-                    overlap_stages=(overlap_stages, overlap_stages))
+        return kind(
+            mesh,
+            layout,
+            schedule,
+            self.args.block_size,
+            gradient_dtype=gradient_dtype,
+            overlap_stages=(overlap_stages, overlap_stages),
+        )
 
 
 @functools.cache
@@ -49,7 +66,9 @@ def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
     """Axes ("cp_inter", "cp_intra") for several nodes, ("cp",) for one."""
     if nodes == 1:
         return init_device_mesh(device_type, (world,), mesh_dim_names=("cp",))
-    return init_device_mesh(device_type, (nodes, world // nodes), mesh_dim_names=("cp_inter", "cp_intra"))
+    return init_device_mesh(
+        device_type, (nodes, world // nodes), mesh_dim_names=("cp_inter", "cp_intra")
+    )
 
 
 class WithoutTransfers(ContextParallel):
@@ -63,10 +82,14 @@ class WithoutTransfers(ContextParallel):
         super().__init__(mesh, *args, **kwargs)
         self.on_gpu, self.marks = mesh.device_type == "cuda", []
         if self.schedule not in ("ring", "double_ring"):
-            raise ValueError(f'WithoutTransfers knows what a ring sends, not "{self.schedule}"; '
-                             'write "ring" or "double_ring"')
+            raise ValueError(
+                f'WithoutTransfers knows what a ring sends, not "{self.schedule}"; '
+                'write "ring" or "double_ring"'
+            )
 
-    def shift(self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True) -> "_Arrived":
+    def shift(
+        self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
+    ) -> "_Arrived":
         return _Arrived(self, axis, chunk if receives else [])
 
     def start_all_reduce(self, x: Tensor) -> Pending:
@@ -138,7 +161,10 @@ def timed(bench: Bench, steps: Sequence[Callable[[], object]]) -> dict:
     slowest = [_median(every[..., place].amax(0)) for place in range(len(steps))]
     found = {"forward_ms": slowest[0], "backward_ms": slowest[1]} if len(steps) == 2 else {}
     total = every.sum(-1)
-    return found | {"total_ms": _median(total.amax(0)), "per_rank_ms": [_median(own) for own in total]}
+    return found | {
+        "total_ms": _median(total.amax(0)),
+        "per_rank_ms": [_median(own) for own in total],
+    }
 
 
 def _median(numbers: Tensor) -> float:
@@ -159,8 +185,10 @@ def step_times(bench: Bench, cp: WithoutTransfers, steps: Sequence[Callable[[], 
             cp.marks.append(mark(bench.device.type == "cuda"))
         spent.append(milliseconds(cp.marks))
     if len(spent[-1]) != 2 * cp.size:
-        raise RuntimeError(f"{len(spent[-1])} intervals for {cp.size} steps forward and backward: "
-                           "the ring waits elsewhere now")
+        raise RuntimeError(
+            f"{len(spent[-1])} intervals for {cp.size} steps forward and backward: "
+            "the ring waits elsewhere now"
+        )
     every = gather(bench, spent[bench.args.warm_ups :])
     return every.median(dim=1).values.unflatten(-1, (2, -1)).transpose(0, 1)
 

@@ -20,7 +20,15 @@ NODE_TOKENS_PER_SECOND = 8 * 13_000
 def tokens_per_second(config: Config, seconds: float) -> float:
     """Tokens of sequences handed out in `seconds`, the first batch (which opens files and permutes) not counted."""
     training = config.training
-    loader = build_loader(config.data, training.seq_len, training.local_batch_size, training.seed, 0, 1, padding_multiple(config))
+    loader = build_loader(
+        config.data,
+        training.seq_len,
+        training.local_batch_size,
+        training.seed,
+        0,
+        1,
+        padding_multiple(config),
+    )
     next(loader)
     began, tokens = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -29,8 +37,11 @@ def tokens_per_second(config: Config, seconds: float) -> float:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--seconds", type=float, default=10.0)
     args, rest = parser.parse_known_args(words)
     try:
@@ -40,9 +51,11 @@ def main(words: list[str]) -> int:
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{config.data.source}, {config.data.sequences}, {config.training.seq_len:,} tokens a sequence: "
-          f"{rate / 1e6:.1f} million tokens a second, {rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 "
-          "trains on")
+    print(
+        f"{config.data.source}, {config.data.sequences}, {config.training.seq_len:,} tokens a sequence: "
+        f"{rate / 1e6:.1f} million tokens a second, {rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 "
+        "trains on"
+    )
     return 0
 
 

@@ -23,9 +23,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from bench_attention import longest_kernels, times, versions
 from torch import Tensor
 
+from scripts.benchmarks.attention import longest_kernels, times, versions
 from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,48 +48,74 @@ def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def torch_chunked(chunk_tokens: int, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """torch.nn.functional.linear_cross_entropy, in chunks of our size."""
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, acc_policy="balanced",
-                                                 acc_dtype=torch.float32)
-    return F.linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), ignore_index=IGNORE_INDEX,
-                                  reduction="sum", options=options)
+    options = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=chunk_tokens, acc_policy="balanced", acc_dtype=torch.float32
+    )
+    return F.linear_cross_entropy(
+        hidden.flatten(0, 1),
+        weight,
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        options=options,
+    )
 
 
 def liger(
-    accum_dtype: torch.dtype | None, chunk_tokens: int | None, hidden: Tensor, weight: Tensor, labels: Tensor
+    accum_dtype: torch.dtype | None,
+    chunk_tokens: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
 ) -> Tensor:
     """Liger Kernel's fused linear cross-entropy; chunk_tokens None: as it chooses."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     sizes = {}
     if chunk_tokens is not None:  # its chunks: tokens * hidden * chunk_mem_const / vocabulary
-        sizes["chunk_mem_const"] = max(1, -(-len(weight) * chunk_tokens // hidden[..., 0].numel() // hidden.shape[-1]))
-    return liger_fused_linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), ignore_index=IGNORE_INDEX,
-                                            reduction="sum", accum_dtype=accum_dtype, **sizes)
+        sizes["chunk_mem_const"] = max(
+            1, -(-len(weight) * chunk_tokens // hidden[..., 0].numel() // hidden.shape[-1])
+        )
+    return liger_fused_linear_cross_entropy(
+        hidden.flatten(0, 1),
+        weight,
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        accum_dtype=accum_dtype,
+        **sizes,
+    )
 
 
 def cut(filter_eps: str | None, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Apple's cut-cross-entropy; filter_eps None: exact, "auto": small gradients are skipped, its default."""
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
-    return cut_cross_entropy(hidden, weight, labels, ignore_index=IGNORE_INDEX, reduction="sum", filter_eps=filter_eps)
+    return cut_cross_entropy(
+        hidden, weight, labels, ignore_index=IGNORE_INDEX, reduction="sum", filter_eps=filter_eps
+    )
 
 
 def peers() -> dict[str, str | None]:
     """Versions of the peers' packages; null for what is not installed."""
     there = {name: importlib.util.find_spec(name) is not None for name in PACKAGES.values()}
-    return {name: importlib.metadata.version(name.replace("_", "-")) if is_there else None
-            for name, is_there in there.items()}
+    return {
+        name: importlib.metadata.version(name.replace("_", "-")) if is_there else None
+        for name, is_there in there.items()
+    }
 
 
 def losses(chunk_tokens: int) -> dict[str, Loss | str]:
     """Name -> the loss, or why it is not compared here."""
     cases: dict[str, Loss | str] = {
-        "ours": functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens), "torch, full logits": full_logits,
+        "ours": functools.partial(linear_cross_entropy, chunk_tokens=chunk_tokens),
+        "torch, full logits": full_logits,
         "torch, chunked": functools.partial(torch_chunked, chunk_tokens),
         "liger": functools.partial(liger, None, None),
         "liger, fp32 d_weight": functools.partial(liger, torch.float32, None),
         "liger, fp32 d_weight, our chunks": functools.partial(liger, torch.float32, chunk_tokens),
-        "cut-cross-entropy, exact": functools.partial(cut, None), "cut-cross-entropy": functools.partial(cut, "auto"),
+        "cut-cross-entropy, exact": functools.partial(cut, None),
+        "cut-cross-entropy": functools.partial(cut, "auto"),
     }
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         cases["torch, chunked"] = f"not in torch {torch.__version__}"
@@ -109,7 +135,9 @@ def draw(tokens: int, hidden: int, vocab: int, device: str) -> tuple[Tensor, Ten
     """hidden [1, T, D] and weight [V, D] in bf16, labels [1, T] of which an eighth is ignored."""
     g = torch.Generator(device).manual_seed(0)
     x = torch.randn(1, tokens, hidden, generator=g, device=device).bfloat16()
-    weight = (torch.randn(vocab, hidden, generator=g, device=device) * LOGIT_DEVIATION * hidden**-0.5).bfloat16()
+    weight = (
+        torch.randn(vocab, hidden, generator=g, device=device) * LOGIT_DEVIATION * hidden**-0.5
+    ).bfloat16()
     labels = torch.randint(vocab, (1, tokens), generator=g, device=device)
     labels[torch.rand(1, tokens, generator=g, device=device) < 0.125] = IGNORE_INDEX
     return x.requires_grad_(), weight.requires_grad_(), labels
@@ -160,7 +188,10 @@ def measure(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor], args: argparse.Na
     try:
         for step in steps * 2:
             step()
-        found = {"peak_bytes": peak_bytes(steps), "ms": round(milliseconds(steps, args.repeats, args.device), 3)}
+        found = {
+            "peak_bytes": peak_bytes(steps),
+            "ms": round(milliseconds(steps, args.repeats, args.device), 3),
+        }
     except torch.cuda.OutOfMemoryError:
         return {"status": "out of memory"}
     flops = 6 * args.tokens * args.hidden * args.vocab
@@ -178,12 +209,18 @@ def errors(loss: Loss, inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, float
         value = compute(*leaves, labels)
         results.append((value.detach(), *torch.autograd.grad(value, leaves)))
     names = ("loss", "d_hidden", "d_weight")
-    return {name: ((a.double() - b).norm() / b.norm()).item() for name, a, b in zip(names, *results)}
+    return {
+        name: ((a.double() - b).norm() / b.norm()).item() for name, a, b in zip(names, *results)
+    }
 
 
 def _doubled(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, labels = inputs
-    return hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(), labels
+    return (
+        hidden.detach().double().requires_grad_(),
+        weight.detach().double().requires_grad_(),
+        labels,
+    )
 
 
 def row(name: str, loss: Loss | str, small: tuple, inputs: tuple, args: argparse.Namespace) -> dict:
@@ -191,11 +228,16 @@ def row(name: str, loss: Loss | str, small: tuple, inputs: tuple, args: argparse
     if isinstance(loss, str):
         return {"name": name, "status": loss}
     try:
-        return {"name": name, "status": "ran", "errors": errors(loss, small)} | measure(loss, inputs, args)
+        return {"name": name, "status": "ran", "errors": errors(loss, small)} | measure(
+            loss, inputs, args
+        )
     except Exception as error:
         if name == "ours":
             raise
-        return {"name": name, "status": f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        return {
+            "name": name,
+            "status": f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+        }
     finally:
         if args.device == "cuda":
             torch.cuda.empty_cache()
@@ -204,17 +246,25 @@ def row(name: str, loss: Loss | str, small: tuple, inputs: tuple, args: argparse
 def errors_by_chunks(small: tuple[Tensor, Tensor, Tensor]) -> dict[int, dict[str, float]]:
     """Our errors for 1, 8 and 64 chunks: they must not grow."""
     tokens = small[0].shape[1]
-    return {number: errors(functools.partial(linear_cross_entropy, chunk_tokens=-(-tokens // number)), small)
-            for number in (1, 8, 64)}
+    return {
+        number: errors(
+            functools.partial(linear_cross_entropy, chunk_tokens=-(-tokens // number)), small
+        )
+        for number in (1, 8, 64)
+    }
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; ends the program with status 2 for sizes below 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"tokens": 131072, "hidden": 896, "vocab": 151936, "chunk-tokens": 8192, "repeats": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--profile", action="store_true", help="also list the longest CUDA kernels of each row")
+    parser.add_argument(
+        "--profile", action="store_true", help="also list the longest CUDA kernels of each row"
+    )
     parser.add_argument("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(arguments)
     for name in sizes:
@@ -226,11 +276,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> None:
     args = parse(arguments)
-    small = draw(min(args.tokens, CHECKED_TOKENS), args.hidden, min(args.vocab, CHECKED_VOCAB), args.device)
+    small = draw(
+        min(args.tokens, CHECKED_TOKENS), args.hidden, min(args.vocab, CHECKED_VOCAB), args.device
+    )
     inputs = draw(args.tokens, args.hidden, args.vocab, args.device)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    result = {"command": " ".join(sys.argv), "device": device, "versions": versions() | peers(), "options": vars(args),
-              "errors_by_chunks": errors_by_chunks(small), "rows": []}
+    result = {
+        "command": " ".join(sys.argv),
+        "device": device,
+        "versions": versions() | peers(),
+        "options": vars(args),
+        "errors_by_chunks": errors_by_chunks(small),
+        "rows": [],
+    }
     print(json.dumps({"errors_by_chunks": result["errors_by_chunks"]}), flush=True)
     for name, loss in losses(args.chunk_tokens).items():
         result["rows"].append(row(name, loss, small, inputs, args))

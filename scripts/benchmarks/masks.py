@@ -32,11 +32,10 @@ once. With --device cpu everything runs over gloo by plain PyTorch, to try it ou
 import argparse
 import sys
 
-from bench_attention import head_set, share
-from bench_context_parallel import Cases, add_common_options, measure, place
-from masks_cases import TOKENS_A_RANK, kernels, varlen
-from patterns_cases import patterns
-
+from scripts.benchmarks.attention import head_set, share
+from scripts.benchmarks.context_parallel import Cases, add_common_options, measure, place
+from scripts.benchmarks.masks_cases import TOKENS_A_RANK, kernels, varlen
+from scripts.benchmarks.patterns_cases import patterns
 from titan_sparse.attention import backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 
@@ -44,22 +43,51 @@ CASES: Cases = {"kernels": kernels, "varlen": varlen, "patterns": patterns}
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
-    add("--seq-len", type=int, default=0, help=f"default: kernels 32768, varlen {TOKENS_A_RANK} a GPU, patterns 524288")
-    add("--heads", type=head_set, nargs="+", default=[],
-        help="query heads:KV heads; default: kernels 64:8 16:2, varlen 64:8, patterns 16:2")
+    add(
+        "--seq-len",
+        type=int,
+        default=0,
+        help=f"default: kernels 32768, varlen {TOKENS_A_RANK} a GPU, patterns 524288",
+    )
+    add(
+        "--heads",
+        type=head_set,
+        nargs="+",
+        default=[],
+        help="query heads:KV heads; default: kernels 64:8 16:2, varlen 64:8, patterns 16:2",
+    )
     add("--packs", type=positive, default=4, help="sequences of documents, of kernels and varlen")
     add("--window", type=positive, default=4096, help="tokens that a query sees, of kernels")
-    add("--backends", nargs="+", choices=list(backends.BACKENDS),
-        help="of kernels; default: flex triton, on the CPU eager")
-    add("--stages", type=positive, nargs="+", default=[1, 2, 4], help="overlap_stages of group_cast, of varlen")
-    add("--independent-recalls", type=share, nargs="*", default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
-        help="of patterns, as all below")
+    add(
+        "--backends",
+        nargs="+",
+        choices=list(backends.BACKENDS),
+        help="of kernels; default: flex triton, on the CPU eager",
+    )
+    add(
+        "--stages",
+        type=positive,
+        nargs="+",
+        default=[1, 2, 4],
+        help="overlap_stages of group_cast, of varlen",
+    )
+    add(
+        "--independent-recalls",
+        type=share,
+        nargs="*",
+        default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
+        help="of patterns, as all below",
+    )
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--max-verticals", type=positive, default=4096, help="of vertical_slash")
-    add("--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention")
+    add(
+        "--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention"
+    )
     add("--top-ks", type=positive, nargs="*", default=[4, 12, 24, 48], help="of moba")
     add("--chunk-size", type=positive, default=4096, help="of moba, tokens")
     add("--recall-rows", type=positive, default=256, help="rows whose recall is measured")

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from bench_attention import training_call
-from bench_attention_cases import Attention, Shape, ready_index, sdpa
-from context_parallel_cases import attention, realistic, rounded
-from context_parallel_timing import Bench, attempt, timed
-from masks_cases import about, chosen_backend, shapes
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from scripts.benchmarks.attention import training_call
+from scripts.benchmarks.attention_cases import Attention, Shape, ready_index, sdpa
+from scripts.benchmarks.context_parallel_cases import attention, realistic, rounded
+from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
+from scripts.benchmarks.masks_cases import about, chosen_backend, shapes
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 
 READ_OFF = ("selection_ms", "forward_ms", "backward_ms", "step_ms", "density")
 """What is interpolated at equal recall."""
@@ -25,16 +25,25 @@ def patterns(bench: Bench) -> Iterator[dict]:
     """Patterns over their knobs on realistic q and k, and times at equal recall."""
     for shape in shapes(bench, 524288, [(16, 2)]):
         row, tensors = about("patterns", shape), []
-        drawn = attempt(bench, row | {"name": "inputs"}, lambda: tensors.extend(_inputs(bench, shape)) or {})
+        drawn = attempt(
+            bench, row | {"name": "inputs"}, lambda: tensors.extend(_inputs(bench, shape)) or {}
+        )
         if "error" in drawn:
             yield drawn
             continue
         for name, call in dense_calls(bench, shape):
-            yield attempt(bench, row | {"name": name}, functools.partial(_dense, bench, shape, tensors, call))
+            yield attempt(
+                bench, row | {"name": name}, functools.partial(_dense, bench, shape, tensors, call)
+            )
         found = []
         for name, knob, value, pattern in grid(bench):
-            found.append(attempt(bench, row | {"name": name, "knob": knob, "value": value},
-                                 functools.partial(_pattern, bench, shape, pattern, tensors)))
+            found.append(
+                attempt(
+                    bench,
+                    row | {"name": name, "knob": knob, "value": value},
+                    functools.partial(_pattern, bench, shape, pattern, tensors),
+                )
+            )
             yield found[-1]
         read_off = [row | at for recall in bench.args.at_recalls for at in at_recall(found, recall)]
         yield from read_off
@@ -47,8 +56,12 @@ def grid(bench: Bench) -> Iterator[tuple[str, str, float, Pattern]]:
     args = bench.args
     for budget in ("independent", "joint"):
         for recall in getattr(args, f"{budget}_recalls"):
-            yield (f"vertical_slash, {budget}", "recall", recall,
-                   VerticalSlash(recall=recall, max_columns=args.max_columns, budget=budget))
+            yield (
+                f"vertical_slash, {budget}",
+                "recall",
+                recall,
+                VerticalSlash(recall=recall, max_columns=args.max_columns, budget=budget),
+            )
     for threshold in args.thresholds:
         yield "xattention", "threshold", threshold, XAttention(threshold=threshold)
     for top_k in args.top_ks:
@@ -59,7 +72,12 @@ def _inputs(bench: Bench, shape: Shape) -> list[Tensor]:
     """q, k, v that want a gradient, and the upstream gradient."""
     q, k = realistic(bench, shape)
     torch.manual_seed(1)
-    return [q.requires_grad_(), k.requires_grad_(), torch.randn_like(k).requires_grad_(), torch.randn_like(q)]
+    return [
+        q.requires_grad_(),
+        k.requires_grad_(),
+        torch.randn_like(k).requires_grad_(),
+        torch.randn_like(q),
+    ]
 
 
 def dense_calls(bench: Bench, shape: Shape) -> Iterator[tuple[str, Attention]]:
@@ -81,16 +99,27 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
     """Times of the selection, and of attention with the index given; what it keeps. step_ms: all of it."""
     (*leaves, d_out), size = tensors, shape.block_size
     rows = Causal().rows(shape.seq_len, bench.device)
-    select = functools.partial(pattern.select, *(x.detach() for x in leaves[:2]), rows, block_size=size)
+    select = functools.partial(
+        pattern.select, *(x.detach() for x in leaves[:2]), rows, block_size=size
+    )
     selection = timed(bench, [select])["total_ms"]
     call = attention(bench, ready_index(pattern, select().tensors()), rows, None)
     found = timed(bench, training_call(call, leaves, d_out))
     with torch.no_grad(), recording(recall_rows=bench.args.recall_rows) as seen:
         call(*leaves)
-    kept = {"density": seen.density().mean(), "recall": seen.recall[0].mean(),
-            "recall_of_worst_head": seen.recall[0].amin(), **({"capped": seen.capped[0].mean()} if seen.capped else {})}
-    return {"selection_ms": selection, **found, "step_ms": rounded(selection + found["total_ms"]),
-            **{name: rounded(x.item()) for name, x in kept.items()}, "backend": chosen_backend(bench, shape)}
+    kept = {
+        "density": seen.density().mean(),
+        "recall": seen.recall[0].mean(),
+        "recall_of_worst_head": seen.recall[0].amin(),
+        **({"capped": seen.capped[0].mean()} if seen.capped else {}),
+    }
+    return {
+        "selection_ms": selection,
+        **found,
+        "step_ms": rounded(selection + found["total_ms"]),
+        **{name: rounded(x.item()) for name, x in kept.items()},
+        "backend": chosen_backend(bench, shape),
+    }
 
 
 # At equal recall ----------------------------------------------------------------------------------------------------
@@ -107,7 +136,9 @@ def at_recall(found: list[dict], recall: float) -> Iterator[dict]:
             measured = f"{kept[0]:.3f} to {kept[-1]:.3f} was" if own else "nothing was"
             yield row | {"error": f"{measured} measured"}
             continue
-        yield row | {key: rounded(float(np.interp(recall, kept, [x[key] for x in own]))) for key in READ_OFF}
+        yield row | {
+            key: rounded(float(np.interp(recall, kept, [x[key] for x in own]))) for key in READ_OFF
+        }
 
 
 def table(rows: list[dict]) -> str:
@@ -115,6 +146,10 @@ def table(rows: list[dict]) -> str:
     line = "{:26} {:>8} {:>12} {:>12} {:>12} {:>12} {:>9}".format
     lines = [line("pattern", "recall", *READ_OFF)]
     for row in rows:
-        numbers = [f"{row[key]:.4g}" for key in READ_OFF] if "error" not in row else [row["error"], "", "", "", ""]
+        numbers = (
+            [f"{row[key]:.4g}" for key in READ_OFF]
+            if "error" not in row
+            else [row["error"], "", "", "", ""]
+        )
         lines.append(line(row["name"], row["at_recall"], *numbers).rstrip())
     return "\n".join(lines)

@@ -11,10 +11,16 @@ import os
 import sys
 from collections import Counter
 
-from break_even import head_set, is_sparse, read_rows
+from scripts.benchmarks.break_even import head_set, is_sparse, read_rows
 
-COLOURS = {"cudnn": "tab:gray", "flash-attn-4": "tab:orange", "ours, dense": "tab:blue", "flex": "tab:purple",
-           "triton": "tab:green", "eager": "tab:brown"}
+COLOURS = {
+    "cudnn": "tab:gray",
+    "flash-attn-4": "tab:orange",
+    "ours, dense": "tab:blue",
+    "flex": "tab:purple",
+    "triton": "tab:green",
+    "eager": "tab:brown",
+}
 
 
 def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
@@ -38,9 +44,17 @@ def plot_lengths(axes, rows: list[dict], density: float) -> None:
     for name, points in lines([row for row in rows if not is_sparse(row)], "seq_len").items():
         axes.plot(*zip(*points), "--o", color=COLOURS[name], label=name, markersize=4)
     for name, points in lines(sparse, "seq_len").items():
-        axes.plot(*zip(*points), "-o", color=COLOURS[name], label=f"{name}, {density:.0%}", markersize=4)
+        axes.plot(
+            *zip(*points), "-o", color=COLOURS[name], label=f"{name}, {density:.0%}", markersize=4
+        )
     lengths = sorted({row["seq_len"] for row in rows})
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms", title="against length")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel="forward + backward, ms",
+        title="against length",
+    )
     axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths])
     axes.minorticks_off()
 
@@ -78,12 +92,23 @@ def picture(rows: list[dict], density: float, seq_len: int, title: str, out: str
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", help="JSON files of scripts/bench_attention.py, of one GPU")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", nargs="+", help="JSON files of scripts/bench_attention.py, of one GPU"
+    )
     parser.add_argument("--out", required=True, help="the picture, .png")
-    parser.add_argument("--heads", default="", help="head set, as 16:2/128; default: the first in the files")
+    parser.add_argument(
+        "--heads", default="", help="head set, as 16:2/128; default: the first in the files"
+    )
     parser.add_argument("--density", type=float, default=0.05, help="of the left side")
-    parser.add_argument("--seq-len", type=int, default=0, help="of the right side; default: where most densities are")
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=0,
+        help="of the right side; default: where most densities are",
+    )
     return parser.parse_args(arguments)
 
 
@@ -98,10 +123,14 @@ def main() -> None:
     rows = [row for row in rows if head_set(row) == heads]
     densities = {row["target_density"] for row in rows if is_sparse(row)}
     if args.density not in densities:
-        sys.exit(f"no sparse row at --density {args.density} for heads {heads}; measured: {sorted(densities)}")
+        sys.exit(
+            f"no sparse row at --density {args.density} for heads {heads}; measured: {sorted(densities)}"
+        )
     seq_len = args.seq_len or longest_scan(rows)
     if not any(row["seq_len"] == seq_len for row in rows):
-        sys.exit(f"no row at --seq-len {seq_len}; measured: {sorted({row['seq_len'] for row in rows})}")
+        sys.exit(
+            f"no row at --seq-len {seq_len}; measured: {sorted({row['seq_len'] for row in rows})}"
+        )
     picture(rows, args.density, seq_len, f"attention, heads {heads}, bf16, causal", args.out)
 
 

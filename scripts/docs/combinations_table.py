@@ -13,9 +13,9 @@ from typing import get_args
 import torch
 
 from titan_sparse.attention import attend
+from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
-from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.config.sections import KINDS
 
@@ -25,7 +25,11 @@ MASKS = {
     "documents": {"mask": "documents"},
     "causal, window": {"mask": "causal", "sliding_window": 4096},
     "documents, window": {"mask": "documents", "sliding_window": 4096},
-    "documents, window with sinks": {"mask": "documents", "sliding_window": 4096, "window_sinks": 64},
+    "documents, window with sinks": {
+        "mask": "documents",
+        "sliding_window": 4096,
+        "window_sinks": 64,
+    },
 }
 INTRO = """# What goes with what
 
@@ -42,14 +46,26 @@ Masks that have no option of train.py are there for users of the library (docs/m
 
 
 def _choices(name: str) -> list[str]:
-    return [choice for choice in get_args(KINDS[f"attention.{name}"]) if choice not in ("auto", "local")]
+    return [
+        choice for choice in get_args(KINDS[f"attention.{name}"]) if choice not in ("auto", "local")
+    ]
 
 
 def _config(mask: dict, pattern: str, layout: str, schedule: str, backend: str) -> Config:
     config = Config()
-    config.training.device, config.training.dtype, config.training.seq_len = "cuda", "bfloat16", 65536
+    config.training.device, config.training.dtype, config.training.seq_len = (
+        "cuda",
+        "bfloat16",
+        65536,
+    )
     config.parallelism.cp, config.parallelism.cp_intra = 4, 2
-    for key, value in {**mask, "pattern": pattern, "layout": layout, "schedule": schedule, "backend": backend}.items():
+    for key, value in {
+        **mask,
+        "pattern": pattern,
+        "layout": layout,
+        "schedule": schedule,
+        "backend": backend,
+    }.items():
         setattr(config.attention, key, value)
     return config
 
@@ -71,7 +87,10 @@ def _by_options() -> Iterator[str]:
     for mask, pattern in itertools.product(MASKS, _choices("pattern")):
         found = {others: refusal(mask, pattern, *others) for others in itertools.product(*dims)}
         runs = [others for others, message in found.items() if message is None]
-        cells = [[choice for choice in dim if any(others[i] == choice for others in runs)] for i, dim in enumerate(dims)]
+        cells = [
+            [choice for choice in dim if any(others[i] == choice for others in runs)]
+            for i, dim in enumerate(dims)
+        ]
         for message in filter(None, found.values()):
             messages[message] = messages.get(message, 0) + 1
         shown = " | ".join(", ".join(cell) or "none" for cell in cells)
@@ -86,7 +105,9 @@ def _exceptions(cells: list[list[str]], found: dict[tuple[str, ...], str | None]
     said = []
     for i, j in itertools.combinations(range(3), 2):
         for pair in itertools.product(cells[i], cells[j]):
-            of_pair = {others for others in itertools.product(*cells) if (others[i], others[j]) == pair}
+            of_pair = {
+                others for others in itertools.product(*cells) if (others[i], others[j]) == pair
+            }
             if of_pair and of_pair <= refused:
                 said.append(" + ".join(pair))
                 refused -= of_pair
@@ -94,10 +115,19 @@ def _exceptions(cells: list[list[str]], found: dict[tuple[str, ...], str | None]
 
 
 def _by_masks() -> Iterator[str]:
-    masks = {"Full()": Full(), "Causal()": Causal(), "Causal() & SlidingWindow(8)": Causal() & SlidingWindow(8),
-             "Documents([40, 24])": Documents([40, 24]), "prefix_lm([64], [20])": prefix_lm([64], [20])}
-    patterns = {"Dense()": Dense(), "VerticalSlash()": VerticalSlash(dense_below=16), "XAttention()": XAttention(stride=4, dense_below=16),
-                "MoBA()": MoBA(chunk_size=16, top_k=2)}
+    masks = {
+        "Full()": Full(),
+        "Causal()": Causal(),
+        "Causal() & SlidingWindow(8)": Causal() & SlidingWindow(8),
+        "Documents([40, 24])": Documents([40, 24]),
+        "prefix_lm([64], [20])": prefix_lm([64], [20]),
+    }
+    patterns = {
+        "Dense()": Dense(),
+        "VerticalSlash()": VerticalSlash(dense_below=16),
+        "XAttention()": XAttention(stride=4, dense_below=16),
+        "MoBA()": MoBA(chunk_size=16, top_k=2),
+    }
     yield f"\n| mask | {' | '.join(patterns)} |\n|---{'|---' * len(patterns)}|"
     q = torch.zeros(1, 2, 64, 8)
     messages: list[str] = []

@@ -17,11 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan_sparse.estimate import synthetic
-from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.attention.masks.packed import (
     block_causal,
     dilated,
@@ -30,7 +26,11 @@ from titan_sparse.attention.masks.packed import (
     shared_question,
     sliding_window,
 )
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
+from titan_sparse.estimate import synthetic
 from titan_sparse.estimate.planner import table_of
 
 SHARES = (0.34, 0.06, 0.4, 0.16)
@@ -45,9 +45,13 @@ def _four_kinds(tokens: int) -> Slices:
     """One slice of each type, with more keys than queries, and with more queries than keys."""
     edge, part = tokens // 4, tokens // 6
     kinds = ("full", "causal", "inv_causal", "bi_causal")
-    return Slices.of([(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
-                     + [(i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind)
-                        for i, kind in enumerate(kinds)])
+    return Slices.of(
+        [(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
+        + [
+            (i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind)
+            for i, kind in enumerate(kinds)
+        ]
+    )
 
 
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
@@ -59,7 +63,9 @@ EXAMPLES: dict[str, Callable[[int], Mask]] = {
     "dilated": lambda s: dilated(_lengths(s), s // 4, max(2, s // 64)),
     "prefix_lm": lambda s: prefix_lm(_lengths(s), [n // 3 for n in _lengths(s)]),
     "block_causal": lambda s: block_causal([[n // 4] * 4 for n in _lengths(s)]),
-    "shared_question": lambda s: shared_question([(n // 3, [n // 4, n // 6, n // 5]) for n in _lengths(s)]),
+    "shared_question": lambda s: shared_question(
+        [(n // 3, [n // 4, n // 6, n // 5]) for n in _lengths(s)]
+    ),
     "slices": _four_kinds,
 }
 
@@ -71,8 +77,13 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
         return Dense().index([], mask.rows(tokens), *q.shape[:2], block_size)
     heads = synthetic.draw_heads(tokens, heads=1, kv_heads=1, head_dim=64)
     q, k = synthetic.queries(heads, 0, tokens), synthetic.keys(heads, 0, tokens)
-    chosen = VerticalSlash(recall=0.9, sinks=4, max_columns=tokens // 32, max_slashes=4,
-                           dense_below=max(block_size, tokens // 8))
+    chosen = VerticalSlash(
+        recall=0.9,
+        sinks=4,
+        max_columns=tokens // 32,
+        max_slashes=4,
+        dense_below=max(block_size, tokens // 8),
+    )
     return chosen.select(q, k, mask, block_size=block_size)
 
 
@@ -83,11 +94,15 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     rows = mask.rows(index.seq_len)
     table = table_of(rows, layout, ranks, index.block_size)
     work = count_visits(index, rows, table).total()[0, 0]
-    figure, panels = pyplot.subplots(1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6))
+    figure, panels = pyplot.subplots(
+        1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6)
+    )
     seen, computed = mask.dense(index.seq_len)[0], index.dense(mask)[0, 0]
     _draw_pairs(panels[0], seen, index.block_size, f"mask: {_share(seen)} seen")
     _draw_pairs(panels[1], computed, index.block_size, f"selection: {_share(computed)} computed")
-    _draw_owners(panels[2], computed, table, index.block_size, f"layout {layout}: rank of the queries")
+    _draw_owners(
+        panels[2], computed, table, index.block_size, f"layout {layout}: rank of the queries"
+    )
     colours = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
     panels[3].bar(range(ranks), work.tolist(), color=colours)
     panels[3].set_xticks(range(ranks))
@@ -133,7 +148,13 @@ def _draw_owners(axes, pairs: Tensor, table: Tensor, block_size: int, title: str
     owner = torch.empty(table.numel(), dtype=torch.int64)
     owner[table] = torch.arange(len(table))[:, None]
     ranks = owner.repeat_interleave(block_size)[: len(pairs), None] % 10
-    axes.imshow(torch.where(pairs, ranks, torch.nan), cmap="tab10", vmin=-0.5, vmax=9.5, interpolation="nearest")
+    axes.imshow(
+        torch.where(pairs, ranks, torch.nan),
+        cmap="tab10",
+        vmin=-0.5,
+        vmax=9.5,
+        interpolation="nearest",
+    )
     _grid(axes, len(pairs), block_size, title)
 
 
@@ -152,13 +173,19 @@ def _write(figure, out: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
     parser.add_argument("--layout", choices=ALL_LAYOUTS, default="striped")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=2048,
-                        help="a multiple of block size x ranks, for zigzag of twice that")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        help="a multiple of block size x ranks, for zigzag of twice that",
+    )
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--out", help="the picture, .png")
     parser.add_argument("--gallery", help="draw all masks into this file instead")

@@ -66,8 +66,8 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
     import torch
     import torch.distributed as dist
 
-    from titan_sparse.training.parallelize import leave_distributed
     from titan_sparse.trainer import Trainer
+    from titan_sparse.training.parallelize import leave_distributed
 
     torch.compiler.reset()  # torch compiles the same code only so many times, and each run is another configuration
     if torch.cuda.is_available():
@@ -93,7 +93,9 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
 @contextlib.contextmanager
 def stopped_in_time(trainer: "Trainer", clock: Clock) -> Iterator[None]:
     """When the time is over the run ends its step and saves, as after a signal."""
-    timer = threading.Timer(min(max(clock.left(), 0), threading.TIMEOUT_MAX), setattr, [trainer, "stop_signals", 1])
+    timer = threading.Timer(
+        min(max(clock.left(), 0), threading.TIMEOUT_MAX), setattr, [trainer, "stop_signals", 1]
+    )
     timer.daemon = True
     timer.start()
     try:
@@ -120,17 +122,32 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
     from titan_sparse.training.parallelize import leave_distributed
 
     save(configuration(size, folder, mode), out)
-    words = ["--config", str(out / "config.toml"), "--checkpoint", str(folder / weights), "--out", str(out),
-             *held_out(size, folder)]
+    words = [
+        "--config",
+        str(out / "config.toml"),
+        "--checkpoint",
+        str(folder / weights),
+        "--out",
+        str(out),
+        *held_out(size, folder),
+    ]
     args, config = evaluation.parse(words)
     work, tokenizer = read_held_out(size.name, folder)
-    began, scorer = time.perf_counter(), build_scorer(config, find_checkpoint(args.checkpoint), tokenizer)
+    began, scorer = (
+        time.perf_counter(),
+        build_scorer(config, find_checkpoint(args.checkpoint), tokenizer),
+    )
     try:
         results = evaluation.evaluate(work, scorer, args.buckets, generate=False)
     finally:
         leave_distributed()
-    about = {"weights": weights, "mode": mode, "options": words, "windows": size.windows,
-             "seconds": time.perf_counter() - began}
+    about = {
+        "weights": weights,
+        "mode": mode,
+        "options": words,
+        "windows": size.windows,
+        "seconds": time.perf_counter() - began,
+    }
     text = json.dumps(json_ready({"about": about, **results}), indent=1)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
     print(f"{weights}, inference {mode}:\n{evaluation.summary(results)}", flush=True)
@@ -138,9 +155,14 @@ def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) ->
 
 def held_out(size: Size, folder: Path) -> list[str]:
     """What is asked, as options of scripts.evaluate: the same of all weights, in any attention."""
-    options = {"tasks": f"position,{size.tasks}", "lengths": ",".join(map(str, size.lengths)), "depths": size.depths,
-               "samples": size.samples, "data.source": folder / "text/validation",
-               "data.min_document_length": size.context}
+    options = {
+        "tasks": f"position,{size.tasks}",
+        "lengths": ",".join(map(str, size.lengths)),
+        "depths": size.depths,
+        "samples": size.samples,
+        "data.source": folder / "text/validation",
+        "data.min_document_length": size.context,
+    }
     return [f"--{key}={value}" for key, value in options.items()]
 
 
@@ -154,7 +176,9 @@ def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, "Tokenizer"
     size = SIZES[name]
     config_file, tokenizer = folder / "evaluation/config.toml", load_tokenizer(str(folder / "text"))
     save(configuration(size, folder, "dense"), config_file.parent)
-    args, config = evaluation.parse(["--config", str(config_file), "--checkpoint", "", *held_out(size, folder)])
+    args, config = evaluation.parse(
+        ["--config", str(config_file), "--checkpoint", "", *held_out(size, folder)]
+    )
     prompts = evaluation.read(args, config, tokenizer)
     args.tasks, args.samples = ["position"], size.windows
     return prompts._replace(windows=evaluation.read(args, config, tokenizer).windows), tokenizer
@@ -163,7 +187,9 @@ def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, "Tokenizer"
 def evaluations(size: Size) -> dict[str, list[str]]:
     """The attentions to evaluate with, by weights: dense and as trained, and for two minference's fixed budgets as in
     MTraining's Table 1. What the extensions start from is evaluated densely."""
-    found = {PRETRAIN: ["dense"]} | {name: list(dict.fromkeys(["dense", name])) for name in methods(size)}
+    found = {PRETRAIN: ["dense"]} | {
+        name: list(dict.fromkeys(["dense", name])) for name in methods(size)
+    }
     for name in ("dense", "vertical_slash_95"):
         found[name].append("minference")
     return found
@@ -180,7 +206,9 @@ def do_part(size: Size, folder: Path, name: str, clock: Clock) -> None:
         from scripts.study.text import prepare_text
 
         try:
-            prepare_text(folder / "text", size.model["vocab_size"], size.context, size.most_characters)
+            prepare_text(
+                folder / "text", size.model["vocab_size"], size.context, size.most_characters
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return
@@ -208,33 +236,66 @@ def noted(folder: Path, name: str) -> Iterator[None]:
 
 def listing(size: Size) -> str:
     """Each part with what it costs at most: attention as if it were dense."""
-    lines = [f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP attention, dense':>23}"]
+    lines = [
+        f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP attention, dense':>23}"
+    ]
     for number, name in enumerate(parts(size)):
         spent = None if name == "text" else cost(size, name)
-        numbers = "" if spent is None else (
-            f"{spent.tokens:>12,} {spent.linear / 1e15:>13.4g} {spent.attention / 1e15:>23.4g}")
+        numbers = (
+            ""
+            if spent is None
+            else (
+                f"{spent.tokens:>12,} {spent.linear / 1e15:>13.4g} {spent.attention / 1e15:>23.4g}"
+            )
+        )
         lines.append(f"{number:>4} {name:<26} {numbers}".rstrip())
     return "\n".join(lines)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; exits with status 2 on a mistake."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="outputs/study", help="folder of all that is written; 12 GB, up to twice that "
-                        "if it is stopped on the way")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        default="outputs/study",
+        help="folder of all that is written; 12 GB, up to twice that if it is stopped on the way",
+    )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--short", dest="size", action="store_const", const="short", help="about 20 minutes on an H200")
-    sizes.add_argument("--toy", dest="size", action="store_const", const="toy", help="a minute on a CPU; says nothing")
+    sizes.add_argument(
+        "--short",
+        dest="size",
+        action="store_const",
+        const="short",
+        help="about 20 minutes on an H200",
+    )
+    sizes.add_argument(
+        "--toy",
+        dest="size",
+        action="store_const",
+        const="toy",
+        help="a minute on a CPU; says nothing",
+    )
     parser.add_argument("--part", type=int, help="do this part only; --list names them")
-    parser.add_argument("--methods", default="", help="of the extensions only these, with commas between")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after that many: the step ends and is "
-                        "saved; what would not get far is not begun")
+    parser.add_argument(
+        "--methods", default="", help="of the extensions only these, with commas between"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop after that many: the step ends and is "
+        "saved; what would not get far is not begun",
+    )
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.set_defaults(size="full")
     args = parser.parse_args(words)
     names, least = parts(SIZES[args.size]), SIZES[args.size].reserve_seconds / 60
     if not args.minutes > 2 * least:
-        parser.error(f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}")
+        parser.error(
+            f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}"
+        )
     if args.part is not None and not 0 <= args.part < len(names):
         parser.error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
     args.methods = [name.strip() for name in args.methods.split(",")] if args.methods else names[2:]
@@ -244,18 +305,24 @@ def parse(words: list[str]) -> argparse.Namespace:
     asked = names if args.part is None else [names[args.part]]
     args.parts = [name for name in asked if name in (*names[:2], *args.methods)]
     if not args.parts:
-        parser.error(f"--part {args.part} is {names[args.part]}, which --methods leaves out; write one of them only")
+        parser.error(
+            f"--part {args.part} is {names[args.part]}, which --methods leaves out; write one of them only"
+        )
     return args
 
 
 def claim(size: Size, folder: Path) -> None:
     """Say in OUT/study.json what it holds. Raises ConfigError if that is a study of another size, or something else."""
     path = folder / "study.json"
-    require(path.is_file() or not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
-            f"--out {folder} holds something else; write a new or empty folder")
+    require(
+        path.is_file() or not folder.exists() or folder.is_dir() and not any(folder.iterdir()),
+        f"--out {folder} holds something else; write a new or empty folder",
+    )
     found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else size.name
-    require(found == size.name,
-            f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder")
+    require(
+        found == size.name,
+        f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, {"size": size.name})
 

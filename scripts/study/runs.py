@@ -48,27 +48,76 @@ class Size:
 
 FULL = Size(
     # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), a small vocabulary.
-    "full", {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
-    short=4096, context=65536, pretrain_steps=700, micro_batch=16, accumulation=4, steps=300, block_size=128,
+    "full",
+    {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
+    short=4096,
+    context=65536,
+    pretrain_steps=700,
+    micro_batch=16,
+    accumulation=4,
+    steps=300,
+    block_size=128,
     # MoBA: chunks as large a share of the context as published (4096 of 524288, docs/patterns.md); fixed budgets as
     # published.
-    dense_below=4096, moba_chunk=512, fixed_columns=1000, fixed_slashes=48,
-    compile_pretrain=True, compile_extensions=True,
-    common={"training.dtype": "bfloat16", "training.device": "cuda", "training.loss_chunk_tokens": 8192,
-            "metrics.recall_every": 20},
-    lengths=(16384, 65536), tasks="needle,vt,fwe,niah_multikey_3", windows=32, depths=5, samples=10, reserve_seconds=75,
+    dense_below=4096,
+    moba_chunk=512,
+    fixed_columns=1000,
+    fixed_slashes=48,
+    compile_pretrain=True,
+    compile_extensions=True,
+    common={
+        "training.dtype": "bfloat16",
+        "training.device": "cuda",
+        "training.loss_chunk_tokens": 8192,
+        "metrics.recall_every": 20,
+    },
+    lengths=(16384, 65536),
+    tasks="needle,vt,fwe,niah_multikey_3",
+    windows=32,
+    depths=5,
+    samples=10,
+    reserve_seconds=75,
 )
 SHORT = dataclasses.replace(
-    FULL, name="short", pretrain_steps=300, steps=80, compile_extensions=False,
-    common=FULL.common | {"metrics.recall_every": 10}, windows=16, depths=3, samples=5,
+    FULL,
+    name="short",
+    pretrain_steps=300,
+    steps=80,
+    compile_extensions=False,
+    common=FULL.common | {"metrics.recall_every": 10},
+    windows=16,
+    depths=3,
+    samples=5,
 )
 TOY = Size(
-    "toy", {"flavour": "debug", "layers": 2, "vocab_size": 512},
-    short=256, context=1024, pretrain_steps=8, micro_batch=4, accumulation=1, steps=4, block_size=32, dense_below=64,
-    moba_chunk=32, fixed_columns=32, fixed_slashes=6, compile_pretrain=False, compile_extensions=False,
-    common={"training.dtype": "float32", "training.device": "cpu", "training.loss_chunk_tokens": 1024,
-            "metrics.recall_every": 2, "metrics.recall_rows": 16},
-    lengths=(1024,), tasks="needle", windows=4, depths=2, samples=1, reserve_seconds=0,
+    "toy",
+    {"flavour": "debug", "layers": 2, "vocab_size": 512},
+    short=256,
+    context=1024,
+    pretrain_steps=8,
+    micro_batch=4,
+    accumulation=1,
+    steps=4,
+    block_size=32,
+    dense_below=64,
+    moba_chunk=32,
+    fixed_columns=32,
+    fixed_slashes=6,
+    compile_pretrain=False,
+    compile_extensions=False,
+    common={
+        "training.dtype": "float32",
+        "training.device": "cpu",
+        "training.loss_chunk_tokens": 1024,
+        "metrics.recall_every": 2,
+        "metrics.recall_rows": 16,
+    },
+    lengths=(1024,),
+    tasks="needle",
+    windows=4,
+    depths=2,
+    samples=1,
+    reserve_seconds=0,
     most_characters=10_000,
 )
 SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
@@ -76,17 +125,32 @@ SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
 
 def methods(size: Size) -> dict[str, dict[str, Any]]:
     """The keys of [attention] that make each method, dense first."""
-    probe = {"pattern": "vertical_slash", "vertical_slash.probe": min(64, size.block_size),
-             "vertical_slash.dense_below": size.dense_below, "vertical_slash.max_columns": size.context // 16}
+    probe = {
+        "pattern": "vertical_slash",
+        "vertical_slash.probe": min(64, size.block_size),
+        "vertical_slash.dense_below": size.dense_below,
+        "vertical_slash.max_columns": size.context // 16,
+    }
     blocks = {"xattention.threshold": 0.9, "xattention.dense_below": size.dense_below}
-    fixed = {f"vertical_slash.{bound}_{name}": count for bound in ("min", "max")
-             for name, count in (("columns", size.fixed_columns), ("slashes", size.fixed_slashes))}
+    fixed = {
+        f"vertical_slash.{bound}_{name}": count
+        for bound in ("min", "max")
+        for name, count in (("columns", size.fixed_columns), ("slashes", size.fixed_slashes))
+    }
     return {
         "dense": {"pattern": "dense"},
         "vertical_slash_90": {**probe, "vertical_slash.recall": 0.9},
         "vertical_slash_95": {**probe, "vertical_slash.recall": 0.95},
-        "vertical_slash_95_joint": {**probe, "vertical_slash.recall": 0.95, "vertical_slash.budget": "joint"},
-        "vertical_slash_xattention": {**blocks, "pattern": "vertical_slash", "vertical_slash.index": "xattention"},
+        "vertical_slash_95_joint": {
+            **probe,
+            "vertical_slash.recall": 0.95,
+            "vertical_slash.budget": "joint",
+        },
+        "vertical_slash_xattention": {
+            **blocks,
+            "pattern": "vertical_slash",
+            "vertical_slash.index": "xattention",
+        },
         "xattention": {**blocks, "pattern": "xattention"},
         "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
         "minference": {**probe, **fixed},
@@ -96,34 +160,54 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
 def configuration(size: Size, folder: Path, name: str) -> Config:
     """The checked configuration of a run of the study in `folder`: PRETRAIN, or a method's extension, which starts from
     the newest checkpoint of PRETRAIN, if there is one. Raises ConfigError."""
-    keys = {f"model.{key}": value for key, value in size.model.items()} | size.common | {
-        "data.source": str(folder / "text/train"), "data.tokenizer": str(folder / "text"), "data.sequences": "fixed",
-        "training.output_dir": str(folder / name), "attention.block_size": size.block_size,
-        "activation_checkpoint.mode": "none", "checkpoint.enable": True, "checkpoint.keep_latest_k": 2,
-    }
+    keys = (
+        {f"model.{key}": value for key, value in size.model.items()}
+        | size.common
+        | {
+            "data.source": str(folder / "text/train"),
+            "data.tokenizer": str(folder / "text"),
+            "data.sequences": "fixed",
+            "training.output_dir": str(folder / name),
+            "attention.block_size": size.block_size,
+            "activation_checkpoint.mode": "none",
+            "checkpoint.enable": True,
+            "checkpoint.keep_latest_k": 2,
+        }
+    )
     keys |= _pretraining(size) if name == PRETRAIN else _extension(size, folder, name)
     keys["checkpoint.interval"] = keys["training.steps"]
-    words = [f"--{key}={show(value) if isinstance(value, bool) else value}" for key, value in keys.items()]
+    words = [
+        f"--{key}={show(value) if isinstance(value, bool) else value}"
+        for key, value in keys.items()
+    ]
     return load_and_check(words, 1, 1)[0]
 
 
 def _pretraining(size: Size) -> dict[str, Any]:
     return {
-        "training.steps": size.pretrain_steps, "training.seq_len": size.short,
+        "training.steps": size.pretrain_steps,
+        "training.seq_len": size.short,
         "training.local_batch_size": size.micro_batch,
-        "training.gradient_accumulation_steps": size.accumulation, "attention.pattern": "dense",
-        "optimizer.lr": 1e-3, "lr_scheduler.warmup_steps": max(1, size.pretrain_steps // 10),
-        "compile.enable": size.compile_pretrain, "metrics.recall_every": 0, "metrics.log_every": 10,
+        "training.gradient_accumulation_steps": size.accumulation,
+        "attention.pattern": "dense",
+        "optimizer.lr": 1e-3,
+        "lr_scheduler.warmup_steps": max(1, size.pretrain_steps // 10),
+        "compile.enable": size.compile_pretrain,
+        "metrics.recall_every": 0,
+        "metrics.log_every": 10,
     }
 
 
 def _extension(size: Size, folder: Path, method: str) -> dict[str, Any]:
     keys = {f"attention.{key}": value for key, value in methods(size)[method].items()}
     return keys | {
-        "model.rope_scaling": "yarn", "model.rope_factor": size.context / size.short,
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": size.context / size.short,
         "model.rope_original_length": size.short,
-        "training.steps": size.steps, "training.seq_len": size.context,
-        "optimizer.lr": 2e-4, "lr_scheduler.warmup_steps": max(1, size.steps // 10),
+        "training.steps": size.steps,
+        "training.seq_len": size.context,
+        "optimizer.lr": 2e-4,
+        "lr_scheduler.warmup_steps": max(1, size.steps // 10),
         "compile.enable": size.compile_extensions,
         "checkpoint.initial_load_path": _newest(folder / PRETRAIN) or "",
     }
@@ -137,7 +221,9 @@ def is_done(size: Size, folder: Path, name: str) -> bool:
 
 
 def _newest(run: Path) -> str | None:
-    from titan_sparse.training.checkpoint import newest_checkpoint  # here, as it loads torch, which --list does without
+    from titan_sparse.training.checkpoint import (
+        newest_checkpoint,
+    )  # here, as it loads torch, which --list does without
 
     return newest_checkpoint(str(run))
 
@@ -153,7 +239,9 @@ class Cost(NamedTuple):
 def cost(size: Size, name: str) -> Cost:
     """What a run is to cost; a sparse method's attention is its density's share of what stands here."""
     length = size.short if name == PRETRAIN else size.context
-    per_step = size.short * size.micro_batch * size.accumulation if name == PRETRAIN else size.context
+    per_step = (
+        size.short * size.micro_batch * size.accumulation if name == PRETRAIN else size.context
+    )
     tokens = per_step * (size.pretrain_steps if name == PRETRAIN else size.steps)
     model = resolve(**size.model)
     pairs = causal_pairs(length) / length * model.layers * model.heads

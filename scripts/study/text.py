@@ -27,7 +27,9 @@ _TOKENIZER_CHARACTERS = 40_000_000
 """Text that the tokenizer is trained on."""
 
 
-def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: int) -> dict[str, Any]:
+def prepare_text(
+    folder: Path, vocab_size: int, context: int, most_characters: int
+) -> dict[str, Any]:
     """Write texts (folder/train_texts, folder/validation_texts: a folder for each document), folder/tokenizer.json, and
     tokens, which data.source reads (folder/train, folder/validation). Returns what folder/text.json says of them; where
     that is there, nothing is done.
@@ -43,10 +45,15 @@ def prepare_text(folder: Path, vocab_size: int, context: int, most_characters: i
     if not (folder / "tokenizer.json").is_file():
         train_tokenizer(_sample(packages), vocab_size, folder / "tokenizer.json")
     about: dict[str, Any] = {"held_out": sorted(held_out), "packages": len(packages)}
-    for name, chosen, contexts in (("train", packages.keys() - held_out, 4), ("validation", held_out, 1.5)):
+    for name, chosen, contexts in (
+        ("train", packages.keys() - held_out, 4),
+        ("validation", held_out, 1.5),
+    ):
         texts = {key: packages[key] for key in sorted(chosen)}
         _write(folder / f"{name}_texts", texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
-        recipe = Recipe(str(folder / f"{name}_texts"), str(folder / "tokenizer.json"), document="folder")
+        recipe = Recipe(
+            str(folder / f"{name}_texts"), str(folder / "tokenizer.json"), document="folder"
+        )
         processes = 1 if most_characters else os.cpu_count() or 1
         meta = prepare(recipe, str(folder / name), processes, lambda done, shards: None)
         about[name] = {key: meta[key] for key in ("documents", "tokens")}
@@ -78,10 +85,17 @@ def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
 def _python_files() -> Iterator[tuple[str, Path]]:
     """(name below its root, path); the standard library, and what is installed beside it."""
     names = ("stdlib", "purelib", "platlib")
-    for root in sorted({Path(path).resolve() for path in (*map(sysconfig.get_path, names), *site.getsitepackages())}):
+    for root in sorted(
+        {
+            Path(path).resolve()
+            for path in (*map(sysconfig.get_path, names), *site.getsitepackages())
+        }
+    ):
         for folder, folders, files in os.walk(root):
             # In place: os.walk goes on by this list. Packages below the standard library have a root of their own.
-            folders[:] = [name for name in folders if name not in NOT_STDLIB and name != "__pycache__"]
+            folders[:] = [
+                name for name in folders if name not in NOT_STDLIB and name != "__pycache__"
+            ]
             prefix = Path(folder).relative_to(root)
             paths = (Path(folder, name) for name in files if name.endswith(".py"))
             yield from (((prefix / path.name).as_posix(), path) for path in paths if path.is_file())
@@ -93,12 +107,17 @@ def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
     sizes = {name: sum(map(len, texts)) for name, texts in packages.items()}
     total, reached, chosen = sum(sizes.values()), 0, set()
     for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
-        if reached < _HELD_OUT * total and 2 * _CHARACTERS_PER_TOKEN * context <= sizes[name] <= total / 10:
+        if (
+            reached < _HELD_OUT * total
+            and 2 * _CHARACTERS_PER_TOKEN * context <= sizes[name] <= total / 10
+        ):
             chosen.add(name)
             reached += sizes[name]
     if not chosen:
-        raise ValueError(f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and "
-                         "at most a tenth of all text, so that none can be held out; install more packages")
+        raise ValueError(
+            f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and "
+            "at most a tenth of all text, so that none can be held out; install more packages"
+        )
     return chosen
 
 
@@ -108,8 +127,14 @@ def _write(folder: Path, packages: dict[str, list[str]], least: int) -> None:
     for name, texts in packages.items():
         for number, text in enumerate(documents(texts, least)):
             document = f"{name}-{number:04}"
-            path = folder / f"{hashlib.sha256(document.encode()).hexdigest()[:8]}-{document}" / "source.py"
-            if not path.exists():  # written anew it would have another time, and its tokens be refused
+            path = (
+                folder
+                / f"{hashlib.sha256(document.encode()).hexdigest()[:8]}-{document}"
+                / "source.py"
+            )
+            if (
+                not path.exists()
+            ):  # written anew it would have another time, and its tokens be refused
                 path.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = path.with_name(".source.py")
                 unfinished.write_text(text, encoding="utf-8")
@@ -138,10 +163,20 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
     """A byte-level BPE of at most vocab_size tokens; each digit is a token, so that no number is rare."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<|endoftext|>", "<|pad|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<|endoftext|>", "<|pad|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))

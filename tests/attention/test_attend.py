@@ -11,8 +11,8 @@ from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.group import context_by_key, single_key
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
 SPARSE = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=40)
 CAPPED = VerticalSlash(recall=0.95, probe=7, sinks=0, max_columns=21, max_slashes=2, dense_below=32)
@@ -30,7 +30,12 @@ MASKS = {
     "documents by sequence": Documents([[128], [20, 41, 1, 55]]),
     "documents, window": Documents([[45, 3, 60, 17], [100]]) & SlidingWindow(30),
 }
-COMBINATIONS = [(mask, pattern) for mask in MASKS for pattern in PATTERNS if mask != "full" or pattern == "dense"]
+COMBINATIONS = [
+    (mask, pattern)
+    for mask in MASKS
+    for pattern in PATTERNS
+    if mask != "full" or pattern == "dense"
+]
 
 
 class Problem(NamedTuple):
@@ -76,10 +81,16 @@ def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
     seen = aux.index.dense(p.mask)
     want_lse = dense_attention(*p.qkv, seen)[1]
     want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *p.qkv)
-    got, got_grads = gradients(lambda *x: attend(*x, p.mask, p.pattern, block_size=p.block), d_out, *p.qkv)
-    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and torch.equal(want_lse.isneginf(), ~seen.any(-1))
+    got, got_grads = gradients(
+        lambda *x: attend(*x, p.mask, p.pattern, block_size=p.block), d_out, *p.qkv
+    )
+    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and torch.equal(
+        want_lse.isneginf(), ~seen.any(-1)
+    )
     assert _gap(aux.lse.nan_to_num(neginf=0), want_lse.nan_to_num(neginf=0)) < 1e-9
-    for name, a, b in zip(("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True):
+    for name, a, b in zip(
+        ("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True
+    ):
         assert _gap(a, b) < 1e-9, name
 
 
@@ -108,11 +119,19 @@ def test_rows_of_a_mask_serve_as_the_mask(pattern):
 def test_selecting_everything_is_dense(mask):
     everything = VerticalSlash(recall=1.0, sinks=0, min_slashes=10**6, dense_below=32)
     p = _problem(SHAPES[1], mask, everything)
-    assert torch.equal(_attend(p)[1].index.dense(p.mask), p.mask.dense(157)[:, None].expand(2, 5, -1, -1))
+    assert torch.equal(
+        _attend(p)[1].index.dense(p.mask), p.mask.dense(157)[:, None].expand(2, 5, -1, -1)
+    )
     d_out = torch.ones_like(p.q)
-    got, got_grads = gradients(lambda *x: attend(*x, p.mask, everything, block_size=p.block), d_out, *p.qkv)
-    want, want_grads = gradients(lambda *x: attend(*x, p.mask, Dense(), block_size=p.block), d_out, *p.qkv)
-    assert all(_gap(a, b) < 1e-12 for a, b in zip((got, *got_grads), (want, *want_grads), strict=True))
+    got, got_grads = gradients(
+        lambda *x: attend(*x, p.mask, everything, block_size=p.block), d_out, *p.qkv
+    )
+    want, want_grads = gradients(
+        lambda *x: attend(*x, p.mask, Dense(), block_size=p.block), d_out, *p.qkv
+    )
+    assert all(
+        _gap(a, b) < 1e-12 for a, b in zip((got, *got_grads), (want, *want_grads), strict=True)
+    )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -124,13 +143,16 @@ def test_rows_that_see_nothing(mask, pattern):
     out, aux = _attend(p)
     grads = gradients(lambda *x: _attend(p, *x)[0], torch.ones_like(p.q), *p.qkv)[1]
     assert blind.any() and unseen.any()
-    assert (out.transpose(1, 2)[blind] == 0).all() and aux.lse.transpose(1, 2)[blind].isneginf().all()
+    assert (out.transpose(1, 2)[blind] == 0).all() and aux.lse.transpose(1, 2)[
+        blind
+    ].isneginf().all()
     for grad, zero in zip(grads, (blind, unseen, unseen), strict=True):
         assert (grad.transpose(1, 2)[zero] == 0).all() and grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_lower_precision(dtype, bound, pattern):
     p = _problem(SHAPES[1], "documents", PATTERNS[pattern])
@@ -141,7 +163,9 @@ def test_lower_precision(dtype, bound, pattern):
     got, got_grads = gradients(lambda *x: _attend(p, *x)[0], d_out, *low)
     want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *exact)
     assert aux.lse.dtype == torch.float32
-    for name, a, b in zip(("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True):
+    for name, a, b in zip(
+        ("out", "dq", "dk", "dv"), (got, *got_grads), (want, *want_grads), strict=True
+    ):
         assert a.dtype == dtype and ((a.double() - b).norm() / b.norm()).item() < bound, name
 
 
@@ -151,8 +175,18 @@ def test_lower_precision(dtype, bound, pattern):
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, on an index made before."""
     rows, world = p.mask.rows(p.q.shape[2])[:3], context_by_key(single_key(p.block))
-    return torch.ops.titan_sparse.attend_forward(*qkv, tensors, *rows, p.pattern.key, world.key, "eager",
-                                                 p.q.shape[3] ** -0.5, False, None, None)[0]
+    return torch.ops.titan_sparse.attend_forward(
+        *qkv,
+        tensors,
+        *rows,
+        p.pattern.key,
+        world.key,
+        "eager",
+        p.q.shape[3] ** -0.5,
+        False,
+        None,
+        None,
+    )[0]
 
 
 def _fixed(mask: str, pattern: str) -> tuple[Problem, list[Tensor], Tensor]:
@@ -215,9 +249,13 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     k[:, :, here], v[:, :, here] = torch.nan, torch.nan
     out, (dq, _, _) = gradients(function, torch.ones_like(p.q), p.q, k, v)
     # In a dense causal problem only the rows before the block skip it; otherwise some after it do as well.
-    assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (pattern == "dense" and mask == "causal")
+    assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (
+        pattern == "dense" and mask == "causal"
+    )
     assert skipping.any(), "the case proves nothing"
-    assert torch.equal(out[skipping], clean[skipping]) and torch.equal(dq[skipping], clean_dq[skipping])
+    assert torch.equal(out[skipping], clean[skipping]) and torch.equal(
+        dq[skipping], clean_dq[skipping]
+    )
     assert out[seen[..., here].any(-1)].isnan().all()
 
 
@@ -239,7 +277,11 @@ def test_statistics_count_what_is_computed(shape, mask, pattern):
     rows = visible.any(-1)[:, None].expand_as(kept)
     recall = torch.where(rows, kept, 0).sum((0, 2)) / rows.sum((0, 2))
     assert _gap(record.recall[0], recall) < 1e-9
-    assert pattern != "dense" or (record.density() == 1).all() and _gap(record.recall[0], torch.ones(shape[0])) < 1e-9
+    assert (
+        pattern != "dense"
+        or (record.density() == 1).all()
+        and _gap(record.recall[0], torch.ones(shape[0])) < 1e-9
+    )
 
 
 def test_statistics_of_budgets_and_layers():
@@ -263,7 +305,7 @@ def test_opcheck(mask, dtype, pattern):
     p = _problem((4, 2, 125, 16), mask, PATTERNS[pattern])
     p = p._replace(**{name: getattr(p, name).to(dtype) for name in "qkv"})
     rows, names = p.mask.rows(125)[:3], (p.pattern.key, context_by_key(single_key(16)).key)
-    ops, scale = torch.ops.titan_sparse, 8 ** -0.5
+    ops, scale = torch.ops.titan_sparse, 8**-0.5
     if p.pattern.dynamic:
         torch.library.opcheck(ops.select.default, (p.q, p.k, *rows, *names, scale))
     index = p.pattern.select(p.q, p.k, p.mask, block_size=16).tensors()
@@ -271,7 +313,9 @@ def test_opcheck(mask, dtype, pattern):
     rest = (index, *rows, *names, "eager", scale, False, None, None)
     torch.library.opcheck(ops.attend_forward.default, (*leaves, *rest))
     saved = ops.attend_forward(*p.qkv, *rest)
-    result = torch.library.opcheck(ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, *rest))
+    result = torch.library.opcheck(
+        ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, *rest)
+    )
     assert set(result.values()) == {"SUCCESS"}
 
 
@@ -282,36 +326,48 @@ def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("q, k, v, words", [
-    (_x(2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "needs q"),
-    (_x(1, 2, 16, 8), _x(2, 16, 8), _x(2, 16, 8), "needs q"),
-    (_x(1, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 4), "needs q"),
-    (_x(1, 2, 16, 8), _x(1, 1, 16, 8), _x(1, 2, 16, 8), "needs q"),
-    (_x(2, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
-    (_x(1, 2, 16, 8), _x(1, 2, 32, 8), _x(1, 2, 32, 8), "multiple of Hkv"),
-    (_x(1, 2, 16, 8), _x(1, 2, 16, 4), _x(1, 2, 16, 4), "multiple of Hkv"),
-    (_x(1, 3, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
-    (_x(1, 1, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
-    (_x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.float64), _x(1, 1, 16, 8), "dtype"),
-    (_x(1, 1, 16, 8), _x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.bfloat16), "dtype"),
-    (*[_x(1, 1, 16, 8, dtype=torch.int64)] * 3, "dtype"),
-])
+@pytest.mark.parametrize(
+    "q, k, v, words",
+    [
+        (_x(2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "needs q"),
+        (_x(1, 2, 16, 8), _x(2, 16, 8), _x(2, 16, 8), "needs q"),
+        (_x(1, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 4), "needs q"),
+        (_x(1, 2, 16, 8), _x(1, 1, 16, 8), _x(1, 2, 16, 8), "needs q"),
+        (_x(2, 2, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+        (_x(1, 2, 16, 8), _x(1, 2, 32, 8), _x(1, 2, 32, 8), "multiple of Hkv"),
+        (_x(1, 2, 16, 8), _x(1, 2, 16, 4), _x(1, 2, 16, 4), "multiple of Hkv"),
+        (_x(1, 3, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+        (_x(1, 1, 16, 8), _x(1, 2, 16, 8), _x(1, 2, 16, 8), "multiple of Hkv"),
+        (_x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.float64), _x(1, 1, 16, 8), "dtype"),
+        (_x(1, 1, 16, 8), _x(1, 1, 16, 8), _x(1, 1, 16, 8, dtype=torch.bfloat16), "dtype"),
+        (*[_x(1, 1, 16, 8, dtype=torch.int64)] * 3, "dtype"),
+    ],
+)
 def test_tensors_that_do_not_fit(q, k, v, words):
     with pytest.raises(ValueError, match=words):
         attend(q, k, v)
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"mask": Causal().rows(15)}, "15 tokens"),
-    ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
-    ({"mask": Documents([9, 8])}, "17 tokens"),
-    ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-    ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
-    ({"backend": "nothing"}, "attention.backend"),
-    ({"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16}, "block_size=16"),
-    ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
-    ({"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8}, "dense_below = 17 or more"),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"mask": Causal().rows(15)}, "15 tokens"),
+        ({"mask": Causal(valid=(3, 4, 5))}, "3 sequences"),
+        ({"mask": Documents([9, 8])}, "17 tokens"),
+        ({"mask": Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+        ({"mask": Full() & Full(), "pattern": SPARSE, "block_size": 16}, "causal"),
+        ({"backend": "nothing"}, "attention.backend"),
+        (
+            {"cp": ContextParallel(None, "contiguous", "local", 8), "block_size": 16},
+            "block_size=16",
+        ),
+        ({"pattern": VerticalSlash(dense_below=15), "block_size": 16}, "dense_below = 16 or more"),
+        (
+            {"pattern": VerticalSlash(dense_below=16, probe=17), "block_size": 8},
+            "dense_below = 17 or more",
+        ),
+    ],
+)
 def test_options_that_do_not_fit(options, words):
     q = _x(2, 2, 16, 8)
     with pytest.raises(ValueError, match=words):
@@ -331,22 +387,29 @@ def test_block_size_out_of_range(block_size):
         attend(q, q, q, block_size=block_size)
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"recall": 0.0}, "recall"),
-    ({"recall": 1.1}, "recall"),
-    ({"local_diagonals": 0}, "local_diagonals"),
-    ({"min_columns": 5, "max_columns": 4}, "minimum"),
-    ({"min_slashes": 3, "max_slashes": 2}, "minimum"),
-    *[({f.name: -1}, f.name) for f in dataclasses.fields(VerticalSlash) if f.name != "recall"],
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"recall": 0.0}, "recall"),
+        ({"recall": 1.1}, "recall"),
+        ({"local_diagonals": 0}, "local_diagonals"),
+        ({"min_columns": 5, "max_columns": 4}, "minimum"),
+        ({"min_slashes": 3, "max_slashes": 2}, "minimum"),
+        *[({f.name: -1}, f.name) for f in dataclasses.fields(VerticalSlash) if f.name != "recall"],
+    ],
+)
 def test_parameters_out_of_range(options, words):
     with pytest.raises(ValueError, match=words):
         VerticalSlash(**options)
 
 
-@pytest.mark.parametrize("layout, schedule, words", [
-    ("diagonal", "local", "layout"), ("striped", "spiral", "schedule"),
-])
+@pytest.mark.parametrize(
+    "layout, schedule, words",
+    [
+        ("diagonal", "local", "layout"),
+        ("striped", "spiral", "schedule"),
+    ],
+)
 def test_unknown_layouts_and_schedules(layout, schedule, words):
     with pytest.raises(ValueError, match=words):
         ContextParallel(None, layout, schedule, 8)

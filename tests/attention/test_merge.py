@@ -11,15 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.backends import eager
+from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.attention.merge import add, at_last, merge, results
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 8, 192
-PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.7, sinks=3, local_diagonals=1, max_columns=24, max_slashes=4,
-                                                              dense_below=24)}
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(
+        recall=0.7, sinks=3, local_diagonals=1, max_columns=24, max_slashes=4, dense_below=24
+    ),
+}
 
 
 class Rounding(types.SimpleNamespace):
@@ -27,26 +31,43 @@ class Rounding(types.SimpleNamespace):
     returned."""
 
     def __init__(self):
-        names = ("READS_BY_KEY", "SERVES_SLICES", "COMPILES_BY_LENGTH", "refusal", "describe", "serves_causal")
-        super().__init__(**{name: getattr(eager, name) for name in names}, seen={"out": [], "dq": []})
+        names = (
+            "READS_BY_KEY",
+            "SERVES_SLICES",
+            "COMPILES_BY_LENGTH",
+            "refusal",
+            "describe",
+            "serves_causal",
+        )
+        super().__init__(
+            **{name: getattr(eager, name) for name in names}, seen={"out": [], "dq": []}
+        )
 
     def forward(self, q, k, v, tiles, scale, dtype=None, total=None, into=None):
         out, lse = eager.forward(q, k, v, tiles, scale)
         return self._note("out", merge(total, out.to(q.dtype), lse, dtype or q.dtype, into))
 
-    def forward_with_verticals(self, q, k, v, tiles, k2, v2, tiles2, scale, dtype=None, total=None, into=None):
+    def forward_with_verticals(
+        self, q, k, v, tiles, k2, v2, tiles2, scale, dtype=None, total=None, into=None
+    ):
         blocks = merge(total, *eager.forward(q, k, v, tiles, scale, q.dtype), torch.float32)
-        return self._note("out", eager.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into))
+        return self._note(
+            "out", eager.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into)
+        )
 
     def backward(self, d_out, q, k, v, out, lse, tiles, scale, dtype=None, dq=None, into=None):
         piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
         return self._note("dq", (add(dq, piece, dtype or q.dtype, into), dk, dv))
 
-    def backward_with_verticals(self, d_out, q, k, v, out, lse, tiles, k2, v2, tiles2, scale, dtype=None, dq=None, into=None):
+    def backward_with_verticals(
+        self, d_out, q, k, v, out, lse, tiles, k2, v2, tiles2, scale, dtype=None, dq=None, into=None
+    ):
         piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
         dq = add(dq, piece, torch.float32)
         dq, dk2, dv2 = eager.backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq)
-        return self._note("dq", (dq.to(dtype or q.dtype) if into is None else into.copy_(dq), dk, dv, dk2, dv2))
+        return self._note(
+            "dq", (dq.to(dtype or q.dtype) if into is None else into.copy_(dq), dk, dv, dk2, dv2)
+        )
 
     def _note(self, name: str, result: tuple) -> tuple:
         self.seen[name].append(result[0].dtype)
@@ -60,7 +81,9 @@ def _inputs() -> tuple[list[Tensor], Tensor]:
 
 def _truth(mask, pattern) -> list[Tensor]:
     (*qkv, d_out) = (x.double() for x in (*_inputs()[0], _inputs()[1]))
-    seen = pattern.select(*_inputs()[0][:2], mask, block_size=BLOCK).dense(mask).expand(1, 4, -1, -1)
+    seen = (
+        pattern.select(*_inputs()[0][:2], mask, block_size=BLOCK).dense(mask).expand(1, 4, -1, -1)
+    )
     out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
     return [out, *grads]
 
@@ -70,7 +93,9 @@ def _run(mask, pattern, cp: ContextParallel | None) -> list[Tensor]:
     qkv, d_out = _inputs()
     shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, _: x,) * 2
     leaves = [shard(x, 2).clone().requires_grad_() for x in qkv]
-    out = attend(*leaves, mask, pattern, cp, backend="eager", **({} if cp else {"block_size": BLOCK}))
+    out = attend(
+        *leaves, mask, pattern, cp, backend="eager", **({} if cp else {"block_size": BLOCK})
+    )
     found = [out.detach(), *torch.autograd.grad(out, leaves, shard(d_out, 2))]
     return [unshard(x, 2).double() for x in found]
 
@@ -80,24 +105,39 @@ def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype
     backend = backends.BACKENDS["eager"] = Rounding()
     axes = (3, 1) if schedule == "double_ring" else (1, 3)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-    mask, cp = Documents([100, SEQ_LEN - 100]), ContextParallel(mesh, "striped", schedule, BLOCK, **options)
+    mask, cp = (
+        Documents([100, SEQ_LEN - 100]),
+        ContextParallel(mesh, "striped", schedule, BLOCK, **options),
+    )
     want, alone = _truth(mask, PATTERNS[pattern]), _run(mask, PATTERNS[pattern], None)
     backend.seen |= {"out": [], "dq": []}
     got, sent = _run(mask, PATTERNS[pattern], cp), dict(cp.sent)
     for name, a, b, c in zip(("out", "dq", "dk", "dv"), got, alone, want, strict=True):
         # Each piece is rounded, and once their sum; a sum in bf16 is rounded more often.
-        assert (a - c).norm() < 1.75 * (b - c).norm(), (schedule, options, pattern, name, (a - c).norm() / (b - c).norm())
+        assert (a - c).norm() < 1.75 * (b - c).norm(), (
+            schedule,
+            options,
+            pattern,
+            name,
+            (a - c).norm() / (b - c).norm(),
+        )
     backends.BACKENDS["eager"] = eager
     cp.sent.clear()
     _run(mask, PATTERNS[pattern], cp)
-    assert sent == dict(cp.sent), (schedule, options, pattern)  # gradients in fp32 on the wire, as of a backend that does not round
+    assert sent == dict(cp.sent), (
+        schedule,
+        options,
+        pattern,
+    )  # gradients in fp32 on the wire, as of a backend that does not round
     return backend.seen
 
 
 def _check_sums(dtypes: list[torch.dtype], steps: int, case: tuple) -> None:
     """The first piece as it came, or continued by verticals; a sum in fp32; and the last one as the result is to be."""
     assert len(dtypes) == steps and dtypes[-1] == torch.bfloat16, (dtypes, case)
-    assert set(dtypes[1:-1]) <= {torch.float32} and (case[1] != "dense" or dtypes[0] == torch.bfloat16), (dtypes, case)
+    assert set(dtypes[1:-1]) <= {torch.float32} and (
+        case[1] != "dense" or dtypes[0] == torch.bfloat16
+    ), (dtypes, case)
 
 
 def _check_all() -> None:
@@ -108,7 +148,10 @@ def _check_all() -> None:
         _check("ring", pattern, backward_circulates="q")
         _check("double_ring", pattern)
         assert set(sum(_check("all_gather", pattern).values(), [])) == {torch.bfloat16}
-        for link, passes in ((0, 2), (10**9, 3)):  # all own blocks before the others', or half of them behind
+        for link, passes in (
+            (0, 2),
+            (10**9, 3),
+        ):  # all own blocks before the others', or half of them behind
             group_cast_plan.LINK = link
             seen = _check("group_cast", pattern, overlap_stages=(1, 1))
             _check_sums(seen["out"], 2, ("out", pattern))
@@ -123,10 +166,21 @@ def test_merge_and_add_do_not_widen():
     x, lse = torch.randn(1, 2, 8, 4).bfloat16(), torch.randn(1, 2, 8)
     assert merge(None, x, lse, torch.float32)[0] is x and add(None, x, torch.float32) is x
     assert merge(None, x.float(), lse, torch.bfloat16)[0].dtype == torch.bfloat16
-    assert add(x, x, torch.float32).dtype == torch.float32 and merge((x, lse), x, lse, torch.float32)[0].dtype == torch.float32
+    assert (
+        add(x, x, torch.float32).dtype == torch.float32
+        and merge((x, lse), x, lse, torch.float32)[0].dtype == torch.float32
+    )
     place = torch.empty_like(x)
-    assert merge((x, lse), x, lse, torch.float32, place)[0] is add(x.float(), x, torch.float32, place) is place
-    assert torch.equal(add(None, x, torch.float32, place), x) and list(at_last(3, place)) == [None, None, place]
+    assert (
+        merge((x, lse), x, lse, torch.float32, place)[0]
+        is add(x.float(), x, torch.float32, place)
+        is place
+    )
+    assert torch.equal(add(None, x, torch.float32, place), x) and list(at_last(3, place)) == [
+        None,
+        None,
+        place,
+    ]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -138,5 +192,8 @@ def test_results_of_groups_of_heads(batch):
         assert part.is_contiguous()
         part.copy_(q[:, own])
     assert torch.equal(found.joined(found.parts), q) and (found.whole is None) == (batch > 1)
-    assert results(q, [slice(None)], 1).parts == [None] and results(q, [slice(None)], 2).parts[0].shape == q.shape
+    assert (
+        results(q, [slice(None)], 1).parts == [None]
+        and results(q, [slice(None)], 2).parts[0].shape == q.shape
+    )
     assert results(q, [slice(None)], 1).joined([q]) is q

@@ -7,18 +7,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from titan_sparse.training.activation_checkpoint import checkpointed
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
-from titan_sparse.attention.schedules import ring
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.schedules import ring
+from titan_sparse.training.activation_checkpoint import checkpointed
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
-PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32),
-            "xattention": XAttention(4, 0.7, 32), "moba": MoBA(16, 2)}
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32),
+    "xattention": XAttention(4, 0.7, 32),
+    "moba": MoBA(16, 2),
+}
 LENGTHS = [[128], [50, 50, 20], [7, 90, 31]]
 
 
@@ -29,7 +37,11 @@ class Layer(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.pattern, self.cp = pattern, cp
-        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.q, self.kv, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor, rows: MaskRanges) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]"""
@@ -110,10 +122,13 @@ def calls(monkeypatch) -> dict[str, int]:
         def wrapper(*args):
             count[name] += 1
             return function(*args)
+
         return wrapper
 
     monkeypatch.setattr(ring, "forward", counting("forward", ring.forward))
-    monkeypatch.setattr(VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors))
+    monkeypatch.setattr(
+        VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors)
+    )
     return count
 
 

@@ -14,25 +14,35 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import run_processes
 from tests.reference import attention_bytes, structured_qkv
-from titan_sparse.training.activation_checkpoint import _full_contexts, choose_recompute
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.schedules import ring
-from titan_sparse.attention.context_parallel.group import context_by_key, single_key
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
-from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.call import Run
+from titan_sparse.attention.context_parallel.group import context_by_key, single_key
 from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.schedules import ring
 from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.training.activation_checkpoint import _full_contexts, choose_recompute
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)
-PATTERNS = {"dense": Dense(), "vertical_slash": VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, max_columns=60,
-                                                              dense_below=40)}
-MASKS = {"causal": Causal(), "documents": Documents([[45, 3, 90, 17], [157]]), "window": Causal() & SlidingWindow(45)}
-SLICES = Slices.batch([sliding_window([45, 3, 90, 17], 20, sinks=5), sliding_window([157], 45, sinks=9)])
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(
+        recall=0.7, sinks=2, local_diagonals=1, max_columns=60, dense_below=40
+    ),
+}
+MASKS = {
+    "causal": Causal(),
+    "documents": Documents([[45, 3, 90, 17], [157]]),
+    "window": Causal() & SlidingWindow(45),
+}
+SLICES = Slices.batch(
+    [sliding_window([45, 3, 90, 17], 20, sinks=5), sliding_window([157], 45, sinks=9)]
+)
 """A causal mask of slices, for pattern dense."""
 SELECTIVE = functools.partial(checkpoint, use_reentrant=False, context_fn=_full_contexts)
 CHECKPOINTS = {
@@ -46,11 +56,25 @@ CHECKPOINTS = {
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def _block(mask, pattern, recomputed: float, cp: ContextParallel | None = None, backend: str = "auto") -> Callable:
+def _block(
+    mask, pattern, recomputed: float, cp: ContextParallel | None = None, backend: str = "auto"
+) -> Callable:
     """Attention between two functions that activation checkpointing recomputes."""
+
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q.sin(), k.sin(), v.sin(), mask, pattern, cp, backend, block_size=BLOCK, recomputed=recomputed)
+        out = attend(
+            q.sin(),
+            k.sin(),
+            v.sin(),
+            mask,
+            pattern,
+            cp,
+            backend,
+            block_size=BLOCK,
+            recomputed=recomputed,
+        )
         return out.sin()
+
     return block
 
 
@@ -75,17 +99,24 @@ def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}, {note}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}, {note}: {text}"
+        )
 
 
 # What comes out -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)])
+@pytest.mark.parametrize(
+    "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)]
+)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_keeping_everything(pattern, how, compiled):
     leaves, every = _problem(), how == "selective" and not compiled
-    masks = [*(MASKS.values() if every else [MASKS["documents"]]), *([SLICES] if pattern == "dense" else [])]
+    masks = [
+        *(MASKS.values() if every else [MASKS["documents"]]),
+        *([SLICES] if pattern == "dense" else []),
+    ]
     for mask, share in itertools.product(masks, SHARES if every else (0.5, 1.0)):
         rows = mask.rows(SEQ_LEN)
         want = _step(_block(rows, PATTERNS[pattern], 0.0), leaves)
@@ -99,16 +130,22 @@ def test_equals_keeping_everything(pattern, how, compiled):
 def test_forwards_and_backwards_in_any_order(how):
     """Nothing but autograd's context remembers: two forwards, an evaluation between them, the first backward last."""
     pattern, problems = PATTERNS["vertical_slash"], [_problem(seed) for seed in (1, 2)]
-    blocks = [_block(mask.rows(SEQ_LEN), pattern, 0.5) for mask in (MASKS["causal"], MASKS["documents"])]
-    wanted = [_step(_block(mask.rows(SEQ_LEN), pattern, 0.0), leaves)
-              for mask, leaves in zip((MASKS["causal"], MASKS["documents"]), problems)]
+    blocks = [
+        _block(mask.rows(SEQ_LEN), pattern, 0.5) for mask in (MASKS["causal"], MASKS["documents"])
+    ]
+    wanted = [
+        _step(_block(mask.rows(SEQ_LEN), pattern, 0.0), leaves)
+        for mask, leaves in zip((MASKS["causal"], MASKS["documents"]), problems)
+    ]
     outs = []
     for block, leaves, want in zip(blocks, problems, wanted):
         outs.append(CHECKPOINTS[how](block, *leaves))
         with torch.no_grad():
             assert torch.equal(block(*leaves), want[0])
     for number in (1, 0):
-        _assert_equal([outs[number].detach(), *_gradients(outs[number], problems[number])], wanted[number])
+        _assert_equal(
+            [outs[number].detach(), *_gradients(outs[number], problems[number])], wanted[number]
+        )
 
 
 def test_accumulation():
@@ -136,19 +173,34 @@ def test_nested():
     want = _step(functools.partial(two_layers, 0.0, CHECKPOINTS["none"]), leaves)
     for inner, share in itertools.product(("selective", "plain"), (0.5, 1.0)):
         function = functools.partial(two_layers, share, CHECKPOINTS[inner])
-        _assert_equal(_step(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves), want, (inner, share))
+        _assert_equal(
+            _step(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves),
+            want,
+            (inner, share),
+        )
 
 
-@pytest.mark.parametrize("pattern, mask", [*((name, Documents([45, 11])) for name in PATTERNS),
-                                           ("dense", sliding_window([45, 11], 20, sinks=5))])
+@pytest.mark.parametrize(
+    "pattern, mask",
+    [
+        *((name, Documents([45, 11])) for name in PATTERNS),
+        ("dense", sliding_window([45, 11], 20, sinks=5)),
+    ],
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a GPU test_gpu.py does it")
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
-    monkeypatch.setattr(Run, "_has_table_kernels", lambda run: isinstance(run.index, VerticalSlashIndex))
-    rows = mask.rows(64)  # whole blocks: what is remembered for a mask must not be that of another part
+    monkeypatch.setattr(
+        Run, "_has_table_kernels", lambda run: isinstance(run.index, VerticalSlashIndex)
+    )
+    rows = mask.rows(
+        64
+    )  # whole blocks: what is remembered for a mask must not be that of another part
     leaves = [x.requires_grad_() for x in structured_qkv(1, 2, 1, 64, 16, dtype=torch.float32)]
     want = _step(_block(rows, PATTERNS[pattern], 0.0, backend="eager"), leaves)
-    got = _step(functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], 0.4, backend="triton")), leaves)
+    got = _step(
+        functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], 0.4, backend="triton")), leaves
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
@@ -157,15 +209,32 @@ def test_opcheck():
     q, k, v = (x.detach() for x in _problem())
     pattern, rows = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)[:3]
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
-    rest = (index, *rows, pattern.key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, None, None)
+    rest = (
+        index,
+        *rows,
+        pattern.key,
+        context_by_key(single_key(BLOCK)).key,
+        "eager",
+        0.3,
+        False,
+        None,
+        None,
+    )
     ops = torch.ops.titan_sparse
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *rest, 4, 10))
     out, lse, vertical_kv = ops.attend_forward(q, k, v, *rest, 4, 10)
     torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *rest, 0, 4, vertical_kv))
     first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *rest, 0, 4, vertical_kv)
-    leaves, parts = [x.clone().requires_grad_() for x in (q, k, v)], ([first_out, out], [first_lse, lse])
+    leaves, parts = (
+        [x.clone().requires_grad_() for x in (q, k, v)],
+        ([first_out, out], [first_lse, lse]),
+    )
     result = torch.library.opcheck(ops.attend_join.default, (*leaves, *rest, *parts, vertical_kv))
-    assert set(result.values()) == {"SUCCESS"} and nothing.numel() == 0 and out.shape[2] == SEQ_LEN - 4 * BLOCK
+    assert (
+        set(result.values()) == {"SUCCESS"}
+        and nothing.numel() == 0
+        and out.shape[2] == SEQ_LEN - 4 * BLOCK
+    )
     with pytest.raises(ValueError, match="join"):
         ops.attend_forward(*leaves, *rest, 4, 10)
 
@@ -194,7 +263,11 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_only_the_first_part_runs_twice(calls, compiled):
     rows, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
-    for share, parts, again in ((0.0, [(10, 10)], []), (0.3, [(7, 10), (3, 3)], [(3, 3)]), (1.0, [(10, 10)], [(10, 10)])):
+    for share, parts, again in (
+        (0.0, [(10, 10)], []),
+        (0.3, [(7, 10), (3, 3)], [(3, 3)]),
+        (1.0, [(10, 10)], [(10, 10)]),
+    ):
         function = functools.partial(SELECTIVE, _block(rows, PATTERNS["vertical_slash"], share))
         if compiled:
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -207,6 +280,7 @@ def test_only_the_first_part_runs_twice(calls, compiled):
 
 def _kept_in_python(function: Callable, leaves: list[Tensor]) -> int:
     """Bytes of tensors that are alive after a forward and not before."""
+
     def alive() -> dict[int, int]:
         gc.collect()
         tensors = [x for x in gc.get_objects() if type(x) is Tensor]
@@ -222,7 +296,9 @@ def _kept_in_python(function: Callable, leaves: list[Tensor]) -> int:
 def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     """Bytes of what a compiled forward saves besides its inputs."""
     saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x
+    ):
         out = function(*leaves)
     for x in (*leaves, out):
         saved.pop(x.data_ptr(), None)
@@ -234,7 +310,9 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
 def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
     if compiled and torch.__version__ < "2.12":
-        pytest.skip("with aot_eager torch 2.11 saves other tensors too; tests/gpu/test_attention.py measures the memory itself, on 2.11 as well")
+        pytest.skip(
+            "with aot_eager torch 2.11 saves other tensors too; tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
+        )
     rows, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):
         function = functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], share))
@@ -243,14 +321,24 @@ def test_what_is_kept_shrinks_as_promised(pattern, compiled):
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
         function(*leaves)  # what is remembered for the mask is not kept for the backward
         kept[share] = (_kept_by_hooks if compiled else _kept_in_python)(function, leaves)
-    whole = attention_bytes(dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8), 2 * 160, torch.float64)
+    whole = attention_bytes(
+        dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8),
+        2 * 160,
+        torch.float64,
+    )
     assert whole == 2 * 4 * 160 * (8 + 1) * 8  # out and lse of both sequences
     assert kept[0.0] - kept[0.3] == 0.3 * whole
-    verticals = PATTERNS["vertical_slash"].vertical_capacity(160, BLOCK, packed=True) if pattern == "vertical_slash" else 0
+    verticals = (
+        PATTERNS["vertical_slash"].vertical_capacity(160, BLOCK, packed=True)
+        if pattern == "vertical_slash"
+        else 0
+    )
     assert kept[0.0] - kept[1.0] == whole + 2 * 2 * 4 * verticals * 8 * 8
 
 
-@pytest.mark.parametrize("free, expected", [(0, 1), (-5, 1), (40, 0), (50, 0), (10, 0.75), (29.9, 0.3125), (30.01, 0.25)])
+@pytest.mark.parametrize(
+    "free, expected", [(0, 1), (-5, 1), (40, 0), (50, 0), (10, 0.75), (29.9, 0.3125), (30.01, 0.25)]
+)
 def test_choose_recompute(free, expected):
     assert choose_recompute(lambda share: 40 * (1 - share), free) == expected
 
@@ -258,16 +346,25 @@ def test_choose_recompute(free, expected):
 # Statistics ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how, share", [("none", 0.5), ("selective", 0.25), ("selective", 1.0), ("plain", 0.0), ("reentrant", 0.5)])
+@pytest.mark.parametrize(
+    "how, share",
+    [("none", 0.5), ("selective", 0.25), ("selective", 1.0), ("plain", 0.0), ("reentrant", 0.5)],
+)
 def test_a_layer_is_counted_once(how, share):
-    leaves, rows, pattern = _problem(seq_len=160), MASKS["documents"].rows(160), PATTERNS["vertical_slash"]
+    leaves, rows, pattern = (
+        _problem(seq_len=160),
+        MASKS["documents"].rows(160),
+        PATTERNS["vertical_slash"],
+    )
     with recording(recall_rows=SEQ_LEN) as want:
         for factor in (1, 2):
             _block(rows, pattern, 0.0)(leaves[0] * factor, *leaves[1:])
     rows = MASKS["documents"].rows(160)  # nothing is remembered for it
     with recording(recall_rows=SEQ_LEN) as got:
         for factor in (1, 2):
-            CHECKPOINTS[how](_block(rows, pattern, share), leaves[0] * factor, *leaves[1:]).sum().backward()
+            CHECKPOINTS[how](
+                _block(rows, pattern, share), leaves[0] * factor, *leaves[1:]
+            ).sum().backward()
     assert torch.equal(got.density(), want.density()) and len(got.recall) == len(got.capped) == 2
     assert torch.equal(torch.stack(got.recall), torch.stack(want.recall))
 
@@ -278,21 +375,35 @@ def test_a_layer_is_counted_once(how, share):
 def _check_ranks() -> None:
     world, seq_len = torch.distributed.get_world_size(), 12 * BLOCK
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    contexts = [ContextParallel(mesh, "striped", schedule, BLOCK) for schedule in ("all_gather", "ring")]
-    contexts += [ContextParallel(mesh, "striped", "ring", BLOCK, "q"), ContextParallel(mesh, "zigzag", "ring", BLOCK)]
+    contexts = [
+        ContextParallel(mesh, "striped", schedule, BLOCK) for schedule in ("all_gather", "ring")
+    ]
+    contexts += [
+        ContextParallel(mesh, "striped", "ring", BLOCK, "q"),
+        ContextParallel(mesh, "zigzag", "ring", BLOCK),
+    ]
     full = [x.detach() for x in _problem(seq_len=seq_len)]
     documents = Documents([[101, 7, 1, 70], [45, 45, 45, 45]])
-    cases = [(Causal(), PATTERNS["vertical_slash"]), *((documents, pattern) for pattern in PATTERNS.values()), (SLICES, Dense())]
+    cases = [
+        (Causal(), PATTERNS["vertical_slash"]),
+        *((documents, pattern) for pattern in PATTERNS.values()),
+        (SLICES, Dense()),
+    ]
     for cp, (mask, pattern) in itertools.product(contexts, cases):
         rows, leaves = mask.rows(seq_len), [cp.shard(x, 2).requires_grad_() for x in full]
         want, want_seen = _recorded(_block(rows, pattern, 0.0, cp), leaves)
-        for share in (SHARES if cp.layout == "striped" else (1.0,)):
-            got, seen = _recorded(functools.partial(SELECTIVE, _block(rows, pattern, share, cp)), leaves)
+        for share in SHARES if cp.layout == "striped" else (1.0,):
+            got, seen = _recorded(
+                functools.partial(SELECTIVE, _block(rows, pattern, share, cp)), leaves
+            )
             _assert_equal(got, want, (cp.key, mask, pattern.key, share))
             assert torch.equal(seen.density(), want_seen.density())
             torch.testing.assert_close(torch.stack(seen.recall), torch.stack(want_seen.recall))
             assert len(seen.calls) == len(seen.work) == (1 if share == 1 else 2)
-            assert torch.equal(sum(seen.work), want_seen.work[0]) and (seen.by_rank().elapsed.sum((1, 2)) > 0).all()
+            assert (
+                torch.equal(sum(seen.work), want_seen.work[0])
+                and (seen.by_rank().elapsed.sum((1, 2)) > 0).all()
+            )
             # Keys and values of the first part go round twice more, those of the rest and gradients as often as before.
             again = 1 if share == 1 else 2 * int(share * 12 / world + 0.5) * world / 12
             extra = again * 2 * leaves[1].nbytes * (world - 1)
@@ -326,10 +437,15 @@ def test_layouts_refused():
     run_processes(2, _check_layouts_refused)
 
 
-@pytest.mark.parametrize("share, mask, words", [
-    (-0.1, Causal(), "0 to 1"), (1.5, Causal(), "0 to 1"), (0.5, Full(), "causal mask; write recomputed=0 or 1"),
-    (0.5, prefix_lm([64], [9]), "causal mask; write recomputed=0 or 1"),
-])
+@pytest.mark.parametrize(
+    "share, mask, words",
+    [
+        (-0.1, Causal(), "0 to 1"),
+        (1.5, Causal(), "0 to 1"),
+        (0.5, Full(), "causal mask; write recomputed=0 or 1"),
+        (0.5, prefix_lm([64], [9]), "causal mask; write recomputed=0 or 1"),
+    ],
+)
 def test_refused(share, mask, words):
     q = torch.zeros(1, 1, 4 * BLOCK, 8)
     with pytest.raises(ValueError, match=words):

@@ -14,7 +14,6 @@ from titan_sparse.config import (
     world_from_environment,
 )
 
-
 VERTICAL_SLASH = "--attention.vertical_slash."
 RECOMPUTE = "--activation_checkpoint.attention_recompute "
 BAD_COMBINATIONS = [
@@ -25,8 +24,16 @@ BAD_COMBINATIONS = [
     ("--model.layers=-1", 1, "model.layers = -1 is too small; write 0 or more"),
     ("--model.rope_scaling yarn", 1, 'model.rope_scaling = "yarn" needs model.rope_factor'),
     ("--model.rope_scaling llama3", 1, 'model.rope_scaling = "llama3" needs model.rope_factor'),
-    ("--model.rope_factor 4", 1, "model.rope_factor = 4.0 would be ignored with model.rope_scaling"),
-    ("--model.rope_factor 4 --model.rope_scaling none", 1, "model.rope_factor = 4.0 would be ignored"),
+    (
+        "--model.rope_factor 4",
+        1,
+        "model.rope_factor = 4.0 would be ignored with model.rope_scaling",
+    ),
+    (
+        "--model.rope_factor 4 --model.rope_scaling none",
+        1,
+        "model.rope_factor = 4.0 would be ignored",
+    ),
     ("--model.rope_original_length 8192", 1, "model.rope_original_length = 8192 would be ignored"),
     ("--data.join_packages --data.source x.txt", 1, "data.join_packages would be ignored"),
     ("--data.text_field body", 1, 'data.text_field = "body" would be ignored'),
@@ -42,67 +49,185 @@ BAD_COMBINATIONS = [
     ("--parallelism.cp 0", 1, "parallelism.cp = 0"),
     ("--parallelism.dp_shard 0", 1, "parallelism.dp_shard = 0"),
     ("--parallelism.dp_shard -2", 1, "parallelism.dp_shard = -2"),
-    ("--parallelism.cp 4 --parallelism.cp_intra 3", 4, "parallelism.cp_intra = 3 does not divide parallelism.cp = 4"),
+    (
+        "--parallelism.cp 4 --parallelism.cp_intra 3",
+        4,
+        "parallelism.cp_intra = 3 does not divide parallelism.cp = 4",
+    ),
     ("--parallelism.cp 4 --parallelism.cp_intra 3", 4, "one of 1, 2, 4"),
     ("--attention.block_size 8", 1, "attention.block_size = 8"),
     ("--attention.block_size 96", 1, "attention.block_size = 96 is not a power of two"),
     ("--attention.schedule local --parallelism.cp 2", 2, 'attention.schedule = "local"'),
-    ("--attention.schedule double_ring", 1, 'attention.schedule = "double_ring" needs parallelism.cp'),
-    ("--attention.backward_circulates q", 1, 'backward_circulates = "q" would be ignored with parallelism.cp = 1'),
-    ("--attention.backward_circulates kv --attention.schedule all_gather --parallelism.cp 2", 2,
-     'would be ignored with attention.schedule = "all_gather"; write attention.backward_circulates = "auto"'),
-    ("--attention.backward_circulates q --attention.schedule group_cast --parallelism.cp 2", 2,
-     'would be ignored with attention.schedule = "group_cast"; write attention.backward_circulates = "auto"'),
-    ("--attention.overlap_stages 3", 1, 'attention.overlap_stages = 3 would be ignored with attention.schedule = "auto"'),
-    ("--attention.overlap_stages_backward 3 --attention.schedule ring --parallelism.cp 2", 2,
-     'write attention.overlap_stages_backward = 0 or attention.schedule = "group_cast"'),
-    ("--attention.overlap_stages 3 --attention.schedule group_cast", 1, "would be ignored with parallelism.cp = 1"),
-    ("--attention.overlap_stages -1 --attention.schedule group_cast", 1, "attention.overlap_stages = -1 is too small"),
-    ("--attention.gradient_dtype bfloat16", 1, 'gradient_dtype = "bfloat16" would be ignored with parallelism.cp'),
-    ("--attention.gradient_dtype bfloat16 --parallelism.cp 2 --training.dtype float64 --training.device cpu", 2,
-     'training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"'),
+    (
+        "--attention.schedule double_ring",
+        1,
+        'attention.schedule = "double_ring" needs parallelism.cp',
+    ),
+    (
+        "--attention.backward_circulates q",
+        1,
+        'backward_circulates = "q" would be ignored with parallelism.cp = 1',
+    ),
+    (
+        "--attention.backward_circulates kv --attention.schedule all_gather --parallelism.cp 2",
+        2,
+        'would be ignored with attention.schedule = "all_gather"; write attention.backward_circulates = "auto"',
+    ),
+    (
+        "--attention.backward_circulates q --attention.schedule group_cast --parallelism.cp 2",
+        2,
+        'would be ignored with attention.schedule = "group_cast"; write attention.backward_circulates = "auto"',
+    ),
+    (
+        "--attention.overlap_stages 3",
+        1,
+        'attention.overlap_stages = 3 would be ignored with attention.schedule = "auto"',
+    ),
+    (
+        "--attention.overlap_stages_backward 3 --attention.schedule ring --parallelism.cp 2",
+        2,
+        'write attention.overlap_stages_backward = 0 or attention.schedule = "group_cast"',
+    ),
+    (
+        "--attention.overlap_stages 3 --attention.schedule group_cast",
+        1,
+        "would be ignored with parallelism.cp = 1",
+    ),
+    (
+        "--attention.overlap_stages -1 --attention.schedule group_cast",
+        1,
+        "attention.overlap_stages = -1 is too small",
+    ),
+    (
+        "--attention.gradient_dtype bfloat16",
+        1,
+        'gradient_dtype = "bfloat16" would be ignored with parallelism.cp',
+    ),
+    (
+        "--attention.gradient_dtype bfloat16 --parallelism.cp 2 --training.dtype float64 --training.device cpu",
+        2,
+        'training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"',
+    ),
     ("--attention.sliding_window -5", 1, "attention.sliding_window = -5"),
-    ("--attention.window_sinks 4 --attention.pattern dense", 1, "write attention.sliding_window = 4096"),
+    (
+        "--attention.window_sinks 4 --attention.pattern dense",
+        1,
+        "write attention.sliding_window = 4096",
+    ),
     ("--attention.window_sinks 4 --attention.sliding_window 64", 1, 'attention.pattern = "dense"'),
-    ("--attention.window_sinks 4 --attention.sliding_window 64 --attention.pattern dense --attention.backend flex", 1,
-     'attention.backend = "auto"'),
+    (
+        "--attention.window_sinks 4 --attention.sliding_window 64 --attention.pattern dense --attention.backend flex",
+        1,
+        'attention.backend = "auto"',
+    ),
     (VERTICAL_SLASH + "recall 0", 1, "attention.vertical_slash.recall = 0.0 is not in (0, 1]"),
     (VERTICAL_SLASH + "recall 1.01", 1, "attention.vertical_slash.recall = 1.01"),
-    (VERTICAL_SLASH + "probe 5000 --training.seq_len 8192", 1, "vertical_slash.probe = 5000 is above attention"),
-    (VERTICAL_SLASH + "probe 2000 --training.seq_len 1000", 1, "probe = 2000 is above training.seq_len = 1000"),
-    (VERTICAL_SLASH + "dense_below 64", 1, "attention.block_size = 128 is above attention.vertical_slash.dense_below"),
-    (VERTICAL_SLASH + "min_columns 5000", 1, "min_columns = 5000 is above attention.vertical_slash.max_columns = 4096"),
-    (VERTICAL_SLASH + "min_slashes 5 --attention.vertical_slash.max_slashes 4", 1, "vertical_slash.min_slashes"),
+    (
+        VERTICAL_SLASH + "probe 5000 --training.seq_len 8192",
+        1,
+        "vertical_slash.probe = 5000 is above attention",
+    ),
+    (
+        VERTICAL_SLASH + "probe 2000 --training.seq_len 1000",
+        1,
+        "probe = 2000 is above training.seq_len = 1000",
+    ),
+    (
+        VERTICAL_SLASH + "dense_below 64",
+        1,
+        "attention.block_size = 128 is above attention.vertical_slash.dense_below",
+    ),
+    (
+        VERTICAL_SLASH + "min_columns 5000",
+        1,
+        "min_columns = 5000 is above attention.vertical_slash.max_columns = 4096",
+    ),
+    (
+        VERTICAL_SLASH + "min_slashes 5 --attention.vertical_slash.max_slashes 4",
+        1,
+        "vertical_slash.min_slashes",
+    ),
     (VERTICAL_SLASH + "local_diagonals 0", 1, "attention.vertical_slash.local_diagonals = 0"),
     (RECOMPUTE + "1.5", 1, RECOMPUTE[2:-1] + " = 1.5 is neither -1 nor in [0, 1]"),
     (RECOMPUTE + "-0.5", 1, RECOMPUTE[2:-1] + " = -0.5 is neither -1"),
-    (RECOMPUTE + "-1 --activation_checkpoint.mode none", 1, "would be ignored with activation_checkpoint.mode"),
-    (RECOMPUTE + "0.5 --attention.layout zigzag --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
-    (RECOMPUTE + "-1 --attention.layout contiguous --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
-    (RECOMPUTE + "0.5 --attention.layout balanced --parallelism.cp 2", 2, 'needs attention.layout = "striped"'),
-    (VERTICAL_SLASH + "index xattention --attention.vertical_slash.sinks 9", 1,
-     "attention.vertical_slash.sinks = 9 would be ignored with attention.vertical_slash.index"),
-    (VERTICAL_SLASH + "index xattention --attention.xattention.stride 48", 1, "write attention.xattention.stride = 16"),
-    ("--attention.pattern xattention --attention.xattention.dense_below 64", 1, "dense_below = 128 or more"),
-    ("--attention.xattention.threshold 0", 1, "attention.xattention.threshold = 0.0 is not in (0, 1]"),
+    (
+        RECOMPUTE + "-1 --activation_checkpoint.mode none",
+        1,
+        "would be ignored with activation_checkpoint.mode",
+    ),
+    (
+        RECOMPUTE + "0.5 --attention.layout zigzag --parallelism.cp 2",
+        2,
+        'needs attention.layout = "striped"',
+    ),
+    (
+        RECOMPUTE + "-1 --attention.layout contiguous --parallelism.cp 2",
+        2,
+        'needs attention.layout = "striped"',
+    ),
+    (
+        RECOMPUTE + "0.5 --attention.layout balanced --parallelism.cp 2",
+        2,
+        'needs attention.layout = "striped"',
+    ),
+    (
+        VERTICAL_SLASH + "index xattention --attention.vertical_slash.sinks 9",
+        1,
+        "attention.vertical_slash.sinks = 9 would be ignored with attention.vertical_slash.index",
+    ),
+    (
+        VERTICAL_SLASH + "index xattention --attention.xattention.stride 48",
+        1,
+        "write attention.xattention.stride = 16",
+    ),
+    (
+        "--attention.pattern xattention --attention.xattention.dense_below 64",
+        1,
+        "dense_below = 128 or more",
+    ),
+    (
+        "--attention.xattention.threshold 0",
+        1,
+        "attention.xattention.threshold = 0.0 is not in (0, 1]",
+    ),
     ("--attention.xattention.stride 0", 1, "attention.xattention.stride = 0 is too small"),
-    ("--attention.pattern moba --attention.moba.chunk_size 64", 1, "attention.moba.chunk_size = 128 or more"),
+    (
+        "--attention.pattern moba --attention.moba.chunk_size 64",
+        1,
+        "attention.moba.chunk_size = 128 or more",
+    ),
     ("--attention.moba.top_k 0", 1, "attention.moba.top_k = 0 is too small"),
     ("--optimizer.lr 0", 1, "optimizer.lr = 0.0 is not positive"),
     ("--optimizer.eps 0", 1, "optimizer.eps = 0.0 is not positive"),
     ("--optimizer.beta2 1", 1, "optimizer.beta2 = 1.0"),
     ("--optimizer.name SGD --optimizer.beta1 0.8", 1, "optimizer.beta1 = 0.8 would be ignored"),
-    ("--lr_scheduler.warmup_steps 101", 1, "lr_scheduler.warmup_steps = 101 is above training.steps = 100"),
-    ("--lr_scheduler.total_steps 9", 1, "lr_scheduler.warmup_steps = 10 is above lr_scheduler.total_steps = 9"),
+    (
+        "--lr_scheduler.warmup_steps 101",
+        1,
+        "lr_scheduler.warmup_steps = 101 is above training.steps = 100",
+    ),
+    (
+        "--lr_scheduler.total_steps 9",
+        1,
+        "lr_scheduler.warmup_steps = 10 is above lr_scheduler.total_steps = 9",
+    ),
     ("--lr_scheduler.decay_ratio 1.5", 1, "lr_scheduler.decay_ratio = 1.5"),
     ("--lr_scheduler.decay_ratio -0.5", 1, "lr_scheduler.decay_ratio = -0.5"),
     ("--lr_scheduler.min_lr_factor 2", 1, "lr_scheduler.min_lr_factor = 2.0"),
-    ("--compile.backend inducter", 1, 'compile.backend = "inducter" is not one of "inductor", "aot_eager", "eager"'),
+    (
+        "--compile.backend inducter",
+        1,
+        'compile.backend = "inducter" is not one of "inductor", "aot_eager", "eager"',
+    ),
     ("--checkpoint.keep_latest_k 1", 1, "checkpoint.keep_latest_k = 1"),
     ("--checkpoint.load_step -2", 1, "checkpoint.load_step = -2"),
     ("--checkpoint.initial_load_path a", 1, 'checkpoint.initial_load_path = "a" would be ignored'),
     ("--metrics.log_every 0", 1, "metrics.log_every = 0"),
-    ("--profiling.enable --profiling.first_step 100", 1, "profiling.first_step and profiling.steps trace up to"),
+    (
+        "--profiling.enable --profiling.first_step 100",
+        1,
+        "profiling.first_step and profiling.steps trace up to",
+    ),
 ]
 
 
@@ -112,33 +237,45 @@ def test_impossible_combination(words, world_size, expected):
     assert expected in message_of(check, config, world_size, world_size)
 
 
-@pytest.mark.parametrize("words, world_size", [
-    ("--parallelism.cp 4 --attention.schedule double_ring", 4),
-    ("--parallelism.cp 4 --attention.schedule double_ring --parallelism.cp_intra 4", 4),
-    ("--parallelism.cp 2 --parallelism.dp_replicate 2", 8),
-    ("--parallelism.cp 2 --parallelism.dp_replicate 2 --parallelism.dp_shard 3", 12),
-    ("--attention.schedule ring", 1),
-    ("--attention.schedule group_cast --attention.backend flex --parallelism.cp 2", 2),
-    ("--attention.schedule group_cast --attention.overlap_stages 4 --attention.overlap_stages_backward 1 --parallelism.cp 2", 2),
-    ("--attention.schedule all_gather", 1),
-    ("--attention.schedule local", 1),
-    ("--attention.backward_circulates q --attention.gradient_dtype bfloat16 --parallelism.cp 2", 2),
-    ("--attention.gradient_dtype bfloat16 --attention.schedule all_gather --parallelism.cp 2", 2),
-    ("--training.dtype float64 --training.device cpu", 1),
-    ("--training.dtype float64 --attention.backend eager", 1),
-    ("--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192", 1),
-    ("--model.vocab_size 258", 1),
-    ("--data.source x.jsonl --data.text_field body", 1),
-    ("--training.seq_len 50", 1),
-    (RECOMPUTE + "0.5 --attention.layout zigzag", 1),
-    (RECOMPUTE + "1 --attention.layout zigzag --parallelism.cp 2", 2),
-    (RECOMPUTE + "-1 --activation_checkpoint.mode selective --parallelism.cp 2", 2),
-    ("--attention.pattern dense --attention.block_size 8192", 1),
-    ("--attention.vertical_slash.min_slashes 9", 1),
-    ("--optimizer.name SGD --optimizer.implementation foreach", 1),
-    ("--lr_scheduler.decay_ratio 0.2 --lr_scheduler.warmup_steps 0", 1),
-    ("--checkpoint.enable --checkpoint.keep_latest_k 0 --checkpoint.initial_load_path a", 1),
-])
+@pytest.mark.parametrize(
+    "words, world_size",
+    [
+        ("--parallelism.cp 4 --attention.schedule double_ring", 4),
+        ("--parallelism.cp 4 --attention.schedule double_ring --parallelism.cp_intra 4", 4),
+        ("--parallelism.cp 2 --parallelism.dp_replicate 2", 8),
+        ("--parallelism.cp 2 --parallelism.dp_replicate 2 --parallelism.dp_shard 3", 12),
+        ("--attention.schedule ring", 1),
+        ("--attention.schedule group_cast --attention.backend flex --parallelism.cp 2", 2),
+        (
+            "--attention.schedule group_cast --attention.overlap_stages 4 --attention.overlap_stages_backward 1 --parallelism.cp 2",
+            2,
+        ),
+        ("--attention.schedule all_gather", 1),
+        ("--attention.schedule local", 1),
+        (
+            "--attention.backward_circulates q --attention.gradient_dtype bfloat16 --parallelism.cp 2",
+            2,
+        ),
+        (
+            "--attention.gradient_dtype bfloat16 --attention.schedule all_gather --parallelism.cp 2",
+            2,
+        ),
+        ("--training.dtype float64 --training.device cpu", 1),
+        ("--training.dtype float64 --attention.backend eager", 1),
+        ("--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192", 1),
+        ("--model.vocab_size 258", 1),
+        ("--data.source x.jsonl --data.text_field body", 1),
+        ("--training.seq_len 50", 1),
+        (RECOMPUTE + "0.5 --attention.layout zigzag", 1),
+        (RECOMPUTE + "1 --attention.layout zigzag --parallelism.cp 2", 2),
+        (RECOMPUTE + "-1 --activation_checkpoint.mode selective --parallelism.cp 2", 2),
+        ("--attention.pattern dense --attention.block_size 8192", 1),
+        ("--attention.vertical_slash.min_slashes 9", 1),
+        ("--optimizer.name SGD --optimizer.implementation foreach", 1),
+        ("--lr_scheduler.decay_ratio 0.2 --lr_scheduler.warmup_steps 0", 1),
+        ("--checkpoint.enable --checkpoint.keep_latest_k 0 --checkpoint.initial_load_path a", 1),
+    ],
+)
 def test_possible_combination(words, world_size):
     config, _ = load(words.split())
     before = to_toml(config)
@@ -146,18 +283,27 @@ def test_possible_combination(words, world_size):
     assert to_toml(config) == before
 
 
-@pytest.mark.parametrize("words, world_size, local_world_size, expected", [
-    ("--parallelism.cp 4", 6, 6, "--nproc-per-node=4 "),
-    ("--parallelism.cp 4", 3, 3, "--nproc-per-node=4 "),
-    ("--parallelism.cp 4", 11, 11, "--nproc-per-node=8 "),
-    ("--parallelism.cp 4 --parallelism.dp_shard 2", 16, 16, "--nproc-per-node=8 "),
-    ("--parallelism.dp_shard 1", 2, 2, "--nproc-per-node=1 "),
-    ("--parallelism.cp 8", 12, 6, "--nproc-per-node=4 "),
-    ("--parallelism.cp 3 --parallelism.dp_shard 1", 4, 2, "3 ranks in all"),
-])
+@pytest.mark.parametrize(
+    "words, world_size, local_world_size, expected",
+    [
+        ("--parallelism.cp 4", 6, 6, "--nproc-per-node=4 "),
+        ("--parallelism.cp 4", 3, 3, "--nproc-per-node=4 "),
+        ("--parallelism.cp 4", 11, 11, "--nproc-per-node=8 "),
+        ("--parallelism.cp 4 --parallelism.dp_shard 2", 16, 16, "--nproc-per-node=8 "),
+        ("--parallelism.dp_shard 1", 2, 2, "--nproc-per-node=1 "),
+        ("--parallelism.cp 8", 12, 6, "--nproc-per-node=4 "),
+        ("--parallelism.cp 3 --parallelism.dp_shard 1", 4, 2, "3 ranks in all"),
+    ],
+)
 def test_world_that_does_not_fit(words, world_size, local_world_size, expected):
     message = message_of(check, load(words.split())[0], world_size, local_world_size)
-    for part in ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.cp", f"{world_size} ranks", expected):
+    for part in (
+        "parallelism.dp_replicate",
+        "parallelism.dp_shard",
+        "parallelism.cp",
+        f"{world_size} ranks",
+        expected,
+    ):
         assert part in message
 
 
@@ -166,11 +312,14 @@ def test_load_and_check_returns_what_load_returns(tmp_path):
     assert load_and_check(words, 1, 1) == load(words)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("[training]\nseed = -1", []),
-    ("", ["--training.seed=-1"]),
-    (None, ["--training.seed=-1"]),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[training]\nseed = -1", []),
+        ("", ["--training.seed=-1"]),
+        (None, ["--training.seed=-1"]),
+    ],
+)
 def test_load_and_check_names_the_file(tmp_path, text, words):
     path = None if text is None else write(tmp_path, text)
     words = words if path is None else [*words, "--config", path]
@@ -178,11 +327,14 @@ def test_load_and_check_names_the_file(tmp_path, text, words):
     assert message == f"{path or 'command line'}: training.seed = -1 is too small; write 0 or more"
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("[parallelism]\ncp = 4", "does not fit 6 ranks; start torchrun with --nproc-per-node=4 "),
-    ("[training]\nsteps = 5", "lr_scheduler.warmup_steps = 10 is above training.steps = 5"),
-    ("[training]\nsteps = 'x'", 'training.steps = "x" is not an integer'),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("[parallelism]\ncp = 4", "does not fit 6 ranks; start torchrun with --nproc-per-node=4 "),
+        ("[training]\nsteps = 5", "lr_scheduler.warmup_steps = 10 is above training.steps = 5"),
+        ("[training]\nsteps = 'x'", 'training.steps = "x" is not an integer'),
+    ],
+)
 def test_load_and_check_names_the_file_once(tmp_path, text, expected):
     path = write(tmp_path, text)
     message = message_of(load_and_check, [f"--config={path}"], 6, 6)
@@ -195,14 +347,20 @@ def test_check_refuses_wrong_types_set_in_python():
     assert message_of(check, config, 1, 1) == 'training.steps = "20" is not an integer'
 
 
-@pytest.mark.parametrize("layout, expected", [("striped", 64 * 4), ("contiguous", 64 * 4), ("zigzag", 64 * 8),
-                                              ("balanced", 64 * 4)])
+@pytest.mark.parametrize(
+    "layout, expected",
+    [("striped", 64 * 4), ("contiguous", 64 * 4), ("zigzag", 64 * 8), ("balanced", 64 * 4)],
+)
 def test_padding_multiple(layout, expected):
-    config, _ = load(["--attention.block_size=64", "--parallelism.cp=4", f"--attention.layout={layout}"])
+    config, _ = load(
+        ["--attention.block_size=64", "--parallelism.cp=4", f"--attention.layout={layout}"]
+    )
     assert padding_multiple(config) == expected
 
 
-@pytest.mark.parametrize("cp, cp_intra, local_size, expected", [(8, 0, 4, 4), (2, 0, 8, 2), (8, 2, 8, 2), (1, 0, 1, 1)])
+@pytest.mark.parametrize(
+    "cp, cp_intra, local_size, expected", [(8, 0, 4, 4), (2, 0, 8, 2), (8, 2, 8, 2), (1, 0, 1, 1)]
+)
 def test_resolve_cp_intra(cp, cp_intra, local_size, expected):
     config, _ = load([f"--parallelism.cp={cp}", f"--parallelism.cp_intra={cp_intra}"])
     assert resolve_cp_intra(config.parallelism, local_size) == expected
@@ -210,7 +368,9 @@ def test_resolve_cp_intra(cp, cp_intra, local_size, expected):
 
 def test_derived_cp_intra_must_divide_too():
     config, _ = load(["--parallelism.cp", "8"])
-    assert "parallelism.cp_intra = 6 does not divide parallelism.cp = 8" in message_of(check, config, 24, 6)
+    assert "parallelism.cp_intra = 6 does not divide parallelism.cp = 8" in message_of(
+        check, config, 24, 6
+    )
 
 
 def test_world_from_environment(monkeypatch):

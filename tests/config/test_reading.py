@@ -8,7 +8,17 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from titan_sparse.config import Config, ConfigError, Flags, check, field_docs, load, save, to_toml, usage
+from titan_sparse.config import (
+    Config,
+    ConfigError,
+    Flags,
+    check,
+    field_docs,
+    load,
+    save,
+    to_toml,
+    usage,
+)
 
 
 def write(folder, text):
@@ -49,23 +59,26 @@ def test_default_config_passes_check():
     assert config == Config()
 
 
-@pytest.mark.parametrize("words, section, name, expected", [
-    (["--training.steps", "20"], "training", "steps", 20),
-    (["--training.steps=20"], "training", "steps", 20),
-    (["--parallelism.dp_shard", "-1"], "parallelism", "dp_shard", -1),
-    (["--optimizer.lr", "1"], "optimizer", "lr", 1.0),
-    (["--optimizer.lr", "2e-5"], "optimizer", "lr", 2e-5),
-    (["--compile.enable"], "compile", "enable", True),
-    (["--compile.enable", "--training.steps", "3"], "compile", "enable", True),
-    (["--compile.enable", "true"], "compile", "enable", True),
-    (["--data.shuffle", "false"], "data", "shuffle", False),
-    (["--data.shuffle=false"], "data", "shuffle", False),
-    (["--data.source", "a b=c.txt"], "data", "source", "a b=c.txt"),
-    (["--data.source=--odd"], "data", "source", "--odd"),
-    (["--data.subset="], "data", "subset", ""),
-    (["--attention.pattern", "dense"], "attention", "pattern", "dense"),
-    (["--training.steps", "1", "--training.steps", "2"], "training", "steps", 2),
-])
+@pytest.mark.parametrize(
+    "words, section, name, expected",
+    [
+        (["--training.steps", "20"], "training", "steps", 20),
+        (["--training.steps=20"], "training", "steps", 20),
+        (["--parallelism.dp_shard", "-1"], "parallelism", "dp_shard", -1),
+        (["--optimizer.lr", "1"], "optimizer", "lr", 1.0),
+        (["--optimizer.lr", "2e-5"], "optimizer", "lr", 2e-5),
+        (["--compile.enable"], "compile", "enable", True),
+        (["--compile.enable", "--training.steps", "3"], "compile", "enable", True),
+        (["--compile.enable", "true"], "compile", "enable", True),
+        (["--data.shuffle", "false"], "data", "shuffle", False),
+        (["--data.shuffle=false"], "data", "shuffle", False),
+        (["--data.source", "a b=c.txt"], "data", "source", "a b=c.txt"),
+        (["--data.source=--odd"], "data", "source", "--odd"),
+        (["--data.subset="], "data", "subset", ""),
+        (["--attention.pattern", "dense"], "attention", "pattern", "dense"),
+        (["--training.steps", "1", "--training.steps", "2"], "training", "steps", 2),
+    ],
+)
 def test_override(words, section, name, expected):
     config, _ = load(words)
     value = getattr(getattr(config, section), name)
@@ -91,7 +104,9 @@ def test_precedence(tmp_path, order):
     words = [["--config", path], ["--training.steps", "9"]]
     config, _ = load(words[order] + words[1 - order])
     assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 4096)
-    assert config.attention.vertical_slash.recall == 1.0 and isinstance(config.attention.vertical_slash.recall, float)
+    assert config.attention.vertical_slash.recall == 1.0 and isinstance(
+        config.attention.vertical_slash.recall, float
+    )
     assert load([f"--config={path}"])[0].training.steps == 7
 
 
@@ -110,7 +125,10 @@ def test_help_lists_every_key(capsys, word):
         docs = field_docs(section)
         for item in (item for item in fields(section) if not is_dataclass(item.type)):
             assert re.search(rf"\.{item.name} .*: {re.escape(docs[item.name])}\n", printed)
-    assert "--attention.schedule auto|local|all_gather|ring|double_ring|group_cast (default \"auto\")" in printed
+    assert (
+        '--attention.schedule auto|local|all_gather|ring|double_ring|group_cast (default "auto")'
+        in printed
+    )
 
 
 @pytest.mark.parametrize("section", list(sections()), ids=lambda section: section.__name__)
@@ -121,11 +139,21 @@ def test_every_field_has_one_line_of_documentation(section):
         assert docs[item.name] and "\n" not in docs[item.name]
 
 
-@pytest.mark.parametrize("words", [
-    [],
-    ["--optimizer.eps", "1e-30", "--optimizer.lr", "1e22", "--compile.enable", "--attention.vertical_slash.probe=64"],
-    ["--data.source", 'C:\\a "b"\t\n\x7f\u00e9\U0001f600', "--attention.layout", "zigzag"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        [
+            "--optimizer.eps",
+            "1e-30",
+            "--optimizer.lr",
+            "1e22",
+            "--compile.enable",
+            "--attention.vertical_slash.probe=64",
+        ],
+        ["--data.source", 'C:\\a "b"\t\n\x7f\u00e9\U0001f600', "--attention.layout", "zigzag"],
+    ],
+)
 def test_round_trip(tmp_path, words):
     config, _ = load(words)
     save(config, tmp_path / "run" / "deep")
@@ -136,9 +164,18 @@ def test_round_trip(tmp_path, words):
 
 
 BAD_WORDS = [
-    (["--attention.patern", "dense"], "unknown key attention.patern; did you mean attention.pattern?"),
-    (["--atention.pattern", "dense"], "atention.pattern (no section atention); did you mean attention.pattern?"),
-    (["--attention.recall", "0.9"], "attention.recall; did you mean attention.vertical_slash.recall?"),
+    (
+        ["--attention.patern", "dense"],
+        "unknown key attention.patern; did you mean attention.pattern?",
+    ),
+    (
+        ["--atention.pattern", "dense"],
+        "atention.pattern (no section atention); did you mean attention.pattern?",
+    ),
+    (
+        ["--attention.recall", "0.9"],
+        "attention.recall; did you mean attention.vertical_slash.recall?",
+    ),
     (["--training.lr", "1"], "training.lr; did you mean optimizer.lr?"),
     (["--compile.enabled"], "compile.enabled; did you mean compile.enable?"),
     (["--compile.zzz"], "compile.zzz; valid here: compile.enable, compile.backend"),
@@ -157,9 +194,18 @@ BAD_WORDS = [
     (["--optimizer.lr=-inf"], "optimizer.lr = -inf is not a finite number"),
     (["--compile.enable", "1"], 'compile.enable = "1" is not true or false'),
     (["--compile.enable="], 'compile.enable = "" is not true or false'),
-    (["--attention.pattern", "densse"], 'attention.pattern = "densse" is not one of "dense", "vertical_slash", "xattention", "moba"; did'),
-    (["--attention.gradient_dtype", "float16"], 'gradient_dtype = "float16" is not one of "float32", "bfloat16"'),
-    (["--training.dtype", "int8"], 'training.dtype = "int8" is not one of "bfloat16", "float32", "float64"'),
+    (
+        ["--attention.pattern", "densse"],
+        'attention.pattern = "densse" is not one of "dense", "vertical_slash", "xattention", "moba"; did',
+    ),
+    (
+        ["--attention.gradient_dtype", "float16"],
+        'gradient_dtype = "float16" is not one of "float32", "bfloat16"',
+    ),
+    (
+        ["--training.dtype", "int8"],
+        'training.dtype = "int8" is not one of "bfloat16", "float32", "float64"',
+    ),
     (["--data.nam\nes", "x"], "data.nam es"),
     (["run.toml"], 'unexpected word "run.toml"'),
     (["--"], 'unexpected word "--"'),
@@ -176,8 +222,14 @@ def test_bad_command_line(words, expected):
 
 
 BAD_FILES = [
-    ("[attention]\npatern = 'dense'", "unknown key attention.patern; did you mean attention.pattern?"),
-    ("[atention]\npattern = 'dense'", "atention.pattern (no section atention); did you mean attention.pattern?"),
+    (
+        "[attention]\npatern = 'dense'",
+        "unknown key attention.patern; did you mean attention.pattern?",
+    ),
+    (
+        "[atention]\npattern = 'dense'",
+        "atention.pattern (no section atention); did you mean attention.pattern?",
+    ),
     ("[atention]", "unknown key atention; did you mean attention?"),
     ("[attention.vertical_slahs]\nrecall = 0.9", "attention.vertical_slahs.recall"),
     ("model = 3", "model is a section"),
@@ -206,6 +258,10 @@ def test_bad_file(tmp_path, text, expected):
 
 def test_unreadable_files(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b"a = '\xe9'")
-    for name, expected in (("missing.toml", "cannot read"), ("", "cannot read"), ("latin.toml", "not valid TOML")):
+    for name, expected in (
+        ("missing.toml", "cannot read"),
+        ("", "cannot read"),
+        ("latin.toml", "not valid TOML"),
+    ):
         message = message_of(load, ["--config", str(tmp_path / name)])
         assert message.startswith(f"{tmp_path / name}: ") and expected in message

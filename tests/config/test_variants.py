@@ -21,8 +21,11 @@ ROWS = {
     "mtraining_xattention": (XAttention(stride=16, threshold=0.9), "striped", "double_ring"),
     "xattention": (XAttention(stride=16, threshold=0.9), "zigzag", "ring"),
     "moba": (MoBA(chunk_size=4096, top_k=12), "zigzag", "ring"),
-    "minference": (VerticalSlash(probe=64, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48), "striped",
-                   "double_ring"),
+    "minference": (
+        VerticalSlash(probe=64, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48),
+        "striped",
+        "double_ring",
+    ),
     "dense_zigzag": (Dense(), "zigzag", "ring"),
     "dense_striped": (Dense(), "striped", "ring"),
     "burst_engine": (Dense(), "striped", "double_ring"),
@@ -42,7 +45,11 @@ def test_a_variant_says_what_was_published(path):
     attention = config.attention
     assert (build_pattern(attention), attention.layout, attention.schedule) == ROWS[path.stem]
     assert attention.mask == ("documents" if path.stem in DOCUMENTS else "causal")
-    assert (config.training.seq_len, config.parallelism.cp, config.model.rope_factor) == (524288, 32, 32.0)
+    assert (config.training.seq_len, config.parallelism.cp, config.model.rope_factor) == (
+        524288,
+        32,
+        32.0,
+    )
     assert Path(config.training.output_dir).name == path.stem
 
 
@@ -51,14 +58,31 @@ def _toy(folder: Path, path: Path) -> Config:
     attention = load(["--config", str(path)])[0].attention
     slash = attention.vertical_slash
     sizes = {
-        "mask": attention.mask, "pattern": attention.pattern, "layout": attention.layout, "schedule": attention.schedule,
-        "vertical_slash__index": slash.index, "vertical_slash__probe": 16, "vertical_slash__min_columns": min(slash.min_columns, 9),
-        "vertical_slash__max_columns": min(slash.max_columns, 40), "vertical_slash__min_slashes": min(slash.min_slashes, 3),
-        "vertical_slash__max_slashes": min(slash.max_slashes, 3), "xattention__stride": 4, "xattention__threshold": 0.7,
-        "xattention__dense_below": 64, "moba__chunk_size": 32, "moba__top_k": 2,
+        "mask": attention.mask,
+        "pattern": attention.pattern,
+        "layout": attention.layout,
+        "schedule": attention.schedule,
+        "vertical_slash__index": slash.index,
+        "vertical_slash__probe": 16,
+        "vertical_slash__min_columns": min(slash.min_columns, 9),
+        "vertical_slash__max_columns": min(slash.max_columns, 40),
+        "vertical_slash__min_slashes": min(slash.min_slashes, 3),
+        "vertical_slash__max_slashes": min(slash.max_slashes, 3),
+        "xattention__stride": 4,
+        "xattention__threshold": 0.7,
+        "xattention__dense_below": 64,
+        "moba__chunk_size": 32,
+        "moba__top_k": 2,
     }
-    return tiny_config(folder, path.stem, **{f"attention__{key}": value for key, value in sizes.items()},
-                       training__steps=2, parallelism__cp=2, parallelism__cp_intra=1, metrics__recall_every=0)
+    return tiny_config(
+        folder,
+        path.stem,
+        **{f"attention__{key}": value for key, value in sizes.items()},
+        training__steps=2,
+        parallelism__cp=2,
+        parallelism__cp_intra=1,
+        metrics__recall_every=0,
+    )
 
 
 def _train_all(folder: Path) -> None:
@@ -69,8 +93,14 @@ def _train_all(folder: Path) -> None:
         dist.barrier()
         lines[path.stem], folders[path.stem] = metrics_of(config), config.training.output_dir
     for name, steps in lines.items():
-        same = [step.absolute < 5e-9 for step in differences(folders["dense_zigzag"], folders[name])]
-        assert all(same) if isinstance(ROWS[name][0], Dense) and name not in DOCUMENTS else not any(same), name
+        same = [
+            step.absolute < 5e-9 for step in differences(folders["dense_zigzag"], folders[name])
+        ]
+        assert (
+            all(same)
+            if isinstance(ROWS[name][0], Dense) and name not in DOCUMENTS
+            else not any(same)
+        ), name
         assert all(math.isfinite(line["grad_norm"]) and 0 < line["density"] <= 1 for line in steps)
         assert (steps[0]["density"] < 1) != isinstance(ROWS[name][0], Dense), name
 

@@ -24,7 +24,9 @@ def documents(lengths: list[int]) -> list[str]:
 
 
 def make_loader(source: list[str], **options) -> PackedLoader:
-    stream = dict(tokenizer=ByteTokenizer(), seq_len=16, seed=3, shuffle=True, min_document_length=0)
+    stream = dict(
+        tokenizer=ByteTokenizer(), seq_len=16, seed=3, shuffle=True, min_document_length=0
+    )
     stream |= {name: options.pop(name) for name in stream if name in options}
     mixture = Mixture([PackedStream(TokenizedTexts(source, stream["tokenizer"]), **stream)], [1.0])
     return PackedLoader(mixture, **{**dict(batch_size=1, dp_rank=0, dp_size=1), **options})
@@ -54,7 +56,9 @@ def test_pieces_of_the_stream_are_the_documents_in_order(seq_len, multiple):
         batch = next(loader)
         used = sum(batch.lengths[0])
         assert used == seq_len and batch.tokens.shape == (1, -(-seq_len // multiple) * multiple)
-        assert batch.positions[0, :used].tolist() == [i for length in batch.lengths[0] for i in range(length)]
+        assert batch.positions[0, :used].tolist() == [
+            i for length in batch.lengths[0] for i in range(length)
+        ]
         assert (batch.tokens[0, used:] == PADDING).all() and (batch.labels[0, used:] == -100).all()
         assert (batch.positions[0, used:] == 0).all()
         tokens += batch.tokens[0, :used].tolist()
@@ -76,7 +80,10 @@ RAGGED = documents([5, 40, 1, 15, 16, 17, 3, 90])
 @pytest.mark.parametrize("dp_size", [2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_global_stream_is_the_same_on_any_number_of_ranks(dp_size, batch_size):
-    ranks = [make_loader(RAGGED, dp_rank=r, dp_size=dp_size, batch_size=batch_size) for r in range(dp_size)]
+    ranks = [
+        make_loader(RAGGED, dp_rank=r, dp_size=dp_size, batch_size=batch_size)
+        for r in range(dp_size)
+    ]
     alone = make_loader(RAGGED)
     batches = 12
     assert stream(ranks, batches) == stream([alone], batches * dp_size * batch_size)
@@ -91,7 +98,10 @@ def test_resume_equals_uninterrupted_also_on_other_ranks(consumed, dp_size, batc
     saved = [make_loader(RAGGED, dp_rank=r, dp_size=2) for r in range(2)]
     start = stream(saved, consumed)
     state = json.loads(json.dumps(saved[0].state_dict()))
-    ranks = [make_loader(RAGGED, dp_rank=r, dp_size=dp_size, batch_size=batch_size) for r in range(dp_size)]
+    ranks = [
+        make_loader(RAGGED, dp_rank=r, dp_size=dp_size, batch_size=batch_size)
+        for r in range(dp_size)
+    ]
     for rank in ranks:
         rank.load_state_dict(state)
     resumed = stream(ranks, 6)
@@ -157,7 +167,9 @@ def test_shard_is_applied_alike_and_lengths_stay_global():
         whole, part = next(full), next(local)
         for field in ("tokens", "labels", "positions"):
             expected = getattr(whole, field)[:, [4, 5, 6, 7, 12, 13, 14, 15]]
-            assert getattr(part, field).dtype == torch.int64 and torch.equal(getattr(part, field), expected)
+            assert getattr(part, field).dtype == torch.int64 and torch.equal(
+                getattr(part, field), expected
+            )
         assert part.lengths == whole.lengths and all(sum(lengths) == 13 for lengths in part.lengths)
     assert calls == [((3, 16), 1, None)] * 15
 
@@ -172,17 +184,25 @@ def test_a_layout_may_depend_on_the_batch():
 
     shard = lambda x, dim, table: x.unflatten(dim, (2, -1))[:, table[0, 0]]
     options = dict(batch_size=2, padding_multiple=8, seq_len=13)
-    full, local = make_loader(RAGGED, **options), make_loader(RAGGED, **options, shard=shard, place=place)
+    full, local = (
+        make_loader(RAGGED, **options),
+        make_loader(RAGGED, **options, shard=shard, place=place),
+    )
     for number in range(3):
         whole, part = next(full), next(local)
         assert whole.table is None and part.table.tolist() == [[(number + 1) % 2], [number % 2]]
         assert seen[number] == (whole.lengths, 16)
         for field in ("tokens", "labels", "positions"):
-            assert torch.equal(getattr(part, field), getattr(whole, field)[:, :8] if number % 2 else getattr(whole, field)[:, 8:])
+            assert torch.equal(
+                getattr(part, field),
+                getattr(whole, field)[:, :8] if number % 2 else getattr(whole, field)[:, 8:],
+            )
 
 
 def test_short_documents_are_skipped_in_tokens_without_the_end():
-    loader = make_loader(["a", "bb", "ccc", "", "dd"], min_document_length=2, shuffle=False, seq_len=10)
+    loader = make_loader(
+        ["a", "bb", "ccc", "", "dd"], min_document_length=2, shuffle=False, seq_len=10
+    )
     first = bytes(int(token) for token in next(loader).tokens[0] if token != END)
     assert first == b"bbcccdd"
     assert loader.documents_seen == 3

@@ -52,7 +52,9 @@ def write_texts(folder: Path, ending: str, field: str = "text") -> Path:
         for i, text in enumerate(TEXTS):
             (folder / f"{i}.txt").write_text(text, encoding="utf-8")
     for part, texts in enumerate([TEXTS[:2], TEXTS[2:]] if ending != ".txt" else []):
-        write_rows(folder / f"{part}{ending}", [{field: text, "number": i} for i, text in enumerate(texts)])
+        write_rows(
+            folder / f"{part}{ending}", [{field: text, "number": i} for i, text in enumerate(texts)]
+        )
     return folder
 
 
@@ -90,7 +92,15 @@ def test_missing_and_wrong_text_field_name_the_key_and_the_columns(cache, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "source", ["./nowhere", "/nowhere/at/all", "~/nowhere-at-all", "nowhere.txt", "no/where.jsonl.zst", "a.parquet"]
+    "source",
+    [
+        "./nowhere",
+        "/nowhere/at/all",
+        "~/nowhere-at-all",
+        "nowhere.txt",
+        "no/where.jsonl.zst",
+        "a.parquet",
+    ],
 )
 def test_a_missing_path_is_refused_without_the_hub(monkeypatch, source):
     datasets = pytest.importorskip("datasets")
@@ -129,7 +139,10 @@ def test_hub_dataset(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert list(open_source(Data(source="owner/name", subset="en", split="test"))) == TEXTS
     assert list(open_source(Data(source="owner/name"))) == TEXTS
-    assert calls == [(("owner/name", "en"), {"split": "test"}), (("owner/name", None), {"split": "train"})]
+    assert calls == [
+        (("owner/name", "en"), {"split": "test"}),
+        (("owner/name", None), {"split": "train"}),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["DatasetNotFoundError", "ConnectionError", "ValueError"])
@@ -185,7 +198,10 @@ def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_path, text):
     train_tokenizer(tmp_path, ["</s>", "<pad>"])
-    by_folder, by_file = load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path / "tokenizer.json"))
+    by_folder, by_file = (
+        load_tokenizer(str(tmp_path)),
+        load_tokenizer(str(tmp_path / "tokenizer.json")),
+    )
     ids = by_folder.encode(text)
     assert ids.dtype == np.int32 and (ids == by_file.encode(text)).all()
     assert len(ids) == 0 or ids.max() < by_folder.vocab_size
@@ -199,7 +215,12 @@ def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_pat
         (["<eos>", "<|endoftext|>"], None, "<|endoftext|>", "<|endoftext|>"),
         (["<eos>", "<pad>"], None, "<eos>", "<pad>"),
         (["<eos>", "<stop>"], {"eos_token": "<stop>"}, "<stop>", "<stop>"),
-        (["<eos>", "<stop>"], {"eos_token": {"content": "<stop>"}, "pad_token": "<eos>"}, "<stop>", "<eos>"),
+        (
+            ["<eos>", "<stop>"],
+            {"eos_token": {"content": "<stop>"}, "pad_token": "<eos>"},
+            "<stop>",
+            "<eos>",
+        ),
         (["</s>"], {"eos_token": None}, "</s>", "</s>"),
     ],
 )

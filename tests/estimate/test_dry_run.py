@@ -34,18 +34,36 @@ def _main(monkeypatch, capsys, *words: str) -> tuple[int, str]:
 def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, path):
     """On the GPUs that its first lines speak of: H200s, 139.8 GiB."""
     ranks = load(["--config", str(path)])[0].parallelism.cp
-    status, printed = _main(monkeypatch, capsys, "--config", str(path), "--dry-run", "--ranks", str(ranks), "--device-memory", "139.8")
+    status, printed = _main(
+        monkeypatch,
+        capsys,
+        "--config",
+        str(path),
+        "--dry-run",
+        "--ranks",
+        str(ranks),
+        "--device-memory",
+        "139.8",
+    )
     assert status == 0 and "fits" in printed and "PFLOP dense" in printed
     assert len(CONFIGS) >= 6
 
 
-@pytest.mark.parametrize("words, expected", [
-    ([], r'data.tokenizer = "./data/qwen2.5/tokenizer.json": no such file'),
-    (["--data.tokenizer", "bytes"], r'data.source = "./data/long_documents": no such file or folder'),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], r'data.tokenizer = "./data/qwen2.5/tokenizer.json": no such file'),
+        (
+            ["--data.tokenizer", "bytes"],
+            r'data.source = "./data/long_documents": no such file or folder',
+        ),
+    ],
+)
 def test_data_that_is_not_there_is_named(words, expected):
     """The placeholders of the ready configurations; train.py tells it in one line, before any process group."""
-    config, _ = load_and_check(["--config", str(ROOT / "train_configs/qwen2_5_3b_512k.toml"), *words], 8, 8)
+    config, _ = load_and_check(
+        ["--config", str(ROOT / "train_configs/qwen2_5_3b_512k.toml"), *words], 8, 8
+    )
     with pytest.raises(ValueError, match=expected):
         _open_data(config, resolve(**vars(config.model)))
 
@@ -54,16 +72,36 @@ def test_report(monkeypatch, capsys):
     status, printed = _main(monkeypatch, capsys, *SMALL, "--dry-run", "--device-memory", "80")
     peak = float(re.search(r"peak (\S+) GiB", printed)[1])
     rows = [float(x) for x in re.findall(r"^  \(\d\) .*?(\d+\.\d\d)", printed, re.MULTILINE)]
-    assert status == 0 and peak == max(rows) and len(rows) == 6 and f"{peak + 1.5:.2f} GiB of 80.0, 3 % kept free: fits" in printed
-    columns = [line.split()[-6:] for line in printed.splitlines() if re.fullmatch(r"  [a-z][a-z -]*( +\d+\.\d\d){6}", line)]
+    assert (
+        status == 0
+        and peak == max(rows)
+        and len(rows) == 6
+        and f"{peak + 1.5:.2f} GiB of 80.0, 3 % kept free: fits" in printed
+    )
+    columns = [
+        line.split()[-6:]
+        for line in printed.splitlines()
+        if re.fullmatch(r"  [a-z][a-z -]*( +\d+\.\d\d){6}", line)
+    ]
     for number, total in enumerate(rows):
         assert sum(float(row[number]) for row in columns) == pytest.approx(total, abs=0.05)
-    assert "1 sequences, 131,072 tokens, 2.61 PFLOP dense" in printed  # 6 x 494 M x S + 12 D x pairs x 336
+    assert (
+        "1 sequences, 131,072 tokens, 2.61 PFLOP dense" in printed
+    )  # 6 x 494 M x S + 12 D x pairs x 336
     assert "density 11.1 %" in printed
 
 
 def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
-    _, printed = _main(monkeypatch, capsys, *SMALL, "--attention.backend", "flex", "--dry-run", "--device-memory", "139.8")
+    _, printed = _main(
+        monkeypatch,
+        capsys,
+        *SMALL,
+        "--attention.backend",
+        "flex",
+        "--dry-run",
+        "--device-memory",
+        "139.8",
+    )
     shown = (ROOT / "docs/memory.md").read_text().split("## How to read")[1].split("```\n")[1]
     assert printed.startswith(shown)
 
@@ -72,8 +110,10 @@ def test_window_with_sinks(monkeypatch, capsys):
     """Kernels and pairs are those of a mask of slices."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     window = ["--attention.pattern", "dense", "--attention.sliding_window", "4096"]
-    printed = [_main(monkeypatch, capsys, *SMALL, *window, *sinks, "--dry-run", "--device-memory", "80")[1]
-               for sinks in ([], ["--attention.window_sinks", "1024"])]
+    printed = [
+        _main(monkeypatch, capsys, *SMALL, *window, *sinks, "--dry-run", "--device-memory", "80")[1]
+        for sinks in ([], ["--attention.window_sinks", "1024"])
+    ]
     assert "attention by flex" in printed[0] and "attention by triton" in printed[1]
     flops = [float(re.search(r"(\S+) PFLOP dense", text)[1]) for text in printed]
     assert flops[1] > flops[0]
@@ -81,9 +121,14 @@ def test_window_with_sinks(monkeypatch, capsys):
 
 def test_what_does_not_fit_says_what_would(monkeypatch, capsys):
     words = ["--activation_checkpoint.mode", "none", "--training.loss_chunk_tokens", "16384"]
-    status, printed = _main(monkeypatch, capsys, *SMALL, *words, "--dry-run", "--device-memory", "40")
+    status, printed = _main(
+        monkeypatch, capsys, *SMALL, *words, "--dry-run", "--device-memory", "40"
+    )
     assert status == 1 and "does NOT fit" in printed
-    assert re.search(r'mode = "full" \S+ GiB \(fits\)', printed) and "parallelism.cp = 2 on 2 ranks" in printed
+    assert (
+        re.search(r'mode = "full" \S+ GiB \(fits\)', printed)
+        and "parallelism.cp = 2 on 2 ranks" in printed
+    )
     assert "GiB (fits)" not in re.search(r"loss_chunk_tokens = 1024 .*?;|$", printed)[0]
 
 
@@ -92,10 +137,16 @@ def test_unknown_memory_is_said(monkeypatch, capsys):
     status, printed = _main(monkeypatch, capsys, *SMALL, "--dry-run")
     assert status == 0 and "write --device-memory GIB" in printed
     status, printed = _main(monkeypatch, capsys, *SMALL, "--find-max-length")
-    assert status == 2 and "error: --find-max-length" in printed and "write --device-memory GIB" in printed
+    assert (
+        status == 2
+        and "error: --find-max-length" in printed
+        and "write --device-memory GIB" in printed
+    )
 
 
-@pytest.mark.parametrize("words, ranks", [([], 1), (["--parallelism.cp", "4", "--attention.layout", "zigzag"], 8)])
+@pytest.mark.parametrize(
+    "words, ranks", [([], 1), (["--parallelism.cp", "4", "--attention.layout", "zigzag"], 8)]
+)
 def test_longest_length_is_the_last_that_fits(words, ranks):
     config, _ = load_and_check([*SMALL, *words], ranks, ranks)
     where = World(ranks, ranks, 80.0)
@@ -115,19 +166,22 @@ def test_nothing_fits():
     assert not found and text.startswith("nothing fits: 128 tokens need")
 
 
-@pytest.mark.parametrize("words, expected", [
-    (["--ranks", "8"], "--ranks would be ignored; write --dry-run"),
-    (["--print-config", "--device-memory", "80"], "--device-memory would be ignored"),
-    (["--dry-run", "--ranks", "0"], '--ranks "0" is not a positive integer'),
-    (["--dry-run", "--ranks", "1.5"], '--ranks "1.5" is not a positive integer'),
-    (["--dry-run", "--ranks"], '--ranks "" is not a positive integer'),
-    (["--dry-run", "--device-memory", "-1"], '--device-memory "-1" is not a positive number'),
-    (["--dry-run", "--device-memory", "nan"], '--device-memory "nan" is not a positive number'),
-    (["--dry-run", "--device-memory", "inf"], '--device-memory "inf" is not a positive number'),
-    (["--dry-run", "--find-max-length"], "--dry-run and --find-max-length exclude each other"),
-    (["--dry-run=yes"], "--dry-run takes no value"),
-    (["--dry-runn"], "did you mean --dry-run?"),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--ranks", "8"], "--ranks would be ignored; write --dry-run"),
+        (["--print-config", "--device-memory", "80"], "--device-memory would be ignored"),
+        (["--dry-run", "--ranks", "0"], '--ranks "0" is not a positive integer'),
+        (["--dry-run", "--ranks", "1.5"], '--ranks "1.5" is not a positive integer'),
+        (["--dry-run", "--ranks"], '--ranks "" is not a positive integer'),
+        (["--dry-run", "--device-memory", "-1"], '--device-memory "-1" is not a positive number'),
+        (["--dry-run", "--device-memory", "nan"], '--device-memory "nan" is not a positive number'),
+        (["--dry-run", "--device-memory", "inf"], '--device-memory "inf" is not a positive number'),
+        (["--dry-run", "--find-max-length"], "--dry-run and --find-max-length exclude each other"),
+        (["--dry-run=yes"], "--dry-run takes no value"),
+        (["--dry-runn"], "did you mean --dry-run?"),
+    ],
+)
 def test_flags_are_refused(words, expected):
     with pytest.raises(ConfigError) as caught:
         load(words)
@@ -135,7 +189,9 @@ def test_flags_are_refused(words, expected):
 
 
 def test_ranks_take_the_place_of_the_world():
-    assert load(["--dry-run", "--ranks", "32", "--device-memory=80"])[1] == Flags(dry_run=True, ranks=32, device_memory=80.0)
+    assert load(["--dry-run", "--ranks", "32", "--device-memory=80"])[1] == Flags(
+        dry_run=True, ranks=32, device_memory=80.0
+    )
     assert world_of(Flags(ranks=32), 1, 1) == (32, 8) and world_of(Flags(ranks=4), 1, 1) == (4, 4)
     assert world_of(Flags(ranks=32), 4, 4) == (32, 4) and world_of(Flags(), 16, 8) == (16, 8)
     with pytest.raises(ConfigError, match="does not fit 6 ranks"):
@@ -145,25 +201,35 @@ def test_ranks_take_the_place_of_the_world():
 # The allocator --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given, wanted", [
-    ({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
-    ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
-])
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
 def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
     """In a process of its own, as torch must not have been loaded before."""
     code = "import os, sys, train; train.set_allocator(); print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
     clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True
+    )
     assert result.stdout.split() == [str(wanted), "False"], result.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_allocator_has_read_it():
-    code = ("import train; train.set_allocator(); import torch; torch.zeros(1, device='cuda'); "
-            "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])")
+    code = (
+        "import train; train.set_allocator(); import torch; torch.zeros(1, device='cuda'); "
+        "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
+    )
     clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True
+    )
     assert result.stdout.strip() == "True", result.stderr
 
 
@@ -171,14 +237,32 @@ def test_the_allocator_has_read_it():
 
 
 def _script(name: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RANK", "WORLD"))}
-    return subprocess.run(["bash", f"scripts/{name}.sh", *words], cwd=ROOT, env=clean | {"PYTHON": sys.executable} | environment,
-                          capture_output=True, text=True)
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM", "RANK", "WORLD"))
+    }
+    return subprocess.run(
+        ["bash", f"scripts/{name}.sh", *words],
+        cwd=ROOT,
+        env=clean | {"PYTHON": sys.executable} | environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_launch_on_one_node():
-    result = _script("launch_node", "train_configs/demo_cpu.toml", "--parallelism.cp", "1", "--print-config", GPUS="1")
-    assert result.returncode == 0 and result.stdout.startswith('[model]\nflavour = "debug"'), result.stderr
+    result = _script(
+        "launch_node",
+        "train_configs/demo_cpu.toml",
+        "--parallelism.cp",
+        "1",
+        "--print-config",
+        GPUS="1",
+    )
+    assert result.returncode == 0 and result.stdout.startswith('[model]\nflavour = "debug"'), (
+        result.stderr
+    )
 
 
 def test_launch_refuses_what_it_cannot_start():

@@ -24,10 +24,16 @@ from titan_sparse.models.flavours import FLAVOURS
 def test_matmul_flops_are_six_a_weight_of_a_matrix(model):
     with torch.device("meta"):
         decoder = Decoder(model, lambda q, k, v, mask: q)
-    weights = sum(module.weight.numel() for module in decoder.layers.modules() if isinstance(module, torch.nn.Linear))
+    weights = sum(
+        module.weight.numel()
+        for module in decoder.layers.modules()
+        if isinstance(module, torch.nn.Linear)
+    )
     assert linear_flops_per_token(model) == 6 * weights
     assert head_flops_per_token(model) == 6 * decoder.embed_tokens.weight.numel()
-    assert flops_per_token(model, 10.0) == 6 * weights + head_flops_per_token(model) + attention_flops(model, 10.0)
+    assert flops_per_token(model, 10.0) == 6 * weights + head_flops_per_token(
+        model
+    ) + attention_flops(model, 10.0)
 
 
 def test_attention_flops_are_those_of_torchs_counter():
@@ -37,12 +43,25 @@ def test_attention_flops_are_those_of_torchs_counter():
     q = torch.randn(1, 2, 32, 16)
     with FlopCounterMode(display=False) as counter:
         (q @ q.mT).softmax(-1) @ q
-    assert attention_flops(FLAVOURS["debug"], 2 * 32 * 32) / 32 * 16 == 3 * counter.get_total_flops()  # debug has D = 32
+    assert (
+        attention_flops(FLAVOURS["debug"], 2 * 32 * 32) / 32 * 16 == 3 * counter.get_total_flops()
+    )  # debug has D = 32
 
 
-@pytest.mark.parametrize("seq_len, window, sinks", [
-    (7, 0, 0), (7, 3, 0), (7, 7, 0), (7, 9, 0), (1, 1, 0), (9, 3, 2), (9, 3, 8), (9, 9, 2), (9, 12, 2),
-])
+@pytest.mark.parametrize(
+    "seq_len, window, sinks",
+    [
+        (7, 0, 0),
+        (7, 3, 0),
+        (7, 7, 0),
+        (7, 9, 0),
+        (1, 1, 0),
+        (9, 3, 2),
+        (9, 3, 8),
+        (9, 9, 2),
+        (9, 12, 2),
+    ],
+)
 def test_causal_pairs(seq_len, window, sinks):
     seen = lambda i: {j for j in range(i + 1) if i - j < (window or seq_len) or j < sinks}
     assert causal_pairs(seq_len, window, sinks) == sum(len(seen(i)) for i in range(seq_len))
@@ -56,7 +75,11 @@ def test_utilization_is_one_at_the_peak_and_never_more(float8):
     rest = (head_flops_per_token(model) + attention_flops(model, pairs)) / peak
     assert utilization(model, pairs, 1 / (linear + rest), peak, float8) == pytest.approx(1.0)
     # The same throughput counts less where linear layers could have been twice as fast
-    assert utilization(model, pairs, 100.0, peak, True) < utilization(model, pairs, 100.0, peak, False) < 1
+    assert (
+        utilization(model, pairs, 100.0, peak, True)
+        < utilization(model, pairs, 100.0, peak, False)
+        < 1
+    )
 
 
 def _run(tmp_path, output, **overrides):

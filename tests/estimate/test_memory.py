@@ -11,11 +11,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world, peaks_of_a_step
-from titan_sparse.estimate import memory
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import load_and_check
+from titan_sparse.estimate import memory
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.trainer import build_pattern
@@ -29,13 +29,29 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape, mode", [
-    pytest.param(shape, mode, marks=pytest.mark.slow if (mode == "full") != (shape == "qwen2.5-0.5b") else ())
-    for shape in SHAPES for mode in ("full", "selective", "none")
-])
+@pytest.mark.parametrize(
+    "shape, mode",
+    [
+        pytest.param(
+            shape,
+            mode,
+            marks=pytest.mark.slow if (mode == "full") != (shape == "qwen2.5-0.5b") else (),
+        )
+        for shape in SHAPES
+        for mode in ("full", "selective", "none")
+    ],
+)
 def test_estimate_is_what_fake_tensors_count(monkeypatch, shape, mode):
     model, tokens, ranks = SHAPES[shape]
-    step = Step(model=model, sequences=1, seq_len=tokens, shards=ranks, mode=mode, optimizer_scratch=True, loss_chunk_tokens=1024)
+    step = Step(
+        model=model,
+        sequences=1,
+        seq_len=tokens,
+        shards=ranks,
+        mode=mode,
+        optimizer_scratch=True,
+        loss_chunk_tokens=1024,
+    )
     monkeypatch.setattr(memory, "_workspace", lambda step: 0)  # fake attention takes none
     block, loss, *backward, optimizer = (sum(parts.values()) for parts in estimate(step).values())
     counted = peaks_of_a_step(monkeypatch, model, mode, tokens, ranks, 1024)
@@ -47,28 +63,58 @@ def test_estimate_is_what_fake_tensors_count(monkeypatch, shape, mode):
 
 
 def _step(config: str, backend: str = "triton", ranks: int = 1, *words: str) -> Step:
-    config, _ = load_and_check(["--config", str(ROOT / f"train_configs/{config}.toml"), *words], ranks, ranks)
-    return step_of(config, resolve(**vars(config.model)), build_pattern(config.attention), backend, ranks, ranks)
+    config, _ = load_and_check(
+        ["--config", str(ROOT / f"train_configs/{config}.toml"), *words], ranks, ranks
+    )
+    return step_of(
+        config,
+        resolve(**vars(config.model)),
+        build_pattern(config.attention),
+        backend,
+        ranks,
+        ranks,
+    )
 
 
 @pytest.mark.parametrize("backend", ["flex", "triton"])
 def test_estimate_is_what_was_measured(backend):
     # docs/benchmarks.md, "A training step": one H200, compiled, full checkpointing
     assert peak_gib(_step("qwen2_5_0_5b_128k", backend)) == pytest.approx(25.0, rel=0.1)
-    assert peak_gib(_step("qwen2_5_0_5b_128k", backend, 1, "--attention.pattern", "dense")) == pytest.approx(24.9, rel=0.1)
+    assert peak_gib(
+        _step("qwen2_5_0_5b_128k", backend, 1, "--attention.pattern", "dense")
+    ) == pytest.approx(24.9, rel=0.1)
 
 
-LONG = Step(model=FLAVOURS["qwen2.5-3b"], sequences=1, seq_len=524288, compiled=True, backend="triton", loss_chunk_tokens=4096)
+LONG = Step(
+    model=FLAVOURS["qwen2.5-3b"],
+    sequences=1,
+    seq_len=524288,
+    compiled=True,
+    backend="triton",
+    loss_chunk_tokens=4096,
+)
 
 
 def test_peak_is_of_the_worst_phase_not_the_sum():
     phases = estimate(LONG)
     assert peak_phase(phases) == "backward of the last block"
-    assert peak_gib(LONG) == sum(phases["backward of the last block"].values()) < sum(max(p.values()) for p in phases.values()) + 100
-    many_words = Step(model=SHAPES["qwen2.5-0.5b"][0], sequences=1, seq_len=8192, compiled=True, backend="triton",
-                      loss_chunk_tokens=8192)
+    assert (
+        peak_gib(LONG)
+        == sum(phases["backward of the last block"].values())
+        < sum(max(p.values()) for p in phases.values()) + 100
+    )
+    many_words = Step(
+        model=SHAPES["qwen2.5-0.5b"][0],
+        sequences=1,
+        seq_len=8192,
+        compiled=True,
+        backend="triton",
+        loss_chunk_tokens=8192,
+    )
     assert peak_phase(estimate(many_words)) == "loss"
-    short = Step(model=FLAVOURS["llama3.1-8b"], sequences=1, seq_len=128, compiled=True, backend="triton")
+    short = Step(
+        model=FLAVOURS["llama3.1-8b"], sequences=1, seq_len=128, compiled=True, backend="triton"
+    )
     assert peak_phase(estimate(short)) == "gradient of the embedding"
 
 
@@ -78,16 +124,27 @@ def test_levers_take_what_they_are_known_to_take():
     change = lambda **levers: peak_gib(LONG) - peak_gib(dataclasses.replace(LONG, **levers))
     lse = 16 * 524288 * 4 / GIB
     assert change(attention_recompute=1.0) == pytest.approx(layers * (query + lse) - query, abs=0.1)
-    assert change(attention_recompute=0.5) == pytest.approx((layers * (query + lse) - query) / 2, abs=0.1)
+    assert change(attention_recompute=0.5) == pytest.approx(
+        (layers * (query + lse) - query) / 2, abs=0.1
+    )
     assert change(attention_recompute=-1.0) == change(attention_recompute=1.0)
-    kept = [estimate(dataclasses.replace(LONG, offload=on))["loss"]["kept for backward"] for on in (False, True)]
+    kept = [
+        estimate(dataclasses.replace(LONG, offload=on))["loss"]["kept for backward"]
+        for on in (False, True)
+    ]
     assert kept[0] - kept[1] == pytest.approx((layers - 3) * (hidden + query + lse), abs=0.1)
-    assert change(mlp_chunk_tokens=4096) > 3 * intermediate  # until attention's backward is the worst
-    assert change(offload_optimizer=True) == pytest.approx(3.086e9 * 12 / GIB, abs=0.1)  # at the peak no gradients wait yet
+    assert (
+        change(mlp_chunk_tokens=4096) > 3 * intermediate
+    )  # until attention's backward is the worst
+    assert change(offload_optimizer=True) == pytest.approx(
+        3.086e9 * 12 / GIB, abs=0.1
+    )  # at the peak no gradients wait yet
     assert change(accumulates=True) == pytest.approx(-3.086e9 * 4 / GIB, abs=0.1)
     assert change(loss_chunk_tokens=1024) == 0
     assert change(shards=8) == pytest.approx(3.086e9 * 12 * 7 / 8 / GIB, abs=0.3)
-    together = dataclasses.replace(LONG, attention_recompute=1.0, offload=True, mlp_chunk_tokens=4096)
+    together = dataclasses.replace(
+        LONG, attention_recompute=1.0, offload=True, mlp_chunk_tokens=4096
+    )
     assert peak_gib(together) < 100 < peak_gib(LONG)
 
 
@@ -95,19 +152,50 @@ def test_context_parallelism_divides_activations():
     cp = dataclasses.replace(LONG, cp=4, schedule="all_gather")
     kept = [parts["kept for backward"] for parts in (estimate(LONG)["loss"], estimate(cp)["loss"])]
     assert kept[1] == pytest.approx(kept[0] / 4, rel=0.01)
-    assert estimate(cp)["loss"]["context-parallel buffers"] == 2 * 2 * 524288 * 128 * 2 / GIB  # K and V of two heads
+    assert (
+        estimate(cp)["loss"]["context-parallel buffers"] == 2 * 2 * 524288 * 128 * 2 / GIB
+    )  # K and V of two heads
 
 
 def test_options_become_a_step():
     step = _step("qwen3_8b_1m", "flex", 8)
-    assert (step.tokens, step.shards, step.cp, step.schedule, step.compiled) == (131072, 8, 8, "all_gather", True)
+    assert (step.tokens, step.shards, step.cp, step.schedule, step.compiled) == (
+        131072,
+        8,
+        8,
+        "all_gather",
+        True,
+    )
     # One list of 5242 + 30 columns in whole blocks; one flag a block diagonal; two flags a budget
     assert step.verticals == 5376 and step.index_bytes == 32 * (5376 * 4 + 8192 + 2)
-    changed = _step("qwen3_8b_1m", "flex", 16, "--parallelism.dp_replicate", "2", "--training.gradient_accumulation_steps", "2",
-                    "--attention.schedule", "ring", "--attention.gradient_dtype", "bfloat16", "--optimizer.name", "SGD",
-                    "--activation_checkpoint.mode", "none", "--training.seq_len", "1000000", "--optimizer.implementation", "foreach")
+    changed = _step(
+        "qwen3_8b_1m",
+        "flex",
+        16,
+        "--parallelism.dp_replicate",
+        "2",
+        "--training.gradient_accumulation_steps",
+        "2",
+        "--attention.schedule",
+        "ring",
+        "--attention.gradient_dtype",
+        "bfloat16",
+        "--optimizer.name",
+        "SGD",
+        "--activation_checkpoint.mode",
+        "none",
+        "--training.seq_len",
+        "1000000",
+        "--optimizer.implementation",
+        "foreach",
+    )
     assert (changed.shards, changed.schedule, changed.gradient_width) == (8, "ring", 2)
-    assert changed.accumulates and changed.optimizer_scratch and changed.optimizer_states == 0 and changed.mode == "none"
+    assert (
+        changed.accumulates
+        and changed.optimizer_scratch
+        and changed.optimizer_states == 0
+        and changed.mode == "none"
+    )
     assert changed.seq_len == 1000448
     assert set(LEVERS) <= {field.name for field in dataclasses.fields(Step)}
 
@@ -115,19 +203,45 @@ def test_options_become_a_step():
 # Buffers of context parallelism, counted where they are kept -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule, axes", [("ring", (1, 3)), ("ring", (1, 2)), ("all_gather", (1, 3)), ("double_ring", (2, 2)),
-                                            ("double_ring", (3, 2)), ("group_cast", (1, 3)), ("group_cast", (3, 1))])
+@pytest.mark.parametrize(
+    "schedule, axes",
+    [
+        ("ring", (1, 3)),
+        ("ring", (1, 2)),
+        ("all_gather", (1, 3)),
+        ("double_ring", (2, 2)),
+        ("double_ring", (3, 2)),
+        ("group_cast", (1, 3)),
+        ("group_cast", (3, 1)),
+    ],
+)
 def test_buffers_are_those_that_are_kept(schedule, axes):
     """Rank 0, whose collectives bring nothing: what is received has its place all the same."""
     model = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
-        cp = ContextParallel(init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra")), "striped", schedule, 16)
+        cp = ContextParallel(
+            init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra")),
+            "striped",
+            schedule,
+            16,
+        )
         q, k, v = (torch.randn(2, heads, 32, 8, requires_grad=True) for heads in (4, 2, 2))
-        attend(q, k, v, Full() if schedule == "group_cast" else Causal(), Dense(), cp).sum().backward()
+        attend(
+            q, k, v, Full() if schedule == "group_cast" else Causal(), Dense(), cp
+        ).sum().backward()
     kept = sum(x.nbytes for tensors in cp._buffers.values() for x in tensors)
-    expected = memory._cp_buffers(Step(model=model, sequences=2, seq_len=32 * ranks, width=4, cp=ranks, inter=axes[0],
-                                       schedule=schedule))
+    expected = memory._cp_buffers(
+        Step(
+            model=model,
+            sequences=2,
+            seq_len=32 * ranks,
+            width=4,
+            cp=ranks,
+            inter=axes[0],
+            schedule=schedule,
+        )
+    )
     exact = schedule != "group_cast" or axes[0] == 1
     assert expected == kept if exact else kept <= expected <= 1.1 * kept
 
@@ -140,11 +254,30 @@ def test_buffers_are_those_that_are_kept(schedule, axes):
 @pytest.mark.parametrize("mode", ["full", "selective", "none"])
 def test_estimate_is_what_a_gpu_measures(tmp_path, mode):
     """The banner's peak against torch.cuda.max_memory_allocated after three compiled steps."""
-    words = ["--training.seq_len", "32768", "--training.steps", "3", "--activation_checkpoint.mode", mode,
-             "--lr_scheduler.warmup_steps", "1"]
+    words = [
+        "--training.seq_len",
+        "32768",
+        "--training.steps",
+        "3",
+        "--activation_checkpoint.mode",
+        mode,
+        "--lr_scheduler.warmup_steps",
+        "1",
+    ]
     subprocess.run(
-        [sys.executable, "train.py", "--config", "train_configs/qwen2_5_0_5b_128k.toml", *words, "--metrics.recall_every", "0",
-         "--training.output_dir", str(tmp_path)], cwd=ROOT, check=True,
+        [
+            sys.executable,
+            "train.py",
+            "--config",
+            "train_configs/qwen2_5_0_5b_128k.toml",
+            *words,
+            "--metrics.recall_every",
+            "0",
+            "--training.output_dir",
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        check=True,
     )
     measured = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
     expected = peak_gib(_step("qwen2_5_0_5b_128k", "flex", 1, *words))

@@ -9,7 +9,14 @@ import torch
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.estimate.index_file import load_indexes, save_indexes
-from titan_sparse.estimate.synthetic import draw_heads, expected_logits, expected_selection, keys, queries, select
+from titan_sparse.estimate.synthetic import (
+    draw_heads,
+    expected_logits,
+    expected_selection,
+    keys,
+    queries,
+    select,
+)
 
 SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
 PATTERN = VerticalSlash(recall=0.9, sinks=4, local_diagonals=1, max_columns=2048)
@@ -40,9 +47,9 @@ def test_logits_depend_on_the_distance_and_on_outliers_as_the_formula_says():
         logits = (q[0, head] @ k[0, group].T) * 64**-0.5
         near = logits.gather(1, position - distances)
         mean = torch.where(ordinary[group][position - distances], near, torch.nan).nanmean(0)
-        assert (mean - wanted[head]).abs().max() < 0.5          # 512 noisy pairs a distance
+        assert (mean - wanted[head]).abs().max() < 0.5  # 512 noisy pairs a distance
         assert torch.corrcoef(torch.stack([mean.double(), wanted[head]]))[0, 1] > 0.995
-        vertical = logits[:, heads.outliers[group]]             # the same from everywhere
+        vertical = logits[:, heads.outliers[group]]  # the same from everywhere
         assert vertical.mean(0).std() < 1.2 and vertical.mean() > wanted[head].median() + 2
 
 
@@ -51,9 +58,11 @@ def test_selection_finds_slashes_and_planted_verticals():
     slashes, verticals, _ = select(heads, PATTERN, BLOCK)
     blocks = SEQ_LEN // BLOCK
     density = slashes[0].float() @ torch.arange(blocks, 0, -1.0) / (blocks * (blocks + 1) / 2)
-    assert (density < 0.5).all() and density.mean() < 0.25      # few diagonals carry the recall
+    assert (density < 0.5).all() and density.mean() < 0.25  # few diagonals carry the recall
     gaps = slashes[0, :, 1:] & ~slashes[0, :, :-1]
-    assert (slashes[0, :, :3].any(-1)).all() and (gaps.sum(-1) >= 2).all()      # near ones, and runs of far ones
+    assert (slashes[0, :, :3].any(-1)).all() and (
+        gaps.sum(-1) >= 2
+    ).all()  # near ones, and runs of far ones
     assert (slashes[0, :, blocks // 4 :].sum(-1) >= 2).all()
     for head in range(HEADS):
         chosen = verticals[0, head][verticals[0, head] < SEQ_LEN]
@@ -72,11 +81,18 @@ def test_the_expected_selection_is_near_the_real_one(seed):
 
 
 def test_the_expected_selection_keeps_to_the_patterns_limits():
-    pattern = VerticalSlash(recall=0.95, sinks=3, local_diagonals=2, max_columns=100, max_slashes=9, min_slashes=5)
+    pattern = VerticalSlash(
+        recall=0.95, sinks=3, local_diagonals=2, max_columns=100, max_slashes=9, min_slashes=5
+    )
     slashes, verticals, capped = expected_selection(_heads(), pattern, BLOCK)
     assert slashes[..., :2].all() and (slashes.sum(-1) >= 5).all() and (slashes.sum(-1) <= 11).all()
-    assert (verticals[..., :3] == torch.arange(3)).all() and ((verticals < SEQ_LEN).sum(-1) <= 103).all()
-    assert verticals.shape[-1] == pattern.vertical_capacity(SEQ_LEN, BLOCK, False) and verticals.dtype == torch.int32
+    assert (verticals[..., :3] == torch.arange(3)).all() and (
+        (verticals < SEQ_LEN).sum(-1) <= 103
+    ).all()
+    assert (
+        verticals.shape[-1] == pattern.vertical_capacity(SEQ_LEN, BLOCK, False)
+        and verticals.dtype == torch.int32
+    )
     assert (verticals.diff() >= 0).all() and capped[..., 1].all() and not capped[..., 0].all()
     index = pattern.index([slashes, verticals, capped], Causal().rows(SEQ_LEN), 1, HEADS, BLOCK)
     assert index.selects(torch.arange(20), torch.arange(20)).diagonal(dim1=-2, dim2=-1).all()
@@ -101,18 +117,29 @@ def test_too_short_or_ungrouped_is_refused():
 # The file of indexes ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask, pattern", [
-    (Documents([[90, 7, 31], [120]]), VerticalSlash(recall=0.6, sinks=2, dense_below=32)), (Causal(), Dense()),
-])
+@pytest.mark.parametrize(
+    "mask, pattern",
+    [
+        (Documents([[90, 7, 31], [120]]), VerticalSlash(recall=0.6, sinks=2, dense_below=32)),
+        (Causal(), Dense()),
+    ],
+)
 def test_an_index_survives_its_file(tmp_path, mask, pattern):
     torch.manual_seed(0)
     rows = mask.rows(128)
     q, k = torch.randn(2, 4, 128, 8), torch.randn(2, 2, 128, 8)
-    choose = lambda x: pattern.select(x, k, rows, block_size=16) if pattern.dynamic else pattern.index([], rows, 2, 4, 16)
+    choose = lambda x: (
+        pattern.select(x, k, rows, block_size=16)
+        if pattern.dynamic
+        else pattern.index([], rows, 2, 4, 16)
+    )
     indexes = [choose(q), choose(-q)]
     save_indexes(tmp_path / "index.pt", pattern, rows, indexes)
     loaded_rows, loaded = load_indexes(tmp_path / "index.pt")
-    assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(loaded_rows[:4], rows[:4]))
+    assert all(
+        torch.equal(a, b) if torch.is_tensor(a) else a == b
+        for a, b in zip(loaded_rows[:4], rows[:4])
+    )
     assert len(loaded) == 2
     for a, b in zip(loaded, indexes):
         assert torch.equal(a.dense(mask), b.dense(mask)) and a.heads == b.heads

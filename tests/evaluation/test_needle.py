@@ -18,13 +18,22 @@ from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
 from titan_sparse.models.decoder import Decoder
 
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER), TOKENIZER)
+HAYSTACK = Haystack(
+    TokenizedTexts(["Call me Ishmael. " * 5, "", "It was the best of times. "], TOKENIZER),
+    TOKENIZER,
+)
 
 
 def test_samples_have_exact_length_and_depth():
     samples = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
     assert [(s.about["length"], s.about["depth"]) for s in samples[::2]] == [
-        (500, 0.0), (500, 0.5), (500, 1.0), (900, 0.0), (900, 0.5), (900, 1.0)]
+        (500, 0.0),
+        (500, 0.5),
+        (500, 1.0),
+        (900, 0.0),
+        (900, 0.5),
+        (900, 1.0),
+    ]
     for sample in samples:
         assert len(sample.prompt) + len(sample.answer) == sample.length == sample.about["length"]
         text, (value,) = TOKENIZER.decode(sample.prompt), sample.references
@@ -33,12 +42,20 @@ def test_samples_have_exact_length_and_depth():
         before = before.split("\nOne of the special magic numbers for ")[0]
         after, question = after.split("\nWhat is the special magic number for ")
         assert TOKENIZER.decode(sample.answer) == f" {value}." and question.endswith("text is")
-        assert len(before) == round(sample.about["depth"] * len(before + after)) and len(before + after) > 50
+        assert (
+            len(before) == round(sample.about["depth"] * len(before + after))
+            and len(before + after) > 50
+        )
         assert before + after in ("Call me Ishmael. " * 5 + "\nIt was the best of times. \n") * 20
-    assert len({sample.references for sample in samples}) == len(samples)  # each with its own number
+    assert len({sample.references for sample in samples}) == len(
+        samples
+    )  # each with its own number
     again = needle_samples(HAYSTACK, [500, 900], depths(3), 2, seed=1)
     assert all((a.prompt == b.prompt).all() for a, b in zip(samples, again, strict=True))
-    assert any((a.prompt != b.prompt).any() for a, b in zip(samples, needle_samples(HAYSTACK, [500, 900], depths(3), 2, 2)))
+    assert any(
+        (a.prompt != b.prompt).any()
+        for a, b in zip(samples, needle_samples(HAYSTACK, [500, 900], depths(3), 2, 2))
+    )
 
 
 def test_what_does_not_fit_is_refused():
@@ -58,11 +75,30 @@ def test_scorer_of_ruler():
 
 
 def test_cells_are_means():
-    records = [{"length": 8, "depth": depth, "score": score, "exact": 0.0, "correct": 0.5, "loss": 2.0}
-               for depth, score in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0))]
+    records = [
+        {"length": 8, "depth": depth, "score": score, "exact": 0.0, "correct": 0.5, "loss": 2.0}
+        for depth, score in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0))
+    ]
     assert by_cell(records) == [
-        {"length": 8, "depth": 0.0, "samples": 1, "score": 0.0, "exact": 0.0, "correct": 0.5, "loss": 2.0},
-        {"length": 8, "depth": 1.0, "samples": 2, "score": 0.5, "exact": 0.0, "correct": 0.5, "loss": 2.0}]
+        {
+            "length": 8,
+            "depth": 0.0,
+            "samples": 1,
+            "score": 0.0,
+            "exact": 0.0,
+            "correct": 0.5,
+            "loss": 2.0,
+        },
+        {
+            "length": 8,
+            "depth": 1.0,
+            "samples": 2,
+            "score": 0.5,
+            "exact": 0.0,
+            "correct": 0.5,
+            "loss": 2.0,
+        },
+    ]
 
 
 def _samples() -> list[Sample]:
@@ -70,7 +106,9 @@ def _samples() -> list[Sample]:
 
 
 def _forced(folder, cp: int) -> None:
-    scorer, _ = scorer_of(tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense"))
+    scorer, _ = scorer_of(
+        tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
+    )
     records = score_samples(scorer, _samples(), generate=False)
     assert len(records) == 3
     for sample, record in zip(_samples(), records):
@@ -78,10 +116,15 @@ def _forced(folder, cp: int) -> None:
         logits, answer = logits[len(sample.prompt) - 1 : -1], torch.from_numpy(sample.answer)
         assert record["loss"] == pytest.approx(F.cross_entropy(logits, answer).item(), rel=1e-9)
         assert record["prediction"] == TOKENIZER.decode(logits.argmax(-1))
-        assert record["correct"] == (logits.argmax(-1) == answer).double().mean().item() and record["exact"] == 0
+        assert (
+            record["correct"] == (logits.argmax(-1) == answer).double().mean().item()
+            and record["exact"] == 0
+        )
         assert (record["length"], record["depth"]) == (sample.length, 0.3)
     if cp > 1:
-        with pytest.raises(ValueError, match="needs parallelism.cp = 1, not 2; write --answers forced"):
+        with pytest.raises(
+            ValueError, match="needs parallelism.cp = 1, not 2; write --answers forced"
+        ):
             score_samples(scorer, _samples(), generate=True)
 
 
@@ -106,12 +149,21 @@ def _sharpen(model: Decoder) -> None:
 
 def _windowed(folder) -> None:
     """Generated with a sliding window and sinks, an answer is the most likely one by one forward with that mask too."""
-    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense", attention__sliding_window=40,
-                                      attention__window_sinks=3))
+    scorer, _ = scorer_of(
+        tiny_config(
+            folder,
+            "run",
+            attention__pattern="dense",
+            attention__sliding_window=40,
+            attention__window_sinks=3,
+        )
+    )
     _sharpen(scorer.model)
     prompt = _samples()[0].prompt
     answer = greedy(scorer, prompt, 20)
-    (record,) = score_samples(scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False)
+    (record,) = score_samples(
+        scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False
+    )
     assert record["exact"] == 1 and len(set(answer.tolist())) > 1
 
 
@@ -128,8 +180,14 @@ def _memorised(folder) -> None:
 
 def _teach(model: Decoder, sample: Sample) -> None:
     """Until the answer comes by dense attention, in the plain twin: that is faster."""
-    plain, (prompt, answer) = plain_decoder(model), map(torch.from_numpy, (sample.prompt, sample.answer))
-    tokens, optimizer = torch.cat([prompt, answer])[None], torch.optim.Adam(plain.parameters(), 1e-2)
+    plain, (prompt, answer) = (
+        plain_decoder(model),
+        map(torch.from_numpy, (sample.prompt, sample.answer)),
+    )
+    tokens, optimizer = (
+        torch.cat([prompt, answer])[None],
+        torch.optim.Adam(plain.parameters(), 1e-2),
+    )
     for _ in range(60):
         logits = plain(tokens, torch.arange(tokens.shape[1])[None], None)[0, len(prompt) - 1 : -1]
         F.cross_entropy(logits, answer).backward()

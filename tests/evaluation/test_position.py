@@ -29,7 +29,9 @@ def test_windows_score_each_token_once_with_context(stride):
         assert len(tokens) == len(labels) <= 7
         for place in np.flatnonzero(labels != -100):
             assert labels[place] == tokens[place] + 1  # the next token of the same document
-            assert place >= 7 - stride or tokens[0] % 100 == 0  # a later window adds only tokens with long context
+            assert (
+                place >= 7 - stride or tokens[0] % 100 == 0
+            )  # a later window adds only tokens with long context
             seen.append(labels[place])
     assert sorted(seen) == sorted(token for text in texts for token in text[1:])
 
@@ -43,34 +45,60 @@ def test_bad_windows_are_refused():
 def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
     write_texts(tmp_path / "texts")
     (tmp_path / "texts/00.txt").write_text("")  # left out of both
-    prepare(Recipe(str(tmp_path / "texts"), shard_rows=5), str(tmp_path / "out"), 1, lambda done, shards: None)
+    prepare(
+        Recipe(str(tmp_path / "texts"), shard_rows=5),
+        str(tmp_path / "out"),
+        1,
+        lambda done, shards: None,
+    )
     tokenizer = ByteTokenizer()
-    texts, tokens = (open_documents(Data(source=str(tmp_path / name)), tokenizer) for name in ("texts", "out"))
+    texts, tokens = (
+        open_documents(Data(source=str(tmp_path / name)), tokenizer) for name in ("texts", "out")
+    )
     pairs = [first_windows(documents, 50, LENGTH, 100, 30) for documents in (texts, tokens)]
     for one, other in zip(*pairs, strict=True):
         assert (one.tokens == other.tokens).all() and (one.labels == other.labels).all()
     one, other = Haystack(texts, tokenizer), Haystack(tokens, tokenizer)
-    assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all() and one.sentences(300) == other.sentences(300)
+    assert (one.tokens(40, 6000) == other.tokens(40, 6000)).all() and one.sentences(
+        300
+    ) == other.sentences(300)
 
 
 def _compare(folder, cp: int, layout: str, schedule: str) -> None:
-    config = tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense", attention__layout=layout,
-                         attention__schedule=schedule)
+    config = tiny_config(
+        folder,
+        "run",
+        parallelism__cp=cp,
+        attention__pattern="dense",
+        attention__layout=layout,
+        attention__schedule=schedule,
+    )
     scorer, documents = scorer_of(config)
     for stride in (LENGTH, 40):
         found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
-            losses = F.cross_entropy(plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none")
+            losses = F.cross_entropy(
+                plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none"
+            )
             for place in np.flatnonzero(labels != -100):
                 sums[int(place / LENGTH * BUCKETS)] += losses[place]
                 counts[int(place / LENGTH * BUCKETS)] += 1
         got = position_loss(scorer, found, LENGTH, BUCKETS)
-        assert [part["tokens"] for part in got["buckets"]] == counts.tolist() and got["tokens"] == counts.sum()
-        np.testing.assert_allclose([part["loss"] for part in got["buckets"]], sums / counts, rtol=1e-9)
+        assert [part["tokens"] for part in got["buckets"]] == counts.tolist() and got[
+            "tokens"
+        ] == counts.sum()
+        np.testing.assert_allclose(
+            [part["loss"] for part in got["buckets"]], sums / counts, rtol=1e-9
+        )
         assert got["loss"] == pytest.approx(sums.sum() / counts.sum(), rel=1e-9)
         assert got["perplexity"] == pytest.approx(np.exp(got["loss"]))
-        assert [(part["start"], part["stop"]) for part in got["buckets"]] == [(0, 38), (38, 75), (75, 113), (113, 150)]
+        assert [(part["start"], part["stop"]) for part in got["buckets"]] == [
+            (0, 38),
+            (38, 75),
+            (75, 113),
+            (113, 150),
+        ]
 
 
 def _uneven(folder) -> None:
@@ -79,17 +107,28 @@ def _uneven(folder) -> None:
     text = documents.tokens(0)[:30].astype(np.int64)
     got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
-    assert got["buckets"][1] == {"start": 38, "stop": 75, "tokens": 0, "loss": None, "perplexity": None}
+    assert got["buckets"][1] == {
+        "start": 38,
+        "stop": 75,
+        "tokens": 0,
+        "loss": None,
+        "perplexity": None,
+    }
 
 
 def test_what_json_has_not_is_null():
     assert json_ready({"loss": math.nan, "buckets": [{"perplexity": math.inf, "tokens": 3}]}) == {
-        "loss": None, "buckets": [{"perplexity": None, "tokens": 3}]}
+        "loss": None,
+        "buckets": [{"perplexity": None, "tokens": 3}],
+    }
 
 
 def _on_two_ranks(folder) -> None:
     _compare(folder, 1, "striped", "auto")  # an odd number of windows over two ranks
-    for layout, schedule in (("striped", "auto"), ("balanced", "group_cast")):  # two ranks share each window
+    for layout, schedule in (
+        ("striped", "auto"),
+        ("balanced", "group_cast"),
+    ):  # two ranks share each window
         _compare(folder, 2, layout, schedule)
     _uneven(folder)
 

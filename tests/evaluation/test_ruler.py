@@ -13,7 +13,13 @@ from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.ruler import TASKS, by_task, ruler_samples
 
 TOKENIZER = ByteTokenizer()
-HAYSTACK = Haystack(TokenizedTexts(["Call me Ishmael. Some years ago, never mind how long precisely.\nI sailed!", ""], TOKENIZER), TOKENIZER)
+HAYSTACK = Haystack(
+    TokenizedTexts(
+        ["Call me Ishmael. Some years ago, never mind how long precisely.\nI sailed!", ""],
+        TOKENIZER,
+    ),
+    TOKENIZER,
+)
 WITHOUT_WORDS = ["niah_multikey_3", "vt", "fwe"]
 EXPECTED = {"niah_multivalue@own": 4, "niah_multiquery@own": 4, "vt": 5, "cwe": 10, "fwe": 3}
 
@@ -29,7 +35,9 @@ def tasks(request) -> list[str]:
 def test_lengths_and_references(tasks):
     for length in (3000, 9000):
         samples = ruler_samples(HAYSTACK, tasks, [length], 2, seed=3)
-        assert [sample.about["task"] for sample in samples] == [name for name in tasks for _ in range(2)]
+        assert [sample.about["task"] for sample in samples] == [
+            name for name in tasks for _ in range(2)
+        ]
         for sample in samples:
             name = sample.about["task"]
             total = len(sample.prompt) + max(TASKS[name].new_tokens, len(sample.answer))
@@ -49,8 +57,13 @@ def _prompt(name: str, length: int = 6000) -> tuple[str, tuple[str, ...]]:
 
 def test_variable_tracking_follows_the_chain():
     text, references = _prompt("vt")
-    value = re.search(r"Find all variables that are assigned the value (\d{5}) in the text above", text[-400:]).group(1)
-    held = {match[0]: match[1] for match in re.findall(r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", text, re.MULTILINE)}
+    value = re.search(
+        r"Find all variables that are assigned the value (\d{5}) in the text above", text[-400:]
+    ).group(1)
+    held = {
+        match[0]: match[1]
+        for match in re.findall(r"^VAR ([A-Z]+) = (?:VAR )?(\w+)$", text, re.MULTILINE)
+    }
 
     def follow(name: str) -> str:
         return name if name.isdigit() else follow(held[name])
@@ -72,7 +85,9 @@ def test_the_question_names_the_key_of_the_value():
     text, (value,) = _prompt("niah_multikey_3")
     key = re.search(r"What is the special magic uuid for ([\w-]+) mentioned", text).group(1)
     assert text.count(f"One of the special magic uuids for {key} is: {value}.") == 1
-    assert len(re.findall(r"One of the special magic uuids for ", text)) > 20 and text.endswith(f"for {key} mentioned in the provided text is")
+    assert len(re.findall(r"One of the special magic uuids for ", text)) > 20 and text.endswith(
+        f"for {key} mentioned in the provided text is"
+    )
 
 
 def test_common_words_and_many_needles():
@@ -82,9 +97,17 @@ def test_common_words_and_many_needles():
     counts = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", listed))
     assert {word for word, count in counts.items() if count == 30} == set(references)
     assert set(counts.values()) == {30, 3}
-    for name, needles in (("niah_multiquery@own", 4), ("niah_multivalue@own", 4), ("niah_multikey_1@own", 4), ("niah_single_2@own", 1)):
+    for name, needles in (
+        ("niah_multiquery@own", 4),
+        ("niah_multivalue@own", 4),
+        ("niah_multikey_1@own", 4),
+        ("niah_single_2@own", 1),
+    ):
         text, references = _prompt(name, 3000)
-        assert len(re.findall(r"One of the special magic numbers for ", text)) == needles and "Ishmael." in text
+        assert (
+            len(re.findall(r"One of the special magic numbers for ", text)) == needles
+            and "Ishmael." in text
+        )
         assert ("What are all the" in text) == (len(references) > 1)
 
 
@@ -99,5 +122,7 @@ def test_what_does_not_fit_and_missing_words_are_refused(monkeypatch):
 
 
 def test_scores_are_percents():
-    records = [{"task": "vt", "length": 8, "score": score, "prediction": ""} for score in (1.0, 0.2)]
+    records = [
+        {"task": "vt", "length": 8, "score": score, "prediction": ""} for score in (1.0, 0.2)
+    ]
     assert by_task(records) == [{"task": "vt", "length": 8, "samples": 2, "score": 60.0}]

@@ -14,20 +14,40 @@ from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
-SETTINGS = {"training__steps": 4, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
-            "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4, "parallelism__cp": 2,
-            "attention__block_size": 32}
-VALIDATION = {"validation__enable": True, "validation__every": 2, "validation__windows": 3, "validation__position_buckets": 4,
-              "validation__needle_lengths": "420", "validation__needle_depths": 2, "validation__needle_samples": 1}
+SETTINGS = {
+    "training__steps": 4,
+    "training__dtype": "float32",
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "lr_scheduler__total_steps": 4,
+    "parallelism__cp": 2,
+    "attention__block_size": 32,
+}
+VALIDATION = {
+    "validation__enable": True,
+    "validation__every": 2,
+    "validation__windows": 3,
+    "validation__position_buckets": 4,
+    "validation__needle_lengths": "420",
+    "validation__needle_depths": 2,
+    "validation__needle_samples": 1,
+}
 
 
 def _lines(config: Config) -> list[dict]:
     dist.barrier()
-    return [json.loads(line) for line in (Path(config.training.output_dir) / "validation.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(config.training.output_dir) / "validation.jsonl").read_text().splitlines()
+    ]
 
 
 def _same(trainer: Trainer, other: Trainer) -> None:
-    for (name, a), b in zip(trainer.model.state_dict().items(), other.model.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        trainer.model.state_dict().items(), other.model.state_dict().values(), strict=True
+    ):
         assert torch.equal(a.to_local(), b.to_local()), name
     assert trainer.loader.state_dict() == other.loader.state_dict()
 
@@ -37,7 +57,9 @@ def _leaves_no_trace(folder: Path) -> None:
     states = []
     plain = train(tiny_config(folder, "plain", **SETTINGS))
     states.append(torch.get_rng_state())
-    config = tiny_config(folder, "validated", **SETTINGS | VALIDATION | {"metrics__tensorboard": True})
+    config = tiny_config(
+        folder, "validated", **SETTINGS | VALIDATION | {"metrics__tensorboard": True}
+    )
     validated = train(config)
     states.append(torch.get_rng_state())
     halves = tiny_config(folder, "halves", **SETTINGS | VALIDATION | {"training__steps": 2})
@@ -51,7 +73,9 @@ def _leaves_no_trace(folder: Path) -> None:
     assert all(torch.equal(states[0], state) for state in states)
     for name in ("validated", "halves"):
         for field in ("loss", "grad_norm", "tokens_seen"):
-            assert all(step.absolute == 0 for step in differences(folder / "plain", folder / name, field))
+            assert all(
+                step.absolute == 0 for step in differences(folder / "plain", folder / name, field)
+            )
     lines = _lines(config)
     assert [line["step"] for line in lines] == [2, 4] and lines == _lines(halves)
     _check_written(folder, lines, plain)
@@ -61,7 +85,10 @@ def _check_written(folder: Path, lines: list[dict], trainer: Trainer) -> None:
     """The last line is what the trained weights give, and TensorBoard has it."""
     documents = trainer.loader.mixture.streams[0].documents
     wanted = position_loss(trainer.scorer, first_windows(documents, 0, 300, 300, 3), 300, 4)
-    assert lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]} and lines[0]["loss"] != lines[1]["loss"]
+    assert (
+        lines[1] == {"step": 4, **wanted, "needle": lines[1]["needle"]}
+        and lines[0]["loss"] != lines[1]["loss"]
+    )
     assert len(lines[1]["needle"]["cells"]) == 2 and 0 < lines[1]["needle"]["loss"] < 10
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -77,15 +104,22 @@ def test_training_is_the_same_with_and_without(tmp_path):
     run_processes(2, _leaves_no_trace, tmp_path)
 
 
-@pytest.mark.parametrize("name, value, reason", [
-    ("every", 3, "would be ignored with validation.enable = false"),
-    ("needle_lengths", "4k", 'are no lengths; write for example "4096,16384"'),
-    ("position_buckets", 9999, "is above training.seq_len = 4096"),
-    ("needle_depths", 3, "would be ignored with validation.needle_lengths"),
-    ("windows", 0, "is too small; write 1 or more"),
-    ("source", "a:1, b:1", 'is a mixture, but evaluation reads one source; write one of its parts, such as validation.source = "a"'),
-    ("split", "test", 'would be ignored with the source "python"'),
-])
+@pytest.mark.parametrize(
+    "name, value, reason",
+    [
+        ("every", 3, "would be ignored with validation.enable = false"),
+        ("needle_lengths", "4k", 'are no lengths; write for example "4096,16384"'),
+        ("position_buckets", 9999, "is above training.seq_len = 4096"),
+        ("needle_depths", 3, "would be ignored with validation.needle_lengths"),
+        ("windows", 0, "is too small; write 1 or more"),
+        (
+            "source",
+            "a:1, b:1",
+            'is a mixture, but evaluation reads one source; write one of its parts, such as validation.source = "a"',
+        ),
+        ("split", "test", 'would be ignored with the source "python"'),
+    ],
+)
 def test_what_cannot_run_is_refused(name, value, reason):
     config = Config()
     config.validation.enable = name != "every"
@@ -97,9 +131,14 @@ def test_what_cannot_run_is_refused(name, value, reason):
 
 def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
     write_texts(tmp_path / "texts")
-    for overrides, reason in (({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
-                              ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
-                              ({"data__min_document_length": 100_000}, "a smaller data.min_document_length or another source")):
+    for overrides, reason in (
+        ({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
+        ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
+        (
+            {"data__min_document_length": 100_000},
+            "a smaller data.min_document_length or another source",
+        ),
+    ):
         with pytest.raises(ValueError, match=reason):
             Trainer(tiny_config(tmp_path, "run", validation__enable=True, **overrides))
     assert not dist.is_initialized()

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.reference import attention_bytes, dense_attention, gradients, structured_qkv
-from titan_sparse.training.activation_checkpoint import _full_contexts
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.training.activation_checkpoint import _full_contexts
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -46,9 +46,16 @@ def errors(cp, mask, pattern, q, k, v, d_out, backend="auto") -> list[float]:
     local = [cp.shard(x, 2, rows.table) for x in (q, k, v)]
     _, aux = attend(*local, rows, pattern, cp, backend, return_aux=True)
     seen = aux.index.dense(mask)
-    wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
-    got, grads = gradients(lambda *x: attend(*x, rows, pattern, cp, backend), cp.shard(d_out, 2, rows.table), *local)
-    return [_relative(cp.unshard(x, 2, rows.table), want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
+    wanted, wanted_grads = gradients(
+        lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v))
+    )
+    got, grads = gradients(
+        lambda *x: attend(*x, rows, pattern, cp, backend), cp.shard(d_out, 2, rows.table), *local
+    )
+    return [
+        _relative(cp.unshard(x, 2, rows.table), want)
+        for x, want in zip((got, *grads), (wanted, *wanted_grads))
+    ]
 
 
 def flash_errors(mask, q, k, v, d_out) -> list[float]:
@@ -58,22 +65,31 @@ def flash_errors(mask, q, k, v, d_out) -> list[float]:
 
     def flash(*qkv):
         pieces = zip(*(x.split([*lengths, seq_len - sum(lengths)], dim=2) for x in qkv))
-        return torch.cat([_sdpa(*piece) if n < len(lengths) else piece[0] * 0 for n, piece in enumerate(pieces)], dim=2)
+        return torch.cat(
+            [_sdpa(*piece) if n < len(lengths) else piece[0] * 0 for n, piece in enumerate(pieces)],
+            dim=2,
+        )
 
     seen = mask.dense(seq_len, q.device)[:, None].expand(1, 8, -1, -1)
-    wanted, wanted_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
+    wanted, wanted_grads = gradients(
+        lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v))
+    )
     got, grads = gradients(flash, d_out, q, k, v)
     return [_relative(x, want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
 
 
 def _sdpa(q, k, v):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
 
 
 @needs_gpu
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
-@pytest.mark.parametrize("mask", [Causal(), Documents([[700, 9, 1000, 301]])], ids=["causal", "documents"])
+@pytest.mark.parametrize(
+    "mask", [Causal(), Documents([[700, 9, 1000, 301]])], ids=["causal", "documents"]
+)
 def test_bf16_on_one_gpu(mask, pattern):
     bounds = [2 * error for error in flash_errors(mask, *inputs())]
     got = errors(ContextParallel(None, "contiguous", "local"), mask, pattern, *inputs())
@@ -86,23 +102,38 @@ def test_bf16_on_one_gpu(mask, pattern):
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_recomputed_attention(pattern, backend, compiled):
     """The first part of a sequence computed again: out, gradients and memory. Plain causal, so flex takes its fastest path."""
-    q, k, v = (x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16))
-    results, kept, rows = [], [], Causal().rows(8192, "cuda")  # as in training: once for all calls, and its tables with it
+    q, k, v = (
+        x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16)
+    )
+    results, kept, rows = (
+        [],
+        [],
+        Causal().rows(8192, "cuda"),
+    )  # as in training: once for all calls, and its tables with it
     for share in (0.0, 0.5):
+
         def block(q, k, v, share=share):
             # Another tensor than the one that is kept, so that the caller's hold on it counts the same.
             return 2 * attend(q * 1.5, k, v, rows, pattern, backend=backend, recomputed=share)
 
         torch._dynamo.reset()  # its guards don't look at a function's defaults, which hold the share
-        function = functools.partial(checkpoint, block, use_reentrant=False, context_fn=_full_contexts)
+        function = functools.partial(
+            checkpoint, block, use_reentrant=False, context_fn=_full_contexts
+        )
         function = torch.compile(function, fullgraph=True) if compiled else function
-        torch.autograd.grad(function(q, k, v).float().square().sum(), (q, k, v))  # compiles, and remembers for the mask
+        torch.autograd.grad(
+            function(q, k, v).float().square().sum(), (q, k, v)
+        )  # compiles, and remembers for the mask
         before = torch.cuda.memory_allocated()
         out = function(q, k, v)
         kept.append(torch.cuda.memory_allocated() - before)
         results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
         del out
-    promised = attention_bytes(dataclasses.replace(FLAVOURS["debug"], heads=16, kv_heads=2, head_dim=128), 4096, torch.bfloat16)
+    promised = attention_bytes(
+        dataclasses.replace(FLAVOURS["debug"], heads=16, kv_heads=2, head_dim=128),
+        4096,
+        torch.bfloat16,
+    )
     assert 0.99 * promised < kept[0] - kept[1] < 1.01 * promised
     errors = [_relative(a, b) for a, b in zip(*results)]
     assert errors[0] < 1e-3 and max(errors) < 3e-3, errors
@@ -112,8 +143,20 @@ def test_recomputed_attention(pattern, backend, compiled):
 def test_bf16_over_nccl(tmp_path):
     """Every schedule over all GPUs: errors as on one GPU."""
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torch.cuda.device_count()),
-         "-m", "tests.test_gpu", str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(torch.cuda.device_count()),
+            "-m",
+            "tests.test_gpu",
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     by_case = json.loads((tmp_path / "errors.json").read_text())
@@ -129,10 +172,31 @@ def test_training_run(tmp_path):
     gpus = torch.cuda.device_count()
     gpus = gpus if gpus & (gpus - 1) == 0 else 1
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "train.py", "--config",
-         "train_configs/demo_gpu.toml", "--parallelism.cp", str(gpus), "--training.steps", "20", "--training.seq_len", "8192",
-         "--metrics.recall_every", "10", "--training.output_dir", str(tmp_path), "--checkpoint.enable"],
-        cwd=ROOT, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(gpus),
+            "train.py",
+            "--config",
+            "train_configs/demo_gpu.toml",
+            "--parallelism.cp",
+            str(gpus),
+            "--training.steps",
+            "20",
+            "--training.seq_len",
+            "8192",
+            "--metrics.recall_every",
+            "10",
+            "--training.output_dir",
+            str(tmp_path),
+            "--checkpoint.enable",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     print(result.stdout, result.stderr)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -149,11 +213,19 @@ def _main(folder: str) -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world // 2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
     by_case = {}
-    for layout, schedule in (("striped", "all_gather"), ("striped", "ring"), ("striped", "double_ring"), ("striped", "group_cast"),
-                             ("balanced", "ring"), ("balanced", "group_cast")):
+    for layout, schedule in (
+        ("striped", "all_gather"),
+        ("striped", "ring"),
+        ("striped", "double_ring"),
+        ("striped", "group_cast"),
+        ("balanced", "ring"),
+        ("balanced", "group_cast"),
+    ):
         cp = ContextParallel(mesh, layout, schedule)
         for pattern in PATTERNS:
-            by_case[f"{layout} {schedule} {pattern.name}"] = errors(cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs())
+            by_case[f"{layout} {schedule} {pattern.name}"] = errors(
+                cp, Documents([[700, 9, 1000, 301]]), pattern, *inputs()
+            )
     if dist.get_rank() == 0:
         (Path(folder) / "errors.json").write_text(json.dumps(by_case))
     dist.barrier()

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.compare_runs import beyond, differences
-from tests.reference import gradients
-from tests.gpu.test_attention import errors, flash_errors, inputs
 from tests.attention.context_parallel.test_stress import layer_inputs, layers
+from tests.gpu.test_attention import errors, flash_errors, inputs
+from tests.reference import gradients
 from tests.training.test_watch import run_until_it_ends
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
@@ -59,15 +59,40 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "cuda": Case("triton", 128, 24, [1100, 9, 1500, 301],
-                 VerticalSlash(recall=0.8, sinks=4, max_columns=400, dense_below=256)),
-    "cpu": Case("eager", 16, 24, [140, 1, 190, 37], VerticalSlash(recall=0.8, sinks=3, max_columns=60, dense_below=48)),
+    "cuda": Case(
+        "triton",
+        128,
+        24,
+        [1100, 9, 1500, 301],
+        VerticalSlash(recall=0.8, sinks=4, max_columns=400, dense_below=256),
+    ),
+    "cpu": Case(
+        "eager",
+        16,
+        24,
+        [140, 1, 190, 37],
+        VerticalSlash(recall=0.8, sinks=3, max_columns=60, dense_below=48),
+    ),
 }
 
 
 def _torchrun(processes: int, *words) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *words]
-    return subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *words,
+    ]
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _succeeds(process: subprocess.Popen) -> None:
@@ -92,7 +117,12 @@ def test_late_ranks_and_transfers_do_not_change_a_bit(found):
         names = {f"{name} {kind}" for name in SCHEDULES for kind in ("repeated", "delayed")}
         assert set(rank["delays"]["differing"]) == names
         assert not any(rank["delays"]["differing"].values()), rank["delays"]
-        assert min(rank["delays"]["count"][kind] for kind in ("work", "wait", "transfer", "collective")) > 20, rank["delays"]
+        assert (
+            min(
+                rank["delays"]["count"][kind] for kind in ("work", "wait", "transfer", "collective")
+            )
+            > 20
+        ), rank["delays"]
 
 
 @needs_four
@@ -105,8 +135,16 @@ def test_errors_do_not_grow_with_the_ranks(found):
             seen.add((ranks, seed))
             bounds = [2 * error for error in rank["flash"][seed]]
             alone = rank["errors"][f"1 {pattern} local {seed}"]
-            assert all(error <= bound for error, bound in zip(got, bounds, strict=True)), (name, got, bounds)
-            assert all(error <= 1.1 * one for error, one in zip(got, alone, strict=True)), (name, got, alone)
+            assert all(error <= bound for error, bound in zip(got, bounds, strict=True)), (
+                name,
+                got,
+                bounds,
+            )
+            assert all(error <= 1.1 * one for error, one in zip(got, alone, strict=True)), (
+                name,
+                got,
+                alone,
+            )
     assert seen == {("1", "0"), ("1", "1"), ("2", "0"), ("2", "1"), ("3", "0"), ("4", "0")}
 
 
@@ -125,11 +163,17 @@ def _main(folder: str, device: str) -> None:
     case = CASES[device]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=HANG_SECONDS))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        timeout=timedelta(seconds=HANG_SECONDS),
+    )
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
     four = {name: ContextParallel(mesh, "striped", name, case.block_size) for name in SCHEDULES}
-    results = {**_errors(case, device, four), "memory": {name: _memory(case, device, cp) for name, cp in four.items()},
-               "delays": _delays(case, device, four)}
+    results = {
+        **_errors(case, device, four),
+        "memory": {name: _memory(case, device, cp) for name, cp in four.items()},
+        "delays": _delays(case, device, four),
+    }
     (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
@@ -140,17 +184,31 @@ def _errors(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
     rank, mask = dist.get_rank(), Documents(case.documents)
     two = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "cp"))
     group = two.get_local_rank("dp")
-    contexts = [(1, 0, ContextParallel(None, "contiguous", "local", case.block_size)), *((4, 0, cp) for cp in four.values())]
-    contexts += [(2, group, ContextParallel(two["cp"], "striped", name, case.block_size)) for name in SCHEDULES[:2]]
+    contexts = [
+        (1, 0, ContextParallel(None, "contiguous", "local", case.block_size)),
+        *((4, 0, cp) for cp in four.values()),
+    ]
+    contexts += [
+        (2, group, ContextParallel(two["cp"], "striped", name, case.block_size))
+        for name in SCHEDULES[:2]
+    ]
     contexts += [(1, group, contexts[0][2])] if group else []
     # Last: torch names a group by how many its process knows, and from here on rank 0 knows fewer.
     three = DeviceMesh(device, [1, 2, 3], mesh_dim_names=("cp",))
     if rank > 0:
-        contexts += [(3, 0, ContextParallel(three, "zigzag", name, case.block_size)) for name in SCHEDULES[:2]]
+        contexts += [
+            (3, 0, ContextParallel(three, "zigzag", name, case.block_size))
+            for name in SCHEDULES[:2]
+        ]
     set_timeout(HANG_SECONDS)
     data = {seed: inputs(case.block_size * case.blocks, device, seed) for seed in {0, group}}
-    by_case = {f"{ranks} {pattern.name} {cp.schedule} {seed}": errors(cp, mask, pattern, *data[seed], case.backend)
-               for ranks, seed, cp in contexts for pattern in (Dense(), case.pattern)}
+    by_case = {
+        f"{ranks} {pattern.name} {cp.schedule} {seed}": errors(
+            cp, mask, pattern, *data[seed], case.backend
+        )
+        for ranks, seed, cp in contexts
+        for pattern in (Dense(), case.pattern)
+    }
     return {"errors": by_case, "flash": {seed: flash_errors(mask, *x) for seed, x in data.items()}}
 
 
@@ -163,7 +221,11 @@ def _memory(case: Case, device: str, cp: ContextParallel) -> list[int]:
         torch.cuda.reset_peak_memory_stats()
     found = []
     for call in range(1, 51):
-        gradients(lambda *x: attend(*x, Documents(case.documents), case.pattern, cp, case.backend), d_out, *qkv)
+        gradients(
+            lambda *x: attend(*x, Documents(case.documents), case.pattern, cp, case.backend),
+            d_out,
+            *qkv,
+        )
         found += [_bytes(device)] if call in (5, 50) else []
     gc.enable()
     return found
@@ -178,13 +240,17 @@ def _bytes(device: str) -> int:
 
 def _delays(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
     """Which results of three layers (out, dq, dk, dv, ...) differ when they are computed again, and again with delays."""
-    made = [x.to(device, torch.bfloat16) for x in layer_inputs(8, case.block_size * case.blocks, 64)]
+    made = [
+        x.to(device, torch.bfloat16) for x in layer_inputs(8, case.block_size * case.blocks, 64)
+    ]
     compute = lambda cp: layers(cp, Causal(), case.pattern, made, case.backend, case.block_size)
     wanted, differing = {name: compute(cp) for name, cp in four.items()}, {}
 
     def compare(kind: str, name: str) -> None:
         pairs = zip(compute(four[name]), wanted[name], strict=True)
-        differing[f"{name} {kind}"] = [number for number, (x, y) in enumerate(pairs) if not torch.equal(x, y)]
+        differing[f"{name} {kind}"] = [
+            number for number, (x, y) in enumerate(pairs) if not torch.equal(x, y)
+        ]
 
     for name in four:
         compare("repeated", name)
@@ -205,17 +271,27 @@ def _inject_delays(case: Case, device: str) -> Counter:
         @functools.wraps(function)
         def late(*args, **kwargs):
             count[kind] += 1
-            host, stream = (max(0.0, delays.uniform(-LONGEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS)) for _ in range(2))
+            host, stream = (
+                max(0.0, delays.uniform(-LONGEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS))
+                for _ in range(2)
+            )
             time.sleep(host)
             with _started_on(beside if kind == "transfer" else None):
                 torch.cuda._sleep(int(stream * 1e9)) if device == "cuda" else time.sleep(stream)
                 return function(*args, **kwargs)
+
         return late
 
     transfers = ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce")
     for kind, owner, names in (
-        ("work", BACKENDS[case.backend], ("forward", "forward_with_verticals", "backward", "backward_with_verticals")),
-        ("wait", Transfer, ("wait",)), ("wait", Pending, ("wait",)), ("transfer", ContextParallel, transfers),
+        (
+            "work",
+            BACKENDS[case.backend],
+            ("forward", "forward_with_verticals", "backward", "backward_with_verticals"),
+        ),
+        ("wait", Transfer, ("wait",)),
+        ("wait", Pending, ("wait",)),
+        ("transfer", ContextParallel, transfers),
         ("collective", ContextParallel, ("all_reduce", "all_gather", "all_to_all")),
     ):
         for name in names:
@@ -237,14 +313,27 @@ def _started_on(stream: "torch.cuda.Stream | None"):
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-SHORT = {"config": ROOT / "train_configs/demo_gpu.toml", "training.seq_len": 8192, "metrics.log_every": 1,
-         "metrics.recall_every": 0, "metrics.tensorboard": "false", "compile.enable": "false", "lr_scheduler.warmup_steps": 5,
-         "optimizer.lr": 1e-5}  # with larger steps rounding grows from step to step
+SHORT = {
+    "config": ROOT / "train_configs/demo_gpu.toml",
+    "training.seq_len": 8192,
+    "metrics.log_every": 1,
+    "metrics.recall_every": 0,
+    "metrics.tensorboard": "false",
+    "compile.enable": "false",
+    "lr_scheduler.warmup_steps": 5,
+    "optimizer.lr": 1e-5,
+}  # with larger steps rounding grows from step to step
 
 
 def _trains(folder: Path, ranks: int, options: dict) -> subprocess.Popen:
-    options = options | {"parallelism.cp": ranks, "training.steps": 5, "training.output_dir": folder / str(ranks)}
-    return _torchrun(ranks, "train.py", *(word for key, value in options.items() for word in (f"--{key}", value)))
+    options = options | {
+        "parallelism.cp": ranks,
+        "training.steps": 5,
+        "training.output_dir": folder / str(ranks),
+    }
+    return _torchrun(
+        ranks, "train.py", *(word for key, value in options.items() for word in (f"--{key}", value))
+    )
 
 
 def _check_training(folder: Path, options: dict, double_ring: dict) -> None:
@@ -258,7 +347,9 @@ def _check_training(folder: Path, options: dict, double_ring: dict) -> None:
 
 @needs_two
 def test_training_on_several_is_training_on_one(tmp_path):
-    _check_training(tmp_path, SHORT, {"attention.schedule": "double_ring", "parallelism.cp_intra": RANKS // 2})
+    _check_training(
+        tmp_path, SHORT, {"attention.schedule": "double_ring", "parallelism.cp_intra": RANKS // 2}
+    )
 
 
 TIMEOUT_SECONDS = 8
@@ -268,7 +359,10 @@ HANGS = SHORT | {"parallelism.cp": RANKS, "parallelism.timeout_seconds": TIMEOUT
 @needs_two
 def test_a_rank_that_dies_is_named(tmp_path):
     output, seconds = run_until_it_ends(tmp_path, RANKS, 1, "time.sleep(1); os._exit(1)", HANGS)
-    assert re.search(r"rank 1 \(host \S+, process \d+\) has given no sign of life, last seen in step 3, at ", output), output
+    assert re.search(
+        r"rank 1 \(host \S+, process \d+\) has given no sign of life, last seen in step 3, at ",
+        output,
+    ), output
     assert not re.search(r"rank [023] .* has given no sign of life", output), output
     assert seconds < TIMEOUT_SECONDS + 30
 
@@ -277,7 +371,9 @@ def test_a_rank_that_dies_is_named(tmp_path):
 def test_a_rank_that_hangs_is_named_before_the_timeout(tmp_path):
     output, seconds = run_until_it_ends(tmp_path, RANKS, 1, "time.sleep(1e6)", HANGS)
     named = r"rank 1 \(host \S+, process \d+\) holds up the others in step 3, at job.py:\d+ in hold_up; rank"
-    assert re.search(rf"nothing has moved for \d+ s, collectives fail after {TIMEOUT_SECONDS} s: {named}", output), output
+    assert re.search(
+        rf"nothing has moved for \d+ s, collectives fail after {TIMEOUT_SECONDS} s: {named}", output
+    ), output
     assert not re.search(r"rank [023] \(host .* holds up", output), output
     assert seconds < TIMEOUT_SECONDS + 30
 

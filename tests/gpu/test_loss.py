@@ -10,10 +10,16 @@ from titan_sparse.loss import linear_cross_entropy, token_cross_entropy
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def _inputs(tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     g = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(1, tokens, dim, generator=g, device="cuda").to(dtype).requires_grad_()
-    weight = (torch.randn(vocab, dim, generator=g, device="cuda") * 3 * dim**-0.5).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(vocab, dim, generator=g, device="cuda") * 3 * dim**-0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     labels = torch.randint(vocab, (1, tokens), generator=g, device="cuda")
     labels[torch.rand(1, tokens, generator=g, device="cuda") < 0.2] = -100
     return hidden, weight, labels
@@ -23,7 +29,9 @@ def _relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float32, 1e-5), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("vocab", [20003, 4096])
 def test_errors_for_any_number_of_chunks(dtype: torch.dtype, tolerance: float, vocab: int) -> None:
     hidden, weight, labels = _inputs(1024, 256, vocab, dtype)
@@ -46,7 +54,9 @@ def test_errors_for_any_number_of_chunks(dtype: torch.dtype, tolerance: float, v
 def test_memory_is_one_chunk_and_gradients() -> None:
     tokens, dim, vocab, chunk = 8192, 1024, 100000, 2048
     hidden, weight, labels = _inputs(tokens, dim, vocab)
-    linear_cross_entropy(hidden, weight, labels, chunk).backward()  # loads kernels, allocates cuBLAS's workspace
+    linear_cross_entropy(
+        hidden, weight, labels, chunk
+    ).backward()  # loads kernels, allocates cuBLAS's workspace
     hidden.grad = weight.grad = None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -90,5 +100,9 @@ def test_upstream_gradient_is_not_rounded_to_bf16() -> None:
     hidden, weight, labels = _inputs(64, 16, 33)
     loss = linear_cross_entropy(hidden, weight, labels, 16)
     scale = 1.0038  # just under half a bf16 step above 1: in bf16 it would be 1
-    plain, scaled = (torch.autograd.grad(loss * c, hidden, retain_graph=True)[0] for c in (1.0, scale))
-    assert torch.equal(scaled, (plain.float() * scale).bfloat16()) and not torch.equal(scaled, plain)
+    plain, scaled = (
+        torch.autograd.grad(loss * c, hidden, retain_graph=True)[0] for c in (1.0, scale)
+    )
+    assert torch.equal(scaled, (plain.float() * scale).bfloat16()) and not torch.equal(
+        scaled, plain
+    )

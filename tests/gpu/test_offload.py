@@ -13,17 +13,33 @@ from torch import Tensor
 from tests.runs import TINY, metrics_of, tiny_config, write_texts
 from titan_sparse.models import flavours
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.training.offload import bytes_offloaded
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.offload import bytes_offloaded
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-MODEL = replace(TINY, hidden_size=1024, layers=12, heads=16, kv_heads=4, head_dim=64, intermediate_size=2816)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+MODEL = replace(
+    TINY, hidden_size=1024, layers=12, heads=16, kv_heads=4, head_dim=64, intermediate_size=2816
+)
 TOKENS = 32768
 SETTINGS = {
-    "model__flavour": "wide", "training__steps": 3, "training__seq_len": TOKENS, "training__dtype": "bfloat16",
-    "training__device": "cuda", "training__gradient_accumulation_steps": 2, "training__loss_chunk_tokens": 4096,
-    "attention__block_size": 128, "attention__mask": "causal", "attention__pattern": "dense", "attention__backend": "triton",
-    "optimizer__name": "AdamW", "optimizer__lr": 1e-3, "compile__enable": True, "metrics__recall_every": 0,
+    "model__flavour": "wide",
+    "training__steps": 3,
+    "training__seq_len": TOKENS,
+    "training__dtype": "bfloat16",
+    "training__device": "cuda",
+    "training__gradient_accumulation_steps": 2,
+    "training__loss_chunk_tokens": 4096,
+    "attention__block_size": 128,
+    "attention__mask": "causal",
+    "attention__pattern": "dense",
+    "attention__backend": "triton",
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-3,
+    "compile__enable": True,
+    "metrics__recall_every": 0,
 }
 
 
@@ -76,25 +92,35 @@ def _run(folder: Path, name: str, **overrides) -> _Result:
 def _distances(a: _Result, b: _Result) -> dict[str, float]:
     """Relative distance of each step's gradients that are not equal to the bit."""
     names = [name for name, _ in a.trainer.model.named_parameters()] * len(a.losses)
-    return {f"{place}: {name}": ((x - y).norm() / y.norm()).item()
-            for place, (name, x, y) in enumerate(zip(names, a.gradients, b.gradients, strict=True)) if not torch.equal(x, y)}
+    return {
+        f"{place}: {name}": ((x - y).norm() / y.norm()).item()
+        for place, (name, x, y) in enumerate(zip(names, a.gradients, b.gradients, strict=True))
+        if not torch.equal(x, y)
+    }
 
 
 def test_activation_offload(tmp_path):
     """To the bit, but for the embedding's gradient, which was 1e-5 off in a first step. Runs without offload are not always
     equal either."""
-    plain, again, offloaded = (_run(tmp_path, name, activation_checkpoint__offload=name == "offloaded")
-                               for name in ("plain", "again", "offloaded"))
+    plain, again, offloaded = (
+        _run(tmp_path, name, activation_checkpoint__offload=name == "offloaded")
+        for name in ("plain", "again", "offloaded")
+    )
     noise, errors = _distances(again, plain), _distances(offloaded, plain)
     print(f"repeated: {noise}\noffloaded: {errors}")
     assert offloaded.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert all("embed_tokens" in name and error < 1e-4 for name, error in errors.items()), (noise, errors)
+    assert all("embed_tokens" in name and error < 1e-4 for name, error in errors.items()), (
+        noise,
+        errors,
+    )
     pool = offloaded.trainer.model.run_blocks.pool
     total = bytes_offloaded(MODEL.layers, TOKENS, 1024, 16, 64, 2)
     assert total <= pool.nbytes < 1.1 * total
     block = total / (MODEL.layers - 1)
     saved = plain.peak - offloaded.peak
-    print(f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB, {total / 2**30:.2f} GiB on the CPU")
+    print(
+        f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB, {total / 2**30:.2f} GiB on the CPU"
+    )
     assert saved > (MODEL.layers - 4) * block  # at most three blocks' worth stays
 
 
@@ -104,7 +130,9 @@ def test_optimizer_offload(tmp_path):
     parameters = list(offloaded.trainer.model.parameters())
     assert all(p.to_local().device.type == "cpu" and p.to_local().is_pinned() for p in parameters)
     first = len(parameters)  # the first step's gradients come from the same weights
-    assert all(torch.equal(a, b) for a, b in zip(plain.gradients[:first], offloaded.gradients[:first]))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.gradients[:first], offloaded.gradients[:first])
+    )
     assert offloaded.losses == pytest.approx(plain.losses, rel=1e-3)
     fp32 = sum(p.numel() for p in parameters) * 4
     print(f"peak {plain.peak / 2**30:.2f} -> {offloaded.peak / 2**30:.2f} GiB")
@@ -118,7 +146,9 @@ def test_optimizer_offload_resumes(tmp_path):
     _run(tmp_path, "halves", **keys, training__steps=2)
     halves = _run(tmp_path, "halves", **keys)
     assert halves.losses == pytest.approx(whole.losses, rel=1e-6)
-    for a, b in zip(whole.trainer.model.parameters(), halves.trainer.model.parameters(), strict=True):
+    for a, b in zip(
+        whole.trainer.model.parameters(), halves.trainer.model.parameters(), strict=True
+    ):
         assert (a.to_local() - b.to_local()).norm() <= 1e-4 * a.to_local().norm()  # some are zeros
 
 
@@ -127,11 +157,15 @@ def test_chunked_mlp(tmp_path):
     chunked = _run(tmp_path, "chunked", training__mlp_chunk_tokens=1000)
     assert chunked.losses == pytest.approx(plain.losses, rel=1e-3)
     print(f"peak {plain.peak / 2**30:.2f} -> {chunked.peak / 2**30:.2f} GiB")
-    assert plain.peak - chunked.peak > TOKENS * MODEL.intermediate_size * 2  # one intermediate of all tokens, at least
+    assert (
+        plain.peak - chunked.peak > TOKENS * MODEL.intermediate_size * 2
+    )  # one intermediate of all tokens, at least
 
 
 def test_error_of_chunked_weight_gradients_does_not_grow():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the fixture to destroy
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # for the fixture to destroy
     torch.manual_seed(0)
     x = torch.randn(1, 32768, 1024, device="cuda").bfloat16()
     d_out = torch.randn(1, 32768, 1024, device="cuda").bfloat16()
@@ -142,7 +176,9 @@ def test_error_of_chunked_weight_gradients_does_not_grow():
     errors = {}
     for mlp.chunk_tokens in (32768, 64):
         got = torch.autograd.grad(mlp(x), mlp.parameters(), d_out)
-        errors[mlp.chunk_tokens] = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)]
+        errors[mlp.chunk_tokens] = [
+            ((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)
+        ]
     print(errors)
     assert all(many < 1.1 * one < 0.01 for many, one in zip(errors[64], errors[32768], strict=True))
 
@@ -152,7 +188,9 @@ def test_float8(tmp_path, recipe):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper or newer")
     plain = _run(tmp_path, "plain", training__steps=30)
-    float8 = _run(tmp_path, "float8", training__steps=30, float8__enable=True, float8__recipe=recipe)
+    float8 = _run(
+        tmp_path, "float8", training__steps=30, float8__enable=True, float8__recipe=recipe
+    )
     print(plain.losses[::10], float8.losses[::10])
     assert float8.losses != plain.losses
     # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory_levers.md).
@@ -161,8 +199,13 @@ def test_float8(tmp_path, recipe):
 
 def test_all_levers_together(tmp_path):
     plain = _run(tmp_path, "plain")
-    levers = _run(tmp_path, "levers", activation_checkpoint__offload=True, optimizer__offload=True,
-                  training__mlp_chunk_tokens=4096)
+    levers = _run(
+        tmp_path,
+        "levers",
+        activation_checkpoint__offload=True,
+        optimizer__offload=True,
+        training__mlp_chunk_tokens=4096,
+    )
     assert levers.losses == pytest.approx(plain.losses, rel=1e-3)
     print(f"peak {plain.peak / 2**30:.2f} -> {levers.peak / 2**30:.2f} GiB")
     assert levers.peak < 0.6 * plain.peak

@@ -21,18 +21,28 @@ from titan_sparse.kernels.verticals import add_verticals, add_verticals_naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
-needs_interpreter = pytest.mark.skipif(not block_sparse.INTERPRETED, reason="small blocks are for the interpreter")
+needs_interpreter = pytest.mark.skipif(
+    not block_sparse.INTERPRETED, reason="small blocks are for the interpreter"
+)
 
 
 class RandomIndex(BlockIndex):
     """Every block pair is selected with some probability, the last query block selects none; random verticals."""
 
-    def __init__(self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, seed: int = 0):
+    def __init__(
+        self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, seed: int = 0
+    ):
         g = torch.Generator().manual_seed(seed)
         seq_len, wanted = blocks * block_size, max(1, verticals - 5)
-        picked = torch.stack([torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)])
-        padded = torch.nn.functional.pad(picked.sort(-1).values, (0, verticals - wanted), value=seq_len)
-        super().__init__(heads, seq_len, block_size, padded.int().view(batch, heads, verticals).to(DEVICE))
+        picked = torch.stack(
+            [torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)]
+        )
+        padded = torch.nn.functional.pad(
+            picked.sort(-1).values, (0, verticals - wanted), value=seq_len
+        )
+        super().__init__(
+            heads, seq_len, block_size, padded.int().view(batch, heads, verticals).to(DEVICE)
+        )
         self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
         self.table[:, :, -1] = False
 
@@ -43,8 +53,18 @@ class RandomIndex(BlockIndex):
 class Case:
     """Inputs of one rank: it has every second query block and the KV chunk of the others, or all if `whole`."""
 
-    def __init__(self, mask, heads=(4, 2), dim=64, size=64, blocks=5, batch=2, verticals=1, whole=False,
-                 dtype=torch.float32):
+    def __init__(
+        self,
+        mask,
+        heads=(4, 2),
+        dim=64,
+        size=64,
+        blocks=5,
+        batch=2,
+        verticals=1,
+        whole=False,
+        dtype=torch.float32,
+    ):
         rows = mask.rows(blocks * size, DEVICE)
         index = RandomIndex(heads[0], blocks, size, batch, verticals * size)
         numbers = torch.arange(blocks, device=DEVICE)
@@ -54,14 +74,23 @@ class Case:
         self.scale = 0.9 / math.sqrt(dim)
         g = torch.Generator().manual_seed(1)
         lengths = (len(q_blocks) * size, len(k_blocks) * size, verticals * size)
-        shapes = [(heads[0], lengths[0])] * 2 + [(heads[1], lengths[1])] * 2 + [(heads[0], lengths[2])] * 2
-        tensors = [torch.randn(batch, n, h, dim, generator=g).transpose(1, 2).to(DEVICE, dtype) for h, n in shapes]
+        shapes = (
+            [(heads[0], lengths[0])] * 2
+            + [(heads[1], lengths[1])] * 2
+            + [(heads[0], lengths[2])] * 2
+        )
+        tensors = [
+            torch.randn(batch, n, h, dim, generator=g).transpose(1, 2).to(DEVICE, dtype)
+            for h, n in shapes
+        ]
         self.q, self.d_out, self.k, self.v, self.k2, self.v2 = tensors
 
     def pieces(self) -> list[Piece]:
         """Both pieces in fp64."""
-        return [_piece(k.double(), v.double(), t) for k, v, t in
-                ((self.k, self.v, self.tiles), (self.k2, self.v2, self.vertical_tiles))]
+        return [
+            _piece(k.double(), v.double(), t)
+            for k, v, t in ((self.k, self.v, self.tiles), (self.k2, self.v2, self.vertical_tiles))
+        ]
 
     def truth(self, pieces: list[Piece]) -> list[Tensor]:
         """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
@@ -75,12 +104,16 @@ class Case:
         args = (self.k, self.v, self.tiles, self.k2, self.v2, self.vertical_tiles, self.scale)
         own = triton.forward_with_verticals(self.q, *args)
         out, lse = own if out is None else (out, lse)
-        gradients = triton.backward_with_verticals(self.d_out, self.q, self.k, self.v, out, lse, *args[2:])
+        gradients = triton.backward_with_verticals(
+            self.d_out, self.q, self.k, self.v, out, lse, *args[2:]
+        )
         return [*own, *gradients]
 
 
 def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
-    return Piece(k, v, Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, tiles.covered)
+    return Piece(
+        k, v, Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, tiles.covered
+    )
 
 
 def _relative(got: Tensor, want: Tensor) -> float:
@@ -103,13 +136,17 @@ CASES = {
     "group of 5": dict(mask=Causal(), heads=(5, 1), batch=1),
     "heads of their own": dict(mask=DOCUMENTS, heads=(3, 3), dim=32),
     "head_dim 96": dict(mask=Causal(), heads=(2, 1), dim=96, batch=1, verticals=2),
-    "head_dim 128": dict(mask=Causal(), heads=(2, 1), dim=128, size=128, blocks=3, batch=1, whole=True),
+    "head_dim 128": dict(
+        mask=Causal(), heads=(2, 1), dim=128, size=128, blocks=3, batch=1, whole=True
+    ),
     "fp16": dict(mask=Causal(), heads=(2, 1), batch=1, dtype=torch.float16),
     "all blocks": dict(mask=Causal(), heads=(2, 1), blocks=8, batch=1, whole=True),
 }
 SMALL = {
     "blocks of 32": dict(mask=DOCUMENTS, size=32, blocks=10, heads=(2, 1)),
-    "blocks of 16": dict(mask=Causal(valid=(80,)), size=16, blocks=6, heads=(2, 1), batch=1, dim=16),
+    "blocks of 16": dict(
+        mask=Causal(valid=(80,)), size=16, blocks=6, heads=(2, 1), batch=1, dim=16
+    ),
 }
 
 
@@ -136,11 +173,14 @@ def test_pieces_alone(name):
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
     total = torch.zeros_like(dq)
-    for number, (k, v, tiles) in enumerate([(case.k, case.v, case.tiles), (case.k2, case.v2, case.vertical_tiles)]):
+    for number, (k, v, tiles) in enumerate(
+        [(case.k, case.v, case.tiles), (case.k2, case.v2, case.vertical_tiles)]
+    ):
         alone = case.truth(case.pieces()[number : number + 1])[:2]
         _assert_close(list(triton.forward(case.q, k, v, tiles, case.scale)), alone, 2e-5)
         dq_piece, *d_piece = triton.backward(
-            case.d_out, case.q, k, v, out.float(), lse.float(), tiles, case.scale)
+            case.d_out, case.q, k, v, out.float(), lse.float(), tiles, case.scale
+        )
         total += dq_piece
         assert all(_relative(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
     assert _relative(total, dq) < 2e-5
@@ -157,8 +197,21 @@ def test_going_on_from_a_total(name):
     got = triton.forward(case.q, *parts[1], case.scale, torch.float32, total)
     assert got[0].data_ptr() == total[0].data_ptr() and got[0].dtype == torch.float32
     _assert_close(list(got), [out, lse], tolerance)
-    backward = [case.d_out, case.q, None, None, out.to(case.q.dtype), lse.float(), None, case.scale, torch.float32]
-    into, first = case.q.new_empty(case.q.shape), triton.forward(case.q, *parts[0], case.scale, torch.float32)
+    backward = [
+        case.d_out,
+        case.q,
+        None,
+        None,
+        out.to(case.q.dtype),
+        lse.float(),
+        None,
+        case.scale,
+        torch.float32,
+    ]
+    into, first = (
+        case.q.new_empty(case.q.shape),
+        triton.forward(case.q, *parts[0], case.scale, torch.float32),
+    )
     other = triton.forward(case.q, *parts[1], case.scale, torch.float32, first, into)
     assert other[0] is into
     _assert_close([other[0].float(), other[1]], [out, lse], 2 * tolerance)
@@ -170,9 +223,15 @@ def test_going_on_from_a_total(name):
     backward[2:4], backward[6] = parts[0][:2], parts[0][2]
     rounded = triton.backward(*backward, d_total.clone(), case.q.new_empty(case.q.shape))
     again = triton.backward(*backward, d_total.clone())
-    assert [x.dtype for x in rounded] == [case.q.dtype, torch.float32, torch.float32] and torch.equal(again[0].to(case.q.dtype), rounded[0])
+    assert [x.dtype for x in rounded] == [
+        case.q.dtype,
+        torch.float32,
+        torch.float32,
+    ] and torch.equal(again[0].to(case.q.dtype), rounded[0])
     assert all(x.dtype == torch.float32 for x in (d_total, *gradients))
-    assert all(_relative(a, b) < tolerance for a, b in zip((d_total, *gradients), (dq, *rest), strict=True))
+    assert all(
+        _relative(a, b) < tolerance for a, b in zip((d_total, *gradients), (dq, *rest), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -181,7 +240,13 @@ def test_verticals_go_home(heads, dim, size, dtype):
     """Each vertical's row is added where its key is, if this rank has it; several heads of a group in one place too."""
     g = torch.Generator().manual_seed(dim)
     blocks = torch.tensor([1, 2, 6], dtype=torch.int32)
-    picked = torch.stack([torch.randperm(7 * size, generator=g)[:2 * size] for _ in range(2 * heads[0])]).sort(-1).values
+    picked = (
+        torch.stack(
+            [torch.randperm(7 * size, generator=g)[: 2 * size] for _ in range(2 * heads[0])]
+        )
+        .sort(-1)
+        .values
+    )
     picked[:, -7:] = 8 * size  # the filling behind the last vertical
     verticals = picked.int().view(2, heads[0], -1).to(DEVICE)
     parts = torch.randn(2, heads[0], 2 * size, dim, generator=g).to(DEVICE)
@@ -190,12 +255,18 @@ def test_verticals_go_home(heads, dim, size, dtype):
     for b, h, c in ((b, h, c) for b in range(2) for h in range(heads[0]) for c in range(2 * size)):
         block, row = divmod(int(verticals[b, h, c]), size)
         if block in blocks.tolist():
-            want[b, h // (heads[0] // heads[1]), blocks.tolist().index(block) * size + row] += parts[b, h, c].double()
+            want[b, h // (heads[0] // heads[1]), blocks.tolist().index(block) * size + row] += (
+                parts[b, h, c].double()
+            )
     for add in (add_verticals, add_verticals_naive):
         got, other = total.clone(), total.clone()
         add([got, other], [parts, -parts], verticals, blocks.to(DEVICE), size)
-        assert got.dtype == dtype and _relative(got, want) < (1e-6 if dtype == torch.float32 else 1e-3)
-        assert _relative(other, 2 * total.double() - want) < (1e-6 if dtype == torch.float32 else 1e-3)
+        assert got.dtype == dtype and _relative(got, want) < (
+            1e-6 if dtype == torch.float32 else 1e-3
+        )
+        assert _relative(other, 2 * total.double() - want) < (
+            1e-6 if dtype == torch.float32 else 1e-3
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -207,7 +278,10 @@ def test_twin_is_eager(name):
     parts = [(p.k, p.v, t) for p, t in zip(case.pieces(), (case.tiles, case.vertical_tiles))]
     (out_1, lse_1), (out_2, lse_2) = (eager.forward(q, *part, case.scale) for part in parts)
     lse = torch.logaddexp(lse_1, lse_2)
-    out = sum(o * (x - lse.clamp(min=-1e300)).exp()[..., None] for o, x in ((out_1, lse_1), (out_2, lse_2)))
+    out = sum(
+        o * (x - lse.clamp(min=-1e300)).exp()[..., None]
+        for o, x in ((out_1, lse_1), (out_2, lse_2))
+    )
     got = [eager.backward(d_out, q, k, v, out, lse, tiles, case.scale) for k, v, tiles in parts]
     _assert_close([out, lse, got[0][0] + got[1][0], *got[0][1:], *got[1][1:]], want, 1e-12)
 
@@ -217,7 +291,12 @@ def test_nothing_listed():
     case = Case(Causal(), heads=(2, 1), blocks=2, batch=1)
     for tiles in (case.tiles, case.vertical_tiles):
         for lists in (tiles.by_query, tiles.by_key):
-            lists.full_count.zero_(), lists.partial_count.zero_(), lists.full.fill_(2**30), lists.partial.fill_(2**30)
+            (
+                lists.full_count.zero_(),
+                lists.partial_count.zero_(),
+                lists.full.fill_(2**30),
+                lists.partial.fill_(2**30),
+            )
     out, lse, *gradients = case.fused()
     assert bool((out == 0).all()) and bool((lse == -torch.inf).all())
     assert all(bool((x == 0).all()) for x in gradients)
@@ -225,7 +304,9 @@ def test_nothing_listed():
 
 def test_split_query_lists(monkeypatch):
     """Cutting the query lists of a KV block into parts changes nothing but the order of the sum."""
-    monkeypatch.setattr(sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3)
+    monkeypatch.setattr(
+        sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3
+    )
     case = Case(Causal(), heads=(2, 1), blocks=8, batch=2, whole=True)
     _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
 
@@ -236,15 +317,43 @@ def test_split_query_lists(monkeypatch):
 @pytest.mark.parametrize("dim, heads", [(64, (8, 2)), (96, (4, 4)), (128, (8, 1))])
 def test_bf16_against_flash(dim, heads, size):
     """Errors against fp64 are small, and at most twice those of torch's dense flash attention on the same tensors."""
-    case = Case(Causal(), heads, dim, size, blocks=1024 // size, verticals=2, whole=True, dtype=torch.bfloat16)
-    errors = [_relative(a, b) for a, b in zip(case.fused(), case.truth(case.pieces())) if not b.isinf().any()]
+    case = Case(
+        Causal(),
+        heads,
+        dim,
+        size,
+        blocks=1024 // size,
+        verticals=2,
+        whole=True,
+        dtype=torch.bfloat16,
+    )
+    errors = [
+        _relative(a, b)
+        for a, b in zip(case.fused(), case.truth(case.pieces()))
+        if not b.isinf().any()
+    ]
     q, k, v, d_out = case.q, case.k, case.v, case.d_out
-    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=DEVICE).tril().expand(*q.shape[:2], -1, -1)
-    wanted = gradients(lambda *x: dense_attention(*x, seen, case.scale)[0], *(x.double() for x in (d_out, q, k, v)))
+    seen = (
+        torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=DEVICE)
+        .tril()
+        .expand(*q.shape[:2], -1, -1)
+    )
+    wanted = gradients(
+        lambda *x: dense_attention(*x, seen, case.scale)[0], *(x.double() for x in (d_out, q, k, v))
+    )
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        flash = gradients(lambda *x: torch.nn.functional.scaled_dot_product_attention(
-            *x, is_causal=True, enable_gqa=True, scale=case.scale), d_out, q, k, v)
-    allowed = 2 * max(_relative(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1])))
+        flash = gradients(
+            lambda *x: torch.nn.functional.scaled_dot_product_attention(
+                *x, is_causal=True, enable_gqa=True, scale=case.scale
+            ),
+            d_out,
+            q,
+            k,
+            v,
+        )
+    allowed = 2 * max(
+        _relative(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1]))
+    )
     assert len(errors) >= 6 and max(errors) <= min(5e-3, allowed), (errors, allowed)
 
 
@@ -260,21 +369,32 @@ def test_head_dim_256():
 @needs_gpu
 def test_deterministic():
     """The same bits twice, with query lists cut into parts too."""
-    case = Case(Causal(), heads=(8, 2), dim=128, size=128, blocks=16, whole=True, dtype=torch.bfloat16)
+    case = Case(
+        Causal(), heads=(8, 2), dim=128, size=128, blocks=16, whole=True, dtype=torch.bfloat16
+    )
     assert all(torch.equal(a, b) for a, b in zip(case.fused(), case.fused()))
 
 
-@pytest.mark.parametrize("arguments, word", [
-    (("cpu", torch.float64, 64, 64), "float64"), (("cpu", torch.float32, 64, 48), "block_size"),
-    (("cpu", torch.float32, 72, 64), "head_dim"), (("cpu", torch.float32, 272, 64), "head_dim"),
-])
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (("cpu", torch.float64, 64, 64), "float64"),
+        (("cpu", torch.float32, 64, 48), "block_size"),
+        (("cpu", torch.float32, 72, 64), "head_dim"),
+        (("cpu", torch.float32, 272, 64), "head_dim"),
+    ],
+)
 @needs_interpreter
 def test_refusal(arguments, word):
     assert word in triton.refusal(*arguments)
 
 
 def test_accepted(monkeypatch):
-    assert all(triton.refusal(DEVICE, torch.float16, dim, size) is None for dim in (64, 96, 128, 256) for size in (64, 128))
+    assert all(
+        triton.refusal(DEVICE, torch.float16, dim, size) is None
+        for dim in (64, 96, 128, 256)
+        for size in (64, 128)
+    )
     monkeypatch.setattr(block_sparse, "INTERPRETED", False)
     assert triton.refusal("cuda", torch.bfloat16, 128, 128) is None
     assert "CUDA" in triton.refusal("cpu", torch.float32, 64, 64)

@@ -10,19 +10,25 @@ from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import triton
+from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.slices import block_tiles
-from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.kernels.block_sparse import Lists, Piece, naive
 from titan_sparse.kernels.chunks import ChosenChunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK, DTYPE, TOLERANCE = (64, torch.bfloat16, 2e-2) if DEVICE == "cuda" else (16, torch.float32, 2e-5)
+BLOCK, DTYPE, TOLERANCE = (
+    (64, torch.bfloat16, 2e-2) if DEVICE == "cuda" else (16, torch.float32, 2e-5)
+)
 S = 4 * BLOCK
 
 WRITTEN: dict[str, list[Slice]] = {
     "random": random_legal(3, 9, S),
-    "strips": [(0, 5, 0, S, "full"), (5, BLOCK + 3, 0, S - 7, "inv_causal"), (BLOCK + 3, S - 1, 0, S, "causal")],
+    "strips": [
+        (0, 5, 0, S, "full"),
+        (5, BLOCK + 3, 0, S - 7, "inv_causal"),
+        (BLOCK + 3, S - 1, 0, S, "causal"),
+    ],
     "triangles that make a square": [(0, S, 0, S, "causal"), (0, S - 1, 1, S, "inv_causal")],
     "rows that see nothing": [(3, S // 2, S // 2, S, "bi_causal"), (S - 9, S, 0, 9, "full")],
 }
@@ -34,7 +40,9 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def _problem(batch: int, seq_len: int = S) -> tuple[list[Tensor], Tensor]:
     qkv = [x.to(DEVICE, DTYPE) for x in structured_qkv(batch, 2, 1, seq_len, 16)]
-    return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
+    return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(
+        DEVICE, DTYPE
+    )
 
 
 def _check(got: list[Tensor], qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> None:
@@ -48,7 +56,9 @@ def _check(got: list[Tensor], qkv: list[Tensor], d_out: Tensor, seen: Tensor) ->
         assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE, name
 
 
-def _attend(mask: Slices, qkv: list[Tensor], d_out: Tensor, cp: ContextParallel | None = None) -> list[Tensor]:
+def _attend(
+    mask: Slices, qkv: list[Tensor], d_out: Tensor, cp: ContextParallel | None = None
+) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in qkv]
     out, aux = attend(*leaves, mask, cp=cp, backend="triton", block_size=BLOCK, return_aux=True)
     return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
@@ -57,7 +67,12 @@ def _attend(mask: Slices, qkv: list[Tensor], d_out: Tensor, cp: ContextParallel 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_attention_is_dense_attention(name):
     qkv, d_out = _problem(1)
-    _check(_attend(Slices.of(WRITTEN[name]), qkv, d_out), qkv, d_out, counts(WRITTEN[name], S)[None] > 0)
+    _check(
+        _attend(Slices.of(WRITTEN[name]), qkv, d_out),
+        qkv,
+        d_out,
+        counts(WRITTEN[name], S)[None] > 0,
+    )
 
 
 def test_a_ragged_length_and_a_mask_for_each_sequence():
@@ -73,16 +88,36 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
     """The blocks of one rank and the chunk of another; also where each query has chosen chunks of keys besides."""
     q_blocks, k_blocks = torch.tensor([3, 1], device=DEVICE), torch.tensor([0, 2, 3], device=DEVICE)
     index = DenseIndex(2, S, BLOCK, torch.empty(1, 2, 0, dtype=torch.int32, device=DEVICE))
-    tiles = block_tiles(Slices.of(WRITTEN[name]).rows(S, DEVICE), index, q_blocks, k_blocks, 1, True)
+    tiles = block_tiles(
+        Slices.of(WRITTEN[name]).rows(S, DEVICE), index, q_blocks, k_blocks, 1, True
+    )
     (q, k, v), d_out = _problem(1)
-    q, d_out, k, v = q[:, :, : 2 * BLOCK], d_out[:, :, : 2 * BLOCK], k[:, :, : 3 * BLOCK], v[:, :, : 3 * BLOCK]
+    q, d_out, k, v = (
+        q[:, :, : 2 * BLOCK],
+        d_out[:, :, : 2 * BLOCK],
+        k[:, :, : 3 * BLOCK],
+        v[:, :, : 3 * BLOCK],
+    )
     if choosing:
-        words = torch.randint(8, (1, 2, len(tiles.q_positions), 1), generator=torch.Generator().manual_seed(4))
-        tiles = tiles._replace(chosen=ChosenChunks(words.int().to(DEVICE), torch.full_like(tiles.start, 3), BLOCK + 9))
+        words = torch.randint(
+            8, (1, 2, len(tiles.q_positions), 1), generator=torch.Generator().manual_seed(4)
+        )
+        tiles = tiles._replace(
+            chosen=ChosenChunks(words.int().to(DEVICE), torch.full_like(tiles.start, 3), BLOCK + 9)
+        )
     out, lse = triton.forward(q, k, v, tiles, 0.2, torch.float32)
     grads = triton.backward(d_out, q, k, v, out, lse, tiles, 0.2, torch.float32)
-    piece = Piece(k.double(), v.double(), Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, None,
-                  chosen=tiles.chosen, slices=tiles.slices, q_positions=tiles.q_positions)
+    piece = Piece(
+        k.double(),
+        v.double(),
+        Lists(*tiles.by_query),
+        Lists(*tiles.by_key),
+        tiles.k_positions,
+        None,
+        chosen=tiles.chosen,
+        slices=tiles.slices,
+        q_positions=tiles.q_positions,
+    )
     rest = (tiles.start, tiles.stop, BLOCK, 0.2)
     want, want_lse = naive.forward(q.double(), [piece], *rest)
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), want, want_lse, [piece], *rest)
@@ -95,7 +130,9 @@ def _over_ranks() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     qkv, d_out = _problem(1)
     cp = ContextParallel(mesh, "striped", "ring", BLOCK, "q")
-    got = _attend(Slices.of(WRITTEN["strips"]), [cp.shard(x, 2) for x in qkv], cp.shard(d_out, 2), cp)
+    got = _attend(
+        Slices.of(WRITTEN["strips"]), [cp.shard(x, 2) for x in qkv], cp.shard(d_out, 2), cp
+    )
     _check([cp.unshard(x, 2) for x in got], qkv, d_out, counts(WRITTEN["strips"], S)[None] > 0)
 
 

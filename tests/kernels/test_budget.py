@@ -9,7 +9,8 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import budget, pattern as vertical_slash
+from titan_sparse.attention.patterns.vertical_slash import budget
+from titan_sparse.attention.patterns.vertical_slash import pattern as vertical_slash
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments
 from titan_sparse.kernels import budget as kernels
 
@@ -17,14 +18,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOST_MASS, SEQ_LEN = 128, 384
 
 
-def _segments(lengths: list[list[int]], gap: int, limits: list[tuple[int, int, int]], rows: int, tail: int) -> Segments:
+def _segments(
+    lengths: list[list[int]], gap: int, limits: list[tuple[int, int, int]], rows: int, tail: int
+) -> Segments:
     """Segments of these lengths, one list a sequence, before each `gap` elements of none, `tail` at the end.
 
     limits: (least, most, always) in turn. The rows are spread over the sequences.
     """
     total = max(sum(row) + gap * len(row) for row in lengths) + tail
     n = len(lengths[0])
-    segment, bounds = torch.full((len(lengths), total), n, dtype=torch.int32), torch.zeros(len(lengths), n, 5)
+    segment, bounds = (
+        torch.full((len(lengths), total), n, dtype=torch.int32),
+        torch.zeros(len(lengths), n, 5),
+    )
     for b, row in enumerate(lengths):
         stop = 0
         for d, length in enumerate(row):
@@ -37,17 +43,24 @@ def _segments(lengths: list[list[int]], gap: int, limits: list[tuple[int, int, i
 
 def _exact(mass: Tensor, segments: Segments, recall: float) -> tuple[Tensor, Tensor]:
     """The definition, in fractions."""
-    selected, capped = torch.zeros(mass.shape).bool(), torch.zeros(len(mass), segments.bounds.shape[1]).bool()
+    selected, capped = (
+        torch.zeros(mass.shape).bool(),
+        torch.zeros(len(mass), segments.bounds.shape[1]).bool(),
+    )
     for row, sequence in enumerate(segments.sequence.tolist()):
         for d, (start, stop, least, most, always) in enumerate(segments.bounds[sequence].tolist()):
             values = mass[row].tolist()
             order = sorted(range(start, stop), key=lambda e: (-values[e], e))
-            target, before, wanted = Fraction(recall) * sum(Fraction(v) for v in values[start:stop]), Fraction(0), 0
+            target, before, wanted = (
+                Fraction(recall) * sum(Fraction(v) for v in values[start:stop]),
+                Fraction(0),
+                0,
+            )
             while before < target:
                 before += Fraction(values[order[wanted]])
                 wanted += 1
-            selected[row, order[:min(max(wanted, least), most)]] = True
-            selected[row, start:min(start + always, stop)] = True
+            selected[row, order[: min(max(wanted, least), most)]] = True
+            selected[row, start : min(start + always, stop)] = True
             capped[row, d] = wanted > most
     return selected, capped
 
@@ -56,12 +69,14 @@ def _masses(kind: str, segments: Segments) -> Tensor:
     rows, length = len(segments.sequence), segments.segment.shape[1]
     random = torch.rand(rows, length, generator=torch.Generator().manual_seed(length + rows))
     if kind == "random":
-        mass = random ** 3
+        mass = random**3
     elif kind == "ties":  # 7 / 256 and so on: sums are exact in any arithmetic
         return (random * 8).floor() / 256
     elif kind == "window":
         mass = random * (torch.arange(length) > length * 0.8)
-    elif kind == "orders of magnitude":  # the last of each segment is large: sums are as fine as MOST_MASS * 2**-61
+    elif (
+        kind == "orders of magnitude"
+    ):  # the last of each segment is large: sums are as fine as MOST_MASS * 2**-61
         last_one = segments.bounds[..., 1].cpu().long().clamp(min=1)[segments.sequence.cpu()] - 1
         mass = (10 ** (random.double() * 30 - 29)).float().scatter(1, last_one, 0.7)
     else:
@@ -73,8 +88,16 @@ KINDS = ["random", "ties", "window", "orders of magnitude", "none"]
 LAYOUTS = {
     "one segment": _segments([[1500]], 0, [(0, 10**6, 0)], 3, 0),
     "more than a chunk of ties": _segments([[9001]], 3, [(1200, 10**6, 2)], 2, 1),
-    "many": _segments([[130, 1, 0, 77, 3000], [700, 700, 700, 1, 0]], 0, [(0, 10**6, 3), (5, 40, 0), (0, 0, 1)], 5, 9),
-    "many, gaps": _segments([[50] * 8, [7, 90] * 4], 5, [(0, 10**6, 3), (60, 70, 0), (9, 4, 1), (0, 12, 0)], 3, 0),
+    "many": _segments(
+        [[130, 1, 0, 77, 3000], [700, 700, 700, 1, 0]],
+        0,
+        [(0, 10**6, 3), (5, 40, 0), (0, 0, 1)],
+        5,
+        9,
+    ),
+    "many, gaps": _segments(
+        [[50] * 8, [7, 90] * 4], 5, [(0, 10**6, 3), (60, 70, 0), (9, 4, 1), (0, 12, 0)], 3, 0
+    ),
     "tiny": _segments([[1, 2, 3, 0, 1, 5]], 0, [(0, 1, 0), (1, 3, 0), (0, 9, 1)], 2, 2),
     "one element": _segments([[1]], 0, [(0, 1, 0)], 1, 0),
     "all empty": _segments([[0, 0]], 1, [(3, 5, 2)], 2, 1),
@@ -83,12 +106,26 @@ LAYOUTS = {
 }
 
 
-LONG = {("many", "window"), ("many", "none"), ("many", "orders of magnitude"), ("many, gaps", "window"), ("many, gaps", "none"),
-        ("many, gaps", "random"), ("more than a chunk of ties", "none"), ("more than a chunk of ties", "window")}
+LONG = {
+    ("many", "window"),
+    ("many", "none"),
+    ("many", "orders of magnitude"),
+    ("many, gaps", "window"),
+    ("many, gaps", "none"),
+    ("many, gaps", "random"),
+    ("more than a chunk of ties", "none"),
+    ("more than a chunk of ties", "window"),
+}
 
 
-@pytest.mark.parametrize("layout, kind", [pytest.param(layout, kind, marks=pytest.mark.slow if (layout, kind) in LONG else ())
-                                          for layout in LAYOUTS for kind in KINDS])
+@pytest.mark.parametrize(
+    "layout, kind",
+    [
+        pytest.param(layout, kind, marks=pytest.mark.slow if (layout, kind) in LONG else ())
+        for layout in LAYOUTS
+        for kind in KINDS
+    ],
+)
 def test_sets_are_the_definition_and_those_of_the_twin(layout, kind):
     segments = LAYOUTS[layout]
     mass = _masses(kind, segments)
@@ -98,17 +135,25 @@ def test_sets_are_the_definition_and_those_of_the_twin(layout, kind):
             assert torch.equal(a.cpu(), b), recall
         # The twin adds up in fp64: of a whole sum it may miss the smallest parts.
         if kind == "ties" or recall < 1:
-            for a, b in zip(got, budget.smallest_sets_naive(mass.to(DEVICE), segments, recall), strict=True):
+            for a, b in zip(
+                got, budget.smallest_sets_naive(mass.to(DEVICE), segments, recall), strict=True
+            ):
                 assert torch.equal(a, b), recall
 
 
-@pytest.mark.parametrize("extra, recall, count", [(0.0, 0.5, 1), (2**-23, 0.5, 2), (0.0, 0.5 + 2**-53, 2)])
+@pytest.mark.parametrize(
+    "extra, recall, count", [(0.0, 0.5, 1), (2**-23, 0.5, 2), (0.0, 0.5 + 2**-53, 2)]
+)
 def test_a_target_that_is_just_met_or_just_missed(extra, recall, count):
     """One element of 64, 64 elements of 1: half the mass is the first, unless the last bit says otherwise."""
     mass = torch.ones(1, 65)
     mass[0, 20], mass[0, 30] = 64, 1 + extra
-    selected, _ = kernels.smallest_sets(mass.to(DEVICE), *_segments([[65]], 0, [(0, 64, 0)], 1, 0), recall, MOST_MASS)
-    assert selected.nonzero()[:, 1].tolist() == ([20] if count == 1 else [20, 30] if extra else [0, 20])
+    selected, _ = kernels.smallest_sets(
+        mass.to(DEVICE), *_segments([[65]], 0, [(0, 64, 0)], 1, 0), recall, MOST_MASS
+    )
+    assert selected.nonzero()[:, 1].tolist() == (
+        [20] if count == 1 else [20, 30] if extra else [0, 20]
+    )
 
 
 MASKS = {
@@ -119,17 +164,29 @@ MASKS = {
 PATTERNS = {
     "open": VerticalSlash(recall=0.7, sinks=3, max_columns=10**12, dense_below=48),
     "capped": VerticalSlash(recall=0.9, sinks=0, max_columns=20, max_slashes=4, dense_below=64),
-    "floors": VerticalSlash(recall=0.1, probe=20, min_columns=80, max_columns=200, min_slashes=5, dense_below=64),
+    "floors": VerticalSlash(
+        recall=0.1, probe=20, min_columns=80, max_columns=200, min_slashes=5, dense_below=64
+    ),
 }
 
 
-@pytest.mark.parametrize("pattern, mask", [pytest.param(pattern, mask, marks=pytest.mark.slow if (i + j) % 2 else ())
-                                           for i, pattern in enumerate(PATTERNS) for j, mask in enumerate(MASKS)])
+@pytest.mark.parametrize(
+    "pattern, mask",
+    [
+        pytest.param(pattern, mask, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, pattern in enumerate(PATTERNS)
+        for j, mask in enumerate(MASKS)
+    ],
+)
 def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
     """What VerticalSlash gives to the kernels on a GPU, from masses in fp32."""
-    q, k, _ = (x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 16, seed=5, dtype=torch.float32))
+    q, k, _ = (
+        x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 16, seed=5, dtype=torch.float32)
+    )
     select = lambda: PATTERNS[pattern].select(q, k, MASKS[mask], block_size=16).tensors()
-    twin = lambda mass, segments, recall, most_mass: budget.smallest_sets_naive(mass, segments, recall)
+    twin = lambda mass, segments, recall, most_mass: budget.smallest_sets_naive(
+        mass, segments, recall
+    )
     monkeypatch.setattr(vertical_slash, "smallest_sets", twin)
     monkeypatch.setattr(vertical_slash, "compact", budget.compact_naive)
     want = select()
@@ -145,16 +202,35 @@ def test_memory_of_the_histograms_is_bounded():
     assert kernels._digit_bits(1 << 20, 256) == kernels._digit_bits(131072, 32) == 11
 
 
-@pytest.mark.parametrize("shape, capacity", [((3, 5000), 1700), ((2, 1024), 1024), ((1, 1), 128), ((2, 70), 200),
-                                             ((2, 3000), 17), ((2, 50), 0), ((1, 100), 5000)])
+@pytest.mark.parametrize(
+    "shape, capacity",
+    [
+        ((3, 5000), 1700),
+        ((2, 1024), 1024),
+        ((1, 1), 128),
+        ((2, 70), 200),
+        ((2, 3000), 17),
+        ((2, 50), 0),
+        ((1, 100), 5000),
+    ],
+)
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_positions(shape, capacity, share):
-    on = torch.rand(shape[0], shape[1] + 13, generator=torch.Generator().manual_seed(1)).to(DEVICE) < share
-    got, want = (f(on[:, :shape[1]], capacity, shape[1] + 5) for f in (kernels.compact, budget.compact_naive))
+    on = (
+        torch.rand(shape[0], shape[1] + 13, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        < share
+    )
+    got, want = (
+        f(on[:, : shape[1]], capacity, shape[1] + 5)
+        for f in (kernels.compact, budget.compact_naive)
+    )
     assert got.dtype == want.dtype and torch.equal(got, want)
     for row in range(shape[0]):
-        listed = on[row, :shape[1]].nonzero().flatten()[:capacity]
-        assert torch.equal(got[row, :len(listed)].long(), listed) and (got[row, len(listed):] == shape[1] + 5).all()
+        listed = on[row, : shape[1]].nonzero().flatten()[:capacity]
+        assert (
+            torch.equal(got[row, : len(listed)].long(), listed)
+            and (got[row, len(listed) :] == shape[1] + 5).all()
+        )
 
 
 def test_positions_in_a_transposed_table():

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.runs import TINY
 from tests.models.test_decoder import causal, dense_attend
-from titan_sparse.training.activation_checkpoint import checkpointed
+from tests.runs import TINY
 from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Block
 from titan_sparse.models.rope import inverse_frequencies, rope_tables
+from titan_sparse.training.activation_checkpoint import checkpointed
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -23,18 +23,27 @@ def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
     """Output, gradient of x and of every parameter, for an upstream gradient that differs from row to row."""
     x = x.clone().requires_grad_()
     out = module(x, *args)
-    d_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    d_out = torch.randn(
+        out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], d_out)]
 
 
-def _pair(dtype: torch.dtype, chunk_tokens: int, compile_backend: str = "") -> tuple[MLP, ChunkedMLP]:
+def _pair(
+    dtype: torch.dtype, chunk_tokens: int, compile_backend: str = ""
+) -> tuple[MLP, ChunkedMLP]:
     torch.manual_seed(0)
-    whole, chunked = MLP(CONFIG).to(dtype), ChunkedMLP(CONFIG, chunk_tokens, compile_backend).to(dtype)
+    whole, chunked = (
+        MLP(CONFIG).to(dtype),
+        ChunkedMLP(CONFIG, chunk_tokens, compile_backend).to(dtype),
+    )
     chunked.load_state_dict(whole.state_dict())
     return whole, chunked
 
 
-@pytest.mark.parametrize("compile_backend, chunk_tokens", [("", 1), ("", 7), ("", 58), ("", 1000), ("aot_eager", 16)])
+@pytest.mark.parametrize(
+    "compile_backend, chunk_tokens", [("", 1), ("", 7), ("", 58), ("", 1000), ("aot_eager", 16)]
+)
 def test_equals_the_whole_mlp(compile_backend, chunk_tokens):
     """2 x 29 rows: ragged last chunks, and chunks over the seam of two sequences."""
     whole, chunked = _pair(torch.float64, chunk_tokens, compile_backend)
@@ -50,7 +59,10 @@ def test_error_of_weight_gradients_does_not_grow_with_chunks():
     wanted, errors = _gradients(exact, x.double()), {}
     for chunk_tokens in (4096, 8):
         got = _gradients(_pair(torch.bfloat16, chunk_tokens)[1], x)
-        errors[chunk_tokens] = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got[2:], wanted[2:], strict=True)]
+        errors[chunk_tokens] = [
+            ((g.double() - w).norm() / w.norm()).item()
+            for g, w in zip(got[2:], wanted[2:], strict=True)
+        ]
     assert all(many < 1.1 * one for many, one in zip(errors[8], errors[4096], strict=True)), errors
 
 
@@ -100,7 +112,9 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     mlp = (lambda config: ChunkedMLP(config, chunk_tokens)) if chunk_tokens else MLP
     block = Block(CONFIG, dense_attend, mlp).double()
     positions = torch.arange(96)[None]
-    cos, sin = rope_tables(*inverse_frequencies(CONFIG.rope, CONFIG.head_dim), positions, torch.float64)
+    cos, sin = rope_tables(
+        *inverse_frequencies(CONFIG.rope, CONFIG.head_dim), positions, torch.float64
+    )
     return block, (cos, sin, causal(96))
 
 

@@ -25,11 +25,18 @@ def test_differences_by_step_and_the_later_line_counts(tmp_path):
     assert found[1].absolute == pytest.approx(0.1) and found[1].relative == pytest.approx(0.025)
 
 
-@pytest.mark.parametrize("options, status", [
-    ([], 0), (["--max-difference", "0.11"], 0), (["--max-difference", "0.09"], 1),
-    (["--relative", "0.026"], 0), (["--relative", "0.024"], 1), (["--relative", "0.026", "--max-difference", "0.01"], 1),
-    (["--field", "lr", "--max-difference", "0"], 0),
-])
+@pytest.mark.parametrize(
+    "options, status",
+    [
+        ([], 0),
+        (["--max-difference", "0.11"], 0),
+        (["--max-difference", "0.09"], 1),
+        (["--relative", "0.026"], 0),
+        (["--relative", "0.024"], 1),
+        (["--relative", "0.026", "--max-difference", "0.01"], 1),
+        (["--field", "lr", "--max-difference", "0"], 0),
+    ],
+)
 def test_status_by_threshold(tmp_path, options, status, capsys):
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 2: 4.1})
     assert main([a, b, *options]) == status
@@ -46,9 +53,13 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     a, b = _run(tmp_path / "a", {1: 5.0, 2: 4.0}), _run(tmp_path / "b", {1: 5.0, 3: 4.0})
     empty = _run(tmp_path / "empty", {})
-    for words, reason in (([a, b], "only one of them has step 2"), ([a, str(tmp_path)], "neither a run's output_dir"),
-                          ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"),
-                          ([a, a, "--field", "recall"], "recall was not logged"), ([empty, empty], "no step's metrics")):
+    for words, reason in (
+        ([a, b], "only one of them has step 2"),
+        ([a, str(tmp_path)], "neither a run's output_dir"),
+        ([a, a, "--plot", str(tmp_path / "none/p.png")], "No such file"),
+        ([a, a, "--field", "recall"], "recall was not logged"),
+        ([empty, empty], "no step's metrics"),
+    ):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert reason in error and error.count("\n") == 1

@@ -25,16 +25,31 @@ def folder(tmp_path_factory) -> Path:
     """A run of the flavour debug, which another process knows too, in float32, with a checkpoint after two steps."""
     folder = tmp_path_factory.mktemp("runs")
     write_texts(folder / "texts")
-    config = tiny_config(folder, "run", model__flavour="debug", training__steps=2, training__dtype="float32",
-                         checkpoint__enable=True, optimizer__lr=0.05)
+    config = tiny_config(
+        folder,
+        "run",
+        model__flavour="debug",
+        training__steps=2,
+        training__dtype="float32",
+        checkpoint__enable=True,
+        optimizer__lr=0.05,
+    )
     train(config)
     save(config, config.training.output_dir)
     return folder
 
 
 def _words(folder: Path, out: str, *words: str) -> list[str]:
-    return ["--config", str(folder / "run/config.toml"), "--checkpoint", str(folder / "run"), *WORDS, *words,
-            "--out", str(folder / out)]
+    return [
+        "--config",
+        str(folder / "run/config.toml"),
+        "--checkpoint",
+        str(folder / "run"),
+        *WORDS,
+        *words,
+        "--out",
+        str(folder / out),
+    ]
 
 
 def _results(folder: Path, out: str) -> dict:
@@ -49,28 +64,75 @@ def one(folder) -> dict:
 
 
 def test_results_of_a_run(folder, one):
-    assert one["about"]["checkpoint"].endswith("run/checkpoint/step-2") and one["about"]["pattern"] == "vertical_slash"
+    assert (
+        one["about"]["checkpoint"].endswith("run/checkpoint/step-2")
+        and one["about"]["pattern"] == "vertical_slash"
+    )
     (position,) = one["position"]
-    assert position["length"] == 440 and position["tokens"] == sum(part["tokens"] for part in position["buckets"]) > 300
-    assert [(cell["depth"], cell["samples"]) for cell in one["needle"]["cells"]] == [(0.0, 3), (1.0, 3)]
-    assert {path.name for path in (folder / "one").iterdir()} >= {"results.json", "position.csv", "needle.csv"}
+    assert (
+        position["length"] == 440
+        and position["tokens"] == sum(part["tokens"] for part in position["buckets"]) > 300
+    )
+    assert [(cell["depth"], cell["samples"]) for cell in one["needle"]["cells"]] == [
+        (0.0, 3),
+        (1.0, 3),
+    ]
+    assert {path.name for path in (folder / "one").iterdir()} >= {
+        "results.json",
+        "position.csv",
+        "needle.csv",
+    }
     with open(folder / "one/position.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in rows if row["loss"]] == [
-        part["loss"] for part in position["buckets"] if part["tokens"]]
+        part["loss"] for part in position["buckets"] if part["tokens"]
+    ]
 
 
 def test_dense_and_generated(folder, one):
     # As in the config.toml of a run over several ranks: what says how they share a sequence is no obstacle on one.
-    several = ["--attention.schedule", "group_cast", "--attention.overlap_stages", "3", "--attention.layout", "balanced",
-               "--parallelism.cp_intra", "8"]
-    assert main(_words(folder, "dense", *several, "--attention", "dense", "--tasks", "position,niah_multikey_3", "--lengths", "1100",
-                       "--samples", "1", "--answers", "generated")) == 0
+    several = [
+        "--attention.schedule",
+        "group_cast",
+        "--attention.overlap_stages",
+        "3",
+        "--attention.layout",
+        "balanced",
+        "--parallelism.cp_intra",
+        "8",
+    ]
+    assert (
+        main(
+            _words(
+                folder,
+                "dense",
+                *several,
+                "--attention",
+                "dense",
+                "--tasks",
+                "position,niah_multikey_3",
+                "--lengths",
+                "1100",
+                "--samples",
+                "1",
+                "--answers",
+                "generated",
+            )
+        )
+        == 0
+    )
     dense = _results(folder, "dense")
     # The documents are shorter than both lengths: the windows are the same, but for their number.
-    assert dense["about"]["pattern"] == "dense" and abs(dense["position"][0]["loss"] / one["position"][0]["loss"] - 1) > 1e-7
+    assert (
+        dense["about"]["pattern"] == "dense"
+        and abs(dense["position"][0]["loss"] / one["position"][0]["loss"] - 1) > 1e-7
+    )
     (row,) = dense["ruler"]["scores"]
-    assert (row["task"], row["length"], row["samples"]) == ("niah_multikey_3", 1100, 1) and 0 <= row["score"] <= 100
+    assert (row["task"], row["length"], row["samples"]) == (
+        "niah_multikey_3",
+        1100,
+        1,
+    ) and 0 <= row["score"] <= 100
     assert (folder / "dense/ruler.csv").is_file() and len(dense["ruler"]["records"]) == 1
 
 
@@ -85,19 +147,42 @@ def _check_two_ranks(one: dict, two: dict) -> None:
 
 
 def test_two_ranks_that_share_a_sequence_find_the_same(folder, one):
-    words = ["--parallelism.cp", "2", "--attention.layout", "balanced", "--attention.schedule", "group_cast",
-             "--attention.overlap_stages", "1"]
+    words = [
+        "--parallelism.cp",
+        "2",
+        "--attention.layout",
+        "balanced",
+        "--attention.schedule",
+        "group_cast",
+        "--attention.overlap_stages",
+        "1",
+    ]
     run_processes(2, _evaluate, _words(folder, "two", *NEEDLES, *words))
     _check_two_ranks(one, _results(folder, "two"))
 
 
-@pytest.mark.parametrize("words, reason", [
-    (["--data.min_document_length", "9999"], "no document has data.min_document_length = 9999 tokens"),
-    (["--lengths", "200"], "a needle and its question do not fit in 200 tokens; write"),
-    (["--model.layers", "5"], "has no layers.4.input_layernorm.weight, the model of --config has [128]"),
-    (["--model.layers", "1"], "has [128] layers.1.input_layernorm.weight, the model of --config has none"),
-    (["--model.vocab_size", "300"], "has [320, 128] embed_tokens.weight, the model of --config has [300, 128]"),
-])
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (
+            ["--data.min_document_length", "9999"],
+            "no document has data.min_document_length = 9999 tokens",
+        ),
+        (["--lengths", "200"], "a needle and its question do not fit in 200 tokens; write"),
+        (
+            ["--model.layers", "5"],
+            "has no layers.4.input_layernorm.weight, the model of --config has [128]",
+        ),
+        (
+            ["--model.layers", "1"],
+            "has [128] layers.1.input_layernorm.weight, the model of --config has none",
+        ),
+        (
+            ["--model.vocab_size", "300"],
+            "has [320, 128] embed_tokens.weight, the model of --config has [300, 128]",
+        ),
+    ],
+)
 def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, capsys, words, reason):
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -108,25 +193,51 @@ def test_what_does_not_fit_a_run_is_refused_before_any_process_group(folder, cap
 
 @pytest.mark.slow
 def test_from_the_command_line(folder, one):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "scripts.evaluate"]
-    result = subprocess.run(command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"), cwd=ROOT, capture_output=True,
-                            text=True, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "scripts.evaluate",
+    ]
+    result = subprocess.run(
+        command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     _check_two_ranks(one, _results(folder, "torchrun"))
 
 
-@pytest.mark.parametrize("words, reason", [
-    (["--tasks", "needles"], "--tasks needles is unknown; write some of position, needle"),
-    (["--lengths", "4k"], "--lengths 4k are no positive integers"),
-    (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
-    (["--answers", "generated", "--parallelism.cp", "2"], "--answers generated needs parallelism.cp = 1, not 2"),
-    (["--training.sede", "1"], "training.sede"),
-    (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
-    (["--tasks", "position", "--answers", "generated"], "--answers would be ignored with --tasks position"),
-    (["--dry-run"], "flags of train.py would be ignored"),
-    (["--data.source", "a:1, b:1"], 'is a mixture, but evaluation reads one source; write one of its parts, such as data.source = "a"'),
-    ([], "holds no complete checkpoint"),
-])
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--tasks", "needles"], "--tasks needles is unknown; write some of position, needle"),
+        (["--lengths", "4k"], "--lengths 4k are no positive integers"),
+        (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
+        (
+            ["--answers", "generated", "--parallelism.cp", "2"],
+            "--answers generated needs parallelism.cp = 1, not 2",
+        ),
+        (["--training.sede", "1"], "training.sede"),
+        (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
+        (
+            ["--tasks", "position", "--answers", "generated"],
+            "--answers would be ignored with --tasks position",
+        ),
+        (["--dry-run"], "flags of train.py would be ignored"),
+        (
+            ["--data.source", "a:1, b:1"],
+            'is a mixture, but evaluation reads one source; write one of its parts, such as data.source = "a"',
+        ),
+        ([], "holds no complete checkpoint"),
+    ],
+)
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
     path = tmp_path / "config.toml"
     path.write_text('[training]\ndevice = "cpu"\n')

@@ -14,7 +14,14 @@ from titan_sparse.attention.context_parallel.group import context_by_key, single
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention, save
-from titan_sparse.evaluation.inspection import SHARES, TOP_K, count_to_hold, curve, inspect_layer, keys_of_rows
+from titan_sparse.evaluation.inspection import (
+    SHARES,
+    TOP_K,
+    count_to_hold,
+    curve,
+    inspect_layer,
+    keys_of_rows,
+)
 
 BLOCK, TOKENS, PADDED = 16, 150, 160
 MASK = Causal(valid=(TOKENS,))
@@ -24,40 +31,74 @@ def _layer():
     attention = Attention(block_size=BLOCK)
     attention.vertical_slash.sinks = 2
     q, k, _ = structured_qkv(1, 2, 1, PADDED, 8)
-    return q, k, inspect_layer(q, k, MASK.rows(PADDED), attention, context_by_key(single_key(BLOCK)), TOKENS, seed=0)
+    return (
+        q,
+        k,
+        inspect_layer(
+            q, k, MASK.rows(PADDED), attention, context_by_key(single_key(BLOCK)), TOKENS, seed=0
+        ),
+    )
 
 
 def test_masses_against_the_table_of_all_pairs():
     q, k, layer = _layer()
-    dense = (q[0] @ k[0].mT * 8**-0.5).masked_fill(~MASK.dense(PADDED), -torch.inf).softmax(-1)[:, :TOKENS]
+    dense = (
+        (q[0] @ k[0].mT * 8**-0.5)
+        .masked_fill(~MASK.dense(PADDED), -torch.inf)
+        .softmax(-1)[:, :TOKENS]
+    )
     last = dense[:, -BLOCK:]
     torch.testing.assert_close(layer.vertical_mass, last.mean(1))
     distance = torch.arange(TOKENS)[:, None] // BLOCK - torch.arange(PADDED) // BLOCK
-    by_distance = torch.stack([(rows * (distance == d)).sum((1, 2)) for rows in [dense] for d in range(10)], dim=1)
-    last_ones = torch.stack([(last * (distance[-BLOCK:] == d)).sum((1, 2)) for d in range(10)], dim=1)
+    by_distance = torch.stack(
+        [(rows * (distance == d)).sum((1, 2)) for rows in [dense] for d in range(10)], dim=1
+    )
+    last_ones = torch.stack(
+        [(last * (distance[-BLOCK:] == d)).sum((1, 2)) for d in range(10)], dim=1
+    )
     torch.testing.assert_close(layer.diagonal_mass, (by_distance + last_ones) / (TOKENS + BLOCK))
     ranked = dense.sort(-1, descending=True).values
     for k_largest, got in zip(TOP_K, layer.top_k.T):
         torch.testing.assert_close(got, ranked[..., :k_largest].sum(-1).mean(-1))
     keys = torch.arange(1, TOKENS + 1)
-    assert layer.top_k_density.tolist() == pytest.approx([(keys.clamp(max=k) / keys.sum()).sum().item() for k in TOP_K])
-    verticals = [[int((row.sort(descending=True).values.cumsum(0) < share * row.sum()).sum()) + 1 for share in SHARES]
-               for row in last.mean(1)]
+    assert layer.top_k_density.tolist() == pytest.approx(
+        [(keys.clamp(max=k) / keys.sum()).sum().item() for k in TOP_K]
+    )
+    verticals = [
+        [
+            int((row.sort(descending=True).values.cumsum(0) < share * row.sum()).sum()) + 1
+            for share in SHARES
+        ]
+        for row in last.mean(1)
+    ]
     assert layer.verticals.tolist() == verticals
     assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
     assert len({point["pattern"] for point in layer.curves}) == 4
 
 
-@pytest.mark.parametrize("pattern", [VerticalSlash(0.7, sinks=2, dense_below=BLOCK, budget="joint"), XAttention(4, 0.7, BLOCK),
-                                     MoBA(32, 2)], ids=lambda pattern: pattern.name)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        VerticalSlash(0.7, sinks=2, dense_below=BLOCK, budget="joint"),
+        XAttention(4, 0.7, BLOCK),
+        MoBA(32, 2),
+    ],
+    ids=lambda pattern: pattern.name,
+)
 def test_curves_against_the_table_of_all_pairs(pattern):
     q, k, _ = structured_qkv(1, 2, 1, PADDED, 8)
     rows, cp = MASK.rows(PADDED), context_by_key(single_key(BLOCK))
     index, at = pattern.select(q, k, rows, cp), torch.tensor([3, 40, 77, 149])
     pairs = index.dense(MASK)[0][:, at]
     for head in range(2):
-        assert torch.equal(keys_of_rows(index.of_heads(slice(head, head + 1)), rows, at), pairs[head])
-    mass = (q[0][:, at] @ k[0].mT * 8**-0.5).masked_fill(~MASK.dense(PADDED)[:, at], -torch.inf).softmax(-1)
+        assert torch.equal(
+            keys_of_rows(index.of_heads(slice(head, head + 1)), rows, at), pairs[head]
+        )
+    mass = (
+        (q[0][:, at] @ k[0].mT * 8**-0.5)
+        .masked_fill(~MASK.dense(PADDED)[:, at], -torch.inf)
+        .softmax(-1)
+    )
     point = curve(("name", 1.0, pattern), q, k, rows, cp, at, mass)
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
@@ -66,7 +107,10 @@ def test_curves_against_the_table_of_all_pairs(pattern):
 
 def test_count_to_hold():
     mass = torch.tensor([[0.1, 0.5, 0.4], [0.0, 0.0, 2.0]], dtype=torch.float64)
-    assert count_to_hold(mass, torch.tensor([0.5, 0.6, 1.0], dtype=torch.float64)).tolist() == [[1, 2, 3], [1, 1, 1]]
+    assert count_to_hold(mass, torch.tensor([0.5, 0.6, 1.0], dtype=torch.float64)).tolist() == [
+        [1, 2, 3],
+        [1, 1, 1],
+    ]
 
 
 def test_a_checkpoint_is_inspected(tmp_path):
@@ -74,11 +118,24 @@ def test_a_checkpoint_is_inspected(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/short.txt").write_text("too short")
     (tmp_path / "texts/long.txt").write_text("every word of this is written many times over " * 12)
-    config = tiny_config(tmp_path, "run", model__flavour="debug", training__steps=1, training__dtype="float32",
-                         checkpoint__enable=True)
+    config = tiny_config(
+        tmp_path,
+        "run",
+        model__flavour="debug",
+        training__steps=1,
+        training__dtype="float32",
+        checkpoint__enable=True,
+    )
     train(config)
     save(config, config.training.output_dir)
-    words = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", str(tmp_path / "run"), "--length", "256"]
+    words = [
+        "--config",
+        str(tmp_path / "run/config.toml"),
+        "--checkpoint",
+        str(tmp_path / "run"),
+        "--length",
+        "256",
+    ]
     assert main([*words, "--rows", "20", "--layers", "1", "--out", str(tmp_path / "out")]) == 0
     dist.destroy_process_group()
     found = json.loads((tmp_path / "out/inspection.json").read_text())
@@ -87,16 +144,23 @@ def test_a_checkpoint_is_inspected(tmp_path):
     names = {path.name for path in Path(tmp_path / "out").iterdir()}
     assert names == {"inspection.json", "layer-1.png", "curves.png", "top_k.png"}
     for point in layer["curves"]:
-        assert all(0 < x <= 1 for x in point["density"]) and all(0 < x <= 1 + 1e-5 for x in point["recall"])
+        assert all(0 < x <= 1 for x in point["density"]) and all(
+            0 < x <= 1 + 1e-5 for x in point["recall"]
+        )
     joint = [point for point in layer["curves"] if point["pattern"] == "vertical_slash joint"]
     assert joint[0]["density"] <= joint[-1]["density"] and len(joint) == len(SHARES)
 
 
-@pytest.mark.parametrize("words, reason", [
-    (["--layers", "0,99"], "--layers 0,99 are no layers"), (["--rows", "0"], "--rows 0 is too small"),
-    (["--length", "20"], "--length 20 is below two blocks"), (["--parallelism.cp", "2"], "one process looks at the whole"),
-    ([], "holds no complete checkpoint"),
-])
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--layers", "0,99"], "--layers 0,99 are no layers"),
+        (["--rows", "0"], "--rows 0 is too small"),
+        (["--length", "20"], "--length 20 is below two blocks"),
+        (["--parallelism.cp", "2"], "one process looks at the whole"),
+        ([], "holds no complete checkpoint"),
+    ],
+)
 def test_what_cannot_be_inspected_is_refused(tmp_path, capsys, words, reason):
     path = tmp_path / "config.toml"
     path.write_text('[training]\ndevice = "cpu"\n')
@@ -109,4 +173,7 @@ def test_matplotlib_is_asked_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("titan_sparse.evaluation.pictures.has_matplotlib", lambda: False)
     (tmp_path / "config.toml").write_text('[training]\ndevice = "cpu"\n')
     assert main(["--config", str(tmp_path / "config.toml"), "--checkpoint", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == 'error: inspect_attention.py needs matplotlib; write pip install -e ".[eval]"\n'
+    assert (
+        capsys.readouterr().err
+        == 'error: inspect_attention.py needs matplotlib; write pip install -e ".[eval]"\n'
+    )

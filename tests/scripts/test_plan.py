@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import calibrate, plan as script
+from scripts import calibrate
+from scripts import plan as script
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.estimate.index_file import save_indexes
-from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.estimate.planner import load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
+from titan_sparse.models.flavours import FLAVOURS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,53 +27,130 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config(tmp_path):
-    (tmp_path / "c.toml").write_text('[training]\nseq_len = 8000\n[attention]\nblock_size = 64\nlayout = "striped"\n')
+    (tmp_path / "c.toml").write_text(
+        '[training]\nseq_len = 8000\n[attention]\nblock_size = 64\nlayout = "striped"\n'
+    )
     return str(tmp_path / "c.toml")
 
 
 def test_the_script_compares_layouts_and_schedules(config, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = [str(tmp_path / "plan.json"), str(tmp_path / "plan.png")]
-    words = [config, "--ranks", "8", "--nodes", "2", "--layout", "striped", "zigzag", "--schedule", "ring", "double_ring", "group_cast",
-             "--attention.overlap_stages", "3", "--layers", "2"]
+    words = [
+        config,
+        "--ranks",
+        "8",
+        "--nodes",
+        "2",
+        "--layout",
+        "striped",
+        "zigzag",
+        "--schedule",
+        "ring",
+        "double_ring",
+        "group_cast",
+        "--attention.overlap_stages",
+        "3",
+        "--layers",
+        "2",
+    ]
     assert script.main([*words, "--attention.vertical_slash.recall", "0.8", "--out", *out]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("| zigzag | double_ring |") == 1 and "rank  7:" in printed and "planned in" in printed
+    assert (
+        printed.count("| zigzag | double_ring |") == 1
+        and "rank  7:" in printed
+        and "planned in" in printed
+    )
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert found["seq_len"] == 8192 and len(found["plans"]) == 6        # 8000 padded to 2 x 8 x 64
+    assert found["seq_len"] == 8192 and len(found["plans"]) == 6  # 8000 padded to 2 x 8 x 64
     striped, _, cast, zigzag, *_ = found["plans"]
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(zigzag["pairs_of_rank"]))
     assert sum(striped["pairs_of_rank"]) == pytest.approx(sum(cast["pairs_of_rank"]))
     assert striped["worker_imbalance_per_step"] < zigzag["worker_imbalance_per_step"]
-    assert len(cast["pairs_of_rank_and_step"][0]) == 1 + 3              # the own blocks, then stages
+    assert len(cast["pairs_of_rank_and_step"][0]) == 1 + 3  # the own blocks, then stages
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
 def test_packed_documents_are_planned(config, tmp_path):
     """Pairs are those of the documents, on whichever rank; the layout that is made for them is even."""
-    words = [config, "--attention.pattern", "dense", "--ranks", "4", "--nodes", "1", "--layout", "contiguous", "balanced", "--schedule",
-             "group_cast", "--model.flavour", "debug", "--out", str(tmp_path / "plan.json")]
-    for documents, lengths in ((["6000", "500", "1"], [6000, 500, 1]), (["ragged"], ragged_lengths(8000, 0))):
+    words = [
+        config,
+        "--attention.pattern",
+        "dense",
+        "--ranks",
+        "4",
+        "--nodes",
+        "1",
+        "--layout",
+        "contiguous",
+        "balanced",
+        "--schedule",
+        "group_cast",
+        "--model.flavour",
+        "debug",
+        "--out",
+        str(tmp_path / "plan.json"),
+    ]
+    for documents, lengths in (
+        (["6000", "500", "1"], [6000, 500, 1]),
+        (["ragged"], ragged_lengths(8000, 0)),
+    ):
         assert script.main([*words, "--documents", *documents]) == 0
         contiguous, balanced = json.loads((tmp_path / "plan.json").read_text())["plans"]
         pairs = sum(n * (n + 1) / 2 for n in lengths) * FLAVOURS["debug"].heads
-        assert sum(contiguous["pairs_of_rank"]) == pytest.approx(pairs) == pytest.approx(sum(balanced["pairs_of_rank"]))
+        assert (
+            sum(contiguous["pairs_of_rank"])
+            == pytest.approx(pairs)
+            == pytest.approx(sum(balanced["pairs_of_rank"]))
+        )
         assert balanced["worker_imbalance"] < 1.1 < contiguous["worker_imbalance"]
 
 
-@pytest.mark.parametrize("documents, schedules", [(["--documents", "ragged"], ["all_gather", "group_cast"]), ([], ["all_gather"] * 2)])
+@pytest.mark.parametrize(
+    "documents, schedules",
+    [(["--documents", "ragged"], ["all_gather", "group_cast"]), ([], ["all_gather"] * 2)],
+)
 def test_auto_goes_by_the_mask_that_is_planned(config, tmp_path, documents, schedules):
     """Whatever attention.mask says: without --documents it is one long document."""
-    words = [config, "--attention.pattern", "dense", "--attention.mask", "documents", "--ranks", "4", "--nodes", "1", "--layout",
-             "contiguous", "balanced", "--schedule", "auto", "--out", str(tmp_path / "plan.json")]
+    words = [
+        config,
+        "--attention.pattern",
+        "dense",
+        "--attention.mask",
+        "documents",
+        "--ranks",
+        "4",
+        "--nodes",
+        "1",
+        "--layout",
+        "contiguous",
+        "balanced",
+        "--schedule",
+        "auto",
+        "--out",
+        str(tmp_path / "plan.json"),
+    ]
     assert script.main([*words, *documents]) == 0
-    assert [p["schedule"] for p in json.loads((tmp_path / "plan.json").read_text())["plans"]] == schedules
+    assert [
+        p["schedule"] for p in json.loads((tmp_path / "plan.json").read_text())["plans"]
+    ] == schedules
 
 
 def test_padding_suits_all_layouts(config, tmp_path):
     """2112 tokens are 33 blocks: 36 for four ranks, 40 with zigzag's two runs a rank, in whichever order they are named."""
     for layouts in (["zigzag", "balanced"], ["balanced", "zigzag"]):
-        words = ["--ranks", "4", "--nodes", "1", "--seq-len", "2112", "--layout", *layouts, "--out", str(tmp_path / "plan.json")]
+        words = [
+            "--ranks",
+            "4",
+            "--nodes",
+            "1",
+            "--seq-len",
+            "2112",
+            "--layout",
+            *layouts,
+            "--out",
+            str(tmp_path / "plan.json"),
+        ]
         assert script.main([config, *words]) == 0
         assert json.loads((tmp_path / "plan.json").read_text())["seq_len"] == 40 * 64
 
@@ -80,23 +158,50 @@ def test_padding_suits_all_layouts(config, tmp_path):
 def test_the_script_takes_a_saved_index(config, tmp_path, capsys):
     rows, pattern = Causal().rows(1024), VerticalSlash(recall=0.5, sinks=3)
     torch.manual_seed(0)
-    index = pattern.select(torch.randn(1, 2, 1024, 8), torch.randn(1, 1, 1024, 8), rows, block_size=64)
+    index = pattern.select(
+        torch.randn(1, 2, 1024, 8), torch.randn(1, 1, 1024, 8), rows, block_size=64
+    )
     save_indexes(tmp_path / "index.pt", pattern, rows, [index])
-    assert script.main([config, "--ranks", "4", "--index", str(tmp_path / "index.pt"), "--out", str(tmp_path / "p.json")]) == 0
+    assert (
+        script.main(
+            [
+                config,
+                "--ranks",
+                "4",
+                "--index",
+                str(tmp_path / "index.pt"),
+                "--out",
+                str(tmp_path / "p.json"),
+            ]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "p.json").read_text())
     assert sum(found["plans"][0]["pairs_of_rank"]) == index.dense(Causal()).sum()
-    assert script.main([config, "--ranks", "4", "--seq-len", "512", "--index", str(tmp_path / "index.pt")]) == 2
+    assert (
+        script.main(
+            [config, "--ranks", "4", "--seq-len", "512", "--index", str(tmp_path / "index.pt")]
+        )
+        == 2
+    )
     assert "--seq-len 512" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--ranks", "6", "--nodes", "4"], "another --nodes"), (["--out", "x.txt"], "--out x.txt"),
-    (["--constants", "missing.json"], "--constants missing.json"), (["--training.sequence", "5"], "unknown key"),
-    (["--schedule", "local", "--ranks", "2"], "local"), (["--attention.pattern", "moba"], "write --index FILE"),
-    (["--documents", "ragged"], "write --attention.pattern dense"), (["--documents", "5", "--index", "x.pt"], "write one of them"),
-    (["--attention.pattern", "dense", "--documents", "9000"], "add up to 8000"),
-    (["--attention.pattern", "dense", "--documents", "many"], "write ragged"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--ranks", "6", "--nodes", "4"], "another --nodes"),
+        (["--out", "x.txt"], "--out x.txt"),
+        (["--constants", "missing.json"], "--constants missing.json"),
+        (["--training.sequence", "5"], "unknown key"),
+        (["--schedule", "local", "--ranks", "2"], "local"),
+        (["--attention.pattern", "moba"], "write --index FILE"),
+        (["--documents", "ragged"], "write --attention.pattern dense"),
+        (["--documents", "5", "--index", "x.pt"], "write one of them"),
+        (["--attention.pattern", "dense", "--documents", "9000"], "add up to 8000"),
+        (["--attention.pattern", "dense", "--documents", "many"], "write ragged"),
+    ],
+)
 def test_the_script_refuses_in_one_line(config, capsys, words, message):
     assert script.main([config, *words]) == 2
     error = capsys.readouterr().err
@@ -106,7 +211,22 @@ def test_the_script_refuses_in_one_line(config, capsys, words, message):
 @pytest.mark.slow
 def test_a_thousand_ranks_are_planned(config, capsys):
     began = time.process_time()
-    assert script.main([config, "--ranks", "1024", "--nodes", "128", "--seq-len", "131072", "--schedule", "double_ring"]) == 0
+    assert (
+        script.main(
+            [
+                config,
+                "--ranks",
+                "1024",
+                "--nodes",
+                "128",
+                "--seq-len",
+                "131072",
+                "--schedule",
+                "double_ring",
+            ]
+        )
+        == 0
+    )
     assert "planned in " in capsys.readouterr().out
     assert time.process_time() - began < 60, "of this process: others may share its cores"
 
@@ -115,22 +235,55 @@ def test_a_thousand_ranks_are_planned(config, capsys):
 
 
 def test_calibration_writes_what_plans_read(tmp_path):
-    words = ["--out", str(tmp_path / "c.json"), "--seq-len", "4096", "--heads", "2", "1", "--head-dim", "8", "--megabytes", "0.1",
-             "--repeats", "1", "--device", "cpu", "--across-gb-s", "2"]
+    words = [
+        "--out",
+        str(tmp_path / "c.json"),
+        "--seq-len",
+        "4096",
+        "--heads",
+        "2",
+        "1",
+        "--head-dim",
+        "8",
+        "--megabytes",
+        "0.1",
+        "--repeats",
+        "1",
+        "--device",
+        "cpu",
+        "--across-gb-s",
+        "2",
+    ]
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "scripts/calibrate.py", *words],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "scripts/calibrate.py",
+            *words,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     constants = load_constants(tmp_path / "c.json")
-    assert constants.across_gb_s == 2 and constants.forward_tflops > 0 and 0 < constants.inside_gb_s < 1000
+    assert (
+        constants.across_gb_s == 2
+        and constants.forward_tflops > 0
+        and 0 < constants.inside_gb_s < 1000
+    )
     assert json.loads(result.stdout)["machine"] == "CPU, 1 nodes of 2"
 
 
 def test_the_line_through_two_timings():
     assert calibrate.line((10.0, 2.0), (6.0, 2.0)) == (2.0, 1.0)
-    assert calibrate.line((10.0, 2.0), (5.0, 0.5)) == (2.0, 0.0)        # would begin below zero
-    assert calibrate.line((10.0, 2.0), (5.0, 5.0)) == (2.0, 0.0)        # no growth
+    assert calibrate.line((10.0, 2.0), (5.0, 0.5)) == (2.0, 0.0)  # would begin below zero
+    assert calibrate.line((10.0, 2.0), (5.0, 5.0)) == (2.0, 0.0)  # no growth
     with pytest.raises(ValueError, match="noise"):
         calibrate.line((10.0, 2.0), (-1.0, 1.0))
 

@@ -18,7 +18,8 @@ def _event(name: str, start: float, end: float, cat: str = "kernel") -> dict:
 
 EVENTS = [
     _event("aten::mm", 0, 100, "cpu_op"),
-    _event("void gemm<int>(float)", 0, 4), _event("gemm", 3, 6),
+    _event("void gemm<int>(float)", 0, 4),
+    _event("gemm", 3, 6),
     _event("ncclDevKernel_AllGather", 5, 9),  # 3 of 4 ms in the open
     _event("ncclDevKernel_SendRecv", 8, 10),
     _event("Memcpy HtoD", 9.5, 11, "gpu_memcpy"),
@@ -29,7 +30,9 @@ EVENTS = [
 def test_shares_add_up_and_hidden_work_counts_nothing():
     found = summary(EVENTS, top=2)
     assert found["span_ms"] == pytest.approx(14) and found["launches"] == 6
-    assert found["share_ms"] == pytest.approx({"compute": 7, "send-receive": 2, "collective": 2, "copy": 1, "idle": 2})
+    assert found["share_ms"] == pytest.approx(
+        {"compute": 7, "send-receive": 2, "collective": 2, "copy": 1, "idle": 2}
+    )
     assert found["kernels"][0] == {"name": "gemm", "calls": 2, "total_ms": pytest.approx(7)}
     assert len(found["kernels"]) == 2
 
@@ -37,11 +40,23 @@ def test_shares_add_up_and_hidden_work_counts_nothing():
 def test_script(tmp_path):
     def run(events: list[dict]) -> subprocess.CompletedProcess:
         (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events}))
-        return subprocess.run([sys.executable, "scripts/summarize_trace.py", tmp_path / "rank0.json", "--json",
-                               tmp_path / "out.json"], cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(
+            [
+                sys.executable,
+                "scripts/summarize_trace.py",
+                tmp_path / "rank0.json",
+                "--json",
+                tmp_path / "out.json",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
 
     result = run(EVENTS)
     assert result.returncode == 0 and "14.0 ms, 6 launches" in result.stdout, result.stderr
     assert json.loads((tmp_path / "out.json").read_text()) == summary(EVENTS)
     empty = run(EVENTS[:1])
-    assert empty.returncode == 1 and "no work of a GPU; write profiling.enable = true" in empty.stderr
+    assert (
+        empty.returncode == 1 and "no work of a GPU; write profiling.enable = true" in empty.stderr
+    )

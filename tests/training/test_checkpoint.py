@@ -14,8 +14,14 @@ from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {
-    "training__steps": 6, "training__dtype": "float32", "optimizer__name": "AdamW", "optimizer__lr": 1e-2,
-    "checkpoint__enable": True, "checkpoint__interval": 3, "lr_scheduler__total_steps": 6, "parallelism__cp": 2,
+    "training__steps": 6,
+    "training__dtype": "float32",
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 3,
+    "lr_scheduler__total_steps": 6,
+    "parallelism__cp": 2,
 }
 
 
@@ -25,7 +31,10 @@ def _weights(trainer: Trainer) -> dict:
 
 def _lines(config) -> list[list]:
     dist.barrier()
-    return [[line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens_seen")] for line in metrics_of(config)]
+    return [
+        [line[key] for key in ("step", "loss", "grad_norm", "lr", "tokens_seen")]
+        for line in metrics_of(config)
+    ]
 
 
 def _six_equal_three_and_three(folder: Path) -> None:
@@ -50,7 +59,11 @@ def test_six_steps_equal_three_and_three(tmp_path):
 
 
 def _save(folder: Path) -> None:
-    train(tiny_config(folder, "run", **SETTINGS | {"training__steps": 3, "training__dtype": "float64"}))
+    train(
+        tiny_config(
+            folder, "run", **SETTINGS | {"training__steps": 3, "training__dtype": "float64"}
+        )
+    )
     train(tiny_config(folder, "whole", **SETTINGS | {"training__dtype": "float64"}))
 
 
@@ -61,10 +74,20 @@ def _go_on(folder: Path, overrides: dict) -> None:
     torch.testing.assert_close(_lines(config), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size, overrides", [
-    pytest.param(1, {"parallelism__cp": 1}, marks=pytest.mark.slow),
-    (4, {"parallelism__cp": 4, "attention__layout": "balanced", "attention__schedule": "group_cast"}),
-])
+@pytest.mark.parametrize(
+    "world_size, overrides",
+    [
+        pytest.param(1, {"parallelism__cp": 1}, marks=pytest.mark.slow),
+        (
+            4,
+            {
+                "parallelism__cp": 4,
+                "attention__layout": "balanced",
+                "attention__schedule": "group_cast",
+            },
+        ),
+    ],
+)
 def test_another_world_size(tmp_path, world_size, overrides):
     write_texts(tmp_path / "texts")
     run_processes(2, _save, tmp_path)
@@ -116,9 +139,16 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, number):
 
 
 def _initial_weights(folder: Path) -> None:
-    config = tiny_config(folder, "second", **SETTINGS | {
-        "training__steps": 1, "optimizer__lr": 1e-30, "checkpoint__initial_load_path": str(folder / "run/checkpoint/step-3")
-    })
+    config = tiny_config(
+        folder,
+        "second",
+        **SETTINGS
+        | {
+            "training__steps": 1,
+            "optimizer__lr": 1e-30,
+            "checkpoint__initial_load_path": str(folder / "run/checkpoint/step-3"),
+        },
+    )
     first = Trainer(tiny_config(folder, "run", **SETTINGS | {"training__steps": 3}))
     assert first.checkpointer.load()
     second = train(config)

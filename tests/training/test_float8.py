@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.runs import TINY
 from tests.models.test_decoder import causal, dense_attend
-from titan_sparse.training.activation_checkpoint import checkpointed
+from tests.runs import TINY
 from titan_sparse.config import Float8
-from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
+from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.float8 import check_device, convert_to_float8
 
 CONFIG = replace(TINY, tied_embeddings=False)
 TOKENS = torch.randint(0, 258, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,9 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 def _converted(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    return {
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    }
 
 
 def test_the_blocks_linears_and_nothing_else():
@@ -44,21 +46,28 @@ def test_the_blocks_linears_and_nothing_else():
         model = Decoder(CONFIG, dense_attend)
     names = list(model.state_dict())
     assert convert_to_float8(model, Float8(enable=True), emulate=True) == 14
-    assert len(_converted(model)) == 14 and all(name.startswith("layers.") for name in _converted(model))
+    assert len(_converted(model)) == 14 and all(
+        name.startswith("layers.") for name in _converted(model)
+    )
     assert list(model.state_dict()) == names
 
 
 def test_filter():
     with torch.device("meta"):
         model = Decoder(CONFIG, dense_attend)
-    assert convert_to_float8(model, Float8(enable=True, filter="o_proj, layers.0.mlp"), emulate=True) == 14 - 2 - 3
+    assert (
+        convert_to_float8(model, Float8(enable=True, filter="o_proj, layers.0.mlp"), emulate=True)
+        == 14 - 2 - 3
+    )
     assert not any("o_proj" in name or "layers.0.mlp" in name for name in _converted(model))
 
 
 @pytest.mark.parametrize("filter", ["attention", "layers"])
 def test_a_filter_that_matches_nothing_or_everything_is_refused(filter):
     with torch.device("meta"), pytest.raises(ValueError, match="float8.filter"):
-        convert_to_float8(Decoder(CONFIG, dense_attend), Float8(enable=True, filter=filter), emulate=True)
+        convert_to_float8(
+            Decoder(CONFIG, dense_attend), Float8(enable=True, filter=filter), emulate=True
+        )
 
 
 def test_a_cpu_is_refused():
@@ -78,11 +87,15 @@ def test_gradients_are_near_and_training_goes_down(recipe):
         assert error > 0.01 or "layers" not in name or a.grad.norm() == 0, (name, error)
     losses = {}
     for key, model in (("bfloat16", plain), ("float8", float8)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # larger steps make any rounding grow
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1
+        )  # larger steps make any rounding grow
         for _ in range(15):
             optimizer.zero_grad()
             loss = _loss(model)
             loss.backward()
             optimizer.step()
         losses[key] = loss.item()
-    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.01), losses
+    assert losses["float8"] < 5.0 and losses["float8"] == pytest.approx(
+        losses["bfloat16"], rel=0.01
+    ), losses

@@ -13,35 +13,55 @@ from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, timing
-from titan_sparse.attention.observe import visits as balance
-from titan_sparse.attention.schedules import ring
-from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.schedules.needs import needed_chunks_of
-from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.call import Run
+from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.schedules import ring
+from titan_sparse.attention.schedules.needs import needed_chunks_of
 from titan_sparse.training.metrics import context_parallel_averages
 
 BLOCK, BATCH, HEADS, KV_HEADS, DIM = 16, 2, 4, 2, 8
 TOKENS = 6 * BLOCK  # of a rank
 LOGGED = {
-    "worker_imbalance", "worker_imbalance_per_step", "step_imbalance", "lockstep_imbalance", "worker_imbalance_time",
-    "worker_imbalance_per_step_time", "step_imbalance_time", "lockstep_imbalance_time", "computation_ratio",
-    "exposed_communication_ms", "exposed_communication_share", "cp_gib_sent", "cp_gib_columns",
-    "cp_gib_selection", "cp_sent_of_plain_ring",
+    "worker_imbalance",
+    "worker_imbalance_per_step",
+    "step_imbalance",
+    "lockstep_imbalance",
+    "worker_imbalance_time",
+    "worker_imbalance_per_step_time",
+    "step_imbalance_time",
+    "lockstep_imbalance_time",
+    "computation_ratio",
+    "exposed_communication_ms",
+    "exposed_communication_share",
+    "cp_gib_sent",
+    "cp_gib_columns",
+    "cp_gib_selection",
+    "cp_sent_of_plain_ring",
 }
 
 
 def _cp(layout: str, schedule: str, *options) -> ContextParallel:
     names = ("cp_inter", "cp_intra") if schedule == "double_ring" else ("cp",)
-    axes = (2, dist.get_world_size() // 2) if schedule == "double_ring" else (dist.get_world_size(),)
-    return ContextParallel(init_device_mesh("cpu", axes, mesh_dim_names=names), layout, schedule, BLOCK, *options)
+    axes = (
+        (2, dist.get_world_size() // 2) if schedule == "double_ring" else (dist.get_world_size(),)
+    )
+    return ContextParallel(
+        init_device_mesh("cpu", axes, mesh_dim_names=names), layout, schedule, BLOCK, *options
+    )
 
 
-def _record(cp, calls=1, mask=Causal(), pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False):
+def _record(
+    cp, calls=1, mask=Causal(), pattern=Dense(), dtype=torch.float64, delay=0.0, backward=False
+):
     """The recording of `calls` attention calls, and the index of the last."""
     seq_len = TOKENS * dist.get_world_size()
-    local = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(BATCH, HEADS, KV_HEADS, seq_len, DIM, dtype=dtype)]
+    local = [
+        cp.shard(x, 2).requires_grad_()
+        for x in structured_qkv(BATCH, HEADS, KV_HEADS, seq_len, DIM, dtype=dtype)
+    ]
     dist.barrier()
     with recording() as seen:
         for _ in range(calls):
@@ -59,7 +79,10 @@ def _check_work() -> None:
     ranks = dist.get_world_size()
     n = TOKENS
     own, other = n * (n + 1) // 2, n * n
-    by_hand = [[own if t == 0 else other if t <= rank else 0 for t in range(ranks)] for rank in range(ranks)]
+    by_hand = [
+        [own if t == 0 else other if t <= rank else 0 for t in range(ranks)]
+        for rank in range(ranks)
+    ]
     by_hand = BATCH * HEADS * torch.tensor(by_hand, dtype=torch.float64)
     seen, _ = _record(_cp("contiguous", "ring"), calls=2)
     measured = seen.by_rank()
@@ -73,27 +96,49 @@ def _check_work() -> None:
         seen, _ = _record(_cp("zigzag", schedule))
         work = seen.by_rank().work
         assert context_parallel_averages(seen)["worker_imbalance"] == 1.0
-        assert work.shape == (1, ranks, ranks if schedule == "ring" else KV_HEADS) and work.sum() == by_hand.sum()
+        assert (
+            work.shape == (1, ranks, ranks if schedule == "ring" else KV_HEADS)
+            and work.sum() == by_hand.sum()
+        )
     seen, _ = _record(_cp("contiguous", "all_gather"))
     assert torch.equal(seen.by_rank().work[0], totals[:, None].expand(-1, KV_HEADS) / KV_HEADS)
 
 
-SPARSE = VerticalSlash(recall=0.5, sinks=3, local_diagonals=1, max_columns=40, max_slashes=2, dense_below=48)
+SPARSE = VerticalSlash(
+    recall=0.5, sinks=3, local_diagonals=1, max_columns=40, max_slashes=2, dense_below=48
+)
 
 
 def _check_columns_of_the_backward(schedule: str) -> None:
     """by_step(backward=True) puts each part of the columns where the backward meets it, in each group of heads; the
     gradients of all of them go home at once."""
-    seen, reduced, monkeypatch = [], [], pytest.MonkeyPatch()     # (columns of the group, source) or (columns, part)
+    seen, reduced, monkeypatch = (
+        [],
+        [],
+        pytest.MonkeyPatch(),
+    )  # (columns of the group, source) or (columns, part)
     tiles, part, reduce = Run.tiles, ring.vertical_part, ring.reduce_verticals
     cp = _cp("striped", schedule)
-    local = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, HEADS, KV_HEADS, TOKENS * cp.size, DIM)]
+    local = [
+        cp.shard(x, 2).requires_grad_()
+        for x in structured_qkv(1, HEADS, KV_HEADS, TOKENS * cp.size, DIM)
+    ]
     out, aux = attend(*local, pattern=SPARSE, cp=cp, return_aux=True)
-    monkeypatch.setattr(Run, "tiles",
-                        lambda run, *args: seen.append(("step", id(run.index), args[2])) or tiles(run, *args))
-    monkeypatch.setattr(ring, "vertical_part", lambda run, kv, number, *args:
-                        seen.append(("part", id(run.index), number, args[0])) or part(run, kv, number, *args))
-    monkeypatch.setattr(ring, "reduce_verticals", lambda *args: reduced.append(len(seen)) or reduce(*args))
+    monkeypatch.setattr(
+        Run,
+        "tiles",
+        lambda run, *args: seen.append(("step", id(run.index), args[2])) or tiles(run, *args),
+    )
+    monkeypatch.setattr(
+        ring,
+        "vertical_part",
+        lambda run, kv, number, *args: (
+            seen.append(("part", id(run.index), number, args[0])) or part(run, kv, number, *args)
+        ),
+    )
+    monkeypatch.setattr(
+        ring, "reduce_verticals", lambda *args: reduced.append(len(seen)) or reduce(*args)
+    )
     out.sum().backward()
     monkeypatch.undo()
     rows = Causal().rows(TOKENS * cp.size)
@@ -103,8 +148,12 @@ def _check_columns_of_the_backward(schedule: str) -> None:
     work = visits.pairs[0, :, cp.rank].sum(0)[sources]
     groups = {group for _, group, *_ in seen}
     assert len(groups) == len(cp.windows) and len(reduced) == 1
-    assert reduced[0] == max(i for i, event in enumerate(seen) if event[0] == "part") + 1 < len(seen)
-    want = balance.by_step(visits, balance.step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed)
+    assert (
+        reduced[0] == max(i for i, event in enumerate(seen) if event[0] == "part") + 1 < len(seen)
+    )
+    want = balance.by_step(
+        visits, balance.step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
+    )
     for group in groups:
         found, at = work.clone(), None
         for kind, which, number, *parts in seen:
@@ -131,7 +180,9 @@ def _check_sparse_work(schedules: tuple[str, ...]) -> None:
         else:
             summed = balance.Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
             needed = needed_chunks_of(index, rows, cp.layout, cp.size)
-            want = balance.by_step(summed, balance.step_sources(schedule, cp.inter, cp.intra), needed=needed)[0, 0]
+            want = balance.by_step(
+                summed, balance.step_sources(schedule, cp.inter, cp.intra), needed=needed
+            )[0, 0]
         work, compute, _ = seen.by_rank()
         assert torch.equal(work[0], want.double()), schedule
         assert (compute > 0)[work > 0].all(), schedule
@@ -167,7 +218,9 @@ def _check_waiting() -> None:
         assert compute.sum(1).max() < 500 and elapsed[dist.get_rank()].sum() < took
         logged = context_parallel_averages(seen)
         assert logged["exposed_communication_ms"] == pytest.approx(waited.mean().item())
-        assert logged["exposed_communication_share"] == pytest.approx((waited.sum() / elapsed.sum()).item())
+        assert logged["exposed_communication_share"] == pytest.approx(
+            (waited.sum() / elapsed.sum()).item()
+        )
         assert 0 < logged["computation_ratio"] < 1
         assert logged["worker_imbalance_time"] == balance.worker_imbalance(compute).item()
 
@@ -180,7 +233,10 @@ def _check_nothing_is_timed() -> None:
         raise AssertionError("an event was made")
 
     timing.mark = forbidden
-    local = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 2, 1, 64 * dist.get_world_size(), 8)]
+    local = [
+        cp.shard(x, 2).requires_grad_()
+        for x in structured_qkv(1, 2, 1, 64 * dist.get_world_size(), 8)
+    ]
     attend(*local, cp=cp).sum().backward()
     with recording(), pytest.raises(AssertionError, match="an event was made"):
         attend(*local, cp=cp)
@@ -221,16 +277,27 @@ def _check_bytes() -> None:
     chunk = 2 * BATCH * KV_HEADS * n * DIM * 2
     record = lambda *options: _record(_cp(*options), dtype=torch.bfloat16, backward=True)[0]
     plain = (ranks - 1) * (1 + 1 + 2) * chunk
-    for layout, schedule in (("zigzag", "ring"), ("striped", "all_gather"), ("contiguous", "all_gather")):
+    for layout, schedule in (
+        ("zigzag", "ring"),
+        ("striped", "all_gather"),
+        ("contiguous", "all_gather"),
+    ):
         seen = record(layout, schedule)
         assert (seen.bytes_sent, seen.plain_ring_bytes) == (plain, plain), (layout, schedule)
     # Causal and contiguous: chunk s is needed by the ranks after s; its gradient comes home around the whole ring.
     keys, gradients = {2: ([1, 0], [0, 1]), 3: ([1, 2, 0], [1, 1, 2])}[ranks]
     seen = record("contiguous", "ring")
-    assert seen.bytes_sent == (2 * keys[rank] + 2 * gradients[rank]) * chunk and seen.plain_ring_bytes == plain
+    assert (
+        seen.bytes_sent == (2 * keys[rank] + 2 * gradients[rank]) * chunk
+        and seen.plain_ring_bytes == plain
+    )
     logged = context_parallel_averages(seen)
-    assert logged["cp_sent_of_plain_ring"] == pytest.approx((2 * sum(keys) + 2 * sum(gradients)) * chunk / plain / ranks)
-    assert logged["cp_gib_sent"] == pytest.approx((2 * sum(keys) + 2 * sum(gradients)) * chunk / ranks / 2**30)
+    assert logged["cp_sent_of_plain_ring"] == pytest.approx(
+        (2 * sum(keys) + 2 * sum(gradients)) * chunk / plain / ranks
+    )
+    assert logged["cp_gib_sent"] == pytest.approx(
+        (2 * sum(keys) + 2 * sum(gradients)) * chunk / ranks / 2**30
+    )
     seen = record("zigzag", "ring", "auto", torch.bfloat16)
     assert seen.bytes_sent == seen.plain_ring_bytes == (ranks - 1) * 3 * chunk
     # The queries with d_out and out (bf16), lse (fp32), and their gradient (fp32); forward as ever.
@@ -246,11 +313,22 @@ def _check_bytes() -> None:
 
 def _check_bytes_besides() -> None:
     """Columns in bf16, their gradients in fp32, each summed over a ring; selection is what select() alone sends."""
-    ranks, cp, pattern = dist.get_world_size(), _cp("striped", "ring"), VerticalSlash(recall=0.7, max_columns=40, dense_below=48)
+    ranks, cp, pattern = (
+        dist.get_world_size(),
+        _cp("striped", "ring"),
+        VerticalSlash(recall=0.7, max_columns=40, dense_below=48),
+    )
     seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
     columns = 2 * index.verticals.numel() * DIM
-    assert seen.bytes_of_columns == sum(2 * (2 * columns * size * (ranks - 1) // ranks) for size in (2, 4)) > 0
-    before, inputs = cp.sent["collectives"], structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16)
+    assert (
+        seen.bytes_of_columns
+        == sum(2 * (2 * columns * size * (ranks - 1) // ranks) for size in (2, 4))
+        > 0
+    )
+    before, inputs = (
+        cp.sent["collectives"],
+        structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16),
+    )
     pattern.select(*(cp.shard(x, 2) for x in inputs[:2]), Causal(), cp)
     assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
     logged = context_parallel_averages(seen)
@@ -284,13 +362,23 @@ def test_recorded_over_two_nodes():
 
 def _check_training(folder: Path) -> None:
     for cp, layout in ((2, "contiguous"), (1, "striped")):
-        config = tiny_config(folder, f"cp{cp}", training__steps=2, parallelism__cp=cp, attention__layout=layout,
-                             attention__schedule="ring" if cp == 2 else "auto", attention__pattern="dense", attention__mask="causal",
-                             metrics__tensorboard=True)
+        config = tiny_config(
+            folder,
+            f"cp{cp}",
+            training__steps=2,
+            parallelism__cp=cp,
+            attention__layout=layout,
+            attention__schedule="ring" if cp == 2 else "auto",
+            attention__pattern="dense",
+            attention__mask="causal",
+            metrics__tensorboard=True,
+        )
         train(config)
         dist.barrier()
         lines = metrics_of(config)
-        assert len(lines) == 2 and all(line.keys() & LOGGED == (LOGGED if cp == 2 else set()) for line in lines)
+        assert len(lines) == 2 and all(
+            line.keys() & LOGGED == (LOGGED if cp == 2 else set()) for line in lines
+        )
         if dist.get_rank() == 0:
             board = EventAccumulator(str(folder / f"cp{cp}" / "tensorboard")).Reload()
             assert LOGGED & {*board.Tags()["scalars"]} == (LOGGED if cp == 2 else set())

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.runs import TINY
-from titan_sparse.training import offload
-from titan_sparse.training.activation_checkpoint import checkpointed
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
+from titan_sparse.training import offload
+from titan_sparse.training.activation_checkpoint import checkpointed
 from titan_sparse.training.offload import BufferPool, OffloadedBlocks, bytes_offloaded
 
 LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 4, 256, 32, 4, 8
@@ -30,12 +30,16 @@ CPU = torch.device("cpu")
 def _small_tensors_too(monkeypatch) -> Iterator[None]:
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    monkeypatch.setattr(offload, "MIN_BYTES", TOKENS * HEADS * 4)  # LSE, but neither norms nor biases
+    monkeypatch.setattr(
+        offload, "MIN_BYTES", TOKENS * HEADS * 4
+    )  # LSE, but neither norms nor biases
     yield
     torch._dynamo.reset()
 
 
-def _decoder(backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None) -> Decoder:
+def _decoder(
+    backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None
+) -> Decoder:
     """fp32, checkpointed and compiled block by block as parallel.py does."""
     call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
     model = Decoder(CONFIG, lambda q, k, v, mask: call(q, k, v, mask))
@@ -52,7 +56,9 @@ def _loss(model: nn.Module, seed: int, sequences: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, 200, (2, sequences, TOKENS), generator=generator)
     lengths = [[100 + seed, 156 - seed]] * sequences
-    return model(tokens, torch.arange(TOKENS).expand(sequences, -1), Documents(lengths).rows(TOKENS), labels)
+    return model(
+        tokens, torch.arange(TOKENS).expand(sequences, -1), Documents(lengths).rows(TOKENS), labels
+    )
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -85,17 +91,24 @@ def test_steps_are_the_same_to_the_bit_and_the_pool_stays(wanted):
         assert torch.equal(loss, wanted[seed][0])
         _assert_equal(_gradients(model), wanted[seed][1])
         sizes.add((blocks.pool.count, blocks.pool.nbytes))
-        assert sum(map(len, blocks.pool.free.values())) == blocks.pool.count, "buffers were not given back"
+        assert sum(map(len, blocks.pool.free.values())) == blocks.pool.count, (
+            "buffers were not given back"
+        )
         with torch.no_grad():
             _loss(model, 1 - seed)
     assert len(sizes) == 1, "the pool grew"
     assert counter.frame_count <= 2, "compiled anew"  # with gradients and without
     buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
     wide, lse = TOKENS * HIDDEN * 4, TOKENS * HEADS * 4
-    assert buffers.pop(wide) == 2 * (LAYERS - 1) and buffers.pop(lse) == LAYERS - 1  # input and out; LSE
+    assert (
+        buffers.pop(wide) == 2 * (LAYERS - 1) and buffers.pop(lse) == LAYERS - 1
+    )  # input and out; LSE
     (columns,) = buffers  # what the pattern has gathered
     assert columns % (2 * HEADS * HEAD_DIM * 4) == 0 and buffers[columns] == LAYERS - 1
-    assert blocks.pool.nbytes == bytes_offloaded(LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM, 4) + (LAYERS - 1) * columns
+    assert (
+        blocks.pool.nbytes
+        == bytes_offloaded(LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM, 4) + (LAYERS - 1) * columns
+    )
 
 
 def test_two_forwards_before_their_backwards_and_an_evaluation_between(wanted):
@@ -103,7 +116,10 @@ def test_two_forwards_before_their_backwards_and_an_evaluation_between(wanted):
     first, second = _loss(model, 0), _loss(model, 1)
     with torch.no_grad():
         _loss(model, 2)
-    for seed, loss in ((0, first), (1, second)):  # not last in, first out: buffers must not be mixed up
+    for seed, loss in (
+        (0, first),
+        (1, second),
+    ):  # not last in, first out: buffers must not be mixed up
         loss.backward()
         _assert_equal(_gradients(model), wanted[seed][1])
 
@@ -135,7 +151,11 @@ def test_at_most_three_blocks_on_the_device(monkeypatch):
     save, fetch = offload._Block.save, offload._Saved.fetch
 
     def held(phase: str) -> None:
-        blocks = {id(s.block) for reference in living if (s := reference()) is not None and s.on_device is not None}
+        blocks = {
+            id(s.block)
+            for reference in living
+            if (s := reference()) is not None and s.on_device is not None
+        }
         most[phase] = max(most[phase], len(blocks))
 
     def counted_save(self, tensor):
@@ -196,8 +216,14 @@ class _Keeps(nn.Module):
 
 def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice():
     model, blocks = nn.ModuleList(_Keeps() for _ in range(3)), OffloadedBlocks(CPU)
-    x, shared, row = torch.randn(32, 64, requires_grad=True), torch.randn(32, 64), torch.randn(32, 64)
-    want = torch.autograd.grad(functools.reduce(lambda y, b: b(y, shared, (row,)), model, x).sum(), x)[0]
+    x, shared, row = (
+        torch.randn(32, 64, requires_grad=True),
+        torch.randn(32, 64),
+        torch.randn(32, 64),
+    )
+    want = torch.autograd.grad(
+        functools.reduce(lambda y, b: b(y, shared, (row,)), model, x).sum(), x
+    )[0]
     out = blocks(model, x, shared, (row,))
     # Of two blocks (the third one's stay) the input, and the product before `shared`: x * x saves its input twice.
     assert blocks.pool.count == 2 * 2 and set(blocks.pool.free) == {32 * 64 * 4}

@@ -11,8 +11,14 @@ from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {
-    "training__steps": 4, "training__gradient_accumulation_steps": 2, "training__max_norm": 0.1, "optimizer__name": "AdamW",
-    "optimizer__lr": 1e-2, "checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 4,
+    "training__steps": 4,
+    "training__gradient_accumulation_steps": 2,
+    "training__max_norm": 0.1,
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "lr_scheduler__total_steps": 4,
     "parallelism__cp": 2,
 }
 
@@ -23,22 +29,32 @@ def _weights(trainer: Trainer) -> dict:
 
 def _lines(config) -> list[list]:
     dist.barrier()
-    return [[line[key] for key in ("step", "loss", "grad_norm", "lr")] for line in metrics_of(config)]
+    return [
+        [line[key] for key in ("step", "loss", "grad_norm", "lr")] for line in metrics_of(config)
+    ]
 
 
 def _equal_and_resumed(folder: Path) -> None:
     plain = tiny_config(folder, "plain", **SETTINGS)
     wanted = _weights(train(plain))
-    halves = tiny_config(folder, "halves", **SETTINGS | {"optimizer__offload": True, "training__steps": 2})
+    halves = tiny_config(
+        folder, "halves", **SETTINGS | {"optimizer__offload": True, "training__steps": 2}
+    )
     train(halves)
     halves.training.steps = 4
     trainer = train(halves)  # goes on from the checkpoint of step 2
-    groups = [s._fsdp_param_group for m in trainer.model.modules() if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())]
+    groups = [
+        s._fsdp_param_group
+        for m in trainer.model.modules()
+        if isinstance(m, FSDPModule) and (s := m._get_fsdp_state())
+    ]
     assert len(groups) == 3 and all(p.offload_to_cpu for group in groups for p in group.fsdp_params)
     assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
     got = _weights(trainer)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.tensor(_lines(halves)), torch.tensor(_lines(plain)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(_lines(halves)), torch.tensor(_lines(plain)), rtol=1e-12, atol=0
+    )
     # and the other way: a run without offload goes on from a checkpoint with it
     halves.training.steps, halves.optimizer.offload, halves.lr_scheduler.total_steps = 5, False, 5
     assert train(halves).progress.step == 5

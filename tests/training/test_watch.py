@@ -44,36 +44,66 @@ sys.exit(train.main())
 """
 
 
-def run_until_it_ends(folder: Path, processes: int, rank: int, action: str, options: dict) -> tuple[str, float]:
+def run_until_it_ends(
+    folder: Path, processes: int, rank: int, action: str, options: dict
+) -> tuple[str, float]:
     """What torchrun over so many ranks prints, and seconds from the third step of `rank` to the end of all processes."""
     (folder / "job.py").write_text(SCRIPT.format(rank=rank, action=action))
     options = {"training.output_dir": folder / "run", "metrics.tensorboard": "false"} | options
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     path = filter(None, [os.environ.get("PYTHONPATH")])
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-         folder / "job.py", *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            folder / "job.py",
+            *words,
+        ],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
     )
     assert result.returncode != 0 and (folder / "job.hit").is_file(), result.stdout
     seconds = time.time() - float((folder / "job.hit").read_text())
     for number in range(processes):
-        assert not Path(f"/proc/{(folder / f'pid{number}').read_text()}").exists(), f"rank {number} outlived its job"
+        assert not Path(f"/proc/{(folder / f'pid{number}').read_text()}").exists(), (
+            f"rank {number} outlived its job"
+        )
     return result.stdout, seconds
 
 
 def _run_until_it_ends(folder: Path, rank: int, action: str) -> tuple[str, float]:
     """As above: three ranks on the CPU."""
     write_texts(folder / "texts")
-    return run_until_it_ends(folder, 3, rank, action, {
-        "data.source": folder / "texts", "training.seq_len": 192, "training.device": "cpu", "training.dtype": "float32",
-        "attention.block_size": 16, "parallelism.cp": 3, "parallelism.timeout_seconds": 6, "lr_scheduler.warmup_steps": 1,
-    })
+    return run_until_it_ends(
+        folder,
+        3,
+        rank,
+        action,
+        {
+            "data.source": folder / "texts",
+            "training.seq_len": 192,
+            "training.device": "cpu",
+            "training.dtype": "float32",
+            "attention.block_size": 16,
+            "parallelism.cp": 3,
+            "parallelism.timeout_seconds": 6,
+            "lr_scheduler.warmup_steps": 1,
+        },
+    )
 
 
 def test_a_killed_rank_is_named(tmp_path):
-    output, seconds = _run_until_it_ends(tmp_path, 1, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)")
+    output, seconds = _run_until_it_ends(
+        tmp_path, 1, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    )
     named = r"rank 1 \(host \S+, process \d+\) has given no sign of life, last seen in step 3, at "
     assert re.search(named, output), output
     assert not re.search(r"rank [02] .* has given no sign of life", output)
@@ -83,8 +113,12 @@ def test_a_killed_rank_is_named(tmp_path):
 def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     output, seconds = _run_until_it_ends(tmp_path, 2, "time.sleep(1e6)")
     named = r"rank 2 \(host \S+, process \d+\) holds up the others in step 3, at job.py:\d+ in hold_up; rank"
-    assert re.search(r"nothing has moved for \d+ s, collectives fail after 6 s: " + named, output), output
-    assert "no sign of life" not in output and not re.search(r"rank [01] \(host .* holds up", output)
+    assert re.search(
+        r"nothing has moved for \d+ s, collectives fail after 6 s: " + named, output
+    ), output
+    assert "no sign of life" not in output and not re.search(
+        r"rank [01] \(host .* holds up", output
+    )
     assert "rank 2 is stuck at job.py" in output
     assert seconds < 30
 
@@ -115,7 +149,9 @@ def _check_failure() -> None:
         dist.recv(torch.zeros(1), src=1)  # in vain
     place = r"at test_timeouts.py:\d+ in _check_failure: RuntimeError: out of memory"
     wanted = rf"rank 1 \(host \S+, process \d+\) failed in step 4, {place}"
-    assert len(log.lines) == (rank == 1) and all(re.fullmatch(wanted, line) for line in log.lines), log.lines
+    assert len(log.lines) == (rank == 1) and all(
+        re.fullmatch(wanted, line) for line in log.lines
+    ), log.lines
 
 
 def test_a_rank_that_fails_by_itself_is_named():
@@ -160,25 +196,45 @@ def test_nobody_is_accused_without_reason():
 
 
 def _status(step=1, waits=True, collectives=5, place="ring.py:1 in forward") -> dict:
-    return {"host": "a", "process": 7, "step": step, "place": place, "waits": waits,
-            "collectives": {"world": collectives}}
+    return {
+        "host": "a",
+        "process": 7,
+        "step": step,
+        "place": place,
+        "waits": waits,
+        "collectives": {"world": collectives},
+    }
 
 
 def test_culprits():
-    victim, busy, late = _status(), _status(waits=False, place="x.py:3 in f"), _status(collectives=4)
+    victim, busy, late = (
+        _status(),
+        _status(waits=False, place="x.py:3 in f"),
+        _status(collectives=4),
+    )
     assert culprits({0: victim, 1: victim, 2: victim}, {2}) == [2]
-    assert culprits({0: victim, 1: busy, 2: victim}, set()) == [1]                    # in transfers: nobody is behind
-    assert culprits({0: victim, 1: late, 2: victim}, set()) == [1]                    # behind, though it waits
-    assert culprits({0: busy, 1: late | {"waits": False}, 2: victim}, set()) == [1]   # behind counts more than busy
-    assert culprits({0: victim, 1: late, 2: busy}, set()) == [2]                      # who is behind waits for who is busy
-    assert culprits({0: victim, 1: _status() | {"collectives": {"other": 1}}}, set()) == []  # in different groups
+    assert culprits({0: victim, 1: busy, 2: victim}, set()) == [1]  # in transfers: nobody is behind
+    assert culprits({0: victim, 1: late, 2: victim}, set()) == [1]  # behind, though it waits
+    assert culprits({0: busy, 1: late | {"waits": False}, 2: victim}, set()) == [
+        1
+    ]  # behind counts more than busy
+    assert culprits({0: victim, 1: late, 2: busy}, set()) == [
+        2
+    ]  # who is behind waits for who is busy
+    assert (
+        culprits({0: victim, 1: _status() | {"collectives": {"other": 1}}}, set()) == []
+    )  # in different groups
 
 
 def test_description_is_one_short_line_for_many_ranks():
-    statuses = {rank: _status() for rank in range(1000)} | {999: _status(3, False, place="a.py:1 in b")}
+    statuses = {rank: _status() for rank in range(1000)} | {
+        999: _status(3, False, place="a.py:1 in b")
+    }
     line = describe(statuses, set())
-    assert line == ("rank 999 (host a, process 7) holds up the others in step 3, at a.py:1 in b; "
-                    "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... at ring.py:1 in forward")
+    assert line == (
+        "rank 999 (host a, process 7) holds up the others in step 3, at a.py:1 in b; "
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... at ring.py:1 in forward"
+    )
     assert len(describe(statuses, set(range(1000)))) < 2000
 
 
@@ -194,13 +250,23 @@ def _timeouts() -> dict[str, float]:
 
 def _check_timeouts(folder: Path) -> None:
     for async_mode in ("disabled", "async"):
-        config = tiny_config(folder, async_mode, parallelism__cp=2, parallelism__first_step_timeout_seconds=60,
-                             parallelism__timeout_seconds=2, checkpoint__enable=True, checkpoint__interval=2,
-                             checkpoint__async_mode=async_mode, training__steps=3)
+        config = tiny_config(
+            folder,
+            async_mode,
+            parallelism__cp=2,
+            parallelism__first_step_timeout_seconds=60,
+            parallelism__timeout_seconds=2,
+            checkpoint__enable=True,
+            checkpoint__interval=2,
+            checkpoint__async_mode=async_mode,
+            training__steps=3,
+        )
         seen, background = _train_dawdling(config, seconds=3 if async_mode == "disabled" else 0)
         assert set(seen) == {"step 1", "step 2", "step 3", "save 2", "save 3"}
         for when, timeouts in seen.items():
-            assert {"cp", "cp columns", "cp inner", "cp inner_gradient"} <= {name.rpartition(" ")[0] for name in timeouts}
+            assert {"cp", "cp columns", "cp inner", "cp inner_gradient"} <= {
+                name.rpartition(" ")[0] for name in timeouts
+            }
             for name, seconds in timeouts.items():
                 short = when in ("step 2", "step 3") and name.split()[-1] not in background
                 assert seconds == (2 if short else 60), (when, name, seconds)

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from titan_sparse.attention.context_parallel import windows as schedules
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.packed import sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 
 if TYPE_CHECKING:
@@ -15,8 +15,12 @@ def build_mask(attention: "Attention", lengths: list[list[int]]) -> Mask:
     """The mask of one batch of packed sequences, from their documents' lengths."""
     if attention.window_sinks:
         spans = [[sum(row)] if attention.mask == "causal" else row for row in lengths]
-        return Slices.batch([sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans])
-    mask = Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
+        return Slices.batch(
+            [sliding_window(row, attention.sliding_window, attention.window_sinks) for row in spans]
+        )
+    mask = (
+        Causal(valid=tuple(map(sum, lengths))) if attention.mask == "causal" else Documents(lengths)
+    )
     return mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
 
 
@@ -25,7 +29,14 @@ def schedule_named(attention: "Attention", inter: int, intra: int) -> str:
     ranks unneeded and the layout is made for that; else what the mesh suggests."""
     if attention.schedule != "auto":
         return attention.schedule
-    few_needed = attention.pattern == "dense" and (attention.mask == "documents" or attention.sliding_window > 0)
-    if inter * intra > 1 and attention.layout == "balanced" and few_needed and attention.backward_circulates == "auto":
+    few_needed = attention.pattern == "dense" and (
+        attention.mask == "documents" or attention.sliding_window > 0
+    )
+    if (
+        inter * intra > 1
+        and attention.layout == "balanced"
+        and few_needed
+        and attention.backward_circulates == "auto"
+    ):
         return "group_cast"
     return schedules.choose(inter, intra, attention.backward_circulates)

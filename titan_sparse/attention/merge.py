@@ -14,8 +14,13 @@ from torch import Tensor
 from titan_sparse.kernels import merge as merge_kernel
 
 
-def merge(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, dtype: torch.dtype,
-          into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def merge(
+    total: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    lse: Tensor,
+    dtype: torch.dtype,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of `total` and of one piece more; out in `dtype` or in the memory `into`, lse as it comes. Without a total
     the piece alone, which is not widened: what it is merged with next reads any dtype."""
     if total is None:
@@ -26,7 +31,9 @@ def merge(total: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor, dtype: 
     return merged.to(dtype) if into is None else into.copy_(merged), merged_lse
 
 
-def add(total: Tensor | None, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+def add(
+    total: Tensor | None, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None
+) -> Tensor:
     """total + piece in the memory `into` or in `dtype`, then in total's memory where it has that dtype; without a total the
     piece, which is not widened."""
     if total is None:
@@ -63,7 +70,10 @@ def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
     if len(heads) == steps == 1:
         return Results(None, [None])
     if len(q) > 1 and len(heads) > 1:
-        return Results(None, [torch.empty_like(q[:, part], memory_format=torch.contiguous_format) for part in heads])
+        return Results(
+            None,
+            [torch.empty_like(q[:, part], memory_format=torch.contiguous_format) for part in heads],
+        )
     whole = q.new_empty(q.shape)
     return Results(whole, [whole[:, part] for part in heads])
 

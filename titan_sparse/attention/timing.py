@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
     from titan_sparse.attention.call import Run
+    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 
 class Call:
@@ -46,7 +46,9 @@ class Call:
         if isinstance(self.ended, torch.cuda.Event):
             self.ended.synchronize()
         for step, began, ended in self.intervals:
-            times[:, step] += torch.tensor([_between(began, ended), _between(before, ended)], dtype=torch.float64)
+            times[:, step] += torch.tensor(
+                [_between(began, ended), _between(before, ended)], dtype=torch.float64
+            )
             before = ended
         times[1, self.intervals[-1][0]] += _between(before, self.ended)
         return times

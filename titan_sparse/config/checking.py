@@ -25,22 +25,62 @@ from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
 
 _MINIMUMS = {
-    0: ("model.vocab_size", "model.layers", "model.rope_original_length", "model.rope_theta",
-        "data.min_document_length", "training.seed", "training.max_norm", "training.z_loss",
-        "training.mlp_chunk_tokens", "parallelism.cp_intra", "attention.sliding_window",
-        "attention.window_sinks", "attention.overlap_stages", "attention.overlap_stages_backward",
-        "attention.vertical_slash.probe", "attention.vertical_slash.sinks", "attention.vertical_slash.min_columns",
-        "attention.vertical_slash.min_slashes", "attention.vertical_slash.max_slashes", "optimizer.weight_decay",
-        "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "checkpoint.keep_latest_k", "metrics.recall_every",
-        "metrics.peak_tflops", "metrics.pictures_every"),
-    1: ("model.rope_factor", "training.steps", "training.seq_len", "training.local_batch_size",
-        "training.gradient_accumulation_steps", "training.loss_chunk_tokens", "training.gc_interval",
-        "parallelism.dp_replicate", "parallelism.cp", "parallelism.first_step_timeout_seconds",
-        "parallelism.timeout_seconds", "attention.vertical_slash.local_diagonals",
-        "attention.vertical_slash.max_columns", "attention.xattention.stride", "attention.moba.chunk_size",
-        "attention.moba.top_k", "checkpoint.interval", "metrics.log_every", "metrics.recall_rows",
-        "profiling.first_step", "profiling.steps", "validation.every", "validation.windows",
-        "validation.position_buckets", "validation.needle_depths", "validation.needle_samples"),
+    0: (
+        "model.vocab_size",
+        "model.layers",
+        "model.rope_original_length",
+        "model.rope_theta",
+        "data.min_document_length",
+        "training.seed",
+        "training.max_norm",
+        "training.z_loss",
+        "training.mlp_chunk_tokens",
+        "parallelism.cp_intra",
+        "attention.sliding_window",
+        "attention.window_sinks",
+        "attention.overlap_stages",
+        "attention.overlap_stages_backward",
+        "attention.vertical_slash.probe",
+        "attention.vertical_slash.sinks",
+        "attention.vertical_slash.min_columns",
+        "attention.vertical_slash.min_slashes",
+        "attention.vertical_slash.max_slashes",
+        "optimizer.weight_decay",
+        "lr_scheduler.warmup_steps",
+        "lr_scheduler.total_steps",
+        "checkpoint.keep_latest_k",
+        "metrics.recall_every",
+        "metrics.peak_tflops",
+        "metrics.pictures_every",
+    ),
+    1: (
+        "model.rope_factor",
+        "training.steps",
+        "training.seq_len",
+        "training.local_batch_size",
+        "training.gradient_accumulation_steps",
+        "training.loss_chunk_tokens",
+        "training.gc_interval",
+        "parallelism.dp_replicate",
+        "parallelism.cp",
+        "parallelism.first_step_timeout_seconds",
+        "parallelism.timeout_seconds",
+        "attention.vertical_slash.local_diagonals",
+        "attention.vertical_slash.max_columns",
+        "attention.xattention.stride",
+        "attention.moba.chunk_size",
+        "attention.moba.top_k",
+        "checkpoint.interval",
+        "metrics.log_every",
+        "metrics.recall_rows",
+        "profiling.first_step",
+        "profiling.steps",
+        "validation.every",
+        "validation.windows",
+        "validation.position_buckets",
+        "validation.needle_depths",
+        "validation.needle_samples",
+    ),
     -1: ("checkpoint.load_step",),
 }
 
@@ -50,8 +90,10 @@ def world_from_environment() -> tuple[int, int]:
     sizes = []
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, "1")
-        require(text.isdecimal() and int(text) >= 1,
-                f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it")
+        require(
+            text.isdecimal() and int(text) >= 1,
+            f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it",
+        )
         sizes.append(int(text))
     return sizes[0], sizes[1]
 
@@ -64,7 +106,9 @@ def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int,
     """(ranks in all, ranks of a node) with --ranks taken into account."""
     if not flags.ranks:
         return world_size, local_world_size
-    return flags.ranks, min(flags.ranks, local_world_size if local_world_size > 1 else RANKS_PER_NODE)
+    return flags.ranks, min(
+        flags.ranks, local_world_size if local_world_size > 1 else RANKS_PER_NODE
+    )
 
 
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
@@ -93,9 +137,20 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     for minimum, keys in _MINIMUMS.items():
         for key in keys:
             value = attrgetter(key)(config)
-            require(value >= minimum, f"{key} = {show(value)} is too small; write {minimum} or more")
-    for key in ("data.source", "data.tokenizer", "data.text_field", "data.split", "training.output_dir"):
-        require(attrgetter(key)(config) != "", f"{key} is empty; write {show(attrgetter(key)(Config()))} or another")
+            require(
+                value >= minimum, f"{key} = {show(value)} is too small; write {minimum} or more"
+            )
+    for key in (
+        "data.source",
+        "data.tokenizer",
+        "data.text_field",
+        "data.split",
+        "training.output_dir",
+    ):
+        require(
+            attrgetter(key)(config) != "",
+            f"{key} is empty; write {show(attrgetter(key)(Config()))} or another",
+        )
     _check_model(config.model, config.data)
     _check_huggingface(config)
     _check_data(config.data)
@@ -127,29 +182,46 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
 
 def _check_pictures(metrics: Metrics) -> None:
     key, every = f"metrics.pictures_every = {metrics.pictures_every}", metrics.log_every
-    require(not metrics.pictures_every or metrics.tensorboard, f"{key} would be ignored with metrics.tensorboard = false; write "
-            "metrics.pictures_every = 0 or metrics.tensorboard = true")
-    require(metrics.pictures_every % every == 0, f"{key} is no multiple of metrics.log_every = {every}; write metrics.pictures_every "
-            f"= {-(-metrics.pictures_every // every) * every}")
+    require(
+        not metrics.pictures_every or metrics.tensorboard,
+        f"{key} would be ignored with metrics.tensorboard = false; write "
+        "metrics.pictures_every = 0 or metrics.tensorboard = true",
+    )
+    require(
+        metrics.pictures_every % every == 0,
+        f"{key} is no multiple of metrics.log_every = {every}; write metrics.pictures_every "
+        f"= {-(-metrics.pictures_every // every) * every}",
+    )
 
 
 def _check_model(model: Model, data: Data) -> None:
     one_of("model.flavour", model.flavour, FLAVOURS)
-    require(data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
-            f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more')
+    require(
+        data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
+        f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more',
+    )
     if model.rope_scaling in ("yarn", "llama3"):
-        require(model.rope_factor > 1, f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
-                'write the factor, or model.rope_scaling = "none"')
+        require(
+            model.rope_factor > 1,
+            f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
+            'write the factor, or model.rope_scaling = "none"',
+        )
         return
     for key, unset in (("rope_factor", 1.0), ("rope_original_length", 0)):
         value = getattr(model, key)
-        require(value == unset, f"model.{key} = {value} would be ignored with model.rope_scaling = "
-                f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}')
+        require(
+            value == unset,
+            f"model.{key} = {value} would be ignored with model.rope_scaling = "
+            f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}',
+        )
 
 
 def _check_huggingface(config: Config) -> None:
-    require(config.model.initial_hf == "" or config.checkpoint.initial_load_path == "", "model.initial_hf and "
-            "checkpoint.initial_load_path both say where the first weights come from; write one of them")
+    require(
+        config.model.initial_hf == "" or config.checkpoint.initial_load_path == "",
+        "model.initial_hf and "
+        "checkpoint.initial_load_path both say where the first weights come from; write one of them",
+    )
     try:
         model = resolve(**vars(config.model))
         if config.checkpoint.last_save_in_hf:
@@ -160,72 +232,116 @@ def _check_huggingface(config: Config) -> None:
 
 def _check_data(data: Data) -> None:
     sources = source_weights(data.source)
-    require(data.sequences == "packed" or "python" not in sources, f'data.sequences = "{data.sequences}" needs tokens that '
-            'scripts.prepare_data has prepared, not data.source = "python"; write data.sequences = "packed"')
+    require(
+        data.sequences == "packed" or "python" not in sources,
+        f'data.sequences = "{data.sequences}" needs tokens that '
+        'scripts.prepare_data has prepared, not data.source = "python"; write data.sequences = "packed"',
+    )
     if "python" not in sources:
-        require(not data.join_packages,
-                f"data.join_packages would be ignored with data.source = {show(data.source)}; "
-                'write data.join_packages = false or data.source = "python"')
+        require(
+            not data.join_packages,
+            f"data.join_packages would be ignored with data.source = {show(data.source)}; "
+            'write data.join_packages = false or data.source = "python"',
+        )
     if set(sources) != {"python"}:
         return
     for name in ("text_field", "subset", "split"):
         value, default = getattr(data, name), getattr(Data(), name)
-        require(value == default, f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
-                f"write data.{name} = {show(default)} or another data.source")
+        require(
+            value == default,
+            f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
+            f"write data.{name} = {show(default)} or another data.source",
+        )
 
 
 def _check_dtype(config: Config) -> None:
     exact = config.training.device == "cpu" or config.attention.backend == "eager"
-    require(config.training.dtype != "float64" or exact, 'training.dtype = "float64" needs training.device = "cpu" '
-            'or attention.backend = "eager"; write one of them or training.dtype = "float32"')
+    require(
+        config.training.dtype != "float64" or exact,
+        'training.dtype = "float64" needs training.device = "cpu" '
+        'or attention.backend = "eager"; write one of them or training.dtype = "float32"',
+    )
 
 
 def _check_world(parallelism: Parallelism, world_size: int, local_world_size: int) -> None:
     replicate, shard, cp = parallelism.dp_replicate, parallelism.dp_shard, parallelism.cp
-    require(shard == -1 or shard >= 1,
-            f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more")
+    require(
+        shard == -1 or shard >= 1,
+        f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more",
+    )
     unit = replicate * cp * max(shard, 1)
     fits = world_size % unit == 0 if shard == -1 else world_size == unit
     if not fits:
         nodes = max(1, world_size // local_world_size)
         step = math.lcm(unit, nodes)
         ranks = step * max(1, world_size // step) if shard == -1 else unit
-        start = f"--nproc-per-node={ranks // nodes}" if ranks % nodes == 0 else f"{ranks} ranks in all"
-        raise ConfigError(f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x parallelism.cp = "
-                          f"{cp} does not fit {world_size} ranks; start torchrun with {start} (a --dry-run with --ranks {ranks}) "
-                          "or change the degrees")
+        start = (
+            f"--nproc-per-node={ranks // nodes}" if ranks % nodes == 0 else f"{ranks} ranks in all"
+        )
+        raise ConfigError(
+            f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x parallelism.cp = "
+            f"{cp} does not fit {world_size} ranks; start torchrun with {start} (a --dry-run with --ranks {ranks}) "
+            "or change the degrees"
+        )
     intra = resolve_cp_intra(parallelism, local_world_size)
     divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
-    require(cp % intra == 0, f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
-            f"write parallelism.cp_intra as one of {divisors}")
+    require(
+        cp % intra == 0,
+        f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
+        f"write parallelism.cp_intra as one of {divisors}",
+    )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    require(optimizer.lr > 0, f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4")
-    require(optimizer.eps > 0, f"optimizer.eps = {optimizer.eps} is not positive; write for example 1e-8")
-    require(optimizer.name != "SGD" or optimizer.implementation != "fused", 'optimizer.implementation = "fused" does not '
-            'exist for sharded parameters with optimizer.name = "SGD"; write optimizer.implementation = "auto"')
+    require(
+        optimizer.lr > 0, f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4"
+    )
+    require(
+        optimizer.eps > 0,
+        f"optimizer.eps = {optimizer.eps} is not positive; write for example 1e-8",
+    )
+    require(
+        optimizer.name != "SGD" or optimizer.implementation != "fused",
+        'optimizer.implementation = "fused" does not '
+        'exist for sharded parameters with optimizer.name = "SGD"; write optimizer.implementation = "auto"',
+    )
     for name in ("beta1", "beta2"):
         value = getattr(optimizer, name)
-        require(0 <= value < 1, f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9")
+        require(
+            0 <= value < 1, f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9"
+        )
     for name in ("beta1", "beta2", "eps"):
         value, default = getattr(optimizer, name), getattr(Optimizer(), name)
-        require(optimizer.name != "SGD" or value == default, f"optimizer.{name} = {value} would be ignored with "
-                f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name')
+        require(
+            optimizer.name != "SGD" or value == default,
+            f"optimizer.{name} = {value} would be ignored with "
+            f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name',
+        )
 
 
 def _check_memory_levers(config: Config) -> None:
     mode, compiler = config.activation_checkpoint.mode, config.compile
     if config.activation_checkpoint.offload:
-        require(mode != "none", 'activation_checkpoint.offload = true would move all activations with '
-                'activation_checkpoint.mode = "none"; write activation_checkpoint.mode = "full"')
-        require(compiler.enable and compiler.backend != "eager", "activation_checkpoint.offload = true needs blocks that are "
-                "compiled, as else attention's results stay on the device; write compile.enable = true and "
-                'compile.backend = "inductor"')
-    local_tokens = config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
+        require(
+            mode != "none",
+            "activation_checkpoint.offload = true would move all activations with "
+            'activation_checkpoint.mode = "none"; write activation_checkpoint.mode = "full"',
+        )
+        require(
+            compiler.enable and compiler.backend != "eager",
+            "activation_checkpoint.offload = true needs blocks that are "
+            "compiled, as else attention's results stay on the device; write compile.enable = true and "
+            'compile.backend = "inductor"',
+        )
+    local_tokens = (
+        config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
+    )
     chunk = config.training.mlp_chunk_tokens
-    require(chunk <= local_tokens, f"training.mlp_chunk_tokens = {chunk} is more than the {local_tokens} tokens of a rank "
-            "and would do nothing; write 0 or for example 8192")
+    require(
+        chunk <= local_tokens,
+        f"training.mlp_chunk_tokens = {chunk} is more than the {local_tokens} tokens of a rank "
+        "and would do nothing; write 0 or for example 8192",
+    )
 
 
 def _check_float8(config: Config) -> None:
@@ -233,57 +349,104 @@ def _check_float8(config: Config) -> None:
     if not float8.enable:
         for name in ("recipe", "filter"):
             value, default = getattr(float8, name), getattr(Float8(), name)
-            require(value == default, f"float8.{name} = {show(value)} would be ignored with float8.enable = false; write "
-                    f"float8.enable = true or float8.{name} = {show(default)}")
+            require(
+                value == default,
+                f"float8.{name} = {show(value)} would be ignored with float8.enable = false; write "
+                f"float8.enable = true or float8.{name} = {show(default)}",
+            )
         return
-    require(training.device != "cpu", 'float8.enable = true needs a GPU (Hopper or newer), not training.device = "cpu"; '
-            "write float8.enable = false")
-    require(training.dtype == "bfloat16", f'float8.enable = true needs training.dtype = "bfloat16", not '
-            f'"{training.dtype}"; write that or float8.enable = false')
+    require(
+        training.device != "cpu",
+        'float8.enable = true needs a GPU (Hopper or newer), not training.device = "cpu"; '
+        "write float8.enable = false",
+    )
+    require(
+        training.dtype == "bfloat16",
+        f'float8.enable = true needs training.dtype = "bfloat16", not '
+        f'"{training.dtype}"; write that or float8.enable = false',
+    )
     names = [name.strip() for name in float8.filter.split(",")]
-    require(float8.filter == "" or all(names), f"float8.filter = {show(float8.filter)} holds an empty name, which is part "
-            'of every name; write for example "o_proj,mlp"')
-    require(training.mlp_chunk_tokens == 0 or "mlp" in names, "training.mlp_chunk_tokens computes in training.dtype; write "
-            'float8.filter = "mlp" or training.mlp_chunk_tokens = 0')
+    require(
+        float8.filter == "" or all(names),
+        f"float8.filter = {show(float8.filter)} holds an empty name, which is part "
+        'of every name; write for example "o_proj,mlp"',
+    )
+    require(
+        training.mlp_chunk_tokens == 0 or "mlp" in names,
+        "training.mlp_chunk_tokens computes in training.dtype; write "
+        'float8.filter = "mlp" or training.mlp_chunk_tokens = 0',
+    )
     model = resolve(**vars(config.model))
-    for name, size in (("hidden_size", model.hidden_size), ("intermediate_size", model.intermediate_size),
-                       ("heads x head_dim", model.heads * model.head_dim),
-                       ("kv_heads x head_dim", model.kv_heads * model.head_dim)):
-        require(size % 16 == 0, f"float8.enable = true needs multiples of 16, but the model's {name} is {size}; "
-                "write float8.enable = false")
+    for name, size in (
+        ("hidden_size", model.hidden_size),
+        ("intermediate_size", model.intermediate_size),
+        ("heads x head_dim", model.heads * model.head_dim),
+        ("kv_heads x head_dim", model.kv_heads * model.head_dim),
+    ):
+        require(
+            size % 16 == 0,
+            f"float8.enable = true needs multiples of 16, but the model's {name} is {size}; "
+            "write float8.enable = false",
+        )
 
 
 def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    total, ratio, factor = scheduler.total_steps or steps, scheduler.decay_ratio, scheduler.min_lr_factor
-    require(0 <= factor <= 1, f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1")
-    require(ratio == -1 or 0 <= ratio <= 1,
-            f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2")
+    total, ratio, factor = (
+        scheduler.total_steps or steps,
+        scheduler.decay_ratio,
+        scheduler.min_lr_factor,
+    )
+    require(
+        0 <= factor <= 1,
+        f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1",
+    )
+    require(
+        ratio == -1 or 0 <= ratio <= 1,
+        f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2",
+    )
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
-    require(scheduler.warmup_steps <= total, f"lr_scheduler.warmup_steps = {scheduler.warmup_steps} is above {source} "
-            f"= {total}; write lr_scheduler.warmup_steps = {total} or less")
+    require(
+        scheduler.warmup_steps <= total,
+        f"lr_scheduler.warmup_steps = {scheduler.warmup_steps} is above {source} "
+        f"= {total}; write lr_scheduler.warmup_steps = {total} or less",
+    )
 
 
 def _check_run(config: Config) -> None:
     """The sections about the run itself: compile, checkpoint, profiling."""
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
-    require(config.checkpoint.keep_latest_k != 1, "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
-            "be half-written; write 0 (all) or 2 or more")
+    require(
+        config.checkpoint.keep_latest_k != 1,
+        "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
+        "be half-written; write 0 (all) or 2 or more",
+    )
     for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
         value = getattr(config.checkpoint, name)
-        require(config.checkpoint.enable or value == unset,
-                f"checkpoint.{name} = {show(value)} would be ignored with "
-                f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}")
+        require(
+            config.checkpoint.enable or value == unset,
+            f"checkpoint.{name} = {show(value)} would be ignored with "
+            f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}",
+        )
     last = config.profiling.first_step + config.profiling.steps - 1
-    require(not config.profiling.enable or last <= config.training.steps,
-            f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
-            f"{config.training.steps}; write a smaller profiling.first_step")
+    require(
+        not config.profiling.enable or last <= config.training.steps,
+        f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
+        f"{config.training.steps}; write a smaller profiling.first_step",
+    )
 
 
 def needle_lengths(validation: Validation) -> list[int]:
     """validation.needle_lengths as numbers, tokens; ConfigError for other words."""
-    words = [word.strip() for word in validation.needle_lengths.split(",")] if validation.needle_lengths else []
-    require(all(word.isdecimal() and int(word) > 0 for word in words), f"validation.needle_lengths = "
-            f'{show(validation.needle_lengths)} are no lengths; write for example "4096,16384"')
+    words = (
+        [word.strip() for word in validation.needle_lengths.split(",")]
+        if validation.needle_lengths
+        else []
+    )
+    require(
+        all(word.isdecimal() and int(word) > 0 for word in words),
+        f"validation.needle_lengths = "
+        f'{show(validation.needle_lengths)} are no lengths; write for example "4096,16384"',
+    )
     return [int(word) for word in words]
 
 
@@ -292,14 +455,26 @@ def _check_validation(config: Config) -> None:
     lengths = needle_lengths(validation)
     for name, default in vars(Validation()).items():
         value = getattr(validation, name)
-        require(validation.enable or value == default, f"validation.{name} = {show(value)} would be ignored with "
-                f"validation.enable = false; write validation.enable = true or validation.{name} = {show(default)}")
-        require(lengths or value == default or name not in ("needle_depths", "needle_samples"), f"validation.{name} = "
-                f'{value} would be ignored with validation.needle_lengths = ""; write lengths, such as "4096"')
+        require(
+            validation.enable or value == default,
+            f"validation.{name} = {show(value)} would be ignored with "
+            f"validation.enable = false; write validation.enable = true or validation.{name} = {show(default)}",
+        )
+        require(
+            lengths or value == default or name not in ("needle_depths", "needle_samples"),
+            f"validation.{name} = "
+            f'{value} would be ignored with validation.needle_lengths = ""; write lengths, such as "4096"',
+        )
     if not validation.enable:
         return
-    require(validation.position_buckets <= seq_len, "validation.position_buckets = "
-            f"{validation.position_buckets} is above training.seq_len = {seq_len}; write {seq_len} or less")
+    require(
+        validation.position_buckets <= seq_len,
+        "validation.position_buckets = "
+        f"{validation.position_buckets} is above training.seq_len = {seq_len}; write {seq_len} or less",
+    )
     source = single_source(validation.source or config.data.source, "validation.source")
-    require(not validation.split or source != "python", f"validation.split = {show(validation.split)} would be ignored with the "
-            'source "python"; write validation.split = "" or another validation.source')
+    require(
+        not validation.split or source != "python",
+        f"validation.split = {show(validation.split)} would be ignored with the "
+        'source "python"; write validation.split = "" or another validation.source',
+    )

@@ -17,10 +17,17 @@ def source_weights(source: str) -> dict[str, float]:
     if not any(matches):
         return {source: 1.0}
     example = 'write for example data.source = "books:0.7, code:0.3"'
-    require(all(matches), f"data.source = {show(source)} gives a weight to some parts only; {example}")
+    require(
+        all(matches), f"data.source = {show(source)} gives a weight to some parts only; {example}"
+    )
     weights = {match["name"]: float(match["weight"]) for match in matches if match}
-    require(len(weights) == len(matches), f"data.source = {show(source)} names a part twice; {example}")
-    require(min(weights.values()) > 0, f"data.source = {show(source)} has a weight of 0; leave that part out")
+    require(
+        len(weights) == len(matches), f"data.source = {show(source)} names a part twice; {example}"
+    )
+    require(
+        min(weights.values()) > 0,
+        f"data.source = {show(source)} has a weight of 0; leave that part out",
+    )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
@@ -28,6 +35,9 @@ def source_weights(source: str) -> dict[str, float]:
 def single_source(source: str, key: str) -> str:
     """The one part of `source`. Raises ConfigError for a mixture, naming the option `key` that must say which part."""
     parts = list(source_weights(source))
-    require(len(parts) == 1, f"{show(source)} is a mixture, but evaluation reads one source; write one of its parts, such as "
-            f"{key} = {show(parts[0])}")
+    require(
+        len(parts) == 1,
+        f"{show(source)} is a mixture, but evaluation reads one source; write one of its parts, such as "
+        f"{key} = {show(parts[0])}",
+    )
     return parts[0]

@@ -35,7 +35,9 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
         print(usage())
         raise SystemExit(0)
     config = Config()
-    require(names.count("config") <= 1, "command line: --config is given more than once; write one file")
+    require(
+        names.count("config") <= 1, "command line: --config is given more than once; write one file"
+    )
     # Two passes, as the command line wins over the file wherever --config stands.
     path = config_file(argv)
     if path is not None:
@@ -47,13 +49,25 @@ def load(argv: list[str]) -> tuple[Config, Flags]:
 
 
 def _flags(pairs: list[tuple[str, str | None]]) -> Flags:
-    flags = Flags(**{_FLAGS[name].name: _flag(name, text) for name, text in pairs if name in _FLAGS})
-    doing = [f"--{name}" for name, item in _FLAGS.items() if item.type is bool and getattr(flags, item.name)]
-    require(len(doing) <= 1, f"command line: {' and '.join(doing)} exclude each other; write one of them")
+    flags = Flags(
+        **{_FLAGS[name].name: _flag(name, text) for name, text in pairs if name in _FLAGS}
+    )
+    doing = [
+        f"--{name}"
+        for name, item in _FLAGS.items()
+        if item.type is bool and getattr(flags, item.name)
+    ]
+    require(
+        len(doing) <= 1,
+        f"command line: {' and '.join(doing)} exclude each other; write one of them",
+    )
     for name in ("ranks", "device-memory"):
         reckons = flags.dry_run or flags.find_max_length
-        require(reckons or not getattr(flags, _FLAGS[name].name), f"command line: --{name} would be ignored; write --dry-run or "
-                "--find-max-length too, or leave it out")
+        require(
+            reckons or not getattr(flags, _FLAGS[name].name),
+            f"command line: --{name} would be ignored; write --dry-run or "
+            "--find-max-length too, or leave it out",
+        )
     return flags
 
 
@@ -63,9 +77,11 @@ def _flag(name: str, text: str | None) -> Any:
     if kind is bool:
         return True
     value = _from_text(text or "", kind)
-    require(type(value) is kind and 0 < value < sys.float_info.max,
-            f"command line: --{name} {show(text or '')} is not a positive {'integer' if kind is int else 'number'}; "
-            f"write for example --{name} {8 if kind is int else 80}")
+    require(
+        type(value) is kind and 0 < value < sys.float_info.max,
+        f"command line: --{name} {show(text or '')} is not a positive {'integer' if kind is int else 'number'}; "
+        f"write for example --{name} {8 if kind is int else 80}",
+    )
     return value
 
 
@@ -81,8 +97,10 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
-        require(word.startswith("--") and name != "",
-                f"command line: unexpected word {show(word)}; write --section.key value")
+        require(
+            word.startswith("--") and name != "",
+            f"command line: unexpected word {show(word)}; write --section.key value",
+        )
         takes_text = name != "help" and (name not in _FLAGS or _FLAGS[name].type is not bool)
         require(takes_text or not equals, f"command line: --{name} takes no value; write --{name}")
         if equals:
@@ -90,7 +108,9 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
         elif takes_text and words and not words[0].startswith("--"):
             pairs.append((name, words.pop(0)))
         else:
-            require(name != "config", "command line: --config needs a file; write --config FILE.toml")
+            require(
+                name != "config", "command line: --config needs a file; write --config FILE.toml"
+            )
             pairs.append((name, None))
     return pairs
 
@@ -163,20 +183,30 @@ def one_of(key: str, value: Any, choices: Collection[str], where: str = "") -> s
         return value
     near = difflib.get_close_matches(str(value), choices, 1)
     hint = f"; did you mean {show(near[0])}?" if near else ""
-    raise ConfigError(f"{where}{key} = {show(value)} is not one of {', '.join(map(show, choices))}{hint}")
+    raise ConfigError(
+        f"{where}{key} = {show(value)} is not one of {', '.join(map(show, choices))}{hint}"
+    )
 
 
 def _unknown(key: str) -> str:
     section, _, name = key.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section}
+    siblings = {
+        other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section
+    }
     if key in SECTIONS:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
     near = [siblings[name] for name in difflib.get_close_matches(name, siblings, 1)]
     # The right name in the wrong section: the nearest of the keys that end in it, however far.
-    near += difflib.get_close_matches(key, [other for other in KINDS if other.endswith("." + name)], 1, cutoff=0.0)
+    near += difflib.get_close_matches(
+        key, [other for other in KINDS if other.endswith("." + name)], 1, cutoff=0.0
+    )
     near += [] if siblings else difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
-    hint = f"did you mean {near[0]}?" if near else f"valid here: {', '.join(siblings.values() or SECTIONS)}"
+    hint = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"valid here: {', '.join(siblings.values() or SECTIONS)}"
+    )
     missing = f" (no section {section})" if section and section not in SECTIONS else ""
     return f"unknown key {key}{missing}; {hint}"
 
@@ -214,11 +244,17 @@ def save(config: Config, folder: str | Path) -> None:
 
 def usage() -> str:
     """What --help prints: every section and key with its type, default and meaning."""
-    lines = ["usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]", "",
-             "The command line wins over the file, the file over the defaults. A key that is true or false may",
-             "stand without a value: true. Flags:"]
+    lines = [
+        "usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]",
+        "",
+        "The command line wins over the file, the file over the defaults. A key that is true or false may",
+        "stand without a value: true. Flags:",
+    ]
     docs = field_docs(Flags)
-    lines += [f"  --{name}{'' if item.type is bool else ' N'}: {docs[item.name]}" for name, item in _FLAGS.items()]
+    lines += [
+        f"  --{name}{'' if item.type is bool else ' N'}: {docs[item.name]}"
+        for name, item in _FLAGS.items()
+    ]
     # walk() gives a section just before its plain fields, so `docs` is always the field's own section.
     for key, kind in walk(Config):
         name = key.rpartition(".")[2]

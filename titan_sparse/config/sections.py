@@ -11,6 +11,7 @@ from typing import Any, Literal
 @dataclass
 class Model:
     """Which decoder is trained."""
+
     flavour: str = "debug"
     "name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"
     vocab_size: int = 0
@@ -32,8 +33,9 @@ class Model:
 @dataclass
 class Data:
     """Where the text comes from and how it becomes documents of tokens."""
+
     source: str = "python"
-    "python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of them, prepared tokens, a dataset name; a mixture: \"a:0.7, b:0.3\""
+    'python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of them, prepared tokens, a dataset name; a mixture: "a:0.7, b:0.3"'
     join_packages: bool = False
     "join the files of a package (folder) to one long document; source = python only"
     text_field: str = "text"
@@ -55,6 +57,7 @@ class Data:
 @dataclass
 class Training:
     """The step loop."""
+
     output_dir: str = "outputs/debug"
     "folder of the run: configuration, logs, checkpoints"
     seed: int = 0
@@ -88,6 +91,7 @@ class Training:
 @dataclass
 class Parallelism:
     """Degrees of the device mesh; dp_replicate * dp_shard * cp is the number of ranks."""
+
     dp_replicate: int = 1
     "replicas of the sharded model"
     dp_shard: int = -1
@@ -112,6 +116,7 @@ class Dense:
 @dataclass
 class VerticalSlash:
     """Pattern vertical_slash: columns and block diagonals chosen online from the last queries."""
+
     recall: float = 0.95
     "share of the probe's attention mass that the columns and diagonals must reach, in (0, 1]"
     budget: Literal["independent", "joint"] = "independent"
@@ -139,6 +144,7 @@ class VerticalSlash:
 @dataclass
 class XAttention:
     """Pattern xattention: each query block takes the fewest key blocks that hold its antidiagonal scores' threshold."""
+
     stride: int = 16
     "tokens of a cell, over whose antidiagonals is summed; a divisor of attention.block_size"
     threshold: float = 0.9
@@ -150,6 +156,7 @@ class XAttention:
 @dataclass
 class MoBA:
     """Pattern moba: each query chooses chunks of keys by their mean key."""
+
     chunk_size: int = 4096
     "tokens of a chunk, counted from the beginning of a document; at least attention.block_size"
     top_k: int = 12
@@ -160,6 +167,7 @@ class MoBA:
 class Attention:
     """Mask, pattern, layout, schedule, backend. Only the sub-table that `pattern` names is used: the others may hold
     changed values and do nothing, so that a sweep over variants changes one line."""
+
     mask: Literal["documents", "causal"] = "documents"
     "what may be seen: documents is causal inside each document, causal ignores document boundaries"
     sliding_window: int = 0
@@ -197,6 +205,7 @@ class Attention:
 @dataclass
 class Optimizer:
     """The optimizer."""
+
     name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
     "class of torch.optim"
     lr: float = 3e-4
@@ -218,6 +227,7 @@ class Optimizer:
 @dataclass
 class LRScheduler:
     """Linear warm-up, constant, decay."""
+
     warmup_steps: int = 10
     "steps of linear warm-up"
     decay_ratio: float = -1.0
@@ -233,6 +243,7 @@ class LRScheduler:
 @dataclass
 class ActivationCheckpoint:
     """What is kept for backward and what is recomputed."""
+
     mode: Literal["none", "full", "selective"] = "full"
     "full: recompute each block; selective: keep its costly results; none: keep everything"
     attention_recompute: float = 0.0
@@ -244,17 +255,19 @@ class ActivationCheckpoint:
 @dataclass
 class Float8:
     """Matmuls of the blocks' linear layers in float8 (torchao), on Hopper GPUs and newer. Does nothing unless enabled."""
+
     enable: bool = False
     "compute the blocks' linear layers in float8; the head stays in training.dtype"
     recipe: Literal["tensorwise", "rowwise"] = "rowwise"
     "one scale for a whole tensor (fastest), or one for each row (more exact)"
     filter: str = ""
-    "comma-separated parts of names of linear layers that stay in training.dtype, such as \"o_proj,layers.0.\""
+    'comma-separated parts of names of linear layers that stay in training.dtype, such as "o_proj,layers.0."'
 
 
 @dataclass
 class Compile:
     """torch.compile of each block. Does nothing unless enabled."""
+
     enable: bool = False
     "compile the blocks"
     backend: str = "inductor"
@@ -264,6 +277,7 @@ class Compile:
 @dataclass
 class Checkpoint:
     """Saving and resuming. Does nothing unless enabled."""
+
     enable: bool = False
     "save, and resume from what was saved"
     interval: int = 500
@@ -283,6 +297,7 @@ class Checkpoint:
 @dataclass
 class Metrics:
     """What is measured and where it is written."""
+
     log_every: int = 1
     "steps between log lines"
     recall_every: int = 50
@@ -300,6 +315,7 @@ class Metrics:
 @dataclass
 class Validation:
     """Loss by position and needles, measured while training. Does nothing unless enabled. docs/evaluation.md"""
+
     enable: bool = False
     "measure every `every` steps and after the last; training goes on as if it had not"
     every: int = 500
@@ -313,7 +329,7 @@ class Validation:
     position_buckets: int = 8
     "ranges of positions, equally wide, whose loss is told apart"
     needle_lengths: str = ""
-    "lengths of Needle In A Haystack with commas between, such as \"4096,16384\"; tokens; empty: none"
+    'lengths of Needle In A Haystack with commas between, such as "4096,16384"; tokens; empty: none'
     needle_depths: int = 5
     "depths of the needle, evenly from the beginning to the end"
     needle_samples: int = 2
@@ -323,6 +339,7 @@ class Validation:
 @dataclass
 class Profiling:
     """torch.profiler. Does nothing unless enabled."""
+
     enable: bool = False
     "write a trace"
     first_step: int = 5
@@ -336,6 +353,7 @@ class Profiling:
 @dataclass
 class Config:
     """The whole configuration; each field is a TOML section."""
+
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
@@ -355,6 +373,7 @@ class Config:
 @dataclass(frozen=True)
 class Flags:
     """Command-line options that are not configuration."""
+
     print_config: bool = False
     "print the resolved configuration and stop"
     dry_run: bool = False
@@ -382,5 +401,10 @@ KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
 def field_docs(section: type) -> dict[str, str]:
     """The docstring below each field of a section class, by field name; a field without one is left out."""
     body = ast.parse(inspect.getsource(section)).body[0].body
-    return {item.target.id: doc.value.value for item, doc in itertools.pairwise(body)
-            if isinstance(item, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)}
+    return {
+        item.target.id: doc.value.value
+        for item, doc in itertools.pairwise(body)
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+    }

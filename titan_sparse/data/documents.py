@@ -67,10 +67,14 @@ def open_documents(data: "Data", tokenizer: Tokenizer) -> Documents:
     """Open one part of data.source. Raises ValueError, naming the key, if that is impossible or an option is ignored."""
     if not is_prepared(data.source):
         if data.sequences != "packed":
-            raise ValueError(f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has prepared, not '
-                             f'data.source = "{data.source}"; write such a folder, or data.sequences = "packed"')
+            raise ValueError(
+                f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has prepared, not '
+                f'data.source = "{data.source}"; write such a folder, or data.sequences = "packed"'
+            )
         return TokenizedTexts(open_source(data), tokenizer)
     if (data.text_field, data.subset, data.split) != ("text", "", "train"):
-        raise ValueError("data.text_field, data.subset and data.split would be ignored with the prepared tokens of "
-                         f'data.source = "{data.source}"; leave them out')
+        raise ValueError(
+            "data.text_field, data.subset and data.split would be ignored with the prepared tokens of "
+            f'data.source = "{data.source}"; leave them out'
+        )
     return TokenShards(data.source, tokenizer)

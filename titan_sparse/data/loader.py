@@ -157,8 +157,10 @@ class PackedLoader:
 
 def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
     if len(saved) != len(current):
-        raise ValueError("the saved loader state is of another stream of sequences: "
-                         f"data.source had {len(saved)} parts and has {len(current)}")
+        raise ValueError(
+            "the saved loader state is of another stream of sequences: "
+            f"data.source had {len(saved)} parts and has {len(current)}"
+        )
     differences = [
         f"{name} was {old[key]} and is {new[key]}"
         for old, new in zip(saved, current, strict=True)
@@ -166,7 +168,9 @@ def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]
         if old[key] != new[key]
     ]
     if differences:
-        raise ValueError(f"the saved loader state is of another stream of sequences: {'; '.join(differences)}")
+        raise ValueError(
+            f"the saved loader state is of another stream of sequences: {'; '.join(differences)}"
+        )
 
 
 def build_stream(data: "Data", tokenizer: Tokenizer, seq_len: int, seed: int) -> Stream:
@@ -195,5 +199,14 @@ def build_loader(
     """
     tokenizer = load_tokenizer(data.tokenizer) if tokenizer is None else tokenizer
     weights = source_weights(data.source)
-    streams = [build_stream(replace(data, source=source), tokenizer, seq_len, seed) for source in weights]
-    return PackedLoader(Mixture(streams, list(weights.values())), batch_size, dp_rank, dp_size, padding_multiple, shard)
+    streams = [
+        build_stream(replace(data, source=source), tokenizer, seq_len, seed) for source in weights
+    ]
+    return PackedLoader(
+        Mixture(streams, list(weights.values())),
+        batch_size,
+        dp_rank,
+        dp_size,
+        padding_multiple,
+        shard,
+    )

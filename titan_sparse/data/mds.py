@@ -27,19 +27,31 @@ class MDSRows:
     rows are token ids, or if a row has neither text nor ids.
     """
 
-    def __init__(self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None) -> None:
-        self.text_field, self.tokenizer, self.source_tokenizer = text_field, tokenizer, source_tokenizer
+    def __init__(
+        self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
+    ) -> None:
+        self.text_field, self.tokenizer, self.source_tokenizer = (
+            text_field,
+            tokenizer,
+            source_tokenizer,
+        )
         self.rows = _open(str(Path(source).expanduser()))
         columns = set(self.rows.shards[0].column_names)
         if text_field not in columns and "input_ids" not in columns:
-            raise ValueError(f"{source} has neither the column {text_field} (--text-field) nor input_ids; write one of: "
-                             f"{', '.join(sorted(columns))}")
+            raise ValueError(
+                f"{source} has neither the column {text_field} (--text-field) nor input_ids; write one of: "
+                f"{', '.join(sorted(columns))}"
+            )
         if text_field not in columns and source_tokenizer is None:
-            raise ValueError(f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that made them "
-                             "(Llama-3's for ProLong)")
+            raise ValueError(
+                f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that made them "
+                "(Llama-3's for ProLong)"
+            )
         if text_field in columns and source_tokenizer is not None:
-            raise ValueError(f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; "
-                             "leave it out")
+            raise ValueError(
+                f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; "
+                "leave it out"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,7 +63,9 @@ class MDSRows:
             yield self.tokenizer.encode(columns[self.text_field])
             return
         ids = np.asarray(columns["input_ids"]).astype(np.int32).ravel()
-        for start, stop in np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2).tolist():
+        for start, stop in (
+            np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2).tolist()
+        ):
             yield self._convert(ids[start:stop])
 
     def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -83,6 +97,8 @@ def _library() -> Any:
     try:
         import streaming
     except ImportError as error:
-        raise ValueError("MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
-                         f'({error}); pip install "titan-sparse[mds]", in an environment of its own') from error
+        raise ValueError(
+            "MDS shards need the package mosaicml-streaming, which is missing or incomplete here "
+            f'({error}); pip install "titan-sparse[mds]", in an environment of its own'
+        ) from error
     return streaming

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 from titan_sparse.config.sections import Data
 from titan_sparse.data.mds import MDSRows, is_mds, unpack
 from titan_sparse.data.repositories import open_folder
-from titan_sparse.data.shards import FORMAT, META, PLAN, shard_path, token_dtype, write_json, write_shard
+from titan_sparse.data.shards import (
+    FORMAT,
+    META,
+    PLAN,
+    shard_path,
+    token_dtype,
+    write_json,
+    write_shard,
+)
 from titan_sparse.data.sources import LazyTexts, Source, open_source
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,7 +61,7 @@ class MaskRanges(Protocol):
 
 
 class TextRows:
-    """MaskRanges that are one text each."""
+    """Rows that are one text each."""
 
     def __init__(self, texts: Source, tokenizer: Tokenizer) -> None:
         self.texts, self.tokenizer = texts, tokenizer
@@ -79,14 +87,28 @@ class Writer:
     def write(self, number: int) -> int:
         """Write a shard; returns its number. Its .json holds what was kept and the lengths of all documents."""
         lengths, kept = [], []
-        tokens = write_shard(self.folder, number, self._kept(number, lengths, kept), self.tokenizer.end_of_document,
-                             token_dtype(self.tokenizer.vocab_size))
-        write_json(shard_path(self.folder, number, "json"), {
-            "number": number, "documents": len(kept), "tokens": tokens, "histogram": histogram(lengths),
-            "kept": histogram(kept)})
+        tokens = write_shard(
+            self.folder,
+            number,
+            self._kept(number, lengths, kept),
+            self.tokenizer.end_of_document,
+            token_dtype(self.tokenizer.vocab_size),
+        )
+        write_json(
+            shard_path(self.folder, number, "json"),
+            {
+                "number": number,
+                "documents": len(kept),
+                "tokens": tokens,
+                "histogram": histogram(lengths),
+                "kept": histogram(kept),
+            },
+        )
         return number
 
-    def _kept(self, number: int, lengths: list[int], kept: list[int]) -> Iterator[NDArray[np.int32]]:
+    def _kept(
+        self, number: int, lengths: list[int], kept: list[int]
+    ) -> Iterator[NDArray[np.int32]]:
         """The documents of a shard within the limits; notes the length of each that is not empty, and of each kept."""
         first = number * self.shard_rows
         for row in range(first, min(first + self.shard_rows, len(self.rows))):
@@ -121,17 +143,28 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> MaskRanges:
     defaults = {item.name: item.default for item in fields(Recipe)}
     for name in unused:
         if getattr(recipe, name) != defaults[name]:
-            raise ValueError(f'--{name.replace("_", "-")} would be ignored with this source; leave it out')
+            raise ValueError(
+                f"--{name.replace('_', '-')} would be ignored with this source; leave it out"
+            )
     if mds:
-        source_tokenizer = load_tokenizer(recipe.source_tokenizer) if recipe.source_tokenizer else None
+        source_tokenizer = (
+            load_tokenizer(recipe.source_tokenizer) if recipe.source_tokenizer else None
+        )
         return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
     if recipe.document == "row":
-        data = Data(source=recipe.source, text_field=recipe.text_field, subset=recipe.subset, split=recipe.split)
+        data = Data(
+            source=recipe.source,
+            text_field=recipe.text_field,
+            subset=recipe.subset,
+            split=recipe.split,
+        )
         return TextRows(open_source(data), tokenizer)
     return TextRows(open_folder(recipe.source, whole=recipe.document == "source"), tokenizer)
 
 
-def prepare(recipe: Recipe, out: str, processes: int, progress: Callable[[int, int], None]) -> dict[str, Any]:
+def prepare(
+    recipe: Recipe, out: str, processes: int, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
     """Write the folder `out`, or what is missing of it; returns what meta.json holds.
 
     `progress(done, shards)` is called at the beginning and after every shard. Raises ValueError for a source or options that
@@ -143,7 +176,11 @@ def prepare(recipe: Recipe, out: str, processes: int, progress: Callable[[int, i
         unpack(recipe.source)
     writer = Writer(recipe, folder)
     _check_plan(folder, out, _plan(writer))
-    missing = [number for number in range(writer.shards) if not shard_path(folder, number, "json").is_file()]
+    missing = [
+        number
+        for number in range(writer.shards)
+        if not shard_path(folder, number, "json").is_file()
+    ]
     done = writer.shards - len(missing)
     progress(done, writer.shards)
     for done, _ in enumerate(_written(writer, missing, processes), start=done + 1):
@@ -191,9 +228,14 @@ def _check_out(folder: Path, out: str) -> None:
 def _plan(writer: Writer) -> dict[str, Any]:
     tokenizer = writer.tokenizer
     return {
-        "format": FORMAT, **asdict(writer.recipe), "source": _absolute(writer.recipe.source),
-        "tokenizer_digest": tokenizer.digest, "end_of_document": tokenizer.end_of_document,
-        "vocab_size": tokenizer.vocab_size, "shard_rows": writer.shard_rows, "rows": len(writer.rows),
+        "format": FORMAT,
+        **asdict(writer.recipe),
+        "source": _absolute(writer.recipe.source),
+        "tokenizer_digest": tokenizer.digest,
+        "end_of_document": tokenizer.end_of_document,
+        "vocab_size": tokenizer.vocab_size,
+        "shard_rows": writer.shard_rows,
+        "rows": len(writer.rows),
         "source_files": _source_digest(writer),
     }
 
@@ -210,7 +252,9 @@ def _source_digest(writer: Writer) -> str:
     if writer.recipe.source == "python" and isinstance(texts, LazyTexts):
         files = [path for _, path in texts.items]
     elif root.exists():
-        files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        files = (
+            sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        )
     else:
         return ""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -228,22 +272,38 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
     # A path that is written differently is the same tokenizer if its digest is.
     differing = [key for key in plan if key != "tokenizer" and saved.get(key) != plan[key]]
     if differing:
-        details = "; ".join("the source's files have changed" if key == "source_files" else
-                            f"{key} was {saved.get(key)} and is {plan[key]}" for key in differing)
-        raise ValueError(f"{out} was begun with something else ({details}); write another folder, or delete this one")
+        details = "; ".join(
+            "the source's files have changed"
+            if key == "source_files"
+            else f"{key} was {saved.get(key)} and is {plan[key]}"
+            for key in differing
+        )
+        raise ValueError(
+            f"{out} was begun with something else ({details}); write another folder, or delete this one"
+        )
 
 
 def _finish(writer: Writer, out: str) -> dict[str, Any]:
     folder = writer.folder
-    shards = [json.loads(shard_path(folder, number, "json").read_text(encoding="utf-8")) for number in range(writer.shards)]
+    shards = [
+        json.loads(shard_path(folder, number, "json").read_text(encoding="utf-8"))
+        for number in range(writer.shards)
+    ]
     documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
     if documents == 0:
-        raise ValueError(f"no document of {writer.recipe.source} is within --min-length and --max-length; {out} holds none")
+        raise ValueError(
+            f"no document of {writer.recipe.source} is within --min-length and --max-length; {out} holds none"
+        )
     meta = {
-        **json.loads((folder / PLAN).read_text(encoding="utf-8")), "dtype": token_dtype(writer.tokenizer.vocab_size),
-        "documents": documents, "tokens": tokens,
-        "histogram": _sum([shard["histogram"] for shard in shards]), "kept": _sum([shard["kept"] for shard in shards]),
-        "shards": [{key: shard[key] for key in ("number", "documents", "tokens")} for shard in shards],
+        **json.loads((folder / PLAN).read_text(encoding="utf-8")),
+        "dtype": token_dtype(writer.tokenizer.vocab_size),
+        "documents": documents,
+        "tokens": tokens,
+        "histogram": _sum([shard["histogram"] for shard in shards]),
+        "kept": _sum([shard["kept"] for shard in shards]),
+        "shards": [
+            {key: shard[key] for key in ("number", "documents", "tokens")} for shard in shards
+        ],
     }
     _copy_tokenizer(writer.recipe.tokenizer, folder)
     write_json(folder / META, meta)

@@ -33,7 +33,12 @@ def _text_files(root: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             path = Path(folder, name)
-            if not name.startswith(".") and not path.is_symlink() and path.is_file() and _is_text(path):
+            if (
+                not name.startswith(".")
+                and not path.is_symlink()
+                and path.is_file()
+                and _is_text(path)
+            ):
                 yield path
 
 

@@ -42,7 +42,9 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def write_shard(folder: Path, number: int, documents: Iterable[NDArray[np.integer]], end: int, dtype: str) -> int:
+def write_shard(
+    folder: Path, number: int, documents: Iterable[NDArray[np.integer]], end: int, dtype: str
+) -> int:
     """Write documents (int [length], no end-of-document token) as a shard; returns its tokens, ends included.
 
     Only one document is in memory at a time. The caller writes the shard's .json, which makes it whole.
@@ -73,14 +75,22 @@ class TokenShards:
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         folder = Path(source).expanduser()
         if not _has_format(folder / META):
-            raise ValueError(f'data.source = "{source}" is not finished; run the same scripts.prepare_data again')
+            raise ValueError(
+                f'data.source = "{source}" is not finished; run the same scripts.prepare_data again'
+            )
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         _check_tokenizer(source, meta, tokenizer)
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
         shards = [shard for shard in meta["shards"] if shard["documents"]]
-        self._offsets = [np.load(shard_path(folder, shard["number"], "idx.npy"), mmap_mode="r") for shard in shards]
-        self._tokens = [_map(source, shard_path(folder, shard["number"], "bin"), dtype, shard["tokens"]) for shard in shards]
+        self._offsets = [
+            np.load(shard_path(folder, shard["number"], "idx.npy"), mmap_mode="r")
+            for shard in shards
+        ]
+        self._tokens = [
+            _map(source, shard_path(folder, shard["number"], "bin"), dtype, shard["tokens"])
+            for shard in shards
+        ]
         self._first = np.cumsum([0, *(shard["documents"] for shard in shards)]).tolist()
         self.total_tokens: int = meta["tokens"]
 
@@ -120,8 +130,10 @@ def _has_format(path: Path) -> bool:
 def _map(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:
     size = path.stat().st_size if path.is_file() else 0
     if size != tokens * dtype.itemsize:
-        raise ValueError(f'data.source = "{source}": {path.name} has {size} bytes instead of {tokens * dtype.itemsize}; '
-                         "copy the folder again, or prepare it anew")
+        raise ValueError(
+            f'data.source = "{source}": {path.name} has {size} bytes instead of {tokens * dtype.itemsize}; '
+            "copy the folder again, or prepare it anew"
+        )
     return np.memmap(path, dtype=dtype, mode="r")
 
 
@@ -129,5 +141,7 @@ def _check_tokenizer(source: str, meta: dict[str, Any], tokenizer: Tokenizer) ->
     made = (meta["tokenizer_digest"], meta["end_of_document"])
     if made != (tokenizer.digest, tokenizer.end_of_document):
         wanted = "bytes" if meta["tokenizer_digest"] == "bytes" else source
-        raise ValueError(f'data.source = "{source}" was made with the tokenizer "{meta["tokenizer"]}" (digest '
-                         f'{meta["tokenizer_digest"][:12]}), not with data.tokenizer; write data.tokenizer = "{wanted}"')
+        raise ValueError(
+            f'data.source = "{source}" was made with the tokenizer "{meta["tokenizer"]}" (digest '
+            f'{meta["tokenizer_digest"][:12]}), not with data.tokenizer; write data.tokenizer = "{wanted}"'
+        )

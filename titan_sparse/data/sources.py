@@ -52,7 +52,9 @@ def open_source(data: "Data") -> Source:
     else:
         source = _open_dataset(_load_from_hub(data), data)
     if len(source) == 0:
-        raise ValueError(f'data.source = "{data.source}" holds no documents; write a source that holds some')
+        raise ValueError(
+            f'data.source = "{data.source}" holds no documents; write a source that holds some'
+        )
     return source
 
 
@@ -95,7 +97,11 @@ def join_files(files: list[tuple[str, Path]]) -> str:
 
 def _is_path(source: str) -> bool:
     """True for what exists, and for what can only be meant as a path: a typing error must not go to the hub."""
-    return source.startswith((".", "/", "~")) or source.endswith(tuple(BUILDERS)) or Path(source).exists()
+    return (
+        source.startswith((".", "/", "~"))
+        or source.endswith(tuple(BUILDERS))
+        or Path(source).exists()
+    )
 
 
 def _load_files(data: "Data") -> "Dataset":
@@ -119,14 +125,22 @@ def _data_files(source: str) -> tuple[list[str], str]:
     """The sorted data files of a file or folder, and the one ending that they share."""
     path = Path(source).expanduser()
     if not path.exists():
-        raise ValueError(f'data.source = "{source}": no such file or folder; write a path that exists, or "python"')
+        raise ValueError(
+            f'data.source = "{source}": no such file or folder; write a path that exists, or "python"'
+        )
     candidates = path.rglob("*") if path.is_dir() else [path]
-    endings = {str(file): _ending(file) for file in sorted(candidates) if file.is_file() and _ending(file)}
+    endings = {
+        str(file): _ending(file) for file in sorted(candidates) if file.is_file() and _ending(file)
+    }
     found = sorted(set(endings.values()))
     if not found:
-        raise ValueError(f'data.source = "{source}" holds no data files; write a path of {", ".join(BUILDERS)}')
+        raise ValueError(
+            f'data.source = "{source}" holds no data files; write a path of {", ".join(BUILDERS)}'
+        )
     if len(found) > 1:
-        raise ValueError(f'data.source = "{source}" mixes {", ".join(found)}; write a folder with files of one ending')
+        raise ValueError(
+            f'data.source = "{source}" mixes {", ".join(found)}; write a folder with files of one ending'
+        )
     return list(endings), found[0]
 
 
@@ -151,9 +165,13 @@ def _open_dataset(dataset: "Dataset", data: "Data") -> Source:
     field = data.text_field
     if field not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
-        raise ValueError(f'data.text_field = "{field}" is no column of "{data.source}"; write one of: {columns}')
+        raise ValueError(
+            f'data.text_field = "{field}" is no column of "{data.source}"; write one of: {columns}'
+        )
     if getattr(dataset.features[field], "dtype", None) not in STRING_DTYPES:
-        raise ValueError(f'data.text_field = "{field}" holds no text in "{data.source}"; write a column of strings')
+        raise ValueError(
+            f'data.text_field = "{field}" holds no text in "{data.source}"; write a column of strings'
+        )
     texts = dataset.select_columns([field])
     # A null becomes an empty document, which the loader skips.
     return LazyTexts(range(len(texts)), lambda row: texts[row][field] or "")

@@ -45,7 +45,9 @@ class Order:
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         if seed < 0:
-            raise ValueError(f"training.seed = {seed} cannot seed the order of documents; write 0 or more")
+            raise ValueError(
+                f"training.seed = {seed} cannot seed the order of documents; write 0 or more"
+            )
         self.count, self.seed, self.shuffle = count, seed, shuffle
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -67,8 +69,16 @@ class Stream(ABC):
     kind: str
     """data.sequences"""
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, seq_len: int, count: int, seed: int, shuffle: bool,
-                 min_document_length: int) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        count: int,
+        seed: int,
+        shuffle: bool,
+        min_document_length: int,
+    ) -> None:
         self.documents, self.tokenizer, self.seq_len = documents, tokenizer, seq_len
         self.min_document_length = min_document_length
         self.order = Order(count, seed, shuffle)
@@ -116,9 +126,18 @@ class PackedStream(Stream):
 
     kind = "packed"
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, seq_len: int, seed: int, shuffle: bool,
-                 min_document_length: int) -> None:
-        super().__init__(documents, tokenizer, seq_len, len(documents), seed, shuffle, min_document_length)
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        min_document_length: int,
+    ) -> None:
+        super().__init__(
+            documents, tokenizer, seq_len, len(documents), seed, shuffle, min_document_length
+        )
 
     def next_sequence(self) -> list[Span]:
         """Take the next sequence as spans of `seq_len` tokens together. Raises ValueError if no document is long enough."""
@@ -159,8 +178,16 @@ class SampleStream(Stream):
     Raises ValueError if there is no sample.
     """
 
-    def __init__(self, documents: TokenShards, tokenizer: Tokenizer, seq_len: int, seed: int, shuffle: bool,
-                 min_document_length: int, keep_rest: bool) -> None:
+    def __init__(
+        self,
+        documents: TokenShards,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        min_document_length: int,
+        keep_rest: bool,
+    ) -> None:
         self.kind = "fixed_and_rest" if keep_rest else "fixed"
         lengths = documents.lengths()
         counts = lengths // seq_len + (lengths % seq_len >= 2 if keep_rest else 0)
@@ -169,9 +196,13 @@ class SampleStream(Stream):
         self._index = np.flatnonzero(counts)
         self._stop = np.cumsum(counts[self._index])
         if len(self._index) == 0:
-            raise ValueError(f'data.sequences = "{self.kind}": no document of data.source has training.seq_len = {seq_len} '
-                             f"tokens (the longest has {lengths.max()}); write a smaller one, or data.sequences = \"packed\"")
-        super().__init__(documents, tokenizer, seq_len, int(self._stop[-1]), seed, shuffle, min_document_length)
+            raise ValueError(
+                f'data.sequences = "{self.kind}": no document of data.source has training.seq_len = {seq_len} '
+                f'tokens (the longest has {lengths.max()}); write a smaller one, or data.sequences = "packed"'
+            )
+        super().__init__(
+            documents, tokenizer, seq_len, int(self._stop[-1]), seed, shuffle, min_document_length
+        )
 
     def next_sequence(self) -> list[Span]:
         """Take the next sample: one span."""
@@ -205,10 +236,15 @@ class Mixture:
     def next_stream(self) -> Stream:
         """The stream that the next sequence has to be taken from."""
         due = self.sequence + 1
-        behind = [share * due - stream.cursor.sequence for stream, share in zip(self.streams, self.shares, strict=True)]
+        behind = [
+            share * due - stream.cursor.sequence
+            for stream, share in zip(self.streams, self.shares, strict=True)
+        ]
         return self.streams[behind.index(max(behind))]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """What fixes the stream of sequences, a dict for each part."""
-        return [{**stream.fingerprint(), "share": round(share, 9)}
-                for stream, share in zip(self.streams, self.shares, strict=True)]
+        return [
+            {**stream.fingerprint(), "share": round(share, 9)}
+            for stream, share in zip(self.streams, self.shares, strict=True)
+        ]

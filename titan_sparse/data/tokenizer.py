@@ -41,7 +41,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes "?"."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(
+            np.int32
+        )
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out, broken UTF-8 is replaced."""
@@ -73,7 +75,9 @@ class FileTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of the text, int32 [length], no special tokens added."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        return np.asarray(
+            self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32
+        )
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out."""
@@ -90,7 +94,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f'data.tokenizer = "{name}": no such file; write "bytes" or the path of a tokenizer.json')
+        raise ValueError(
+            f'data.tokenizer = "{name}": no such file; write "bytes" or the path of a tokenizer.json'
+        )
     return FileTokenizer(path)
 
 
@@ -98,7 +104,9 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special than Exception
-        raise ValueError(f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}') from error
+        raise ValueError(
+            f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}'
+        ) from error
     # Files saved from fine-tuning often cut or pad to a fixed length, which would silently damage long documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -120,5 +128,7 @@ def _special_token(
     token = named["content"] if isinstance(named, dict) else named
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
-        raise ValueError(f'data.tokenizer: {key} "{token}" of tokenizer_config.json is not in tokenizer.json')
+        raise ValueError(
+            f'data.tokenizer: {key} "{token}" of tokenizer_config.json is not in tokenizer.json'
+        )
     return token_id

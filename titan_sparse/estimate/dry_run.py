@@ -44,7 +44,11 @@ class World:
     @property
     def usable(self) -> float | None:
         """GiB that a step may be estimated to need of PyTorch's allocator."""
-        return None if self.device_memory is None else (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
+        return (
+            None
+            if self.device_memory is None
+            else (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
+        )
 
 
 def outside_gib(ranks: int) -> float:
@@ -54,7 +58,11 @@ def outside_gib(ranks: int) -> float:
 
 def world(ranks: int, ranks_per_node: int, device_memory: float) -> World:
     """device_memory in GiB; 0: that of the GPU that is here."""
-    known = device_memory or (torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None)
+    known = device_memory or (
+        torch.cuda.get_device_properties(0).total_memory / GIB
+        if torch.cuda.is_available()
+        else None
+    )
     return World(ranks, ranks_per_node, known)
 
 
@@ -73,7 +81,9 @@ def dry_run(config: "Config", where: World) -> tuple[str, bool]:
 def find_max_length(config: "Config", where: World) -> tuple[str, bool]:
     """A line with the longest training.seq_len that fits, and whether there is one. ValueError without device memory."""
     if where.usable is None:
-        raise ValueError("--find-max-length: no GPU is here whose memory could be looked up; write --device-memory GIB")
+        raise ValueError(
+            "--find-max-length: no GPU is here whose memory could be looked up; write --device-memory GIB"
+        )
     model, pattern = resolve(**vars(config.model)), build_pattern(config.attention)
     multiple = padding_multiple(config)
 
@@ -88,18 +98,30 @@ def find_max_length(config: "Config", where: World) -> tuple[str, bool]:
         low, high = (middle, high) if needed(middle) <= where.usable else (low, middle - 1)
     room = f"{where.usable:.1f} GiB that PyTorch may have of {where.device_memory:.1f}"
     if low == 0:
-        return f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, more than the {room}", False
-    return (f"training.seq_len = {low * multiple} is the longest multiple of {multiple} that fits on {_ranks(where)}: "
-            f"{needed(low):.1f} GiB a rank, within the {room}", True)
+        return (
+            f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, more than the {room}",
+            False,
+        )
+    return (
+        f"training.seq_len = {low * multiple} is the longest multiple of {multiple} that fits on {_ranks(where)}: "
+        f"{needed(low):.1f} GiB a rank, within the {room}",
+        True,
+    )
 
 
 def _step(config: "Config", model: DecoderConfig, pattern: Pattern, where: World) -> Step:
-    return step_of(config, model, pattern, _backend(config, model), where.ranks, where.ranks_per_node)
+    return step_of(
+        config, model, pattern, _backend(config, model), where.ranks, where.ranks_per_node
+    )
 
 
 def _backend(config: "Config", model: DecoderConfig) -> str:
     """Attention's backend; where no GPU is there to ask, what "auto" means on one with FlashAttention-4: it needs more."""
-    name, size, dtype = config.attention.backend, config.attention.block_size, getattr(torch, config.training.dtype)
+    name, size, dtype = (
+        config.attention.backend,
+        config.attention.block_size,
+        getattr(torch, config.training.dtype),
+    )
     slices = config.attention.window_sinks > 0
     if name != "auto" or config.training.device == "cpu":
         return "eager" if name == "auto" else name
@@ -107,7 +129,9 @@ def _backend(config: "Config", model: DecoderConfig) -> str:
         return backends.choose(name, "cuda", dtype, model.head_dim, size, slices)
     if dtype == torch.float64:
         return "eager"
-    serves_flash = dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not slices
+    serves_flash = (
+        dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not slices
+    )
     return "flex" if serves_flash else "triton"
 
 
@@ -136,8 +160,12 @@ def _table(step: Step) -> list[str]:
     rows = list(dict.fromkeys(part for parts in phases.values() for part in parts))
     lines = ["", "GiB of a rank at the worst moment of each phase:"]
     for number, (phase, parts) in enumerate(phases.items(), 1):
-        lines.append(f"  ({number}) {phase:<28}{sum(parts.values()):9.2f}{'  <- the peak' if phase == peak else ''}")
-    lines.append(f"  {'part':<28}" + "".join(f"{f'({number})':>9}" for number in range(1, len(phases) + 1)))
+        lines.append(
+            f"  ({number}) {phase:<28}{sum(parts.values()):9.2f}{'  <- the peak' if phase == peak else ''}"
+        )
+    lines.append(
+        f"  {'part':<28}" + "".join(f"{f'({number})':>9}" for number in range(1, len(phases) + 1))
+    )
     for part in rows:
         sizes = [parts.get(part, 0.0) for parts in phases.values()]
         if max(sizes) >= 0.005:
@@ -164,7 +192,12 @@ def _levers(step: Step) -> Iterator[tuple[str, dict]]:
         yield "parallelism.reshard_after_forward = true", {"reshard_after_forward": True}
     if step.backend == "flex":
         yield 'attention.backend = "triton"', {"backend": "triton"}
-    wanted = {"attention_recompute": 1.0, "offload": True, "mlp_chunk_tokens": 4096, "offload_optimizer": True}
+    wanted = {
+        "attention_recompute": 1.0,
+        "offload": True,
+        "mlp_chunk_tokens": 4096,
+        "offload_optimizer": True,
+    }
     for field, value in wanted.items():
         if LEVERS[field] in KINDS and not getattr(step, field):
             yield f"{LEVERS[field]} = {str(value).lower()}", {field: value}
@@ -177,27 +210,47 @@ def _what_helps(step: Step, where: World) -> list[str]:
     for text, change in _levers(step):
         levers.append((peak_gib(dataclasses.replace(step, **change)), text))
         changed |= change
-    alone = [f"{text} {fits(size)}" for size, text in sorted(levers) if size < peak_gib(step) - 0.05]
-    together = [f"all of these {fits(peak_gib(dataclasses.replace(step, **changed)))}"] if len(alone) > 1 else []
+    alone = [
+        f"{text} {fits(size)}" for size, text in sorted(levers) if size < peak_gib(step) - 0.05
+    ]
+    together = (
+        [f"all of these {fits(peak_gib(dataclasses.replace(step, **changed)))}"]
+        if len(alone) > 1
+        else []
+    )
     schedule = "all_gather" if step.schedule == "local" else step.schedule
-    wider = dataclasses.replace(step, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule, **changed)
+    wider = dataclasses.replace(
+        step, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule, **changed
+    )
     more = f"parallelism.cp = {2 * step.cp} on {2 * where.ranks} ranks{' as well' if alone else ''} {fits(peak_gib(wider))}"
     return ["the peak would be with " + "; ".join([*alone, *together, more])]
 
 
 def _flops(config: "Config", model: DecoderConfig, pattern: Pattern, where: World) -> list[str]:
     training, attention = config.training, config.attention
-    sequences = training.local_batch_size * training.gradient_accumulation_steps * where.ranks // config.parallelism.cp
+    sequences = (
+        training.local_batch_size
+        * training.gradient_accumulation_steps
+        * where.ranks
+        // config.parallelism.cp
+    )
     tokens, heads = sequences * training.seq_len, model.layers * model.heads
     dense = causal_pairs(training.seq_len, attention.sliding_window, attention.window_sinks)
     least = tokens * flops_per_token(model, 0.0)
     total = lambda pairs: tokens * flops_per_token(model, heads * pairs / training.seq_len)
-    lines = ["", f"a step: {sequences:,} sequences, {tokens:,} tokens, {total(dense) / 1e15:,.2f} PFLOP dense, of which attention "
-             f"{100 * (1 - least / total(dense)):.0f} % (recomputation not counted)"]
+    lines = [
+        "",
+        f"a step: {sequences:,} sequences, {tokens:,} tokens, {total(dense) / 1e15:,.2f} PFLOP dense, of which attention "
+        f"{100 * (1 - least / total(dense)):.0f} % (recomputation not counted)",
+    ]
     if hasattr(pattern, "most_blocks"):
         size = attention.block_size
         columns = pattern.vertical_capacity(training.seq_len, size, False)
-        most = training.seq_len * (columns + size * pattern.most_blocks(training.seq_len, size, False))
-        lines.append(f"with {pattern.name} at most {total(min(most, dense)) / 1e15:,.2f} PFLOP, by the caps of its budgets "
-                     f"(density {100 * min(most / dense, 1):.1f} %)")
+        most = training.seq_len * (
+            columns + size * pattern.most_blocks(training.seq_len, size, False)
+        )
+        lines.append(
+            f"with {pattern.name} at most {total(min(most, dense)) / 1e15:,.2f} PFLOP, by the caps of its budgets "
+            f"(density {100 * min(most / dense, 1):.1f} %)"
+        )
     return lines

@@ -8,7 +8,14 @@ tokens is another number (dense-equivalent) and never part of MFU.
 from titan_sparse.models.flavours import DecoderConfig
 
 # Dense bf16 peak by the name that the driver gives, TFLOP/s without structured sparsity, from the vendors' datasheets.
-PEAK_TFLOPS = {"H200": 989.5, "H100": 989.5, "A100": 312.0, "B200": 2250.0, "GB200": 2500.0, "L40S": 362.0}
+PEAK_TFLOPS = {
+    "H200": 989.5,
+    "H100": 989.5,
+    "A100": 312.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "L40S": 362.0,
+}
 
 FLOAT8_SPEEDUP = 2.0
 """Peak of float8 matmuls over that of bf16, the same on all chips that have them."""
@@ -27,7 +34,12 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
 def linear_flops_per_token(config: DecoderConfig) -> float:
     """Training FLOPs of one token in the blocks' linear layers: 6 per weight; biases and norms are not matmuls."""
     query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return 6.0 * config.layers * config.hidden_size * (2 * (query_size + kv_size) + 3 * config.intermediate_size)
+    return (
+        6.0
+        * config.layers
+        * config.hidden_size
+        * (2 * (query_size + kv_size) + 3 * config.intermediate_size)
+    )
 
 
 def head_flops_per_token(config: DecoderConfig) -> float:
@@ -51,11 +63,20 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
 
 def flops_per_token(config: DecoderConfig, pairs_per_token: float) -> float:
     """All training FLOPs of one token; pairs_per_token: visited, summed over layers and heads."""
-    return linear_flops_per_token(config) + head_flops_per_token(config) + attention_flops(config, pairs_per_token)
+    return (
+        linear_flops_per_token(config)
+        + head_flops_per_token(config)
+        + attention_flops(config, pairs_per_token)
+    )
 
 
-def utilization(config: DecoderConfig, pairs_per_token: float, tokens_per_second: float, peak: float,
-                float8: bool = False) -> float:
+def utilization(
+    config: DecoderConfig,
+    pairs_per_token: float,
+    tokens_per_second: float,
+    peak: float,
+    float8: bool = False,
+) -> float:
     """MFU of one device: the seconds that a token takes at the peak, over those that it took.
 
     peak: bf16 FLOP/s. float8: linear layers are set against the float8 peak, head and attention still against bf16's, so

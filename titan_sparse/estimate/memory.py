@@ -107,7 +107,9 @@ def estimate(step: Step) -> dict[str, dict[str, float]]:
         "gradient of the embedding": _embedding(step),
         "optimizer step": _optimizer(step),
     }
-    return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
+    return {
+        phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()
+    }
 
 
 def peak_phase(phases: dict[str, dict[str, float]]) -> str:
@@ -126,7 +128,9 @@ def peak_gib(step: Step) -> float:
 def _forward(step: Step) -> dict[str, float]:
     # The residual, the second norm, what comes out; gate's silu, up and their product. Without recomputation they are kept.
     mlp = _bytes(step, Units(1) if step.mode == "none" else Units(3, 0, 0, 3), _mlp_tokens(step))
-    rotary = 0 if step.compiled else _bytes(step, Units(1, 11))  # fp32: q, its rotated half and what becomes of them
+    rotary = (
+        0 if step.compiled else _bytes(step, Units(1, 11))
+    )  # fp32: q, its rotated half and what becomes of them
     if step.mode == "none":  # when q is rotated, most of what the block will keep is not there yet
         rotary -= _kept(step, 1) - _kept(step, 0) - _bytes(step, Units(2, 1, 2))
     return _before_backward(step, blocks=2) | {"block and attention": max(mlp, rotary)}
@@ -139,7 +143,8 @@ def _loss(step: Step) -> dict[str, float]:
 def _before_backward(step: Step, blocks: int) -> dict[str, float]:
     """At the end of the forward; blocks: how many's weights are gathered."""
     return _standing(step) | {
-        "gradients": _gradient_bytes(step) if step.accumulates else 0, "gathered weights": _gathered(step, blocks),
+        "gradients": _gradient_bytes(step) if step.accumulates else 0,
+        "gathered weights": _gathered(step, blocks),
         "kept for backward": _kept(step, step.model.layers),
     }
 
@@ -153,8 +158,10 @@ def _backward(step: Step, blocks_left: int) -> dict[str, float]:
     # The head's gradient waits for the end; a block's is there whole when it is reduced, beside the one before.
     gradients += _head(step) * step.width + block * step.width + (block * step.wide if done else 0)
     return _standing(step) | {
-        "gradients": gradients, "gathered weights": _gathered(step, blocks=2),
-        "kept for backward": _kept(step, blocks_left), "block and attention": _block_peak(step),
+        "gradients": gradients,
+        "gathered weights": _gathered(step, blocks=2),
+        "kept for backward": _kept(step, blocks_left),
+        "block and attention": _block_peak(step),
     }
 
 
@@ -162,7 +169,9 @@ def _embedding(step: Step) -> dict[str, float]:
     """The end of the backward: embedding, last norm and head are reduced together, in fp32, their gathered weights freed. A
     tied embedding has one gradient from the loss and one from the look-up until they are added."""
     embedding = _parameters(step)[0]
-    unsharded = embedding * (step.width + step.wide) + (_head(step) * step.width if step.model.tied_embeddings else 0)
+    unsharded = embedding * (step.width + step.wide) + (
+        _head(step) * step.width if step.model.tied_embeddings else 0
+    )
     return _standing(step) | {
         "gradients": _gradient_bytes(step) + unsharded,
         "kept for backward": _kept(step, 0) + _bytes(step, Units(hidden=1)),
@@ -208,7 +217,11 @@ def _standing(step: Step) -> dict[str, float]:
     """What is there in every phase."""
     master = 0 if step.offload_optimizer else _parameters(step)[2]
     parameters, states = master, master * step.optimizer_states
-    return {"parameters": parameters, "optimizer states": states, "context-parallel buffers": _cp_buffers(step)}
+    return {
+        "parameters": parameters,
+        "optimizer states": states,
+        "context-parallel buffers": _cp_buffers(step),
+    }
 
 
 # Activations -----------------------------------------------------------------------------------------------------------
@@ -219,7 +232,10 @@ def _bytes(step: Step, units: Units, tokens: int | None = None) -> float:
     model, width = step.model, step.width
     sizes = (model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim)
     plain = sum(count * size for count, size in zip(units, sizes)) * step.tokens
-    return width * (plain + units.intermediate * model.intermediate_size * (step.tokens if tokens is None else tokens))
+    return width * (
+        plain
+        + units.intermediate * model.intermediate_size * (step.tokens if tokens is None else tokens)
+    )
 
 
 def _kept_units(step: Step) -> Units:
@@ -228,7 +244,9 @@ def _kept_units(step: Step) -> Units:
     intermediate = 0 if step.mlp_chunk_tokens else 1
     if step.mode == "full":
         return Units(1, 1)
-    if step.mode == "selective":  # q, v, gate, and outside of the compiler, which sees that it is not needed, down
+    if (
+        step.mode == "selective"
+    ):  # q, v, gate, and outside of the compiler, which sees that it is not needed, down
         return Units(1 if step.compiled else 2, 2, 1, intermediate)
     # Both norms, with what comes in; q, k, v, out twice; gate, up, their product; outside of the compiler silu(gate)
     return Units(4, 3 + norms, 2 + norms, (3 if step.compiled else 4) * intermediate)
@@ -245,7 +263,11 @@ def _recomputed_units(step: Step) -> Units:
     if step.mode == "full":
         return needs
     if step.mode == "selective":
-        return needs._replace(query=max(needs.query - (0 if step.compiled else 1), 0), kv=max(needs.kv - 1, 0), intermediate=5)
+        return needs._replace(
+            query=max(needs.query - (0 if step.compiled else 1), 0),
+            kv=max(needs.kv - 1, 0),
+            intermediate=5,
+        )
     return Units(1, 0, 0, 3)
 
 
@@ -262,7 +284,10 @@ def _kept(step: Step, blocks: int) -> float:
     kept_attention = 1 - _recomputed_share(step) if step.mode != "none" else 1
     rest = _bytes(step, units._replace(query=units.query - 1))
     attention = _bytes(step, Units(query=1)) + step.tokens * model.heads * step.wide
-    selection = step.index_bytes + 2 * step.sequences * model.heads * step.verticals * model.head_dim * step.width
+    selection = (
+        step.index_bytes
+        + 2 * step.sequences * model.heads * step.verticals * model.head_dim * step.width
+    )
     rope = 2 * step.tokens * model.head_dim * step.wide
     mask = 3 * 4 * step.sequences * step.seq_len
     on_device = min(blocks, OFFLOAD_BUFFERS) if step.offload else blocks
@@ -280,7 +305,9 @@ def _block_peak(step: Step) -> float:
     mlp = _bytes(step, _recomputed_units(step), tokens)
     if step.mlp_chunk_tokens:  # the weights' gradients are summed over chunks in fp32
         mlp += 3 * step.model.hidden_size * step.model.intermediate_size * step.wide
-    if step.float8 and step.float8_recipe == "tensorwise":  # both operands of a matmul, a byte an element
+    if (
+        step.float8 and step.float8_recipe == "tensorwise"
+    ):  # both operands of a matmul, a byte an element
         mlp += tokens * (step.model.hidden_size + step.model.intermediate_size)
     elif step.float8:  # the weights' gradients are of bf16 operands, which are kept beside; measured: docs/memory.md
         mlp += tokens * 8 * step.model.intermediate_size
@@ -310,16 +337,26 @@ def _workspace(step: Step) -> float:
     query, kv = (step.tokens * heads * model.head_dim for heads in (model.heads, model.kv_heads))
     if step.backend == "eager":  # scores of a query block against all keys, a few of them
         return 3 * step.wide * step.sequences * model.heads * step.block_size * step.seq_len
-    lists = 16 * blocks * step.most_blocks * (model.heads if step.verticals else 1)  # full and partial, by query and by key
+    lists = (
+        16 * blocks * step.most_blocks * (model.heads if step.verticals else 1)
+    )  # full and partial, by query and by key
     size = max(0.17 * 2 * (query + kv) * step.width, lists)
-    if step.backend == "flex":  # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv
+    if (
+        step.backend == "flex"
+    ):  # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv
         size += step.wide * (query + (2 * kv if model.heads > model.kv_heads else 0))
     if step.schedule == "all_gather":  # dk and dv of the whole sequence, of two heads
         size += 2 * step.wide * kv * step.cp * min(2, model.kv_heads) / model.kv_heads
-    elif step.schedule == "group_cast" and step.cp > 1:  # sums; a stage's blocks as sent and as received, their gradients
+    elif (
+        step.schedule == "group_cast" and step.cp > 1
+    ):  # sums; a stage's blocks as sent and as received, their gradients
         part = (step.cp - 1) / step.overlap_stages[1]
-        room = _power_of_two(part * blocks) / blocks if step.backend == "flex" else part  # which compiles for it
-        size += step.wide * query + 2 * kv * (step.wide * (step.inter + 1) + (part + room) * (step.width + step.wide))
+        room = (
+            _power_of_two(part * blocks) / blocks if step.backend == "flex" else part
+        )  # which compiles for it
+        size += step.wide * query + 2 * kv * (
+            step.wide * (step.inter + 1) + (part + room) * (step.width + step.wide)
+        )
     elif step.cp > 1:  # sums over chunks: dq, dk and dv; sent chunks
         size += step.wide * (query + 4 * kv)
     return size
@@ -333,13 +370,19 @@ def _cp_buffers(step: Step) -> float:
     if step.schedule == "all_gather":
         return 2 * head * step.width
     chunk = head * step.model.kv_heads / step.cp
-    if step.schedule == "group_cast":  # between nodes own blocks and those handed on; those of a stage; their gradients likewise
+    if (
+        step.schedule == "group_cast"
+    ):  # between nodes own blocks and those handed on; those of a stage; their gradients likewise
         stages, back = min(step.overlap_stages), step.overlap_stages[1]
         gradients = (step.cp - 1) / back + min(step.inter - 1, step.inter / back)
         held = step.inter if step.inter > 1 else 0
-        return chunk * (step.width * (held + (step.cp - 1) / stages) + step.gradient_width * gradients)
+        return chunk * (
+            step.width * (held + (step.cp - 1) / stages) + step.gradient_width * gradients
+        )
     # Two in turn for each kind of hop, one where there is but one hop; and the chunk that a backward holds back.
-    lengths = (step.cp // step.inter, step.inter) if step.schedule == "double_ring" else (step.cp, 1)
+    lengths = (
+        (step.cp // step.inter, step.inter) if step.schedule == "double_ring" else (step.cp, 1)
+    )
     inner, outer = (min(2, ranks - 1) for ranks in lengths)
     return chunk * ((inner + outer) * (step.width + step.gradient_width) + (inner > 0) * step.width)
 
@@ -352,8 +395,14 @@ def _power_of_two(blocks: float) -> int:
 # From the configuration ---------------------------------------------------------------------------------------------------
 
 
-def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: str, world_size: int,
-            local_world_size: int) -> Step:
+def step_of(
+    config: "Config",
+    model: DecoderConfig,
+    pattern: Pattern,
+    backend: str,
+    world_size: int,
+    local_world_size: int,
+) -> Step:
     """The step that a checked configuration runs on `world_size` ranks. backend: of attention, "auto" resolved."""
     training, attention, parallelism = config.training, config.attention, config.parallelism
     intra = resolve_cp_intra(parallelism, local_world_size)
@@ -361,22 +410,36 @@ def step_of(config: "Config", model: DecoderConfig, pattern: Pattern, backend: s
     multiple, dtype = padding_multiple(config), getattr(torch, training.dtype)
     seq_len = -(-training.seq_len // multiple) * multiple
     foreach = config.optimizer.implementation == "foreach" or (
-        config.optimizer.implementation == "auto" and training.device == "cpu")
+        config.optimizer.implementation == "auto" and training.device == "cpu"
+    )
     return Step(
-        model=model, sequences=training.local_batch_size, seq_len=seq_len, width=dtype.itemsize,
-        shards=world_size // parallelism.dp_replicate, cp=parallelism.cp, schedule=schedule_named(attention, inter, intra), inter=inter,
+        model=model,
+        sequences=training.local_batch_size,
+        seq_len=seq_len,
+        width=dtype.itemsize,
+        shards=world_size // parallelism.dp_replicate,
+        cp=parallelism.cp,
+        schedule=schedule_named(attention, inter, intra),
+        inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=2 if attention.gradient_dtype == "bfloat16" else max(dtype.itemsize, 4),
-        mode=config.activation_checkpoint.mode, compiled=config.compile.enable, backend=backend,
+        mode=config.activation_checkpoint.mode,
+        compiled=config.compile.enable,
+        backend=backend,
         block_size=attention.block_size,
-        optimizer_states=0 if config.optimizer.name == "SGD" else 2, optimizer_scratch=foreach,
-        accumulates=training.gradient_accumulation_steps > 1, reshard_after_forward=parallelism.reshard_after_forward,
-        loss_chunk_tokens=training.loss_chunk_tokens, **_selection(config, model, pattern, seq_len),
+        optimizer_states=0 if config.optimizer.name == "SGD" else 2,
+        optimizer_scratch=foreach,
+        accumulates=training.gradient_accumulation_steps > 1,
+        reshard_after_forward=parallelism.reshard_after_forward,
+        loss_chunk_tokens=training.loss_chunk_tokens,
+        **_selection(config, model, pattern, seq_len),
         **{field: attrgetter(key)(config) for field, key in LEVERS.items() if key in KINDS},
     )
 
 
-def _selection(config: "Config", model: DecoderConfig, pattern: Pattern, seq_len: int) -> dict[str, int]:
+def _selection(
+    config: "Config", model: DecoderConfig, pattern: Pattern, seq_len: int
+) -> dict[str, int]:
     """index_bytes, columns and most_blocks of Step."""
     size, packed = config.attention.block_size, config.attention.mask == "documents"
     blocks = -(-seq_len // size)
@@ -384,5 +447,11 @@ def _selection(config: "Config", model: DecoderConfig, pattern: Pattern, seq_len
         return {"most_blocks": blocks}
     q = torch.empty(config.training.local_batch_size, model.heads, 1, model.head_dim, device="meta")
     kept = pattern.empty_tensors(q, seq_len, size, packed)
-    bound = pattern.most_blocks(seq_len, size, packed) if hasattr(pattern, "most_blocks") else blocks
-    return {"index_bytes": sum(x.nbytes for x in kept), "verticals": pattern.vertical_count(kept), "most_blocks": bound}
+    bound = (
+        pattern.most_blocks(seq_len, size, packed) if hasattr(pattern, "most_blocks") else blocks
+    )
+    return {
+        "index_bytes": sum(x.nbytes for x in kept),
+        "verticals": pattern.vertical_count(kept),
+        "most_blocks": bound,
+    }

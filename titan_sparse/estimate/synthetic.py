@@ -49,15 +49,23 @@ class Heads(NamedTuple):
     seed: int
 
 
-def draw_heads(seq_len: int, heads: int = 16, kv_heads: int = 2, head_dim: int = 128, seed: int = 0,
-               theta: float = 1e6) -> Heads:
+def draw_heads(
+    seq_len: int,
+    heads: int = 16,
+    kv_heads: int = 2,
+    head_dim: int = 128,
+    seed: int = 0,
+    theta: float = 1e6,
+) -> Heads:
     """Heads of one layer for sequences of `seq_len` tokens; theta: base of the rotary frequencies.
 
     Raises ValueError if the sequence is too short to hold slashes, or heads cannot be grouped.
     """
     if seq_len < 2048 or heads % kv_heads:
-        raise ValueError(f"draw_heads(seq_len={seq_len}, heads={heads}, kv_heads={kv_heads}): write 2048 tokens or more, "
-                         "and heads as a multiple of kv_heads")
+        raise ValueError(
+            f"draw_heads(seq_len={seq_len}, heads={heads}, kv_heads={kv_heads}): write 2048 tokens or more, "
+            "and heads as a multiple of kv_heads"
+        )
     g = torch.Generator().manual_seed(seed)
     rope = RopeConfig(theta, "none", 1.0, seq_len)
     frequency = inverse_frequencies(rope, head_dim)[0].double()
@@ -66,9 +74,15 @@ def draw_heads(seq_len: int, heads: int = 16, kv_heads: int = 2, head_dim: int =
     key_mean, outlier = _KEY_MEAN * phase, torch.zeros_like(phase)
     key_mean[:, -1], outlier[:, -1] = 0, _OUTLIER * phase[:, -1]
     of_query = phase.repeat_interleave(heads // kv_heads, 0)
-    query_mean = of_query * _slash_strengths(frequency, heads, seq_len, g) * head_dim**0.5 / _KEY_MEAN
-    outliers = torch.stack([torch.randperm(seq_len, generator=g)[: 16 + seq_len // 4096] for _ in range(kv_heads)])
-    drawn = Heads(query_mean, key_mean, outlier, outliers.sort(-1).values, frequency, rope, seq_len, seed)
+    query_mean = (
+        of_query * _slash_strengths(frequency, heads, seq_len, g) * head_dim**0.5 / _KEY_MEAN
+    )
+    outliers = torch.stack(
+        [torch.randperm(seq_len, generator=g)[: 16 + seq_len // 4096] for _ in range(kv_heads)]
+    )
+    drawn = Heads(
+        query_mean, key_mean, outlier, outliers.sort(-1).values, frequency, rope, seq_len, seed
+    )
     strength = _vertical_strengths(drawn, g)
     query_mean[:, -1] = of_query[:, -1] * strength * head_dim**0.5 / _OUTLIER
     return drawn
@@ -77,8 +91,12 @@ def draw_heads(seq_len: int, heads: int = 16, kv_heads: int = 2, head_dim: int =
 def _slash_strengths(frequency: Tensor, heads: int, seq_len: int, g: torch.Generator) -> Tensor:
     """a[h, i] of the module's formula, float64 [Hq, D / 2]."""
     period = 2 * math.pi / frequency
-    draw = lambda low, high: low + (high - low) * torch.rand(heads, 1, generator=g, dtype=torch.float64)
-    weight = torch.exp(draw(*_SPREAD) * torch.randn(heads, len(frequency), generator=g, dtype=torch.float64))
+    draw = lambda low, high: (
+        low + (high - low) * torch.rand(heads, 1, generator=g, dtype=torch.float64)
+    )
+    weight = torch.exp(
+        draw(*_SPREAD) * torch.randn(heads, len(frequency), generator=g, dtype=torch.float64)
+    )
     weight *= (period > 256) & (period < seq_len / 2)
     return draw(*_STRENGTH) * weight / weight.sum(-1, keepdim=True)
 
@@ -88,7 +106,9 @@ def _vertical_strengths(heads: Heads, g: torch.Generator) -> Tensor:
     low, high = _VERTICAL_SHARE
     share = low + (high - low) * torch.rand(len(heads.query_mean), generator=g, dtype=torch.float64)
     step = max(1, heads.seq_len // 65536)
-    slashes = expected_logits(heads, torch.arange(0, heads.seq_len, step)).logsumexp(-1) + math.log(step)
+    slashes = expected_logits(heads, torch.arange(0, heads.seq_len, step)).logsumexp(-1) + math.log(
+        step
+    )
     return (share / (1 - share)).log() + slashes - math.log(heads.outliers.shape[1])
 
 
@@ -139,7 +159,9 @@ def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32
 def _noise(heads: int, start: int, stop: int, of: Heads, seed: int) -> Tensor:
     runs = range(start // _RUN, -(-stop // _RUN))
     generator = lambda run: torch.Generator().manual_seed((seed << 32) + run)
-    drawn = [torch.randn(heads, _RUN, 2 * len(of.frequency), generator=generator(run)) for run in runs]
+    drawn = [
+        torch.randn(heads, _RUN, 2 * len(of.frequency), generator=generator(run)) for run in runs
+    ]
     return torch.cat(drawn, dim=1)[:, start - runs[0] * _RUN : stop - runs[0] * _RUN]
 
 
@@ -181,13 +203,19 @@ def expected_selection(heads: Heads, pattern: VerticalSlash, block_size: int = 1
     times log-normal noise; an outlier's is exp(v). Raises ValueError for budget = "joint", which needs more than these masses.
     """
     if pattern.budget == "joint":
-        raise ValueError('attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '
-                         "indexes that were recorded")
+        raise ValueError(
+            'attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '
+            "indexes that were recorded"
+        )
     verticals = _vertical_masses(heads, block_size)
     diagonals = verticals.unflatten(-1, (-1, block_size)).sum(-1).flip(-1)
-    vertical, cut_verticals = _fill(verticals, pattern.recall, pattern.min_columns, pattern.max_columns, pattern.sinks)
+    vertical, cut_verticals = _fill(
+        verticals, pattern.recall, pattern.min_columns, pattern.max_columns, pattern.sinks
+    )
     most = pattern.max_slashes or diagonals.shape[1]
-    slashes, cut_slashes = _fill(diagonals, pattern.recall, pattern.min_slashes, most, pattern.local_diagonals)
+    slashes, cut_slashes = _fill(
+        diagonals, pattern.recall, pattern.min_slashes, most, pattern.local_diagonals
+    )
     capacity = pattern.vertical_capacity(heads.seq_len, block_size, False)
     capped = torch.stack([cut_verticals, cut_slashes], dim=-1)
     return [slashes[None], compact(vertical, capacity, heads.seq_len)[None], capped[None]]
@@ -199,12 +227,22 @@ def _vertical_masses(heads: Heads, block_size: int) -> Tensor:
     distance = torch.arange(0, heads.seq_len, step)
     logits = expected_logits(heads, distance).flip(-1)
     # A vertical is seen by a whole block of queries: the mean over as many distances.
-    logits = logits.unflatten(-1, (-1, block_size // step)).logsumexp(-1) - math.log(block_size // step)
+    logits = logits.unflatten(-1, (-1, block_size // step)).logsumexp(-1) - math.log(
+        block_size // step
+    )
     logits = logits.repeat_interleave(block_size, -1).float()
     outlier = (heads.query_mean * heads.outlier.conj().repeat_interleave(group, 0)).real.sum(-1)
     outlier = (outlier * (2 * len(heads.frequency)) ** -0.5).float()
-    logits.scatter_(1, heads.outliers.repeat_interleave(group, 0), outlier[:, None].expand(-1, heads.outliers.shape[1]))
-    noise = heads.query_mean.abs().square().sum(-1, keepdim=True).float() * _KEY_NOISE**2 / (2 * len(heads.frequency))
+    logits.scatter_(
+        1,
+        heads.outliers.repeat_interleave(group, 0),
+        outlier[:, None].expand(-1, heads.outliers.shape[1]),
+    )
+    noise = (
+        heads.query_mean.abs().square().sum(-1, keepdim=True).float()
+        * _KEY_NOISE**2
+        / (2 * len(heads.frequency))
+    )
     g = torch.Generator().manual_seed(heads.seed)
     logits += noise.sqrt() * torch.randn(logits.shape, generator=g)
     return (logits - logits.amax(-1, keepdim=True)).exp()

@@ -81,7 +81,9 @@ class _Communicator:
         """Each rank comes to a transfer at `now` [W], and sends or does not, bool [W]. Returns when it has sent and
         received its part, [W]; -inf where there is none."""
         ready, receives = torch.maximum(now, self.free), sends[self.previous]
-        arrives = torch.where(receives, torch.maximum(ready, ready[self.previous]) + self.seconds, -torch.inf)
+        arrives = torch.where(
+            receives, torch.maximum(ready, ready[self.previous]) + self.seconds, -torch.inf
+        )
         over = torch.maximum(arrives, torch.where(sends, arrives[self.next], -torch.inf))
         self.free = torch.maximum(self.free, over)
         return over
@@ -98,7 +100,11 @@ class _Clock:
 
     def __init__(self, compute: Tensor):
         self.now, self.compute = torch.zeros(len(compute), dtype=torch.float64), compute
-        self.waiting, self.ended, self.step = torch.zeros_like(compute), torch.zeros_like(compute), 0
+        self.waiting, self.ended, self.step = (
+            torch.zeros_like(compute),
+            torch.zeros_like(compute),
+            0,
+        )
 
     def work(self, step: int) -> None:
         self.now, self.step = self.now + self.compute[:, step], step
@@ -110,8 +116,14 @@ class _Clock:
         self.now = now
 
 
-def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, groups: int = 1,
-                 verticals: VerticalExchange | None = None) -> Timeline:
+def ring_forward(
+    compute: Tensor,
+    hops: Hops,
+    sources: Tensor,
+    links: Links,
+    groups: int = 1,
+    verticals: VerticalExchange | None = None,
+) -> Timeline:
     """A ring or double ring's forward, as transport.circulate(). compute: float64 [W, steps] seconds of one of `groups`
     equal groups of KV heads; sources: of balance.step_sources(); links: of one group's chunk. verticals: begun at the
     start, waited for by the first group. The timeline sums over groups."""
@@ -131,8 +143,16 @@ def ring_forward(compute: Tensor, hops: Hops, sources: Tensor, links: Links, gro
     return Timeline(compute * groups, clock.waiting)
 
 
-def ring_backward(compute: Tensor, hops: Hops, gradients: Hops, sources: Tensor, links: Links,
-                  gradient_links: Links, groups: int = 1, verticals: VerticalExchange | None = None) -> Timeline:
+def ring_backward(
+    compute: Tensor,
+    hops: Hops,
+    gradients: Hops,
+    sources: Tensor,
+    links: Links,
+    gradient_links: Links,
+    groups: int = 1,
+    verticals: VerticalExchange | None = None,
+) -> Timeline:
     """A ring or double ring's backward, as transport.circulate_with_gradients(): the first step of the first window for
     all groups, the other windows, the rest of the first. Arguments as for ring_forward(); verticals: begun after the last
     group, waited for at the end."""
@@ -165,7 +185,12 @@ class _Homeward:
     """A group's gradients, as transport._Homeward. inner, outer: when their last transfers are over, [W]; node: the
     window whose sum has not gone on to the next node."""
 
-    def __init__(self, clock: _Clock, rings: tuple[_Communicator, _Communicator], sends: tuple[Tensor, Tensor]):
+    def __init__(
+        self,
+        clock: _Clock,
+        rings: tuple[_Communicator, _Communicator],
+        sends: tuple[Tensor, Tensor],
+    ):
         self.clock, self.rings, self.sends = clock, rings, sends
         self.inner = self.outer = torch.full_like(clock.now, -torch.inf)
         self.node: int | None = None
@@ -247,8 +272,12 @@ class _AllToAll:
         return over
 
 
-def cast_forward(compute: Tensor, keys: Exchanges, shape: tuple[int, int],
-                 verticals: VerticalExchange | None = None) -> Timeline:
+def cast_forward(
+    compute: Tensor,
+    keys: Exchanges,
+    shape: tuple[int, int],
+    verticals: VerticalExchange | None = None,
+) -> Timeline:
     """group_cast's forward, as group_cast.py. compute: float64 [W, 1 + stages] seconds of the own blocks and of each stage;
     shape: (inter, intra)."""
     clock, arrivals = _Clock(compute), _arrivals(keys, shape)
@@ -263,8 +292,13 @@ def cast_forward(compute: Tensor, keys: Exchanges, shape: tuple[int, int],
     return Timeline(compute, clock.waiting)
 
 
-def cast_backward(compute: Tensor, keys: Exchanges, gradients: Exchanges, shape: tuple[int, int],
-                  verticals: VerticalExchange | None = None) -> Timeline:
+def cast_backward(
+    compute: Tensor,
+    keys: Exchanges,
+    gradients: Exchanges,
+    shape: tuple[int, int],
+    verticals: VerticalExchange | None = None,
+) -> Timeline:
     """As cast_forward(). compute: [W, 1 + stages + 1], the own blocks in two parts; verticals: waited for at the end."""
     clock, arrivals = _Clock(compute), _arrivals(keys, shape)
     inner, outer = _AllToAll(shape, 1), _AllToAll(shape, 0)
@@ -292,5 +326,6 @@ def _arrivals(keys: Exchanges, shape: tuple[int, int]) -> Iterator[Callable[[Ten
     came = [outer.post(start, seconds) for seconds in keys.outer.unbind(1)]
     for crossing, seconds in zip(came, keys.inner.unbind(1)):
         yield lambda now, crossing=crossing, seconds=seconds: torch.maximum(
-            inner.post(torch.maximum(now, crossing), seconds), crossing)
+            inner.post(torch.maximum(now, crossing), seconds), crossing
+        )
     yield lambda now: torch.full_like(now, -torch.inf)

@@ -29,7 +29,9 @@ class Sample:
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
     """Share of the references that the prediction holds, whatever the case: RULER's scorer of all tasks but QA."""
-    return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
+    return sum(reference.lower() in prediction.lower() for reference in references) / len(
+        references
+    )
 
 
 def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list[dict[str, Any]]:
@@ -43,8 +45,10 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
     answer = _generated if generate else _forced
     records = {}
     # Ranks must pad to the same length: a group of samples that goes through together is padded to its longest.
-    lengths = [max(sample.length for sample in samples[start : start + scorer.dp_size])
-               for start in range(0, len(samples), scorer.dp_size)]
+    lengths = [
+        max(sample.length for sample in samples[start : start + scorer.dp_size])
+        for start in range(0, len(samples), scorer.dp_size)
+    ]
     new_tokens = max((sample.new_tokens for sample in samples), default=0)
     for number, sample in scorer.own(samples):
         found = answer(scorer, sample, lengths[number // scorer.dp_size], new_tokens)
@@ -53,7 +57,9 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
             records[number] = {**sample.about, "score": score, **found}
     scorer.release()
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, records)  # ranks of a context-parallel group bring the same records
+    dist.all_gather_object(
+        gathered, records
+    )  # ranks of a context-parallel group bring the same records
     merged = {number: record for part in gathered for number, record in part.items()}
     return [merged[number] for number in sorted(merged)]
 
@@ -65,8 +71,12 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int, _) -> dict[str, 
         return {}
     predicted = predicted.cpu().numpy()
     right = predicted == sample.answer
-    return {"prediction": scorer.tokenizer.decode(predicted), "loss": losses.mean().item(), "correct": float(right.mean()),
-            "exact": float(right.all())}
+    return {
+        "prediction": scorer.tokenizer.decode(predicted),
+        "loss": losses.mean().item(),
+        "correct": float(right.mean()),
+        "exact": float(right.all()),
+    }
 
 
 def _sequence(sample: Sample) -> Sequence:
@@ -80,7 +90,11 @@ def _sequence(sample: Sample) -> Sequence:
 def _generated(scorer: Scorer, sample: Sample | None, _, new_tokens: int) -> dict[str, Any]:
     prompt = np.array([scorer.tokenizer.end_of_document]) if sample is None else sample.prompt
     found = greedy(scorer, prompt, new_tokens)
-    return {"prediction": text_of(scorer.tokenizer, found[: sample.new_tokens])} if sample is not None else {}
+    return (
+        {"prediction": text_of(scorer.tokenizer, found[: sample.new_tokens])}
+        if sample is not None
+        else {}
+    )
 
 
 def text_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:

@@ -22,8 +22,16 @@ if TYPE_CHECKING:
 class _CachedAttend:
     """One layer's attention: keeps the prompt's keys and values, and answers a single query by all that are kept."""
 
-    def __init__(self, attend: Attend, prompt: int, capacity: int, sliding_window: int, sinks: int) -> None:
-        self.attend, self.length, self.capacity, self.window, self.sinks = attend, 0, capacity, sliding_window, sinks
+    def __init__(
+        self, attend: Attend, prompt: int, capacity: int, sliding_window: int, sinks: int
+    ) -> None:
+        self.attend, self.length, self.capacity, self.window, self.sinks = (
+            attend,
+            0,
+            capacity,
+            sliding_window,
+            sinks,
+        )
         self.prompt, self.kv = prompt, None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
@@ -49,11 +57,15 @@ class _CachedAttend:
 
 
 @contextlib.contextmanager
-def _cached(model: Decoder, prompt: int, capacity: int, attention: "AttentionSection") -> Iterator[None]:
+def _cached(
+    model: Decoder, prompt: int, capacity: int, attention: "AttentionSection"
+) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     plain = [layer.attend for layer in layers]
     for layer in layers:
-        layer.attend = _CachedAttend(layer.attend, prompt, capacity, attention.sliding_window, attention.window_sinks)
+        layer.attend = _CachedAttend(
+            layer.attend, prompt, capacity, attention.sliding_window, attention.window_sinks
+        )
     try:
         yield
     finally:
@@ -69,7 +81,9 @@ def greedy(scorer: Scorer, prompt: NDArray[np.int64], new_tokens: int) -> NDArra
     Raises ValueError for several context-parallel ranks.
     """
     if scorer.cp.size > 1:
-        raise ValueError(f'generation needs parallelism.cp = 1, not {scorer.cp.size}; write --answers forced')
+        raise ValueError(
+            f"generation needs parallelism.cp = 1, not {scorer.cp.size}; write --answers forced"
+        )
     count = len(prompt)
     with _cached(scorer.model, count, count + new_tokens, scorer.attention):
         labels = np.full(count, IGNORED_LABEL)
@@ -78,6 +92,8 @@ def greedy(scorer: Scorer, prompt: NDArray[np.int64], new_tokens: int) -> NDArra
         found = [token]
         for position in range(count, count + new_tokens - 1):
             place = torch.tensor([[position]], device=scorer.device)
-            token = scorer.model(token[None], place, None, token[None], scorer.chunk_tokens, 0.0, answer_scores)[1]
+            token = scorer.model(
+                token[None], place, None, token[None], scorer.chunk_tokens, 0.0, answer_scores
+            )[1]
             found.append(token)
     return torch.cat(found).cpu().numpy()

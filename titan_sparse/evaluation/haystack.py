@@ -9,11 +9,58 @@ from numpy.typing import NDArray
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.tokenizer import Tokenizer
 
-_ADJECTIVES = ("amber", "brave", "calm", "dusty", "early", "fancy", "gentle", "hollow", "icy", "jolly", "kind", "lazy",
-               "misty", "noble", "olive", "proud", "quiet", "rusty", "silent", "tidy", "urban", "vivid", "windy", "young")
-_NOUNS = ("anchor", "barrel", "candle", "desert", "engine", "forest", "garden", "harbor", "island", "jacket", "kettle",
-          "ladder", "market", "needle", "orchard", "pillow", "quarry", "river", "saddle", "temple", "umbrella", "valley",
-          "window", "yard")
+_ADJECTIVES = (
+    "amber",
+    "brave",
+    "calm",
+    "dusty",
+    "early",
+    "fancy",
+    "gentle",
+    "hollow",
+    "icy",
+    "jolly",
+    "kind",
+    "lazy",
+    "misty",
+    "noble",
+    "olive",
+    "proud",
+    "quiet",
+    "rusty",
+    "silent",
+    "tidy",
+    "urban",
+    "vivid",
+    "windy",
+    "young",
+)
+_NOUNS = (
+    "anchor",
+    "barrel",
+    "candle",
+    "desert",
+    "engine",
+    "forest",
+    "garden",
+    "harbor",
+    "island",
+    "jacket",
+    "kettle",
+    "ladder",
+    "market",
+    "needle",
+    "orchard",
+    "pillow",
+    "quarry",
+    "river",
+    "saddle",
+    "temple",
+    "umbrella",
+    "valley",
+    "window",
+    "yard",
+)
 _EMPTY = "the text to hide needles in is empty; write another data.source"
 
 
@@ -38,7 +85,9 @@ class Haystack:
             if self._documents_split >= len(self.documents) and not self._sentences:
                 raise ValueError(_EMPTY)
             text = self.tokenizer.decode(self._document(self._documents_split))
-            self._sentences += [piece.strip() for piece in re.split(r"(?<=[.!?])\s+|\n+", text) if piece.strip()]
+            self._sentences += [
+                piece.strip() for piece in re.split(r"(?<=[.!?])\s+|\n+", text) if piece.strip()
+            ]
             self._documents_split += 1
         return self._sentences[:count]
 

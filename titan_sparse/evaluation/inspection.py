@@ -45,15 +45,24 @@ class Layer(NamedTuple):
     curves: list[dict[str, Any]]
 
 
-def inspect_layers(model: Decoder, forward: Callable[[], Any], attention: "Attention", cp: ContextParallel, layers: list[int],
-                   samples: int, seed: int) -> dict[int, Layer]:
+def inspect_layers(
+    model: Decoder,
+    forward: Callable[[], Any],
+    attention: "Attention",
+    cp: ContextParallel,
+    layers: list[int],
+    samples: int,
+    seed: int,
+) -> dict[int, Layer]:
     """Run forward() once, with an eye on the attention of these layers of `model`. cp: of one rank.
 
     samples: random rows, drawn alike for all layers; the last rows are those that vertical_slash looks with."""
     found: dict[int, Layer] = {}
     for number in layers:
         module = model.layers[str(number)].self_attn
-        module.attend = functools.partial(_observed, module.attend, found, number, attention, cp, samples, seed)
+        module.attend = functools.partial(
+            _observed, module.attend, found, number, attention, cp, samples, seed
+        )
     try:
         forward()
     finally:
@@ -63,35 +72,74 @@ def inspect_layers(model: Decoder, forward: Callable[[], Any], attention: "Atten
     return found
 
 
-def _observed(attend: Callable[..., Tensor], found: dict[int, Layer], number: int, attention: "Attention", cp: ContextParallel,
-              samples: int, seed: int, q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
+def _observed(
+    attend: Callable[..., Tensor],
+    found: dict[int, Layer],
+    number: int,
+    attention: "Attention",
+    cp: ContextParallel,
+    samples: int,
+    seed: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskRanges,
+) -> Tensor:
     found[number] = inspect_layer(q, k, mask, attention, cp, samples, seed)
     return attend(q, k, v, mask)
 
 
-def inspect_layer(q: Tensor, k: Tensor, rows: MaskRanges, attention: "Attention", cp: ContextParallel, samples: int,
-                  seed: int) -> Layer:
+def inspect_layer(
+    q: Tensor,
+    k: Tensor,
+    rows: MaskRanges,
+    attention: "Attention",
+    cp: ContextParallel,
+    samples: int,
+    seed: int,
+) -> Layer:
     """Of q [1, Hq, S, D] and k [1, Hkv, S, D], one sequence of whole blocks."""
     size, device = attention.block_size, q.device
     tokens = int((rows.start < rows.stop).sum())
     probe = min(attention.vertical_slash.probe or size, tokens)
     last = torch.arange(tokens - probe, tokens, device=device)
-    chosen = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:samples].sort().values.to(device)
+    chosen = (
+        torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:samples]
+        .sort()
+        .values.to(device)
+    )
     shares = torch.tensor(SHARES, dtype=torch.float64)
     heads, kept = [], []
     for head in range(q.shape[1]):
-        attend = lambda at: probabilities(q[0, head], k[0, head * k.shape[1] // q.shape[1]], rows, at)
+        attend = lambda at: probabilities(
+            q[0, head], k[0, head * k.shape[1] // q.shape[1]], rows, at
+        )
         seen, random = attend(last), attend(chosen)
         kept.append(random)
         columns, diagonals = seen.mean(0), by_distance(seen, last, size) / len(last)
-        both = (diagonals * len(last) + by_distance(random, chosen, size)) / (len(last) + len(chosen))
+        both = (diagonals * len(last) + by_distance(random, chosen, size)) / (
+            len(last) + len(chosen)
+        )
         blocks = random.unflatten(1, (-1, size)).sum(-1)
-        heads.append((_pooled(columns), both.cpu().double(), _top_k(random), count_to_hold(columns[None], shares)[0],
-                      count_to_hold(diagonals[None], shares)[0], count_to_hold(blocks, shares).mean(0)))
-    *parts, needed_columns, needed_diagonals, needed_blocks = (torch.stack(part) for part in zip(*heads))
+        heads.append(
+            (
+                _pooled(columns),
+                both.cpu().double(),
+                _top_k(random),
+                count_to_hold(columns[None], shares)[0],
+                count_to_hold(diagonals[None], shares)[0],
+                count_to_hold(blocks, shares).mean(0),
+            )
+        )
+    *parts, needed_columns, needed_diagonals, needed_blocks = (
+        torch.stack(part) for part in zip(*heads)
+    )
     allowed = (rows.stop - rows.start)[0, chosen, None].cpu().double()
     top_k_density = allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean()
-    curves = [curve(pattern, q, k, rows, cp, chosen, torch.stack(kept)) for pattern in patterns(attention, tokens)]
+    curves = [
+        curve(pattern, q, k, rows, cp, chosen, torch.stack(kept))
+        for pattern in patterns(attention, tokens)
+    ]
     return Layer(*parts, top_k_density, needed_columns, needed_diagonals, needed_blocks, curves)
 
 
@@ -107,7 +155,9 @@ def by_distance(mass: Tensor, at: Tensor, size: int) -> Tensor:
     """Sums of [n, S] by the distance in blocks from the rows at `at`, int64 [n]: [S / size]."""
     blocks = mass.unflatten(1, (-1, size)).sum(-1)
     distance = (at // size)[:, None] - torch.arange(blocks.shape[1], device=at.device)
-    return blocks.new_zeros(blocks.shape[1]).index_add_(0, distance.clamp(min=0).flatten(), blocks.flatten())
+    return blocks.new_zeros(blocks.shape[1]).index_add_(
+        0, distance.clamp(min=0).flatten(), blocks.flatten()
+    )
 
 
 def count_to_hold(mass: Tensor, shares: Tensor) -> Tensor:
@@ -139,19 +189,40 @@ def patterns(attention: "Attention", tokens: int) -> Iterator[tuple[str, float, 
     size, own = attention.block_size, attention.vertical_slash
     for budget in ("independent", "joint"):
         for share in SHARES:
-            yield f"vertical_slash {budget}", share, VerticalSlash(
-                share, own.probe, own.sinks, own.local_diagonals, max_columns=tokens, dense_below=max(size, own.probe),
-                budget=budget)
+            yield (
+                f"vertical_slash {budget}",
+                share,
+                VerticalSlash(
+                    share,
+                    own.probe,
+                    own.sinks,
+                    own.local_diagonals,
+                    max_columns=tokens,
+                    dense_below=max(size, own.probe),
+                    budget=budget,
+                ),
+            )
     for share in SHARES:
-        yield "xattention", share, XAttention(math.gcd(attention.xattention.stride, size), share, dense_below=size)
+        yield (
+            "xattention",
+            share,
+            XAttention(math.gcd(attention.xattention.stride, size), share, dense_below=size),
+        )
     chunk = max(size, min(attention.moba.chunk_size, -(-tokens // 32)))
     for top_k in (1, 2, 3, 4, 6, 8, 12, 16):
         if top_k * chunk < tokens:
             yield f"moba, chunks of {chunk}", top_k, MoBA(chunk, top_k)
 
 
-def curve(named: tuple[str, float, Pattern], q: Tensor, k: Tensor, rows: MaskRanges, cp: ContextParallel, at: Tensor,
-          mass: Tensor) -> dict[str, Any]:
+def curve(
+    named: tuple[str, float, Pattern],
+    q: Tensor,
+    k: Tensor,
+    rows: MaskRanges,
+    cp: ContextParallel,
+    at: Tensor,
+    mass: Tensor,
+) -> dict[str, Any]:
     """What a pattern selects of the rows at `at`, int64 [n], whose dense softmax is mass [Hq, n, S]; lists over heads.
 
     density: selected of the pairs allowed. recall: mean share of a row's mass. columns, diagonals: how many, where it has
@@ -177,7 +248,9 @@ def keys_of_rows(index: BlockIndex, rows: MaskRanges, at: Tensor) -> Tensor:
     chosen = index.chosen_chunks(at)
     if chosen is None:
         blocks = torch.arange(index.seq_len // index.block_size, device=at.device)
-        on = index.selects(at // index.block_size, blocks)[0, 0].repeat_interleave(index.block_size, 1)
+        on = index.selects(at // index.block_size, blocks)[0, 0].repeat_interleave(
+            index.block_size, 1
+        )
         columns = torch.zeros(index.seq_len + 1, dtype=torch.bool, device=at.device)
         columns[index.verticals[0, 0].long()] = True
         on = on | columns[:-1]
@@ -191,5 +264,9 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
     about = {"shares": SHARES, "top_k": TOP_K}
     plain = lambda x: x.tolist() if isinstance(x, Tensor) else x
     fields = ("top_k", "top_k_density", "columns", "diagonals", "blocks", "curves")
-    return about | {"layers": [{"layer": number} | {name: plain(getattr(layer, name)) for name in fields}
-                               for number, layer in layers.items()]}
+    return about | {
+        "layers": [
+            {"layer": number} | {name: plain(getattr(layer, name)) for name in fields}
+            for number, layer in layers.items()
+        ]
+    }

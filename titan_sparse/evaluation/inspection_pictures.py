@@ -19,10 +19,17 @@ def layer_figure(number: int, layer: Layer, seq_len: int) -> "Figure":
     heads = len(layer.column_mass)
     figure = Figure(figsize=(12, 1.6 + 0.2 * heads), layout="constrained")
     panels = figure.subplots(1, 2)
-    for axes, mass, label, right in ((panels[0], layer.column_mass, "position of the key (tokens)", seq_len),
-                                     (panels[1], layer.diagonal_mass, "distance (blocks)", layer.diagonal_mass.shape[1])):
-        image = axes.imshow(mass.clamp(min=1e-6), norm=LogNorm(1e-6, 1), aspect="auto", interpolation="nearest",
-                            extent=(0, right, heads - 0.5, -0.5))
+    for axes, mass, label, right in (
+        (panels[0], layer.column_mass, "position of the key (tokens)", seq_len),
+        (panels[1], layer.diagonal_mass, "distance (blocks)", layer.diagonal_mass.shape[1]),
+    ):
+        image = axes.imshow(
+            mass.clamp(min=1e-6),
+            norm=LogNorm(1e-6, 1),
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0, right, heads - 0.5, -0.5),
+        )
         axes.set(xlabel=label, ylabel="head")
     panels[0].set_title(f"layer {number}: share of the last queries' mass", fontsize=9)
     panels[1].set_title("share of all sampled queries' mass", fontsize=9)
@@ -41,9 +48,19 @@ def curves_figure(layers: list[Layer]) -> "Figure":
         at = [i for i, point in enumerate(layers[0].curves) if point["pattern"] == name]
         mean = lambda key: [np.mean([layer.curves[i][key] for layer in layers]) for i in at]
         axes.plot(mean("density"), mean("recall"), marker="o", markersize=3, label=name)
-    axes.plot(layers[0].top_k_density, _mean_top_k(layers), "k--", marker=".", label="largest keys, as many in each row")
+    axes.plot(
+        layers[0].top_k_density,
+        _mean_top_k(layers),
+        "k--",
+        marker=".",
+        label="largest keys, as many in each row",
+    )
     axes.set_xscale("log")
-    axes.set(xlabel="density (share of the pairs allowed)", ylabel="recall (share of the mass)", ylim=(0, 1.02))
+    axes.set(
+        xlabel="density (share of the pairs allowed)",
+        ylabel="recall (share of the mass)",
+        ylim=(0, 1.02),
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     return figure
@@ -65,7 +82,9 @@ def top_k_figure(layers: dict[int, Layer]) -> "Figure":
     figure.colorbar(image, ax=panels[:2])
     panels[2].plot(TOP_K, _mean_top_k(list(layers.values())), marker="o")
     panels[2].set_xscale("log", base=2)
-    panels[2].set(title="mean over layers and heads", xlabel="keys a row", ylabel="recall", ylim=(0, 1.02))
+    panels[2].set(
+        title="mean over layers and heads", xlabel="keys a row", ylabel="recall", ylim=(0, 1.02)
+    )
     return figure
 
 

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from titan_sparse.attention import attend
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
+from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.training.parallelize import (
     build_context_parallel,
     build_meshes,
@@ -40,7 +40,9 @@ def find_checkpoint(path: str) -> str:
     """The folder step-N that `path` names: that folder, or an output_dir, whose newest one counts. ValueError if none."""
     folder = path if os.path.isfile(os.path.join(path, ".metadata")) else newest_checkpoint(path)
     if folder is None:
-        raise ValueError(f"--checkpoint {path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N")
+        raise ValueError(
+            f"--checkpoint {path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
+        )
     return folder
 
 
@@ -51,8 +53,10 @@ def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
     wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
-            raise ValueError(f"--checkpoint {folder} has {found.get(name, 'no')} {name}, the model of --config has "
-                             f"{wanted.get(name, 'none')}; write the config.toml of that run")
+            raise ValueError(
+                f"--checkpoint {folder} has {found.get(name, 'no')} {name}, the model of --config has "
+                f"{wanted.get(name, 'none')}; write the config.toml of that run"
+            )
 
 
 def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
@@ -64,8 +68,10 @@ def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer)
     device, dtype = choose_device(config.training.device), getattr(torch, config.training.dtype)
     model_config = resolve(**dataclasses.asdict(config.model))
     if tokenizer.vocab_size > model_config.vocab_size:
-        raise ValueError(f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
-                         f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with")
+        raise ValueError(
+            f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
+            f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with"
+        )
     if checkpoint is None:
         check_weights(config.model.initial_hf, model_config)
     else:
@@ -75,7 +81,9 @@ def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer)
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
-    call = functools.partial(attend, pattern=build_pattern(config.attention), cp=cp, backend=config.attention.backend)
+    call = functools.partial(
+        attend, pattern=build_pattern(config.attention), cp=cp, backend=config.attention.backend
+    )
     with torch.device("meta"):
         model = Decoder(model_config, call).to(dtype)
     parallelize(model, meshes.fsdp, dtype, True, ActivationCheckpoint(mode="none"), Compile())

@@ -25,8 +25,15 @@ def _figure(title: str) -> tuple["Figure", Any]:
 def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> "Figure":
     """Heat map of by_cell()'s cells, depth over length; red is 0, green is 1."""
     lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
-    grid = [[next(cell[value] for cell in cells if (cell["length"], cell["depth"]) == (length, depth))
-             for length in lengths] for depth in depths]
+    grid = [
+        [
+            next(
+                cell[value] for cell in cells if (cell["length"], cell["depth"]) == (length, depth)
+            )
+            for length in lengths
+        ]
+        for depth in depths
+    ]
     figure, axes = _figure(f"Needle In A Haystack: {value}")
     image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="length (tokens)", ylabel="depth (%)")
@@ -42,7 +49,12 @@ def position_figure(results: list[dict[str, Any]]) -> "Figure":
     for result in results:
         known = [part for part in result["buckets"] if part["loss"] is not None]
         middles = [(part["start"] + part["stop"]) / 2 for part in known]
-        axes.plot(middles, [part["loss"] for part in known], marker="o", label=f"windows of {result['length']:,}")
+        axes.plot(
+            middles,
+            [part["loss"] for part in known],
+            marker="o",
+            label=f"windows of {result['length']:,}",
+        )
     axes.set(xlabel="position in the window (tokens)", ylabel="cross-entropy (nats)")
     axes.legend()
     return figure

@@ -34,31 +34,44 @@ def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) ->
     -100: with stride = length all tokens of a window count, with a smaller one all but the first window's tokens have at
     least length - stride tokens of context. Raises ValueError for a stride outside [1, length]."""
     if not 1 <= stride <= length:
-        raise ValueError(f"a stride of {stride} leaves out or repeats tokens of windows of {length}; write 1 to {length}")
+        raise ValueError(
+            f"a stride of {stride} leaves out or repeats tokens of windows of {length}; write 1 to {length}"
+        )
     for document in documents:
         scored = 0
         for start in itertools.count(0, stride):
             if scored >= len(document) - 1:
                 break
-            tokens, following = document[start : start + length], document[start + 1 : start + length + 1]
+            tokens, following = (
+                document[start : start + length],
+                document[start + 1 : start + length + 1],
+            )
             labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
             labels[scored - start : len(following)] = following[scored - start :]
             scored = start + len(following)
             yield Sequence(tokens, labels)
 
 
-def first_windows(documents: Documents, min_length: int, length: int, stride: int, count: int) -> list[Sequence]:
+def first_windows(
+    documents: Documents, min_length: int, length: int, stride: int, count: int
+) -> list[Sequence]:
     """The first `count` windows() over documents of at least `min_length` tokens; fewer if there are no more of them.
 
     Raises ValueError if no document is that long."""
-    found = list(itertools.islice(windows(long_documents(documents, min_length), length, stride), count))
+    found = list(
+        itertools.islice(windows(long_documents(documents, min_length), length, stride), count)
+    )
     if not found:
-        raise ValueError(f"no document has data.min_document_length = {min_length} tokens, or any at all; write a smaller "
-                         "data.min_document_length or another source")
+        raise ValueError(
+            f"no document has data.min_document_length = {min_length} tokens, or any at all; write a smaller "
+            "data.min_document_length or another source"
+        )
     return found
 
 
-def position_loss(scorer: Scorer, sequences: Iterable[Sequence], length: int, buckets: int) -> dict[str, Any]:
+def position_loss(
+    scorer: Scorer, sequences: Iterable[Sequence], length: int, buckets: int
+) -> dict[str, Any]:
     """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges of positions.
 
     Sums and counts are float64, over all ranks. Returns {"length", "tokens", "loss", "perplexity", "buckets": [{"start",
@@ -66,7 +79,9 @@ def position_loss(scorer: Scorer, sequences: Iterable[Sequence], length: int, bu
     ranks bring the same `sequences` of at most `length` tokens. Raises ValueError if there are more buckets than tokens.
     """
     if not 1 <= buckets <= length:
-        raise ValueError(f"{length} positions cannot be cut into {buckets} buckets; write 1 to {length}")
+        raise ValueError(
+            f"{length} positions cannot be cut into {buckets} buckets; write 1 to {length}"
+        )
     totals = torch.zeros(2, buckets, dtype=torch.float64, device=scorer.device)
     for _, sequence in scorer.own(sequences):
         losses, positions = scorer.token_losses(sequence, length)
@@ -74,12 +89,16 @@ def position_loss(scorer: Scorer, sequences: Iterable[Sequence], length: int, bu
         totals[0].index_add_(0, bucket, losses.double())
         totals[1].index_add_(0, bucket, torch.ones_like(losses, dtype=torch.float64))
     scorer.release()
-    dist.all_reduce(totals)  # ranks of a context-parallel group hold different tokens: nothing is counted twice
+    dist.all_reduce(
+        totals
+    )  # ranks of a context-parallel group hold different tokens: nothing is counted twice
     sums, counts = totals.tolist()
     # Bucket b holds the positions p with p * buckets // length == b.
     edges = [-(-number * length // buckets) for number in range(buckets + 1)]
-    parts = [{"start": start, "stop": stop, **_mean(total, count)}
-             for start, stop, total, count in zip(edges, edges[1:], sums, counts)]
+    parts = [
+        {"start": start, "stop": stop, **_mean(total, count)}
+        for start, stop, total, count in zip(edges, edges[1:], sums, counts)
+    ]
     return {"length": length, **_mean(math.fsum(sums), math.fsum(counts)), "buckets": parts}
 
 

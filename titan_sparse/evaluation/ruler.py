@@ -14,18 +14,28 @@ from titan_sparse.evaluation.ruler_tasks import TASKS, Prompt
 __all__ = ["TASKS", "by_task", "ruler_samples"]
 
 
-def ruler_samples(haystack: Haystack, tasks: list[str], lengths: list[int], samples: int, seed: int) -> list[Sample]:
+def ruler_samples(
+    haystack: Haystack, tasks: list[str], lengths: list[int], samples: int, seed: int
+) -> list[Sample]:
     """`samples` prompts for each task (of TASKS) and length: as many units as fit, the answer's tokens included.
 
     Raises ValueError for a length that does not hold the task, and where its words are not installed.
     """
-    return [sample for task in tasks for length in lengths for sample in _samples(haystack, task, length, samples, seed)]
+    return [
+        sample
+        for task in tasks
+        for length in lengths
+        for sample in _samples(haystack, task, length, samples, seed)
+    ]
 
 
 def _samples(haystack: Haystack, task: str, length: int, samples: int, seed: int) -> list[Sample]:
     room = length - TASKS[task].new_tokens
     units = _fitting(haystack, task, room)
-    return [_sample(haystack, task, length, units, f"ruler {seed} {task} {length} {number}") for number in range(samples)]
+    return [
+        _sample(haystack, task, length, units, f"ruler {seed} {task} {length} {number}")
+        for number in range(samples)
+    ]
 
 
 def _build(haystack: Haystack, task: str, units: int, room: int, seed: str) -> tuple[Prompt, int]:
@@ -40,13 +50,19 @@ def _fitting(haystack: Haystack, task: str, room: int) -> int:
     low = TASKS[task].least
     if _build(haystack, task, low, room, "size")[1] > room:
         needed = _build(haystack, task, low, room, "size")[1] + TASKS[task].new_tokens
-        raise ValueError(f"{task} does not fit in {room + TASKS[task].new_tokens} tokens; write {needed} or more")
+        raise ValueError(
+            f"{task} does not fit in {room + TASKS[task].new_tokens} tokens; write {needed} or more"
+        )
     high = 2 * low
     while _build(haystack, task, high, room, "size")[1] <= room:
         low, high = high, 2 * high
     while high - low > max(1, low // 200):
         middle = (low + high) // 2
-        low, high = (middle, high) if _build(haystack, task, middle, room, "size")[1] <= room else (low, middle)
+        low, high = (
+            (middle, high)
+            if _build(haystack, task, middle, room, "size")[1] <= room
+            else (low, middle)
+        )
     return low
 
 
@@ -58,11 +74,19 @@ def _sample(haystack: Haystack, task: str, length: int, units: int, seed: str) -
         units = max(least, units - max(1, units // 100))
         prompt, tokens = _build(haystack, task, units, room, seed)
     if tokens > room:
-        raise ValueError(f"{task} does not fit in {length} tokens; write {length + tokens - room} or more")
+        raise ValueError(
+            f"{task} does not fit in {length} tokens; write {length + tokens - room} or more"
+        )
     encode = haystack.tokenizer.encode
     answer = encode(prompt.answer).astype(np.int64)
-    return Sample(encode(prompt.text).astype(np.int64), answer, prompt.references, max(TASKS[task].new_tokens, len(answer)),
-                  length, {"task": task, "length": length})
+    return Sample(
+        encode(prompt.text).astype(np.int64),
+        answer,
+        prompt.references,
+        max(TASKS[task].new_tokens, len(answer)),
+        length,
+        {"task": task, "length": length},
+    )
 
 
 def by_task(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -70,5 +94,8 @@ def by_task(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = defaultdict(list)
     for record in records:
         found[record["task"], record["length"]].append(record)
-    rows = [{"task": task, "length": length, "samples": len(part), **means(part)} for (task, length), part in found.items()]
+    rows = [
+        {"task": task, "length": length, "samples": len(part), **means(part)}
+        for (task, length), part in found.items()
+    ]
     return [{**row, "score": round(100 * row["score"], 2)} for row in rows]

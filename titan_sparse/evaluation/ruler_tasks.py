@@ -42,7 +42,9 @@ def words(kind: str) -> tuple[str, ...]:
     try:
         from wonderwords import RandomWord
     except ImportError:
-        raise ValueError('tasks with words need wonderwords: pip install -e ".[eval]"; niah_multikey_3, vt and fwe do not') from None
+        raise ValueError(
+            'tasks with words need wonderwords: pip install -e ".[eval]"; niah_multikey_3, vt and fwe do not'
+        ) from None
     return tuple(sorted(set(RandomWord().filter(include_categories=[kind]))))
 
 
@@ -57,9 +59,21 @@ def _value(kind: str, draw: random.Random) -> str:
     return str(uuid.UUID(int=draw.getrandbits(128), version=4))
 
 
-def _niah(units: int, _: int, draw: random.Random, haystack: Haystack, *, hay: str, key_kind: str, value_kind: str,
-          keys: int = 1, values: int = 1, queries: int = 1) -> Prompt:
+def _niah(
+    units: int,
+    _: int,
+    draw: random.Random,
+    haystack: Haystack,
+    *,
+    hay: str,
+    key_kind: str,
+    value_kind: str,
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Prompt:
     """keys x values needles, of which all values of `queries` keys are asked for; RULER's niah.py."""
+
     def line(key: str, value: str) -> str:
         return f"One of the special magic {value_kind} for {key} is: {value}."
 
@@ -68,7 +82,14 @@ def _niah(units: int, _: int, draw: random.Random, haystack: Haystack, *, hay: s
         chosen.setdefault(_value(key_kind, draw), [_value(value_kind, draw) for _ in range(values)])
     needles = [line(key, value) for key, found in chosen.items() for value in found]
     draw.shuffle(needles)
-    context = _hidden(needles, units, hay, draw, haystack, lambda: line(_value(key_kind, draw), _value(value_kind, draw)))
+    context = _hidden(
+        needles,
+        units,
+        hay,
+        draw,
+        haystack,
+        lambda: line(_value(key_kind, draw), _value(value_kind, draw)),
+    )
     asked = draw.sample(list(chosen), queries)
     answers = tuple(value for key in asked for value in chosen[key])
     names = asked[0] if queries == 1 else ", ".join(asked[:-1]) + f", and {asked[-1]}"
@@ -76,18 +97,29 @@ def _niah(units: int, _: int, draw: random.Random, haystack: Haystack, *, hay: s
         kind, first, are = value_kind[:-1], f"A special magic {value_kind[:-1]} is", "is"
     else:
         kind, first, are = value_kind, f"Some special magic {value_kind} are", "are"
-    text = (f"{first} hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
-            f"afterwards.\n{context}\nWhat {are}{'' if are == 'is' else ' all'} the special magic {kind} for {names} "
-            f"mentioned in the provided text? The special magic {kind} for {names} mentioned in the provided text {are}")
+    text = (
+        f"{first} hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} "
+        f"afterwards.\n{context}\nWhat {are}{'' if are == 'is' else ' all'} the special magic {kind} for {names} "
+        f"mentioned in the provided text? The special magic {kind} for {names} mentioned in the provided text {are}"
+    )
     return Prompt(text, answers, " " + ", ".join(answers) + ".")
 
 
-def _hidden(needles: list[str], units: int, hay: str, draw: random.Random, haystack: Haystack,
-            other: Callable[[], str]) -> str:
+def _hidden(
+    needles: list[str],
+    units: int,
+    hay: str,
+    draw: random.Random,
+    haystack: Haystack,
+    other: Callable[[], str],
+) -> str:
     """The needles among `units` lines of noise or of `other` needles, or among sentences of the haystack at given depths."""
     if hay == "own":
         sentences = haystack.sentences(units)
-        places = sorted((len(sentences) * depth // 100 for depth in draw.sample(_DEPTHS, len(needles))), reverse=True)
+        places = sorted(
+            (len(sentences) * depth // 100 for depth in draw.sample(_DEPTHS, len(needles))),
+            reverse=True,
+        )
     else:
         sentences = [NOISE] * units if hay == "noise" else [other() for _ in range(units)]
         places = sorted(draw.sample(range(units), len(needles)), reverse=True)
@@ -109,13 +141,17 @@ def _tracking(units: int, draw: random.Random, letters: int, value: str) -> Prom
         names += [name] if name not in names else []
     chain = [f"VAR {names[0]} = {value}"] + [f"VAR {b} = VAR {a}" for a, b in zip(names, names[1:])]
     lines = [NOISE] * units
-    for offset, (place, step) in enumerate(zip(sorted(draw.sample(range(units), len(chain))), chain, strict=True)):
+    for offset, (place, step) in enumerate(
+        zip(sorted(draw.sample(range(units), len(chain))), chain, strict=True)
+    ):
         lines.insert(place + offset, step)
     context = "\n".join(lines)
-    text = (f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-            f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
-            f"chain(s) of variable assignment in the text above, {len(names)} variables are assigned the value {value}, "
-            "they are: ")
+    text = (
+        f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+        f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
+        f"chain(s) of variable assignment in the text above, {len(names)} variables are assigned the value {value}, "
+        "they are: "
+    )
     return Prompt(text, tuple(names), " ".join(names))
 
 
@@ -126,17 +162,31 @@ def _vt(units: int, _: int, draw: random.Random, __: Haystack) -> Prompt:
     return prompt._replace(text=f"{example.text}{example.answer}\n{prompt.text}")
 
 
-def _common(pool: tuple[str, ...], count: int, often: int, seldom: int, draw: random.Random) -> Prompt:
-    chosen = draw.sample(pool, count) if count <= len(pool) else [
-        *draw.sample(pool, len(pool)), *("".join(draw.choices(string.ascii_lowercase, k=8)) for _ in range(count - len(pool)))]
+def _common(
+    pool: tuple[str, ...], count: int, often: int, seldom: int, draw: random.Random
+) -> Prompt:
+    chosen = (
+        draw.sample(pool, count)
+        if count <= len(pool)
+        else [
+            *draw.sample(pool, len(pool)),
+            *("".join(draw.choices(string.ascii_lowercase, k=8)) for _ in range(count - len(pool))),
+        ]
+    )
     common, rare = chosen[:10], chosen[10:]
     listed = common * often + rare * seldom
     draw.shuffle(listed)
     context = " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1))
-    text = ("Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-            f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 "
-            "words that appear most often in the list are:")
-    return Prompt(text, tuple(common), " " + " ".join(f"{place}. {word}" for place, word in enumerate(common, 1)))
+    text = (
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        f"appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 "
+        "words that appear most often in the list are:"
+    )
+    return Prompt(
+        text,
+        tuple(common),
+        " " + " ".join(f"{place}. {word}" for place, word in enumerate(common, 1)),
+    )
 
 
 def _cwe(units: int, tokens: int, draw: random.Random, _: Haystack) -> Prompt:
@@ -153,13 +203,19 @@ def _fwe(units: int, tokens: int, draw: random.Random, _: Haystack) -> Prompt:
     while len(distinct) < max(tokens // 50, 4):
         distinct["".join(draw.choices(string.ascii_lowercase, k=6))] = None
     vocabulary = list(distinct)
-    listed = [word for rank, word in enumerate(vocabulary, 1) for _ in range(int(units / rank**2 / (math.pi**2 / 6)))]
+    listed = [
+        word
+        for rank, word in enumerate(vocabulary, 1)
+        for _ in range(int(units / rank**2 / (math.pi**2 / 6)))
+    ]
     draw.shuffle(listed)
     top = vocabulary[1:4]
-    text = ("Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-            f"coded words. {' '.join(listed)}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What "
-            "are the three most frequently appeared words in the above coded text? Answer: According to the coded text "
-            "above, the three most frequently appeared words are:")
+    text = (
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+        f"coded words. {' '.join(listed)}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What "
+        "are the three most frequently appeared words in the above coded text? Answer: According to the coded text "
+        "above, the three most frequently appeared words are:"
+    )
     return Prompt(text, tuple(top), " " + " ".join(top))
 
 

@@ -38,11 +38,28 @@ class Scorer:
     out), the ranks of a context-parallel group the same one.
     """
 
-    def __init__(self, model: Decoder, config: "Config", cp: ContextParallel, device: torch.device, tokenizer: Tokenizer,
-                 dp_rank: int, dp_size: int) -> None:
-        self.model, self.attention, self.cp, self.device, self.tokenizer = model, config.attention, cp, device, tokenizer
+    def __init__(
+        self,
+        model: Decoder,
+        config: "Config",
+        cp: ContextParallel,
+        device: torch.device,
+        tokenizer: Tokenizer,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        self.model, self.attention, self.cp, self.device, self.tokenizer = (
+            model,
+            config.attention,
+            cp,
+            device,
+            tokenizer,
+        )
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.multiple, self.chunk_tokens = padding_multiple(config), config.training.loss_chunk_tokens
+        self.multiple, self.chunk_tokens = (
+            padding_multiple(config),
+            config.training.loss_chunk_tokens,
+        )
 
     def own(self, items: Iterable[T]) -> Iterator[tuple[int, T | None]]:
         """(number, item) of the items that are this data-parallel rank's; None where others have one more than this rank,
@@ -66,7 +83,9 @@ class Scorer:
         sequence = self._nothing() if sequence is None else sequence
         where = np.flatnonzero(sequence.labels != IGNORED_LABEL)
         (losses, predicted), labels, positions = self._forward(sequence, length, answer_scores)
-        slots = torch.searchsorted(torch.from_numpy(where).to(self.device), positions[labels != IGNORED_LABEL])
+        slots = torch.searchsorted(
+            torch.from_numpy(where).to(self.device), positions[labels != IGNORED_LABEL]
+        )
         gathered = torch.zeros(2, len(where), dtype=torch.float64, device=self.device)
         # Token ids are exact in float64.
         gathered[:, slots] = torch.stack([losses.double(), predicted.double()])
@@ -87,7 +106,9 @@ class Scorer:
         return Sequence(np.array([self.tokenizer.end_of_document]), np.array([IGNORED_LABEL]))
 
     @torch.no_grad()
-    def _forward(self, sequence: Sequence, length: int, loss: Callable[..., Any]) -> tuple[Any, Tensor, Tensor]:
+    def _forward(
+        self, sequence: Sequence, length: int, loss: Callable[..., Any]
+    ) -> tuple[Any, Tensor, Tensor]:
         """What `loss` returns; this rank's labels and positions [1, S_local]."""
         count, total = len(sequence.tokens), self.padded_length(length)
         if count > total:
@@ -97,8 +118,12 @@ class Scorer:
         rows = self.cp.balance(build_mask(self.attention, [[count]]).rows(total, self.device))
         tokens, labels, positions = (
             self.cp.shard(torch.from_numpy(x.astype(np.int64))[None], 1, rows.table).to(self.device)
-            for x in (tokens, labels, np.arange(total)))
-        kept, self.model.run_blocks = self.model.run_blocks, run_blocks  # no backward: nothing is kept, nothing to offload
+            for x in (tokens, labels, np.arange(total))
+        )
+        kept, self.model.run_blocks = (
+            self.model.run_blocks,
+            run_blocks,
+        )  # no backward: nothing is kept, nothing to offload
         try:
             result = self.model(tokens, positions, rows, labels, self.chunk_tokens, 0.0, loss)
         finally:

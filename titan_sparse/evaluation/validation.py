@@ -36,15 +36,25 @@ class Validation:
     """
 
     def __init__(self, config: "Config", tokenizer: Tokenizer) -> None:
-        self.section, self.length, self.output_dir = config.validation, config.training.seq_len, config.training.output_dir
+        self.section, self.length, self.output_dir = (
+            config.validation,
+            config.training.seq_len,
+            config.training.output_dir,
+        )
         self.steps = config.training.steps
         self.sequences: list[Sequence] = []
         self.needles: list[Sample] = []
         if not self.section.enable:
             return
-        if self.section.needle_lengths and config.metrics.tensorboard and not pictures.has_matplotlib():
-            raise ValueError('validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
-                             "metrics.tensorboard = false")
+        if (
+            self.section.needle_lengths
+            and config.metrics.tensorboard
+            and not pictures.has_matplotlib()
+        ):
+            raise ValueError(
+                'validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
+                "metrics.tensorboard = false"
+            )
         try:
             self._read(config, tokenizer)
         except ValueError as error:
@@ -53,24 +63,37 @@ class Validation:
     def _read(self, config: "Config", tokenizer: Tokenizer) -> None:
         data, section = _data(config), self.section
         documents = open_documents(data, tokenizer)
-        self.sequences = position.first_windows(documents, data.min_document_length, self.length, self.length, section.windows)
-        self.needles = needle.needle_samples(Haystack(documents, tokenizer), needle_lengths(section),
-                                             needle.depths(section.needle_depths), section.needle_samples, config.training.seed)
+        self.sequences = position.first_windows(
+            documents, data.min_document_length, self.length, self.length, section.windows
+        )
+        self.needles = needle.needle_samples(
+            Haystack(documents, tokenizer),
+            needle_lengths(section),
+            needle.depths(section.needle_depths),
+            section.needle_samples,
+            config.training.seed,
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after `step`: every validation.every steps, and after the last of all."""
         return self.section.enable and (step % self.section.every == 0 or step == self.steps)
 
-    def run(self, scorer: Scorer, step: int, board: "SummaryWriter | None", writes: bool) -> dict[str, Any]:
+    def run(
+        self, scorer: Scorer, step: int, board: "SummaryWriter | None", writes: bool
+    ) -> dict[str, Any]:
         """Measure; the rank that `writes` appends to <output_dir>/validation.jsonl and to TensorBoard. Collective."""
         with _random_states_kept(scorer.device):
-            found = position.position_loss(scorer, self.sequences, self.length, self.section.position_buckets)
+            found = position.position_loss(
+                scorer, self.sequences, self.length, self.section.position_buckets
+            )
             record: dict[str, Any] = {"step": step, **found}
             if self.needles:
                 records = score_samples(scorer, self.needles, generate=False)
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
         if writes:
-            with open(os.path.join(self.output_dir, "validation.jsonl"), "a", encoding="utf-8") as file:
+            with open(
+                os.path.join(self.output_dir, "validation.jsonl"), "a", encoding="utf-8"
+            ) as file:
                 file.write(json.dumps(json_ready(record)) + "\n")
             if board is not None:
                 _write_board(board, record)
@@ -83,12 +106,19 @@ def _data(config: "Config") -> "Data":
     data, section = config.data, config.validation
     source = single_source(section.source or data.source, "validation.source")
     if section.source in ("", data.source):
-        return dataclasses.replace(data, source=source, split=section.split or data.split, sequences="packed")
+        return dataclasses.replace(
+            data, source=source, split=section.split or data.split, sequences="packed"
+        )
     # What chooses within data.source chooses nothing in another source.
     return dataclasses.replace(
-        data, source=source, split=section.split or "train", subset="", sequences="packed",
+        data,
+        source=source,
+        split=section.split or "train",
+        subset="",
+        sequences="packed",
         text_field="text" if is_prepared(source) else data.text_field,
-        join_packages=data.join_packages and source == "python")
+        join_packages=data.join_packages and source == "python",
+    )
 
 
 @contextlib.contextmanager
@@ -109,13 +139,22 @@ def _write_board(board: "SummaryWriter", record: dict[str, Any]) -> None:
         for name in ("score", "exact", "correct", "loss"):
             board.add_scalar(f"validation_needle/{name}", record["needle"][name], step)
         for value in ("score", "correct"):
-            board.add_figure(f"validation_needle/{value}_by_depth", pictures.needle_figure(record["needle"]["cells"], value), step)
+            board.add_figure(
+                f"validation_needle/{value}_by_depth",
+                pictures.needle_figure(record["needle"]["cells"], value),
+                step,
+            )
 
 
 def _line(record: dict[str, Any]) -> str:
-    parts = [f"validation after step {record['step']}: loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}"]
+    parts = [
+        f"validation after step {record['step']}: loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}"
+    ]
     known = [part for part in record["buckets"] if part["loss"] is not None]
-    parts.append(f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: " + " ".join(f"{part['loss']:.3f}" for part in known))
+    parts.append(
+        f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: "
+        + " ".join(f"{part['loss']:.3f}" for part in known)
+    )
     if "needle" in record:
         parts.append(f"needles found {100 * record['needle']['score']:.0f} %")
     return ", ".join(parts)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 def pack(flags: Tensor) -> Tensor:
     """bool [..., n] -> int32 [..., ceil(n / 32)]: flag i is bit i % 32 of word i // 32."""
-    padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
+    padded = (
+        torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
+    )
     return (padded << torch.arange(32, device=flags.device)).sum(-1).to(torch.int32)
 
 

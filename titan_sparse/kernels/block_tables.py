@@ -40,8 +40,23 @@ def _fill(table, count, capacity, CHUNK: tl.constexpr):
 
 @triton.jit
 def _lists_kernel(
-    slashes, spans, reach, q_blocks, k_blocks, full_count, full, partial_count, partial,
-    heads, entries, nq, nk, capacity, size, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
+    slashes,
+    spans,
+    reach,
+    q_blocks,
+    k_blocks,
+    full_count,
+    full,
+    partial_count,
+    partial,
+    heads,
+    entries,
+    nq,
+    nk,
+    capacity,
+    size,
+    BY_KEY: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     i_row, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
@@ -64,13 +79,26 @@ def _lists_kernel(
             a = tl.load(q_blocks + i_row) + tl.zeros_like(c)
         s = spans + i_q * 5
         selected = _selected(
-            slashes, a, c, tl.load(s, mask=valid, other=-1), tl.load(s + 1, mask=valid, other=0),
-            tl.load(s + 2, mask=valid, other=-1), tl.load(s + 3, mask=valid, other=0), tl.load(s + 4, mask=valid, other=0), valid,
+            slashes,
+            a,
+            c,
+            tl.load(s, mask=valid, other=-1),
+            tl.load(s + 1, mask=valid, other=0),
+            tl.load(s + 2, mask=valid, other=-1),
+            tl.load(s + 3, mask=valid, other=0),
+            tl.load(s + 4, mask=valid, other=0),
+            valid,
         )
         r = reach + i_q * 4
         begin = c * size
-        seen = selected & (tl.load(r, mask=valid, other=0) < begin + size) & (tl.load(r + 1, mask=valid, other=0) > begin)
-        whole = (tl.load(r + 2, mask=valid, other=0) <= begin) & (tl.load(r + 3, mask=valid, other=0) >= begin + size)
+        seen = (
+            selected
+            & (tl.load(r, mask=valid, other=0) < begin + size)
+            & (tl.load(r + 1, mask=valid, other=0) > begin)
+        )
+        whole = (tl.load(r + 2, mask=valid, other=0) <= begin) & (
+            tl.load(r + 3, mask=valid, other=0) >= begin + size
+        )
         n_full = _append(full, n_full, seen & whole, o_other, capacity)
         n_partial = _append(partial, n_partial, seen & (whole == 0), o_other, capacity)
     _fill(full, n_full, capacity, CHUNK)
@@ -79,8 +107,16 @@ def _lists_kernel(
     tl.store(partial_count + i_bh * rows + i_row, tl.minimum(n_partial, capacity))
 
 
-def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, k_blocks: Tensor, size: int,
-                capacity: int, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def slash_lists(
+    slashes: Tensor,
+    spans: Tensor,
+    reach: Tensor,
+    q_blocks: Tensor,
+    k_blocks: Tensor,
+    size: int,
+    capacity: int,
+    by_key: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """full_count, full, partial_count, partial: int32 [B, H, n], [B, H, n, capacity], for query or (by_key) KV blocks.
 
     slashes: bool [B, H, E]. spans: int32 [B, nq, 5]: for both spans that a query block touches where its diagonals begin
@@ -94,21 +130,55 @@ def slash_lists(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor,
     counts, tables = _new_lists(batch, heads, n, capacity, slashes.device)
     chunk = min(_CHUNK, triton.next_power_of_2(nq if by_key else nk))
     _lists_kernel[(n, batch * heads)](
-        slashes.view(torch.uint8), spans, reach, q_blocks, k_blocks, counts[0], tables[0], counts[1], tables[1],
-        heads, entries, nq, nk, capacity, size, BY_KEY=by_key, CHUNK=chunk, num_warps=4,
+        slashes.view(torch.uint8),
+        spans,
+        reach,
+        q_blocks,
+        k_blocks,
+        counts[0],
+        tables[0],
+        counts[1],
+        tables[1],
+        heads,
+        entries,
+        nq,
+        nk,
+        capacity,
+        size,
+        BY_KEY=by_key,
+        CHUNK=chunk,
+        num_warps=4,
     )
     return counts[0], tables[0], counts[1], tables[1]
 
 
-def _new_lists(batch: int, heads: int, n: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _new_lists(
+    batch: int, heads: int, n: int, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Memory for counts int32 [2, B, H, n] and lists int32 [2, B, H, n, capacity], of full and of partial tiles."""
-    return (torch.empty(2, batch, heads, n, dtype=torch.int32, device=device),
-            torch.empty(2, batch, heads, n, capacity, dtype=torch.int32, device=device))
+    return (
+        torch.empty(2, batch, heads, n, dtype=torch.int32, device=device),
+        torch.empty(2, batch, heads, n, capacity, dtype=torch.int32, device=device),
+    )
 
 
 @triton.jit
-def _verticals_kernel(slashes, spans, reach, q_blocks, verticals, covered, kind, heads, entries, nq, count,
-                    size, halves, SIZE: tl.constexpr):
+def _verticals_kernel(
+    slashes,
+    spans,
+    reach,
+    q_blocks,
+    verticals,
+    covered,
+    kind,
+    heads,
+    entries,
+    nq,
+    count,
+    size,
+    halves,
+    SIZE: tl.constexpr,
+):
     i_tile, i_q, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_b = i_bh // heads
     o_vertical = i_tile * SIZE + tl.arange(0, SIZE)
@@ -117,20 +187,40 @@ def _verticals_kernel(slashes, spans, reach, q_blocks, verticals, covered, kind,
     s, r = spans + (i_b * nq + i_q) * 5, reach + (i_b * nq + i_q) * 4
     zero = tl.zeros_like(position)
     b_covered = _selected(
-        slashes + i_bh * entries, tl.load(q_blocks + i_q) + zero, position // size, tl.load(s) + zero, tl.load(s + 1) + zero,
-        tl.load(s + 2) + zero, tl.load(s + 3) + zero, tl.load(s + 4) + zero, inside,
+        slashes + i_bh * entries,
+        tl.load(q_blocks + i_q) + zero,
+        position // size,
+        tl.load(s) + zero,
+        tl.load(s + 1) + zero,
+        tl.load(s + 2) + zero,
+        tl.load(s + 3) + zero,
+        tl.load(s + 4) + zero,
+        inside,
     )
-    bits = tl.sum(tl.reshape(b_covered.to(tl.int32), [SIZE // 16, 16]) << tl.arange(0, 16)[None, :], 1).to(tl.int16)
-    tl.store(covered + (i_bh * nq + i_q) * halves + i_tile * (SIZE // 16) + tl.arange(0, SIZE // 16), bits)
+    bits = tl.sum(
+        tl.reshape(b_covered.to(tl.int32), [SIZE // 16, 16]) << tl.arange(0, 16)[None, :], 1
+    ).to(tl.int16)
+    tl.store(
+        covered + (i_bh * nq + i_q) * halves + i_tile * (SIZE // 16) + tl.arange(0, SIZE // 16),
+        bits,
+    )
     first, last = tl.min(position, 0), tl.max(position, 0)
     reached = (tl.load(r) <= last) & (tl.load(r + 1) > first)
-    whole = (tl.load(r + 2) <= first) & (tl.load(r + 3) > last) & (tl.sum(b_covered.to(tl.int32), 0) == 0)
+    whole = (
+        (tl.load(r + 2) <= first)
+        & (tl.load(r + 3) > last)
+        & (tl.sum(b_covered.to(tl.int32), 0) == 0)
+    )
     tiles = tl.num_programs(0)
-    tl.store(kind + (i_bh * nq + i_q) * tiles + i_tile, tl.where(reached, tl.where(whole, 2, 1), 0).to(tl.int8))
+    tl.store(
+        kind + (i_bh * nq + i_q) * tiles + i_tile,
+        tl.where(reached, tl.where(whole, 2, 1), 0).to(tl.int8),
+    )
 
 
-def covered_verticals(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, verticals: Tensor,
-                    size: int) -> tuple[Tensor, Tensor]:
+def covered_verticals(
+    slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, verticals: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
     """covered: int32 [B, H, nq, ceil(C / 32)], a bit for each vertical that lies in a block which the query block computes
     whole (bits.py); kind: int8
     [B, H, nq, C / size] of each tile of verticals, 0 not seen, 1 partly, 2 wholly seen and not covered.
@@ -138,17 +228,45 @@ def covered_verticals(slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: T
     verticals: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     """
     (batch, heads, count), verticals = verticals.shape, verticals.contiguous()
-    covered = torch.empty(batch, heads, len(q_blocks), -(-count // 32), dtype=torch.int32, device=verticals.device)
-    kind = torch.empty(batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=verticals.device)
+    covered = torch.empty(
+        batch, heads, len(q_blocks), -(-count // 32), dtype=torch.int32, device=verticals.device
+    )
+    kind = torch.empty(
+        batch, heads, len(q_blocks), count // size, dtype=torch.int8, device=verticals.device
+    )
     _verticals_kernel[(count // size, len(q_blocks), batch * heads)](
-        slashes.view(torch.uint8), spans, reach, q_blocks, verticals, covered.view(torch.int16), kind, heads,
-        slashes.shape[-1], len(q_blocks), count, size, 2 * covered.shape[-1], SIZE=size, num_warps=1,
+        slashes.view(torch.uint8),
+        spans,
+        reach,
+        q_blocks,
+        verticals,
+        covered.view(torch.int16),
+        kind,
+        heads,
+        slashes.shape[-1],
+        len(q_blocks),
+        count,
+        size,
+        2 * covered.shape[-1],
+        SIZE=size,
+        num_warps=1,
     )
     return covered, kind
 
 
 @triton.jit
-def _kinds_kernel(kind, full_count, full, partial_count, partial, rows, others, row_stride, stride, CHUNK: tl.constexpr):
+def _kinds_kernel(
+    kind,
+    full_count,
+    full,
+    partial_count,
+    partial,
+    rows,
+    others,
+    row_stride,
+    stride,
+    CHUNK: tl.constexpr,
+):
     i_row, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind += i_bh * rows * others + i_row * row_stride
     full += (i_bh * rows + i_row) * others
@@ -175,8 +293,17 @@ def kind_lists(kind: Tensor, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tens
     rows, others, row_stride, stride = (tiles, nq, 1, tiles) if by_key else (nq, tiles, tiles, 1)
     counts, tables = _new_lists(batch, heads, rows, others, kind.device)
     _kinds_kernel[(rows, batch * heads)](
-        kind, counts[0], tables[0], counts[1], tables[1], rows, others, row_stride, stride,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(others)), num_warps=1,
+        kind,
+        counts[0],
+        tables[0],
+        counts[1],
+        tables[1],
+        rows,
+        others,
+        row_stride,
+        stride,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(others)),
+        num_warps=1,
     )
     return counts[0], tables[0], counts[1], tables[1]
 

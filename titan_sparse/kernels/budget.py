@@ -19,7 +19,7 @@ from torch import Tensor
 
 _CHUNK = 1024
 _MASS_BITS = 31
-_RECALL_UNIT = tl.constexpr(2.0 ** -53)
+_RECALL_UNIT = tl.constexpr(2.0**-53)
 
 
 @triton.jit
@@ -35,11 +35,27 @@ def key_of(mass):
 
 
 @triton.jit(do_not_specialize=["shift", "width"])
-def _histogram_kernel(mass, sequence, segment, state, count, weight, length, stride, n, scale, shift, width,
-                      BINS: tl.constexpr, CHUNK: tl.constexpr):
+def _histogram_kernel(
+    mass,
+    sequence,
+    segment,
+    state,
+    count,
+    weight,
+    length,
+    stride,
+    n,
+    scale,
+    shift,
+    width,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     i_row = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    b_segment = tl.load(segment + tl.load(sequence + i_row).to(tl.int64) * stride + o, mask=o < length, other=n)
+    b_segment = tl.load(
+        segment + tl.load(sequence + i_row).to(tl.int64) * stride + o, mask=o < length, other=n
+    )
     known = b_segment < n
     b_mass = tl.load(mass + i_row * length + o, mask=known, other=0.0)
     at = i_row * n + b_segment
@@ -60,8 +76,19 @@ def target_of(total, recall):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _digit_kernel(sequence, bounds, state, count, weight, recall, spare, n, width, FIRST: tl.constexpr,
-                  BINS: tl.constexpr):
+def _digit_kernel(
+    sequence,
+    bounds,
+    state,
+    count,
+    weight,
+    recall,
+    spare,
+    n,
+    width,
+    FIRST: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """Find the digit of the cut in the histogram, and leave the histogram empty for the next digit.
 
     state: int64 [N, n, 5]: digits known so far, elements above them, their units, elements with them, target in units.
@@ -75,12 +102,19 @@ def _digit_kernel(sequence, bounds, state, count, weight, recall, spare, n, widt
     b_count, b_units = tl.load(count + i * BINS + o).to(tl.int64), tl.load(weight + i * BINS + o)
     if FIRST:
         inside = (tl.load(bound + 1) - tl.load(bound)).to(tl.int64)
-        target = target_of(tl.sum(b_units, 0), recall) if spare is None else tl.sum(b_units, 0) - tl.load(spare + i)
+        target = (
+            target_of(tl.sum(b_units, 0), recall)
+            if spare is None
+            else tl.sum(b_units, 0) - tl.load(spare + i)
+        )
     else:
         inside, target = tl.load(state + 3), tl.load(state + 4)
     # What was not counted has no mass: digit 0, the last bin.
     b_count += tl.where(o == BINS - 1, inside - tl.sum(b_count, 0), 0)
-    b_above, b_units_above = above + tl.cumsum(b_count, 0) - b_count, units_above + tl.cumsum(b_units, 0) - b_units
+    b_above, b_units_above = (
+        above + tl.cumsum(b_count, 0) - b_count,
+        units_above + tl.cumsum(b_units, 0) - b_units,
+    )
     first_is_chosen = ((b_units_above < target) | (b_above < least)) & (b_above < most)
     last = tl.max(tl.where((b_count > 0) & first_is_chosen, o, -1), 0)
     # If nothing is chosen, the largest element stands for the cut.
@@ -101,7 +135,12 @@ def _tie_kernel(mass, sequence, bounds, state, cut, capped, length, n, scale, CH
     """cut: as Cut holds it."""
     i = tl.program_id(0).to(tl.int64)
     bound = bounds + (tl.load(sequence + i // n).to(tl.int64) * n + i % n) * 5
-    begin, stop, least, most = tl.load(bound), tl.load(bound + 1), tl.load(bound + 2), tl.load(bound + 3)
+    begin, stop, least, most = (
+        tl.load(bound),
+        tl.load(bound + 1),
+        tl.load(bound + 2),
+        tl.load(bound + 3),
+    )
     state += i * 5
     key, above, units_above = tl.load(state).to(tl.int32), tl.load(state + 1), tl.load(state + 2)
     ties, target = tl.load(state + 3), tl.load(state + 4)
@@ -109,7 +148,9 @@ def _tie_kernel(mass, sequence, bounds, state, cut, capped, length, n, scale, CH
     # Tie j is wanted while units_above + j * units < target.
     wanted = (tl.maximum(target - units_above, 0) + units - 1) // tl.maximum(units, 1)
     taken = tl.minimum(tl.maximum(wanted, least - above), tl.minimum(most - above, ties))
-    tl.store(capped + i, ((above + taken >= most) & (units_above + taken * units < target)).to(tl.int8))
+    tl.store(
+        capped + i, ((above + taken >= most) & (units_above + taken * units < target)).to(tl.int8)
+    )
     position = tl.where(taken == ties, stop, begin)
     left = tl.where(taken == ties, 0, taken)
     start = begin
@@ -155,8 +196,15 @@ class Cut(NamedTuple):
     capped: Tensor
 
 
-def smallest_cuts(mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tensor, scale: float, recall: float = 1.0,
-                  spare: Tensor | None = None) -> Cut:
+def smallest_cuts(
+    mass: Tensor,
+    sequence: Tensor,
+    segment: Tensor,
+    bounds: Tensor,
+    scale: float,
+    recall: float = 1.0,
+    spare: Tensor | None = None,
+) -> Cut:
     """For each of n segments of N rows, where the fewest elements end that hold `recall` of its mass or, if spare is
     given, all of it but that much: int64 [N, n], not negative, in units of 1 / scale.
 
@@ -172,17 +220,48 @@ def smallest_cuts(mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tenso
         shift = max(top - bits, 0)
         width = top - shift
         _histogram_kernel[(triton.cdiv(length, _CHUNK), rows)](
-            mass, sequence, segment, state, count, weight, length, segment.stride(0), n, scale, shift, width,
-            BINS=1 << bits, CHUNK=_CHUNK)
-        _digit_kernel[(rows * n,)](sequence, bounds, state, count, weight, round(recall * 2 ** 53), spare, n, width,
-                                   FIRST=top == _MASS_BITS, BINS=1 << bits, num_warps=8 if bits > 8 else 1)
-    at, capped = mass.new_empty(rows, n, 3, dtype=torch.int32), mass.new_empty(rows, n, dtype=torch.int8)
-    _tie_kernel[(rows * n,)](mass, sequence, bounds, state, at, capped, length, n, scale, CHUNK=4096, num_warps=8)
+            mass,
+            sequence,
+            segment,
+            state,
+            count,
+            weight,
+            length,
+            segment.stride(0),
+            n,
+            scale,
+            shift,
+            width,
+            BINS=1 << bits,
+            CHUNK=_CHUNK,
+        )
+        _digit_kernel[(rows * n,)](
+            sequence,
+            bounds,
+            state,
+            count,
+            weight,
+            round(recall * 2**53),
+            spare,
+            n,
+            width,
+            FIRST=top == _MASS_BITS,
+            BINS=1 << bits,
+            num_warps=8 if bits > 8 else 1,
+        )
+    at, capped = (
+        mass.new_empty(rows, n, 3, dtype=torch.int32),
+        mass.new_empty(rows, n, dtype=torch.int8),
+    )
+    _tie_kernel[(rows * n,)](
+        mass, sequence, bounds, state, at, capped, length, n, scale, CHUNK=4096, num_warps=8
+    )
     return Cut(at, capped.view(torch.bool))
 
 
-def smallest_sets(mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tensor, recall: float,
-                  most_mass: float) -> tuple[Tensor, Tensor]:
+def smallest_sets(
+    mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tensor, recall: float, most_mass: float
+) -> tuple[Tensor, Tensor]:
     """For each of n segments of N rows, the fewest elements that hold `recall` of its mass (MTraining, B.1 i).
 
     mass: fp32 [N, L], not negative, at most most_mass (1 or more) in a segment. sequence: int32 [N], which of B
@@ -199,8 +278,9 @@ def smallest_sets(mass: Tensor, sequence: Tensor, segment: Tensor, bounds: Tenso
     scale = 2.0 ** (61 - math.ceil(math.log2(most_mass)))
     cut = smallest_cuts(mass, sequence, segment, bounds, scale, recall)
     selected = torch.empty_like(mass, dtype=torch.int8)
-    _mark_kernel[(triton.cdiv(length, _CHUNK), rows)](mass, sequence, segment, bounds, cut.at, selected, length,
-                                                      bounds.shape[1], CHUNK=_CHUNK)
+    _mark_kernel[(triton.cdiv(length, _CHUNK), rows)](
+        mass, sequence, segment, bounds, cut.at, selected, length, bounds.shape[1], CHUNK=_CHUNK
+    )
     return selected.view(torch.bool), cut.capped
 
 
@@ -218,16 +298,29 @@ def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _write_kernel(selected, count, positions, length, stride, capacity, fill, CHUNKS: tl.constexpr,
-                  CHUNK: tl.constexpr):
+def _write_kernel(
+    selected,
+    count,
+    positions,
+    length,
+    stride,
+    capacity,
+    fill,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     i_chunk, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o, o_chunk = i_chunk * CHUNK + tl.arange(0, CHUNK), tl.arange(0, CHUNKS)
-    b_count = tl.load(count + i_row * tl.num_programs(0) + o_chunk, mask=o_chunk < tl.num_programs(0), other=0)
+    b_count = tl.load(
+        count + i_row * tl.num_programs(0) + o_chunk, mask=o_chunk < tl.num_programs(0), other=0
+    )
     on = tl.load(selected + i_row * stride + o, mask=o < length, other=0).to(tl.int32)
     rank = tl.sum(tl.where(o_chunk < i_chunk, b_count, 0), 0) + tl.cumsum(on, 0) - 1
     positions += i_row * capacity
     tl.store(positions + rank, o, mask=(on != 0) & (rank < capacity))
-    tl.store(positions + o, tl.zeros_like(o) + fill, mask=(o >= tl.sum(b_count, 0)) & (o < capacity))
+    tl.store(
+        positions + o, tl.zeros_like(o) + fill, mask=(o >= tl.sum(b_count, 0)) & (o < capacity)
+    )
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
@@ -243,6 +336,15 @@ def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     positions = selected.new_empty(rows, capacity, dtype=torch.int32)
     flags, stride = selected.view(torch.int8), selected.stride(0)
     _count_kernel[(chunks, rows)](flags, count, length, stride, CHUNK=_CHUNK)
-    _write_kernel[(chunks, rows)](flags, count, positions, length, stride, capacity, fill,
-                                  CHUNKS=triton.next_power_of_2(chunks), CHUNK=_CHUNK)
+    _write_kernel[(chunks, rows)](
+        flags,
+        count,
+        positions,
+        length,
+        stride,
+        capacity,
+        fill,
+        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNK=_CHUNK,
+    )
     return positions

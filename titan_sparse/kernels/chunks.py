@@ -50,4 +50,6 @@ def chosen_range(start, stop, words, origin, tokens, width, position):
     chunk = tl.maximum(position - origin, 0) // tokens
     boundary = origin + (chunk + 1) * tokens
     here, beyond = _bit(words, chunk, width), _bit(words, chunk + 1, width)
-    return tl.where(here, start, tl.maximum(start, boundary)), tl.where(beyond, stop, tl.minimum(stop, boundary))
+    return tl.where(here, start, tl.maximum(start, boundary)), tl.where(
+        beyond, stop, tl.minimum(stop, boundary)
+    )

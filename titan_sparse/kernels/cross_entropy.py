@@ -16,7 +16,11 @@ _TILE = 4096
 
 
 def cross_entropy_naive(
-    logits: Tensor, labels: Tensor, scales: Tensor | None, z_loss: float, gradient_dtype: torch.dtype | None
+    logits: Tensor,
+    labels: Tensor,
+    scales: Tensor | None,
+    z_loss: float,
+    gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The twin of cross_entropy(), on any device; fp64 logits too. The logits stay."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -35,8 +39,19 @@ def cross_entropy_naive(
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, labels, scales, losses, d_logits, logits_stride, d_logits_stride, vocab, z_loss,
-    IGNORED: tl.constexpr, HAS_SCALES: tl.constexpr, WANTS_GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    logits,
+    labels,
+    scales,
+    losses,
+    d_logits,
+    logits_stride,
+    d_logits_stride,
+    vocab,
+    z_loss,
+    IGNORED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    WANTS_GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -48,7 +63,9 @@ def _cross_entropy_kernel(
 
     top, total = -3.0e38, 0.0
     for start in range(0, limit, TILE):
-        x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(
+            tl.float32
+        )
         new_top = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
         top = new_top
@@ -65,17 +82,28 @@ def _cross_entropy_kernel(
             scale = tl.load(scales + row)
         of_softmax = scale * (1.0 + 2.0 * z_loss * lse)
         for start in range(0, vocab, TILE):
-            x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(tl.float32)
-            d = tl.exp(x - top - log_total) * of_softmax - tl.where(start + tile == target, scale, 0.0)
+            x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(
+                tl.float32
+            )
+            d = tl.exp(x - top - log_total) * of_softmax - tl.where(
+                start + tile == target, scale, 0.0
+            )
             # A narrower gradient lies at the front of its row: what is written here, other threads may still have to
             # read as this tile or the one before.
             tl.debug_barrier()
-            tl.store(d_logits + start + tile, tl.where(ignored, 0.0, d).to(d_logits.dtype.element_ty),
-                     mask=start + tile < vocab)
+            tl.store(
+                d_logits + start + tile,
+                tl.where(ignored, 0.0, d).to(d_logits.dtype.element_ty),
+                mask=start + tile < vocab,
+            )
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, scales: Tensor | None, z_loss: float, gradient_dtype: torch.dtype | None
+    logits: Tensor,
+    labels: Tensor,
+    scales: Tensor | None,
+    z_loss: float,
+    gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses [C] = lse - logits[label] + z_loss * lse^2 and the gradient of their sum weighted by `scales`.
 
@@ -90,8 +118,19 @@ def cross_entropy(
     if rows == 0:
         return losses, d_logits
     _cross_entropy_kernel[(rows,)](
-        logits, labels, losses if scales is None else scales, losses, logits if d_logits is None else d_logits,
-        logits.stride(0), 0 if d_logits is None else d_logits.stride(0), vocab, z_loss, IGNORED=IGNORE_INDEX,
-        HAS_SCALES=scales is not None, WANTS_GRADIENT=d_logits is not None, TILE=_TILE, num_warps=8,
+        logits,
+        labels,
+        losses if scales is None else scales,
+        losses,
+        logits if d_logits is None else d_logits,
+        logits.stride(0),
+        0 if d_logits is None else d_logits.stride(0),
+        vocab,
+        z_loss,
+        IGNORED=IGNORE_INDEX,
+        HAS_SCALES=scales is not None,
+        WANTS_GRADIENT=d_logits is not None,
+        TILE=_TILE,
+        num_warps=8,
     )
     return losses, d_logits

@@ -8,15 +8,22 @@ import triton.language as tl
 from torch import Tensor
 
 
-def add_verticals_naive(totals: Sequence[Tensor], parts: Sequence[Tensor], verticals: Tensor, blocks: Tensor,
-                      block_size: int) -> None:
+def add_verticals_naive(
+    totals: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    verticals: Tensor,
+    blocks: Tensor,
+    block_size: int,
+) -> None:
     """The twin of add_verticals(), for any floating dtype."""
     place = torch.full((int(blocks.max()) + 1,), -1, dtype=torch.long, device=verticals.device)
     place[blocks.long()] = torch.arange(len(blocks), device=verticals.device)
     block = verticals.long() // block_size
     place = torch.where(block < len(place), place[block.clamp(max=len(place) - 1)], -1)
     # Columns of other ranks, and padding, go to one row more, which is dropped.
-    local = torch.where(place < 0, len(blocks) * block_size, place * block_size + verticals % block_size)
+    local = torch.where(
+        place < 0, len(blocks) * block_size, place * block_size + verticals % block_size
+    )
     for total, part in zip(totals, parts):
         _add_naive(total, part, local)
 
@@ -24,7 +31,9 @@ def add_verticals_naive(totals: Sequence[Tensor], parts: Sequence[Tensor], verti
 def _add_naive(total: Tensor, parts: Tensor, local: Tensor) -> None:
     batch, kv_heads, length, dim = total.shape
     local = local.view(batch, kv_heads, -1, 1).expand(-1, -1, -1, dim)
-    padded = torch.nn.functional.pad(total, (0, 0, 0, 1)).to(torch.promote_types(total.dtype, parts.dtype))
+    padded = torch.nn.functional.pad(total, (0, 0, 0, 1)).to(
+        torch.promote_types(total.dtype, parts.dtype)
+    )
     padded.scatter_add_(2, local, parts.reshape(batch, kv_heads, -1, dim).to(padded.dtype))
     total.copy_(padded[:, :, :length])
 
@@ -55,12 +64,20 @@ def _add_kernel(
             for i_c in range(tl.load(begin + run), tl.load(end + run)):
                 vertical = (first_head + member) * count + i_c
                 row = tl.load(verticals + vertical) - first
-                b_part = tl.load(parts + vertical * HEAD_DIM + o_dim, mask=o_dim < HEAD_DIM, other=0.0)
+                b_part = tl.load(
+                    parts + vertical * HEAD_DIM + o_dim, mask=o_dim < HEAD_DIM, other=0.0
+                )
                 b_total += tl.where((o_row == row)[:, None], b_part.to(tl.float32)[None, :], 0.0)
         tl.store(at, b_total.to(total.dtype.element_ty), mask=inside)
 
 
-def add_verticals(totals: Sequence[Tensor], parts: Sequence[Tensor], verticals: Tensor, blocks: Tensor, block_size: int) -> None:
+def add_verticals(
+    totals: Sequence[Tensor],
+    parts: Sequence[Tensor],
+    verticals: Tensor,
+    blocks: Tensor,
+    block_size: int,
+) -> None:
     """Add each vertical's row of each of `parts` (dk and dv) to the row of its total that is the vertical's key; in place, the
     same to the bit every time.
 
@@ -74,7 +91,9 @@ def add_verticals(totals: Sequence[Tensor], parts: Sequence[Tensor], verticals: 
     offsets = torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)
     starts = (blocks[:, None] * block_size + offsets).flatten()
     wanted = starts.expand(batch, heads, -1).contiguous()
-    begin, end = (torch.searchsorted(verticals, wanted + rows, out_int32=True) for rows in (0, _ROWS))
+    begin, end = (
+        torch.searchsorted(verticals, wanted + rows, out_int32=True) for rows in (0, _ROWS)
+    )
     for total, part in zip(totals, parts):
         _add_kernel[len(starts), kv_heads, batch](
             total, part.contiguous(), verticals, begin, end, starts, heads, heads // kv_heads, count, len(starts),

@@ -28,7 +28,9 @@ class ChunkedMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, hidden_size] -> [B, S, hidden_size]; weights and x of one dtype."""
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return torch.ops.titan_sparse.chunked_mlp(x, *weights, self.chunk_tokens, self.compile_backend)
+        return torch.ops.titan_sparse.chunked_mlp(
+            x, *weights, self.chunk_tokens, self.compile_backend
+        )
 
 
 def _chunks(rows: int, chunk_tokens: int) -> Iterator[slice]:
@@ -54,7 +56,11 @@ def _swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor
 @functools.cache
 def _compiled(function: Callable, backend: str) -> Callable:
     # dynamic=False: there are two shapes at most, a whole chunk and the last one.
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False) if backend else function
+    return (
+        torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        if backend
+        else function
+    )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -68,12 +74,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @torch.library.custom_op("titan_sparse::chunked_mlp", mutates_args=())
-def _forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chunk_tokens: int, compile_backend: str) -> Tensor:
+def _forward(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chunk_tokens: int, compile_backend: str
+) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
     with torch.no_grad():  # said once more, since what is compiled looks at it
         for chunk in _chunks(len(rows), chunk_tokens):
-            hidden = _compiled(_swiglu, compile_backend)(F.linear(rows[chunk], gate), F.linear(rows[chunk], up))
+            hidden = _compiled(_swiglu, compile_backend)(
+                F.linear(rows[chunk], gate), F.linear(rows[chunk], up)
+            )
             torch.mm(hidden, down.T, out=out_rows[chunk])
     return out
 
@@ -84,12 +94,21 @@ def _(x, gate, up, down, chunk_tokens, compile_backend):
 
 
 @torch.library.custom_op("titan_sparse::chunked_mlp_backward", mutates_args=())
-def _backward(d_out: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chunk_tokens: int,
-              compile_backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    d_out: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    chunk_tokens: int,
+    compile_backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, d_rows, d_out_rows = (t.reshape(-1, x.shape[-1]) for t in (x, dx, d_out))
     wide = torch.promote_types(x.dtype, torch.float32)
-    d_gate, d_up, d_down = (torch.zeros(w.shape, dtype=wide, device=w.device) for w in (gate, up, down))
+    d_gate, d_up, d_down = (
+        torch.zeros(w.shape, dtype=wide, device=w.device) for w in (gate, up, down)
+    )
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
             inputs, d_outputs = rows[chunk], d_out_rows[chunk]
@@ -105,7 +124,9 @@ def _backward(d_out: Tensor, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, 
 
 @_backward.register_fake
 def _(d_out, x, gate, up, down, chunk_tokens, compile_backend):
-    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate, up, down))
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate, up, down)
+    )
 
 
 def _save(ctx, inputs, output) -> None:

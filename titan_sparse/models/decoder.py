@@ -27,8 +27,12 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
@@ -59,7 +63,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer; traces with torch.compile(fullgraph=True) when `attend` does."""
 
-    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
+    def __init__(
+        self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP
+    ) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config, attend)
@@ -85,11 +91,17 @@ class Decoder(nn.Module):
     `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes a layer's MLP.
     """
 
-    def __init__(self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP) -> None:
+    def __init__(
+        self, config: DecoderConfig, attend: Attend, mlp: Callable[[DecoderConfig], nn.Module] = MLP
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(config, attend, mlp) for i in range(config.layers)})
-        self.run_blocks = run_blocks  # offload.OffloadedBlocks, where what blocks keep goes to the CPU
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, attend, mlp) for i in range(config.layers)}
+        )
+        self.run_blocks = (
+            run_blocks  # offload.OffloadedBlocks, where what blocks keep goes to the CPU
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
         if not config.tied_embeddings:
@@ -99,8 +111,14 @@ class Decoder(nn.Module):
         self.inv_freq, self.attention_factor = inverse_frequencies(config.rope, config.head_dim)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Any, labels: Tensor | None = None, loss_chunk_tokens: int = 4096,
-        z_loss: float = 0.0, loss: Callable[..., Tensor] = linear_cross_entropy,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Any,
+        labels: Tensor | None = None,
+        loss_chunk_tokens: int = 4096,
+        z_loss: float = 0.0,
+        loss: Callable[..., Tensor] = linear_cross_entropy,
     ) -> Tensor:
         """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits [B, S, V].
 
@@ -110,7 +128,9 @@ class Decoder(nn.Module):
         """
         x = self.embed_tokens(tokens)
         table_dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = rope_tables(self.inv_freq.to(x.device), self.attention_factor, positions, table_dtype)
+        cos, sin = rope_tables(
+            self.inv_freq.to(x.device), self.attention_factor, positions, table_dtype
+        )
         x = self.run_blocks(self.layers.values(), x, cos, sin, mask)
         hidden = self.norm(x)
         # Read inside forward: only here is a sharded head unsharded. The head is no module call because the loss

@@ -48,19 +48,39 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}.")
+            raise ValueError(
+                f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}."
+            )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} must be even: rotary embeddings rotate its two halves.")
+            raise ValueError(
+                f"head_dim = {self.head_dim} must be even: rotary embeddings rotate its two halves."
+            )
 
 
 def _qwen2_5(
-    hidden_size: int, layers: int, heads: int, kv_heads: int, intermediate_size: int, max_positions: int,
-    vocab_size: int = 151936, tied_embeddings: bool = True,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate_size: int,
+    max_positions: int,
+    vocab_size: int = 151936,
+    tied_embeddings: bool = True,
 ) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=vocab_size, hidden_size=hidden_size, layers=layers, heads=heads, kv_heads=kv_heads,
-        head_dim=hidden_size // heads, intermediate_size=intermediate_size, qkv_bias=True, qk_norm=False,
-        tied_embeddings=tied_embeddings, norm_eps=1e-6, max_positions=max_positions, rope=_QWEN_ROPE,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden_size // heads,
+        intermediate_size=intermediate_size,
+        qkv_bias=True,
+        qk_norm=False,
+        tied_embeddings=tied_embeddings,
+        norm_eps=1e-6,
+        max_positions=max_positions,
+        rope=_QWEN_ROPE,
     )
 
 
@@ -68,9 +88,19 @@ def _qwen3(
     hidden_size: int, layers: int, heads: int, intermediate_size: int, tied_embeddings: bool
 ) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=151936, hidden_size=hidden_size, layers=layers, heads=heads, kv_heads=8, head_dim=128,
-        intermediate_size=intermediate_size, qkv_bias=False, qk_norm=True, tied_embeddings=tied_embeddings,
-        norm_eps=1e-6, max_positions=40960, rope=_QWEN_ROPE,
+        vocab_size=151936,
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        intermediate_size=intermediate_size,
+        qkv_bias=False,
+        qk_norm=True,
+        tied_embeddings=tied_embeddings,
+        norm_eps=1e-6,
+        max_positions=40960,
+        rope=_QWEN_ROPE,
     )
 
 
@@ -79,8 +109,18 @@ _QWEN_ROPE = RopeConfig(theta=1e6, scaling="none", factor=1.0, original_length=3
 
 FLAVOURS: dict[str, DecoderConfig] = {
     "debug": DecoderConfig(
-        vocab_size=320, hidden_size=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate_size=384,
-        qkv_bias=True, qk_norm=False, tied_embeddings=True, norm_eps=1e-6, max_positions=4096,
+        vocab_size=320,
+        hidden_size=128,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        qkv_bias=True,
+        qk_norm=False,
+        tied_embeddings=True,
+        norm_eps=1e-6,
+        max_positions=4096,
         rope=RopeConfig(theta=1e4, scaling="none", factor=1.0, original_length=4096),
     ),
     "qwen2.5-0.5b": _qwen2_5(896, 24, 14, 2, 4864, max_positions=32768),
@@ -90,8 +130,18 @@ FLAVOURS: dict[str, DecoderConfig] = {
         3584, 28, 28, 4, 18944, max_positions=131072, vocab_size=152064, tied_embeddings=False
     ),
     "llama3.1-8b": DecoderConfig(
-        vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate_size=14336,
-        qkv_bias=False, qk_norm=False, tied_embeddings=False, norm_eps=1e-5, max_positions=131072,
+        vocab_size=128256,
+        hidden_size=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        qkv_bias=False,
+        qk_norm=False,
+        tied_embeddings=False,
+        norm_eps=1e-5,
+        max_positions=131072,
         rope=RopeConfig(theta=5e5, scaling="llama3", factor=8.0, original_length=8192),
     ),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tied_embeddings=True),
@@ -118,13 +168,17 @@ def resolve(
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
-        raise ValueError(f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.')
+        raise ValueError(
+            f'model.flavour = "{flavour}" is unknown; write "{nearest}" or one of {list(FLAVOURS)}.'
+        )
     for name, value in (("vocab_size", vocab_size), ("layers", layers)):
         if value < 0:
             raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
     base = FLAVOURS[flavour]
     if initial_hf:
-        from titan_sparse.models.huggingface_config import read_config  # here, as that file needs this one
+        from titan_sparse.models.huggingface_config import (
+            read_config,
+        )  # here, as that file needs this one
 
         base = read_config(initial_hf)
         _agree(initial_hf, base, flavour, vocab_size, layers, rope_theta)
@@ -136,19 +190,30 @@ def resolve(
             f"which already has {base.rope.scaling} with factor {base.rope.factor:g} over {base.rope.original_length} "
             "tokens; leave them out."
         )
-    return replace(base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope)
+    return replace(
+        base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope
+    )
 
 
-def _agree(folder: str, read: DecoderConfig, flavour: str, vocab_size: int, layers: int, rope_theta: float) -> None:
+def _agree(
+    folder: str, read: DecoderConfig, flavour: str, vocab_size: int, layers: int, rope_theta: float
+) -> None:
     """What the [model] section says of the shape against what config.json does."""
-    said = [("model.vocab_size", vocab_size or read.vocab_size, read.vocab_size),
-            ("model.layers", layers or read.layers, read.layers),
-            ("model.rope_theta", rope_theta or read.rope.theta, read.rope.theta)]
+    said = [
+        ("model.vocab_size", vocab_size or read.vocab_size, read.vocab_size),
+        ("model.layers", layers or read.layers, read.layers),
+        ("model.rope_theta", rope_theta or read.rope.theta, read.rope.theta),
+    ]
     if flavour != "debug":
         published, of_rope = FLAVOURS[flavour], ("max_positions", "rope")
         said += [
-            (f'model.flavour = "{flavour}": {field.name}', getattr(published, field.name), getattr(read, field.name))
-            for field in fields(DecoderConfig) if field.name not in of_rope
+            (
+                f'model.flavour = "{flavour}": {field.name}',
+                getattr(published, field.name),
+                getattr(read, field.name),
+            )
+            for field in fields(DecoderConfig)
+            if field.name not in of_rope
         ]
     for key, value, wanted in said:
         if value != wanted:
@@ -159,7 +224,9 @@ def _agree(folder: str, read: DecoderConfig, flavour: str, vocab_size: int, laye
 
 def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConfig:
     if scaling not in ("flavour", "none", "llama3", "yarn"):
-        raise ValueError(f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or "yarn".')
+        raise ValueError(
+            f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or "yarn".'
+        )
     if scaling in ("flavour", "none"):
         if factor not in (0, 1):
             raise ValueError(
@@ -178,16 +245,22 @@ def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConf
 
 def _override_numbers(rope: RopeConfig, original_length: int, theta: float) -> RopeConfig:
     if original_length < 0:
-        raise ValueError(f"model.rope_original_length = {original_length} is negative; write 0 for the flavour's own.")
+        raise ValueError(
+            f"model.rope_original_length = {original_length} is negative; write 0 for the flavour's own."
+        )
     if original_length and rope.scaling == "none":
         raise ValueError(
             f"model.rope_original_length = {original_length} has no effect without rope scaling; "
             'write 0, or model.rope_scaling = "yarn" or "llama3".'
         )
     if theta != 0 and theta <= 1:
-        raise ValueError(f"model.rope_theta = {theta} must be above 1; write 0 for the flavour's own.")
+        raise ValueError(
+            f"model.rope_theta = {theta} must be above 1; write 0 for the flavour's own."
+        )
     return replace(
-        rope, original_length=original_length or rope.original_length, theta=float(theta) or rope.theta
+        rope,
+        original_length=original_length or rope.original_length,
+        theta=float(theta) or rope.theta,
     )
 
 

@@ -24,8 +24,15 @@ from titan_sparse.models.initialization import canonical_name
 MAX_FILE_BYTES = 5 * 10**9
 """Above this the weights are split over several files, as transformers does."""
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -47,19 +54,29 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
     expected = {huggingface_name(name): shape for name, shape in tensor_shapes(config).items()}
     with ExitStack() as stack:
         found = _open_tensors(folder, stack)
-        missing, unexpected = expected.keys() - found.keys(), {name for name in found if not _is_spare(name, config)}
-        for what, names in (("has no tensor", missing), ("has an unexpected tensor", unexpected - expected.keys())):
+        missing, unexpected = (
+            expected.keys() - found.keys(),
+            {name for name in found if not _is_spare(name, config)},
+        )
+        for what, names in (
+            ("has no tensor", missing),
+            ("has an unexpected tensor", unexpected - expected.keys()),
+        ):
             if names:
                 more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise ValueError(f"model.initial_hf: {folder} {what} {min(names)}{more}")
         for name, shape in expected.items():
             header = found[name].get_slice(name)
             if tuple(header.get_shape()) != tuple(shape):
-                raise ValueError(f"model.initial_hf: {name} in {folder} is {list(header.get_shape())}, "
-                                 f"but its config.json says {list(shape)}")
+                raise ValueError(
+                    f"model.initial_hf: {name} in {folder} is {list(header.get_shape())}, "
+                    f"but its config.json says {list(shape)}"
+                )
             if header.get_dtype() not in _DTYPES:
-                raise ValueError(f"model.initial_hf: {name} in {folder} is {header.get_dtype()}; "
-                                 f"only {', '.join(_DTYPES)} can be read")
+                raise ValueError(
+                    f"model.initial_hf: {name} in {folder} is {header.get_dtype()}; "
+                    f"only {', '.join(_DTYPES)} can be read"
+                )
 
 
 @torch.no_grad()
@@ -80,8 +97,14 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
                 local.copy_(found[name].get_slice(name)[where])
 
 
-def export_weights(checkpoint: str, folder: str, config: DecoderConfig, dtype: torch.dtype, source: str = "",
-                   max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def export_weights(
+    checkpoint: str,
+    folder: str,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    source: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
     """Write the model of a checkpoint of this project to a new `folder` that transformers loads, in `dtype`.
 
     checkpoint: a folder step-N, only read; one process suffices, whatever wrote it, and it holds one file's weights at a
@@ -93,8 +116,12 @@ def export_weights(checkpoint: str, folder: str, config: DecoderConfig, dtype: t
         raise ValueError(f"{folder} is already there; write the name of a new folder")
     among = Path(checkpoint).resolve().parent
     # torchtitan's manager takes every such name beside a checkpoint for another one.
-    if folder.resolve().is_relative_to(among) and re.search(r"step-\d", folder.resolve().relative_to(among).parts[0]):
-        raise ValueError(f"{folder} lies among the run's checkpoints, where old ones are deleted; write another folder")
+    if folder.resolve().is_relative_to(among) and re.search(
+        r"step-\d", folder.resolve().relative_to(among).parts[0]
+    ):
+        raise ValueError(
+            f"{folder} lies among the run's checkpoints, where old ones are deleted; write another folder"
+        )
     values = config_json(config, str(dtype).removeprefix("torch."), source)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -106,8 +133,9 @@ def export_weights(checkpoint: str, folder: str, config: DecoderConfig, dtype: t
     os.rename(part, folder)  # last: a folder of this name is complete
 
 
-def _write_tensors(checkpoint: str, folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype,
-                   max_bytes: int) -> None:
+def _write_tensors(
+    checkpoint: str, folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, max_bytes: int
+) -> None:
     groups, weight_map, total = _groups(shapes, dtype.itemsize, max_bytes), {}, 0
     for number, names in enumerate(groups, 1):
         file = _SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
@@ -116,7 +144,9 @@ def _write_tensors(checkpoint: str, folder: Path, shapes: dict[str, torch.Size],
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # casts while it copies
         state = {huggingface_name(name): x for name, x in state.items()}
-        save_file(state, folder / file, metadata={"format": "pt"})  # transformers asks for the format
+        save_file(
+            state, folder / file, metadata={"format": "pt"}
+        )  # transformers asks for the format
         weight_map |= dict.fromkeys(state, file)
         total += sum(x.nbytes for x in state.values())
     if len(groups) > 1:
@@ -155,19 +185,27 @@ def _files(folder: Path) -> list[Path]:
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             return sorted({folder / name for name in index["weight_map"].values()})
         except (ValueError, KeyError) as error:
-            raise ValueError(f"model.initial_hf: {folder / _INDEX} has no readable weight_map: {error}") from error
+            raise ValueError(
+                f"model.initial_hf: {folder / _INDEX} has no readable weight_map: {error}"
+            ) from error
     if not (folder / _SINGLE).is_file():
-        raise ValueError(f"model.initial_hf: {folder} has neither {_SINGLE} nor {_INDEX}; "
-                         "save it with save_pretrained()")
+        raise ValueError(
+            f"model.initial_hf: {folder} has neither {_SINGLE} nor {_INDEX}; "
+            "save it with save_pretrained()"
+        )
     return [folder / _SINGLE]
 
 
 def _is_spare(name: str, config: DecoderConfig) -> bool:
     """Tensors that transformers passes over as well: the copy of a tied head, the tables of early Llama checkpoints."""
-    return name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+    return name.endswith(".rotary_emb.inv_freq") or (
+        config.tied_embeddings and name == "lm_head.weight"
+    )
 
 
 def _shard(parameter: DTensor) -> tuple[slice, ...]:
     """Which part of the full tensor this rank holds."""
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

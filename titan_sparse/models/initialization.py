@@ -14,7 +14,9 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None) -> None:
+def initialize(
+    model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
+) -> None:
     """Fill every parameter of a materialised (to_empty) Decoder, fp32 or fp64, plain or DTensor, in place.
 
     Draws each full tensor in fp32 on `device` (default: the parameter's), one at a time, and keeps the local shard
@@ -22,8 +24,19 @@ def initialize(model: nn.Module, seed: int, config: DecoderConfig, device: torch
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
-            raise ValueError(f"parameter {name} is on the meta device; call model.to_empty(device=...) first.")
-        _assign(parameter, _draw(canonical_name(name), parameter.shape, device or parameter.device, seed, config.layers))
+            raise ValueError(
+                f"parameter {name} is on the meta device; call model.to_empty(device=...) first."
+            )
+        _assign(
+            parameter,
+            _draw(
+                canonical_name(name),
+                parameter.shape,
+                device or parameter.device,
+                seed,
+                config.layers,
+            ),
+        )
 
 
 def canonical_name(name: str) -> str:
@@ -55,5 +68,7 @@ def _stable_seed(seed: int, name: str) -> int:
 def _assign(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
         # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard, nothing is sent.
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        full = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(full)

@@ -22,7 +22,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
         return _llama3(inv_freq, rope), 1.0
     if rope.scaling == "yarn":
         return _yarn(inv_freq, rope, head_dim), 0.1 * math.log(rope.factor) + 1.0
-    raise ValueError(f'model.rope_scaling = "{rope.scaling}" is unknown; write "none", "llama3" or "yarn".')
+    raise ValueError(
+        f'model.rope_scaling = "{rope.scaling}" is unknown; write "none", "llama3" or "yarn".'
+    )
 
 
 def _llama3(inv_freq: Tensor, rope: RopeConfig) -> Tensor:

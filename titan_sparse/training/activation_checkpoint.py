@@ -15,7 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from titan_sparse.attention import SAVED_OPS
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+_MATMULS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+)
 
 
 def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -29,7 +33,11 @@ def _attention_and_matmuls():
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
         if op in _MATMULS:
             seen[context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if seen[context.is_recompute] % 2
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
         return _attention_only(context, op)
 
     return policy

@@ -40,7 +40,11 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, and the generators' states as tensors."""
-        state = {"step": self.step, "tokens_seen": self.tokens_seen, "cpu_generator": torch.get_rng_state()}
+        state = {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "cpu_generator": torch.get_rng_state(),
+        }
         if self.device.type == "cuda":
             state["cuda_generator"] = torch.cuda.get_rng_state(self.device)
         return state
@@ -56,11 +60,26 @@ class Progress:
 class Checkpointer:
     """The run's checkpoints, in <output_dir>/checkpoint/step-N; does nothing where checkpoint.enable is false."""
 
-    def __init__(self, section: "Checkpoint", output_dir: str, model: nn.Module, optimizers: OptimizersContainer,
-                 schedule: LRSchedulersContainer, loader: "PackedLoader", progress: Progress):
+    def __init__(
+        self,
+        section: "Checkpoint",
+        output_dir: str,
+        model: nn.Module,
+        optimizers: OptimizersContainer,
+        schedule: LRSchedulersContainer,
+        loader: "PackedLoader",
+        progress: Progress,
+    ):
         self.section, self.model = section, model
         self.manager = CheckpointManager(
-            loader, [model], optimizers, schedule, {"train_state": progress}, _torchtitan_section(section), None, output_dir
+            loader,
+            [model],
+            optimizers,
+            schedule,
+            {"train_state": progress},
+            _torchtitan_section(section),
+            None,
+            output_dir,
         )
 
     def load(self) -> bool:
@@ -72,8 +91,10 @@ class Checkpointer:
         if not self.section.enable:
             return False
         if self.section.load_step >= 0 and not _complete(self._path(self.section.load_step)):
-            raise ValueError(f"checkpoint.load_step = {self.section.load_step}: no complete checkpoint in "
-                             f"{self._path(self.section.load_step)}; write another step, or -1 for the newest")
+            raise ValueError(
+                f"checkpoint.load_step = {self.section.load_step}: no complete checkpoint in "
+                f"{self._path(self.section.load_step)}; write another step, or -1 for the newest"
+            )
         if self.manager.load(step=self.section.load_step):
             return True
         if self.section.initial_load_path:
@@ -114,9 +135,13 @@ class Checkpointer:
         """
         folder = Path(self.manager.folder).parent / "huggingface" / f"step-{step}"
         if not _complete(self._path(step)):
-            raise ValueError(f"checkpoint.last_save_in_hf: no complete checkpoint in {self._path(step)}")
+            raise ValueError(
+                f"checkpoint.last_save_in_hf: no complete checkpoint in {self._path(step)}"
+            )
         if not folder.exists():
-            from titan_sparse.models.huggingface import export_weights  # only where asked for: it needs safetensors
+            from titan_sparse.models.huggingface import (
+                export_weights,
+            )  # only where asked for: it needs safetensors
 
             export_weights(self._path(step), str(folder), config, dtype, source)
             logger.info("saved %s for transformers", folder)
@@ -126,8 +151,10 @@ class Checkpointer:
 
     def _load_weights(self, path: str) -> None:
         if not _complete(path):
-            raise ValueError(f"checkpoint.initial_load_path = {path} holds no complete checkpoint; write a folder "
-                             "step-N that has a file .metadata")
+            raise ValueError(
+                f"checkpoint.initial_load_path = {path} holds no complete checkpoint; write a folder "
+                "step-N that has a file .metadata"
+            )
         state = get_model_state_dict(self.model)
         dcp.load(state, checkpoint_id=path)
         set_model_state_dict(self.model, state)
@@ -135,8 +162,11 @@ class Checkpointer:
 
 def newest_checkpoint(output_dir: str) -> str | None:
     """The newest complete checkpoint of a run, None without one."""
-    steps = {int(path.name.removeprefix("step-")): str(path) for path in Path(output_dir, FOLDER).glob("step-*")
-             if path.name.removeprefix("step-").isdecimal() and _complete(str(path))}
+    steps = {
+        int(path.name.removeprefix("step-")): str(path)
+        for path in Path(output_dir, FOLDER).glob("step-*")
+        if path.name.removeprefix("step-").isdecimal() and _complete(str(path))
+    }
     return steps[max(steps)] if steps else None
 
 
@@ -146,6 +176,10 @@ def _complete(path: str) -> bool:
 
 def _torchtitan_section(section: "Checkpoint") -> TorchtitanCheckpoint:
     return TorchtitanCheckpoint(
-        enable=section.enable, folder=FOLDER, interval=section.interval, keep_latest_k=section.keep_latest_k,
-        async_mode=section.async_mode, last_save_model_only=False,
+        enable=section.enable,
+        folder=FOLDER,
+        interval=section.interval,
+        keep_latest_k=section.keep_latest_k,
+        async_mode=section.async_mode,
+        last_save_model_only=False,
     )

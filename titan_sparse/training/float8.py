@@ -20,7 +20,9 @@ def check_device(device: torch.device) -> None:
     """ValueError unless it is a GPU of the Hopper generation or newer, which multiplies float8 with a scale per row."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-        raise ValueError(f"float8.enable = true needs a Hopper GPU or a newer one, not {name}; write float8.enable = false")
+        raise ValueError(
+            f"float8.enable = true needs a Hopper GPU or a newer one, not {name}; write float8.enable = false"
+        )
 
 
 def convert_to_float8(model: Decoder, section: "Float8", emulate: bool = False) -> int:
@@ -33,21 +35,32 @@ def convert_to_float8(model: Decoder, section: "Float8", emulate: bool = False) 
     import torchao.float8 as torchao_float8  # only where asked for: it loads slowly
 
     names = [name.strip() for name in section.filter.split(",") if name.strip()]
-    linears = [name for name, module in model.layers.named_modules(prefix="layers") if isinstance(module, nn.Linear)]
+    linears = [
+        name
+        for name, module in model.layers.named_modules(prefix="layers")
+        if isinstance(module, nn.Linear)
+    ]
     for name in names:
         if not any(name in linear for linear in linears):
-            raise ValueError(f'float8.filter: "{name}" is part of no layer\'s name; write for example "o_proj" or "mlp"')
+            raise ValueError(
+                f'float8.filter: "{name}" is part of no layer\'s name; write for example "o_proj" or "mlp"'
+            )
     chosen = {linear for linear in linears if not any(name in linear for name in names)}
     if not chosen:
-        raise ValueError(f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false')
+        raise ValueError(
+            f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false'
+        )
     torchao_float8.convert_to_float8_training(
-        model.layers, config=_recipe(torchao_float8, section.recipe, emulate),
+        model.layers,
+        config=_recipe(torchao_float8, section.recipe, emulate),
         module_filter_fn=lambda module, name: f"layers.{name}" in chosen,
     )
     if section.recipe == "rowwise":
         import torch._inductor.config  # a second's work
 
-        torch._inductor.config.emulate_precision_casts = True  # github.com/pytorch/pytorch/issues/150859
+        torch._inductor.config.emulate_precision_casts = (
+            True  # github.com/pytorch/pytorch/issues/150859
+        )
     return len(chosen)
 
 

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-_COLOURS = torch.tensor([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=torch.float64)
+_COLOURS = torch.tensor(
+    [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=torch.float64
+)
 """Of the values 0, 1/4 ... 1: dark violet to yellow, evenly told apart also without colour vision (viridis)."""
 _NONE = 255
 
@@ -13,7 +15,12 @@ def coloured(values: Tensor) -> Tensor:
     place = values.double().cpu().nan_to_num().clamp(0, 1) * (len(_COLOURS) - 1)
     low = place.long().clamp(max=len(_COLOURS) - 2)
     mixed = torch.lerp(_COLOURS[low], _COLOURS[low + 1], (place - low)[..., None])
-    return torch.where(values.cpu().isnan()[..., None], _NONE, mixed).round().to(torch.uint8).movedim(-1, 0)
+    return (
+        torch.where(values.cpu().isnan()[..., None], _NONE, mixed)
+        .round()
+        .to(torch.uint8)
+        .movedim(-1, 0)
+    )
 
 
 def heat_map(values: Tensor, pixels: int = 12) -> Tensor:

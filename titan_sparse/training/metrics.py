@@ -16,8 +16,8 @@ from torch.utils.tensorboard import SummaryWriter
 from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
-from titan_sparse.training.heat_maps import contact_sheet, heat_map
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.heat_maps import contact_sheet, heat_map
 
 if TYPE_CHECKING:
     from titan_sparse.config import Metrics
@@ -35,16 +35,35 @@ class MetricsLog:
     layers compute in float8, whose peak is another.
     """
 
-    def __init__(self, section: "Metrics", output_dir: str, steps: int, model: DecoderConfig, device: torch.device,
-                 world_size: int, writes: bool, float8: bool = False):
-        self.section, self.steps, self.model, self.device, self.world_size = section, steps, model, device, world_size
+    def __init__(
+        self,
+        section: "Metrics",
+        output_dir: str,
+        steps: int,
+        model: DecoderConfig,
+        device: torch.device,
+        world_size: int,
+        writes: bool,
+        float8: bool = False,
+    ):
+        self.section, self.steps, self.model, self.device, self.world_size = (
+            section,
+            steps,
+            model,
+            device,
+            world_size,
+        )
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak, self.float8 = peak_flops(name, section.peak_tflops), float8
         self.json = self.board = None
         if writes:
             os.makedirs(output_dir, exist_ok=True)
             self.json = open(os.path.join(output_dir, "metrics.jsonl"), "a", buffering=1)
-            self.board = SummaryWriter(os.path.join(output_dir, "tensorboard")) if section.tensorboard else None
+            self.board = (
+                SummaryWriter(os.path.join(output_dir, "tensorboard"))
+                if section.tensorboard
+                else None
+            )
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
         self.start_interval()
@@ -70,20 +89,39 @@ class MetricsLog:
     def thumbnail_cells(self, step: int) -> int:
         """Cells a side of the pictures of what was selected at a logged step; 0 where there are none."""
         every = self.section.pictures_every
-        return THUMBNAIL_CELLS if self.board is not None and every and (step == 1 or step % every == 0) else 0
+        return (
+            THUMBNAIL_CELLS
+            if self.board is not None and every and (step == 1 or step % every == 0)
+            else 0
+        )
 
-    def log(self, step: int, tokens_seen: int, values: dict[str, float], seen: Recording, sequence_tokens: float) -> None:
+    def log(
+        self,
+        step: int,
+        tokens_seen: int,
+        values: dict[str, float],
+        seen: Recording,
+        sequence_tokens: float,
+    ) -> None:
         """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on this rank's last micro-batch,
         whose sequences held `sequence_tokens` tokens on average. Collective."""
         sequence_tokens = average_over_ranks(seen, sequence_tokens)
         seconds = time.perf_counter() - self.began
         per_device = self.tokens / seconds / self.world_size
         record = {
-            "step": step, **values, "tokens_seen": tokens_seen, "tokens_per_second_per_device": per_device,
+            "step": step,
+            **values,
+            "tokens_seen": tokens_seen,
+            "tokens_per_second_per_device": per_device,
             "step_seconds": seconds / max(self.counted_steps, 1),
-            **self._speeds(per_device, float(torch.stack(seen.visited).sum()) / sequence_tokens,
-                           float(seen.visible) * self.model.layers * self.model.heads / sequence_tokens),
-            "memory_gib": _peak_memory_gib(self.device), **attention_averages(seen), **context_parallel_averages(seen),
+            **self._speeds(
+                per_device,
+                float(torch.stack(seen.visited).sum()) / sequence_tokens,
+                float(seen.visible) * self.model.layers * self.model.heads / sequence_tokens,
+            ),
+            "memory_gib": _peak_memory_gib(self.device),
+            **attention_averages(seen),
+            **context_parallel_averages(seen),
         }
         if self.json is not None:
             self.json.write(json.dumps(json_ready(record)) + "\n")
@@ -91,15 +129,21 @@ class MetricsLog:
             logger.info(progress_line(record, self.steps))
         self.start_interval()
 
-    def _speeds(self, tokens_per_second: float, visited: float, visible: float) -> dict[str, float | None]:
+    def _speeds(
+        self, tokens_per_second: float, visited: float, visible: float
+    ) -> dict[str, float | None]:
         """mfu, and apart from it dense_equivalent_tflops. visited, visible: pairs a token, over layers and heads."""
         dense = flops_per_token(self.model, visible) * tokens_per_second / 1e12
         mfu = None
         if self.peak is not None:
             mfu = utilization(self.model, visited, tokens_per_second, self.peak, self.float8)
             if mfu > 1:
-                logger.info("an mfu of %.0f %% is impossible and not written: metrics.peak_tflops = %g is too small for this "
-                               "device", 100 * mfu, self.peak / 1e12)
+                logger.info(
+                    "an mfu of %.0f %% is impossible and not written: metrics.peak_tflops = %g is too small for this "
+                    "device",
+                    100 * mfu,
+                    self.peak / 1e12,
+                )
                 mfu = None
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
@@ -109,7 +153,11 @@ class MetricsLog:
         for key, value in record.items():
             if key != "step" and value is not None:
                 self.board.add_scalar(key, value, step)
-        for name, layers in (("density", seen.density()), ("recall", seen.recall), ("capped", seen.capped)):
+        for name, layers in (
+            ("density", seen.density()),
+            ("recall", seen.recall),
+            ("capped", seen.capped),
+        ):
             for number, heads in enumerate(layers):
                 self.board.add_scalar(f"{name}_by_layer/{number}", heads.mean().item(), step)
         if seen.thumbnails:
@@ -166,20 +214,36 @@ def context_parallel_averages(seen: Recording) -> dict[str, float]:
     if not seen.calls:
         return {}
     by_rank = seen.by_rank()
-    degrees = (balance.worker_imbalance, balance.worker_imbalance_per_step, balance.step_imbalance,
-               balance.lockstep_imbalance)
-    values = {degree.__name__ + suffix: degree(amount).mean().item()
-              for suffix, amount in (("", by_rank.work), ("_time", by_rank.compute)) for degree in degrees}
-    values["computation_ratio"] = balance.computation_ratio(by_rank.compute, by_rank.elapsed).mean().item()
+    degrees = (
+        balance.worker_imbalance,
+        balance.worker_imbalance_per_step,
+        balance.step_imbalance,
+        balance.lockstep_imbalance,
+    )
+    values = {
+        degree.__name__ + suffix: degree(amount).mean().item()
+        for suffix, amount in (("", by_rank.work), ("_time", by_rank.compute))
+        for degree in degrees
+    }
+    values["computation_ratio"] = (
+        balance.computation_ratio(by_rank.compute, by_rank.elapsed).mean().item()
+    )
     elapsed = by_rank.elapsed.sum(-1).mean().item()
     values["exposed_communication_ms"] = elapsed - by_rank.compute.sum(-1).mean().item()
     values["exposed_communication_share"] = values["exposed_communication_ms"] / elapsed
-    amounts = [seen.bytes_sent, seen.bytes_of_columns, seen.bytes_of_selection, seen.plain_ring_bytes]
+    amounts = [
+        seen.bytes_sent,
+        seen.bytes_of_columns,
+        seen.bytes_of_selection,
+        seen.plain_ring_bytes,
+    ]
     sums = torch.tensor([*values.values(), *amounts], dtype=torch.float64).to(seen.work[0].device)
     dist.all_reduce(sums)
     *means, sent, columns, selection, plain = (sums / dist.get_world_size()).tolist()
     return dict(zip(values, means)) | {
-        "cp_gib_sent": sent / 2**30, "cp_gib_columns": columns / 2**30, "cp_gib_selection": selection / 2**30,
+        "cp_gib_sent": sent / 2**30,
+        "cp_gib_columns": columns / 2**30,
+        "cp_gib_selection": selection / 2**30,
         "cp_sent_of_plain_ring": sent / plain,
     }
 
@@ -189,8 +253,11 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
     step = record["step"]
     left = time.strftime("%H:%M:%S", time.gmtime((steps - step) * record["step_seconds"]))
     parts = [
-        f"step {step}/{steps} {100 * step / steps:3.0f} %", f"ETA {left}", f"loss {record['loss']:.4f}",
-        f"grad norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}",
+        f"step {step}/{steps} {100 * step / steps:3.0f} %",
+        f"ETA {left}",
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3f}",
+        f"lr {record['lr']:.2e}",
         f"{record['tokens_per_second_per_device']:,.0f} tokens/s/device",
     ]
     if record["mfu"] is not None:

@@ -18,13 +18,17 @@ MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their copies would cost more than they free."""
 
 
-def bytes_offloaded(layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, itemsize: int) -> int:
+def bytes_offloaded(
+    layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, itemsize: int
+) -> int:
     """Bytes of pinned CPU memory that one forward of a rank takes: the input [tokens, hidden_size], attention's out
     [tokens, heads, head_dim] and fp32 LSE [tokens, heads] of each block but the last.
 
     tokens: of all sequences of this rank. itemsize: of training.dtype. Columns that a pattern has gathered come on top.
     """
-    block = tokens * (hidden_size * itemsize + heads * head_dim * itemsize + heads * max(itemsize, 4))
+    block = tokens * (
+        hidden_size * itemsize + heads * head_dim * itemsize + heads * max(itemsize, 4)
+    )
     return (layers - 1) * block
 
 
@@ -53,8 +57,10 @@ class BufferPool:
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
         if error:
-            raise RuntimeError(f"no {buffer.nbytes:,} bytes of CPU memory could be pinned besides {self.nbytes:,} (CUDA "
-                               f"error {error}); write activation_checkpoint.offload = false or a smaller training.seq_len")
+            raise RuntimeError(
+                f"no {buffer.nbytes:,} bytes of CPU memory could be pinned besides {self.nbytes:,} (CUDA "
+                f"error {error}); write activation_checkpoint.offload = false or a smaller training.seq_len"
+            )
         weakref.finalize(buffer, runtime.cudaHostUnregister, address)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -96,7 +102,11 @@ class _Saved:
 
     def __init__(self, tensor: Tensor, block: "_Block", copies: bool) -> None:
         self.block, self.size, self.stride, self.dtype, self.device = (
-            block, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            block,
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
         )
         self.on_device: Tensor | None = tensor.detach()
         self.version, self.buffer, self.event = tensor._version, None, None
@@ -112,7 +122,9 @@ class _Saved:
         if self.on_device is None or self.buffer is None:
             return
         if self.on_device._version != self.version:
-            raise RuntimeError("a tensor that is kept for the backward was changed in place while it was offloaded")
+            raise RuntimeError(
+                "a tensor that is kept for the backward was changed in place while it was offloaded"
+            )
         self._settle()
         self.on_device = None
 
@@ -120,7 +132,9 @@ class _Saved:
         """Start the copy back, unless the tensor is there or on its way."""
         if self.on_device is None:
             # Made by the stream that computes, so that its memory is free for that stream's next tensor afterwards.
-            self.on_device = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+            self.on_device = torch.empty_strided(
+                self.size, self.stride, dtype=self.dtype, device=self.device
+            )
             self.event = self.block.owner.copier.start(self.on_device, self._in_buffer())
 
     def get(self) -> Tensor:
@@ -204,7 +218,12 @@ class _Packing:
         self.parameters: set[int] | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor | _Saved:
-        if type(tensor) is not Tensor or tensor.nbytes < MIN_BYTES or not _is_dense(tensor) or self._stays(tensor):
+        if (
+            type(tensor) is not Tensor
+            or tensor.nbytes < MIN_BYTES
+            or not _is_dense(tensor)
+            or self._stays(tensor)
+        ):
             return tensor
         return self.record.save(tensor)
 
@@ -239,4 +258,8 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if type(tensor) in (Tensor, nn.Parameter)
+    }

@@ -22,29 +22,43 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(model: nn.Module, optimizer: "Optimizer", device_type: str) -> OptimizersContainer:
+def build_optimizer(
+    model: nn.Module, optimizer: "Optimizer", device_type: str
+) -> OptimizersContainer:
     """The [optimizer] section's optimizer over the (sharded) model's parameters, on whatever device these are.
 
     With optimizer.offload they are on the CPU, and a process takes its share of the node's cores.
     """
     implementation = optimizer.implementation
     if implementation == "auto":
-        fused = optimizer.name != "SGD" and (device_type == "cuda" or optimizer.offload)  # DTensor has no fused SGD
+        fused = optimizer.name != "SGD" and (
+            device_type == "cuda" or optimizer.offload
+        )  # DTensor has no fused SGD
         implementation = "fused" if fused else "foreach"
     if optimizer.offload and device_type == "cuda" and torch.get_num_threads() == 1:
         # torchrun starts processes with one thread each where nothing else is said.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    options: dict[str, Any] = {"lr": optimizer.lr, "fused": implementation == "fused", "foreach": implementation == "foreach"}
+        torch.set_num_threads(
+            max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        )
+    options: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
+    }
     if optimizer.name != "SGD":
         options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
 
     def create(_, **options) -> torch.optim.Optimizer:
-        return getattr(torch.optim, optimizer.name)(parameter_groups(model, optimizer.weight_decay), **options)
+        return getattr(torch.optim, optimizer.name)(
+            parameter_groups(model, optimizer.weight_decay), **options
+        )
 
     return OptimizersContainer([model], create, options)
 
 
-def build_schedule(optimizers: OptimizersContainer, lr_scheduler: "LRScheduler", steps: int) -> LRSchedulersContainer:
+def build_schedule(
+    optimizers: OptimizersContainer, lr_scheduler: "LRScheduler", steps: int
+) -> LRSchedulersContainer:
     """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`."""
     section = TorchtitanLRScheduler(
         warmup_steps=lr_scheduler.warmup_steps,

@@ -28,5 +28,8 @@ def profiler(profiling: "Profiling", output_dir: str, rank: int):
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(
-        activities=activities, schedule=schedule, on_trace_ready=write, with_stack=profiling.with_stack
+        activities=activities,
+        schedule=schedule,
+        on_trace_ready=write,
+        with_stack=profiling.with_stack,
     )

@@ -26,7 +26,12 @@ logger = logging.getLogger("titan_sparse")
 _BEATS_OF_SILENCE = 8
 """A rank whose sign of life has not changed for so many beats counts as dead."""
 _TORCH = os.path.dirname(torch.__file__)
-_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py", "_fsdp_param_group.py")
+_COLLECTIVES = (
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+    "_fsdp_collectives.py",
+    "_fsdp_param_group.py",
+)
 """Files of torch.distributed in which a main thread is while it waits for other ranks."""
 _watches = 0
 
@@ -44,7 +49,13 @@ class Watch:
         self.timeout_seconds, self._step = timeout_seconds, 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.main = threading.main_thread().ident
-        self.wake, self.closed, self.left, self.frozen, self.beat = threading.Event(), False, False, None, 0
+        self.wake, self.closed, self.left, self.frozen, self.beat = (
+            threading.Event(),
+            False,
+            False,
+            None,
+            0,
+        )
         self.overdue_in = -1
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix, _watches = f"watch {_watches}", _watches + 1
@@ -65,14 +76,18 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self.size > 1:
-            self.store = dist.PrefixStore(self.prefix, _connection(dist.distributed_c10d._get_default_store()))
+            self.store = dist.PrefixStore(
+                self.prefix, _connection(dist.distributed_c10d._get_default_store())
+            )
             self.lock = threading.Lock()
             self._give_sign()
             self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self.thread.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, frames: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
         if self.size == 1:
             return
         self.left = True
@@ -93,9 +108,17 @@ class Watch:
         place, waits = self.frozen or _place_of_thread(self.main)
         with self.lock:
             self.beat += 1
-            status = {"beat": self.beat, "step": self.step, "place": place, "waits": waits,
-                      "host": socket.gethostname(), "process": os.getpid(), "closed": self.closed,
-                      "failed": self.frozen is not None, "collectives": _collectives_begun()}
+            status = {
+                "beat": self.beat,
+                "step": self.step,
+                "place": place,
+                "waits": waits,
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "closed": self.closed,
+                "failed": self.frozen is not None,
+                "collectives": _collectives_begun(),
+            }
             self.store.set(f"rank {self.rank}", json.dumps(status))
 
     def _signs(self, ranks: Iterable[int]) -> dict[int, dict]:
@@ -117,7 +140,11 @@ class Watch:
                 self._give_sign()
                 self._look_after_next(next_rank)
                 still = progress.seconds((self.step, _collectives_begun(everything=True)))
-                if still > 0.6 * self.timeout_seconds and not self.left and self._claim(f"stuck {self.step}"):
+                if (
+                    still > 0.6 * self.timeout_seconds
+                    and not self.left
+                    and self._claim(f"stuck {self.step}")
+                ):
                     self._report_stuck(still)
                 if still > self.timeout_seconds and not self.left and self.overdue_in != self.step:
                     self._note_timeout()
@@ -130,21 +157,34 @@ class Watch:
                 self._say_that_store_is_gone(broken)
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
-        logger.error("rank %d looks after nobody from here on, as it cannot reach the job's store, which the first node "
-                     "or rank 0 keeps: %s", self.rank, " ".join(str(broken).split())[:100])
+        logger.error(
+            "rank %d looks after nobody from here on, as it cannot reach the job's store, which the first node "
+            "or rank 0 keeps: %s",
+            self.rank,
+            " ".join(str(broken).split())[:100],
+        )
 
     def _look_after_next(self, unchanged: "_Unchanged") -> None:
         number = (self.rank + 1) % self.size
         status = self._signs([number]).get(number)
         silent = unchanged.seconds(status and status["beat"])
-        if status and silent > _BEATS_OF_SILENCE * self.beat_seconds and not status["closed"] and not status["failed"]:
+        if (
+            status
+            and silent > _BEATS_OF_SILENCE * self.beat_seconds
+            and not status["closed"]
+            and not status["failed"]
+        ):
             if self._claim(f"silent {number} {status['beat']}"):
                 logger.error("%s", describe({number: status}, {number}))
 
     def _report_stuck(self, still: float) -> None:
         statuses, silent = self._statuses()
-        logger.error("nothing has moved for %.0f s, collectives fail after %.0f s: %s", still, self.timeout_seconds,
-                     describe(statuses, silent))
+        logger.error(
+            "nothing has moved for %.0f s, collectives fail after %.0f s: %s",
+            still,
+            self.timeout_seconds,
+            describe(statuses, silent),
+        )
 
     def _note_timeout(self) -> None:
         """Where this rank waits for another a collective has failed by now. NCCL tells the main thread nothing of it, and
@@ -161,7 +201,9 @@ class Watch:
             self._give_sign()
         after = self._signs(range(self.size))
         silent = {rank for rank, status in before.items() if status["beat"] == after[rank]["beat"]}
-        return after, {rank for rank in silent if not after[rank]["closed"] and not after[rank]["failed"]}
+        return after, {
+            rank for rank in silent if not after[rank]["closed"] and not after[rank]["failed"]
+        }
 
     def _claim(self, what: str) -> bool:
         """Whether this rank is the first to say it: one line a job, not one a rank."""
@@ -171,22 +213,37 @@ class Watch:
 
     def _explain(self, error: Exception, frames: TracebackType | None) -> None:
         """The main thread leaves by an exception: its own fault, or that of a rank that it waited for."""
-        reversed_frames = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)][::-1]
+        reversed_frames = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)][
+            ::-1
+        ]
         self.frozen = _place(reversed_frames)
         if self.store.add("failures", 1) > 1:
             return
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if not self.frozen[1] and not isinstance(error, dist.DistError):
-            logger.error("rank %d (host %s, process %d) failed in step %d, at %s: %s", self.rank, socket.gethostname(),
-                         os.getpid(), self.step, self.frozen[0], reason)
+            logger.error(
+                "rank %d (host %s, process %d) failed in step %d, at %s: %s",
+                self.rank,
+                socket.gethostname(),
+                os.getpid(),
+                self.step,
+                self.frozen[0],
+                reason,
+            )
             return
         statuses, silent = self._statuses()
-        logger.error("a collective failed on rank %d: %s: %s", self.rank, describe(statuses, silent), reason)
+        logger.error(
+            "a collective failed on rank %d: %s: %s", self.rank, describe(statuses, silent), reason
+        )
 
     def _end(self) -> None:
         """Something has failed, so the job is lost; this rank is stuck and would outlive it."""
         place, _ = _place_of_thread(self.main)
-        logger.error("rank %d is stuck at %s and ends, as another rank or a collective has failed", self.rank, place)
+        logger.error(
+            "rank %d is stuck at %s and ends, as another rank or a collective has failed",
+            self.rank,
+            place,
+        )
         logging.shutdown()
         os._exit(1)
 
@@ -218,8 +275,11 @@ def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
     for status in statuses.values():
         for group, number in status["collectives"].items():
             most[group] = max(number, most.get(group, 0))
-    behind = [rank for rank, status in statuses.items()
-              if any(number < most[group] for group, number in status["collectives"].items())]
+    behind = [
+        rank
+        for rank, status in statuses.items()
+        if any(number < most[group] for group, number in status["collectives"].items())
+    ]
     busy = [rank for rank, status in statuses.items() if not status["waits"]]
     return [rank for rank in behind if rank in busy] or busy or behind
 
@@ -231,8 +291,10 @@ def describe(statuses: dict[int, dict], silent: set[int]) -> str:
     for rank in named[:8]:
         status = statuses[rank]
         what = "has given no sign of life, last seen" if rank in silent else "holds up the others"
-        parts.append(f"rank {rank} (host {status['host']}, process {status['process']}) {what} "
-                     f"in step {status['step']}, at {status['place']}")
+        parts.append(
+            f"rank {rank} (host {status['host']}, process {status['process']}) {what} "
+            f"in step {status['step']}, at {status['place']}"
+        )
     parts += [f"{len(named) - 8} more"] if len(named) > 8 else []
     others: dict[str, list[int]] = {}
     for rank, status in statuses.items():

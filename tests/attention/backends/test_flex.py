@@ -18,10 +18,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class Chosen(BlockIndex):
     """A random part of the block pairs, and random verticals."""
 
-    def __init__(self, batch: int, heads: int, seq_len: int, block_size: int, verticals: int, device: str):
+    def __init__(
+        self, batch: int, heads: int, seq_len: int, block_size: int, verticals: int, device: str
+    ):
         g = torch.Generator().manual_seed(heads + seq_len)
         capacity = -(-verticals // block_size) * block_size
-        picked = torch.rand(batch, heads, seq_len, generator=g).argsort(-1)[..., :verticals].sort(-1).values
+        picked = (
+            torch.rand(batch, heads, seq_len, generator=g)
+            .argsort(-1)[..., :verticals]
+            .sort(-1)
+            .values
+        )
         picked = torch.nn.functional.pad(picked, (0, capacity - verticals), value=seq_len).int()
         super().__init__(heads, seq_len, block_size, picked.to(device))
         blocks = seq_len // block_size
@@ -34,7 +41,10 @@ class Chosen(BlockIndex):
 def _ragged(seq_len: int) -> list[Mask]:
     """Masks with the same shapes; the documents leave padding, whole blocks of it in one sequence."""
     unit = seq_len // 16
-    lengths = [[5 * unit + 3, 9, unit - 1, 4 * unit], [1, 2 * unit, 8 * unit + 5, 3 * unit, unit // 2]]
+    lengths = [
+        [5 * unit + 3, 9, unit - 1, 4 * unit],
+        [1, 2 * unit, 8 * unit + 5, 3 * unit, unit // 2],
+    ]
     documents = Documents(lengths)
     return [Causal(), documents, documents & SlidingWindow(unit + 5)]
 
@@ -42,17 +52,32 @@ def _ragged(seq_len: int) -> list[Mask]:
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
     rows, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
-    q_blocks, k_blocks = (torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0))
+    q_blocks, k_blocks = (
+        torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0)
+    )
     blocks = block_tiles(rows, index, q_blocks, k_blocks, len(index.verticals), True)
     return [blocks, vertical_tiles(rows, index, q_blocks, True)]
 
 
-def _inputs(batch: int, heads: int, kv_heads: int, seq_len: int, verticals: int, head_dim: int, dtype: torch.dtype,
-            device: str) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+def _inputs(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seq_len: int,
+    verticals: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """q and d_out of half a sequence, and k and v of the other half and of the verticals."""
     g = torch.Generator().manual_seed(head_dim)
-    draw = lambda h, n: torch.randn(batch, h, n, head_dim, generator=g, dtype=torch.float64).to(device, dtype)
-    kv = [(draw(kv_heads, seq_len // 2), draw(kv_heads, seq_len // 2)), (draw(heads, verticals), draw(heads, verticals))]
+    draw = lambda h, n: torch.randn(batch, h, n, head_dim, generator=g, dtype=torch.float64).to(
+        device, dtype
+    )
+    kv = [
+        (draw(kv_heads, seq_len // 2), draw(kv_heads, seq_len // 2)),
+        (draw(heads, verticals), draw(heads, verticals)),
+    ]
     return draw(heads, seq_len // 2), draw(heads, seq_len // 2), kv
 
 
@@ -60,18 +85,30 @@ def _relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
 
 
-def _check_piece(tiles: Tiles, q: Tensor, d_out: Tensor, kv: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor],
-                 tolerance: float) -> None:
+def _check_piece(
+    tiles: Tiles,
+    q: Tensor,
+    d_out: Tensor,
+    kv: tuple[Tensor, Tensor],
+    whole: tuple[Tensor, Tensor],
+    tolerance: float,
+) -> None:
     """Forward, and backward with the out and lse of all pieces, against the eager backend."""
     scale = q.shape[-1] ** -0.5
-    (out, lse), (want_out, want_lse) = (backend.forward(q, *kv, tiles, scale) for backend in (flex, eager))
+    (out, lse), (want_out, want_lse) = (
+        backend.forward(q, *kv, tiles, scale) for backend in (flex, eager)
+    )
     blind = want_lse == -torch.inf
     assert out.dtype == q.dtype and lse.shape == want_lse.shape
-    assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), "rows that see nothing"
+    assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), (
+        "rows that see nothing"
+    )
     assert _relative(out, want_out) <= tolerance, "out"
     assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
     out, lse = whole[0].to(q.dtype), whole[1]
-    got, want = (backend.backward(d_out, q, *kv, out, lse, tiles, scale) for backend in (flex, eager))
+    got, want = (
+        backend.backward(d_out, q, *kv, out, lse, tiles, scale) for backend in (flex, eager)
+    )
     unseen = (want[2] == 0).all(-1)
     for name, x, y, nothing in zip(("dq", "dk", "dv"), got, want, (blind, unseen, unseen)):
         assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
@@ -79,7 +116,9 @@ def _check_piece(tiles: Tiles, q: Tensor, d_out: Tensor, kv: tuple[Tensor, Tenso
         assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
 
 
-def _check(tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
+def _check(
+    tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, Tensor]], tolerance: float
+) -> None:
     scale = q.shape[-1] ** -0.5
     pieces = [eager.forward(q, *x, t, scale) for t, x in zip(tiles, kv)]
     lse = torch.logaddexp(pieces[0][1], pieces[1][1])
@@ -111,12 +150,16 @@ def compiled(monkeypatch) -> list:
     return graphs
 
 
-@pytest.mark.parametrize("heads, kv_heads, verticals, seq_len", [(4, 2, 37, 160), (3, 3, 16, 160), (2, 1, 20, 512)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, verticals, seq_len", [(4, 2, 37, 160), (3, 3, 16, 160), (2, 1, 20, 512)]
+)
 def test_pieces_uncompiled(compiled, heads, kv_heads, verticals, seq_len):
     torch.set_num_threads(1)
     size = 16
     index = Chosen(2, heads, seq_len, size, verticals, "cpu")
-    q, d_out, kv = _inputs(2, heads, kv_heads, seq_len, index.verticals.shape[-1], 16, torch.float64, "cpu")
+    q, d_out, kv = _inputs(
+        2, heads, kv_heads, seq_len, index.verticals.shape[-1], 16, torch.float64, "cpu"
+    )
     for mask in _ragged(seq_len):
         blocks, vertical_piece = _pieces(mask, index)
         unlisted = [_unlisted(x) for x in (blocks, vertical_piece)]
@@ -138,14 +181,18 @@ def test_shared_positions_uncompiled(compiled):
     index = Everything(4, 96, 16, torch.empty(2, 4, 0, dtype=torch.int32))
     q, d_out, kv = _inputs(2, 4, 2, 96, 16, 16, torch.float64, "cpu")
     for mask in _ragged(96):
-        tiles = block_tiles(mask.rows(96), index, torch.tensor([1, 4, 5]), torch.tensor([0, 2, 5]), 2, True)
+        tiles = block_tiles(
+            mask.rows(96), index, torch.tensor([1, 4, 5]), torch.tensor([0, 2, 5]), 2, True
+        )
         assert tiles.covered is None and tiles.k_positions.shape == (1, 1, 48)
         whole = eager.forward(q, *kv[0], tiles, 0.25)
         _check_piece(tiles, q, d_out, kv[0], whole, 1e-6)
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("width, blocks, want", [(1, 1, 1), (3, 7, 7), (3, 500, 32), (33, 500, 64), (65, 100, 100)])
+@pytest.mark.parametrize(
+    "width, blocks, want", [(1, 1, 1), (3, 7, 7), (3, 500, 32), (33, 500, 64), (65, 100, 100)]
+)
 def test_table_widths(width, blocks, want):
     """Few widths, so that lists of other lengths do not compile anew; the numbers stay."""
     g = torch.Generator().manual_seed(width)
@@ -159,13 +206,16 @@ def test_table_widths(width, blocks, want):
         assert torch.equal(got[..., :width], numbers_in) and (got[..., width:] == 0).all()
 
 
-@pytest.mark.parametrize("case, word", [
-    (("cpu", torch.bfloat16, 128, 128), "CUDA"),
-    (("cuda", torch.float64, 128, 128), "float64"),
-    (("cuda", torch.bfloat16, 128, 64), "attention.block_size = 128"),
-    (("cuda", torch.bfloat16, 72, 128), "72"),
-    (("cuda", torch.bfloat16, 8, 128), "head_dim"),
-])
+@pytest.mark.parametrize(
+    "case, word",
+    [
+        (("cpu", torch.bfloat16, 128, 128), "CUDA"),
+        (("cuda", torch.float64, 128, 128), "float64"),
+        (("cuda", torch.bfloat16, 128, 64), "attention.block_size = 128"),
+        (("cuda", torch.bfloat16, 72, 128), "72"),
+        (("cuda", torch.bfloat16, 8, 128), "head_dim"),
+    ],
+)
 def test_refusals(case, word):
     assert word in flex.refusal(*case)
 
@@ -189,7 +239,15 @@ def test_describe_names_the_kernels(monkeypatch, reason):
 
 # On a GPU -----------------------------------------------------------------------------------------------------------
 
-SHAPES = [(16, 2, 64), (32, 8, 64), (16, 16, 64), (16, 2, 96), (16, 2, 128), (32, 8, 128), (16, 16, 128)]
+SHAPES = [
+    (16, 2, 64),
+    (32, 8, 64),
+    (16, 16, 64),
+    (16, 2, 96),
+    (16, 2, 128),
+    (32, 8, 128),
+    (16, 16, 128),
+]
 
 
 @pytest.fixture(params=["FLASH", "TRITON"])
@@ -203,9 +261,13 @@ def kernel(request, monkeypatch) -> str:
     return request.param
 
 
-def _check_on_gpu(heads: int, kv_heads: int, head_dim: int, seq_len: int, dtype: torch.dtype, tolerance: float) -> None:
+def _check_on_gpu(
+    heads: int, kv_heads: int, head_dim: int, seq_len: int, dtype: torch.dtype, tolerance: float
+) -> None:
     index = Chosen(2, heads, seq_len, 128, seq_len // 20 + 3, "cuda")
-    q, d_out, kv = _inputs(2, heads, kv_heads, seq_len, index.verticals.shape[-1], head_dim, dtype, "cuda")
+    q, d_out, kv = _inputs(
+        2, heads, kv_heads, seq_len, index.verticals.shape[-1], head_dim, dtype, "cuda"
+    )
     for mask in _ragged(seq_len):
         _check(_pieces(mask, index), q, d_out, kv, tolerance)
 
@@ -215,7 +277,9 @@ def _check_on_gpu(heads: int, kv_heads: int, head_dim: int, seq_len: int, dtype:
 @pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
 def test_pieces(kernel, heads, kv_heads, head_dim):
     _check_on_gpu(heads, kv_heads, head_dim, 2048, torch.bfloat16, 5e-3)
-    assert len(flex._compiled) == 4, "two pieces forward and backward compile once, whatever the mask"
+    assert len(flex._compiled) == 4, (
+        "two pieces forward and backward compile once, whatever the mask"
+    )
 
 
 @pytest.mark.gpu
@@ -224,7 +288,9 @@ def test_pieces(kernel, heads, kv_heads, head_dim):
 def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
     """Blocks by flex, verticals by the Triton kernels on top: forward, dq and both pieces' dk and dv."""
     index = Chosen(2, heads, 2048, 128, 105, "cuda")
-    q, d_out, kv = _inputs(2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda")
+    q, d_out, kv = _inputs(
+        2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda"
+    )
     for mask in _ragged(2048):
         blocks, verticals = _pieces(mask, index)
         args, scale = (*kv[0], blocks, *kv[1], verticals), head_dim**-0.5
@@ -244,13 +310,19 @@ def test_dense_causal_as_a_whole(head_dim):
     """FlashAttention-4 called directly where the mask is causal and nothing else, and only there."""
     if flash.missing():
         pytest.skip(flash.missing())
-    q, k, v, d_out = (torch.randn(2, h, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4))
+    q, k, v, d_out = (
+        torch.randn(2, h, 2048, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4)
+    )
     for mask in (Causal(), Causal(valid=(2048, 1900))):
-        got, want = (_with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager"))
+        got, want = (
+            _with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager")
+        )
         assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 
 
-def _with_gradients(mask: Mask, backend: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+def _with_gradients(
+    mask: Mask, backend: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
+) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, mask, backend=backend)
     return [out, *torch.autograd.grad(out, leaves, d_out)]
@@ -267,9 +339,15 @@ def test_long_pieces(kernel, head_dim):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("kernel", ["TRITON"], indirect=True)
-@pytest.mark.parametrize("head_dim, dtype, tolerance", [
-    (32, torch.bfloat16, 5e-3), (80, torch.float16, 1e-3), (256, torch.bfloat16, 5e-3), (64, torch.float32, 2e-3)
-])
+@pytest.mark.parametrize(
+    "head_dim, dtype, tolerance",
+    [
+        (32, torch.bfloat16, 5e-3),
+        (80, torch.float16, 1e-3),
+        (256, torch.bfloat16, 5e-3),
+        (64, torch.float32, 2e-3),
+    ],
+)
 def test_other_shapes(kernel, head_dim, dtype, tolerance):
     _check_on_gpu(4, 2, head_dim, 1024, dtype, tolerance)
 
@@ -280,8 +358,13 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
     """The ops compile inside attend()'s own, below an outer torch.compile and on autograd's thread, and only once."""
     monkeypatch.setitem(backends.BACKENDS, "flex", flex)
     pattern = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
-    q, k, v, d_out = (torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
-    step = torch.compile(lambda q, k, v, rows, backend: attend(q, k, v, rows, pattern, backend=backend), fullgraph=True)
+    q, k, v, d_out = (
+        torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
+    )
+    step = torch.compile(
+        lambda q, k, v, rows, backend: attend(q, k, v, rows, pattern, backend=backend),
+        fullgraph=True,
+    )
     for lengths in ([700, 9, 1000, 301], [1500, 400]):
         results = []
         for backend in ("eager", "flex"):

@@ -14,13 +14,20 @@ BLOCK, SEQ_LEN = 16, 96
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda":  # the chip's kernels start at blocks of 64
     BLOCK, SEQ_LEN = 64, 384
-PATTERNS = [Dense(), VerticalSlash(recall=0.6, sinks=2, local_diagonals=1, max_columns=20, dense_below=2 * BLOCK)]
+PATTERNS = [
+    Dense(),
+    VerticalSlash(recall=0.6, sinks=2, local_diagonals=1, max_columns=20, dense_below=2 * BLOCK),
+]
 MASKS = [Causal(), Documents([SEQ_LEN // 2 + 5, 9, SEQ_LEN // 3])]
 
 
-def _gradients(backend: str, qkv: list[torch.Tensor], d_out: torch.Tensor, mask, pattern, cp=None) -> list[torch.Tensor]:
+def _gradients(
+    backend: str, qkv: list[torch.Tensor], d_out: torch.Tensor, mask, pattern, cp=None
+) -> list[torch.Tensor]:
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, aux = attend(*leaves, mask, pattern, cp, backend=backend, block_size=BLOCK, return_aux=True)
+    out, aux = attend(
+        *leaves, mask, pattern, cp, backend=backend, block_size=BLOCK, return_aux=True
+    )
     return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -38,7 +45,9 @@ def _check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("mask", MASKS, ids=["causal", "documents"])
 def test_equals_eager(mask, pattern):
     qkv, d_out = _problem()
-    _check_close(*(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager")))
+    _check_close(
+        *(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager"))
+    )
 
 
 def _over_ranks() -> None:

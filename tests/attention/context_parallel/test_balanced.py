@@ -13,12 +13,19 @@ from torch import Tensor
 from scripts import plan as script
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
-from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
 from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, MaskRanges, SlidingWindow
-from titan_sparse.attention.patterns import Dense
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    MaskRanges,
+    SlidingWindow,
+)
 from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
+from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
 
@@ -52,12 +59,20 @@ def degree(work: Tensor) -> float:
 # What it knows of a mask --------------------------------------------------------------------------------------------
 
 RANGES: list[Mask] = [
-    Causal(), Full(), Documents([[61, 3, 90, 21], [192]]), Documents([100, 50]) & SlidingWindow(37), Causal(valid=(130, 7)),
-    Documents([8] * 20), Documents([1]), SlidingWindow(20),
+    Causal(),
+    Full(),
+    Documents([[61, 3, 90, 21], [192]]),
+    Documents([100, 50]) & SlidingWindow(37),
+    Causal(valid=(130, 7)),
+    Documents([8] * 20),
+    Documents([1]),
+    SlidingWindow(20),
 ]
 
 
-def _truth(seen: Tensor, size: int, costs: Costs, partial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _truth(
+    seen: Tensor, size: int, costs: Costs, partial: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Work of each block and bool [Bm, blocks, blocks] of what it needs, from a dense mask [Bm, S, S]."""
     tiles = seen.unflatten(1, (-1, size)).unflatten(3, (-1, size)).transpose(2, 3)
     some, whole = tiles.any(-1).any(-1), tiles.all(-1).all(-1)
@@ -65,17 +80,36 @@ def _truth(seen: Tensor, size: int, costs: Costs, partial: Tensor | None = None)
     return (100 * whole + costs.partial * partial).sum((0, 2)), some
 
 
-def _check_cut(rows: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None) -> None:
+def _check_cut(
+    rows: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
+) -> None:
     costs, sequences = Costs(partial=130), len(seen)
     chunks = cut(rows, ranks, size, costs)
     work, needs = _truth(seen, size, costs, partial)
     bounds, count = torch.from_numpy(chunks.bounds), len(chunks.work)
-    assert count % ranks == 0 and bounds[0] == 0 and bounds[-1] == len(work) and bounds.diff().max() - bounds.diff().min() <= 1
+    assert (
+        count % ranks == 0
+        and bounds[0] == 0
+        and bounds[-1] == len(work)
+        and bounds.diff().max() - bounds.diff().min() <= 1
+    )
     owner = torch.repeat_interleave(torch.arange(count), bounds.diff())
-    assert torch.equal(torch.from_numpy(chunks.work), torch.zeros(count, dtype=torch.int64).index_add_(0, owner, work))
-    by_chunk = torch.zeros(sequences, count, count, dtype=torch.int64).index_put_(
-        (torch.arange(sequences)[:, None, None], owner[:, None], owner), needs.long(), accumulate=True) > 0
-    bits = [[[bits >> s * count + key & 1 for key in range(count)] for bits in chunks.needs] for s in range(sequences)]
+    assert torch.equal(
+        torch.from_numpy(chunks.work),
+        torch.zeros(count, dtype=torch.int64).index_add_(0, owner, work),
+    )
+    by_chunk = (
+        torch.zeros(sequences, count, count, dtype=torch.int64).index_put_(
+            (torch.arange(sequences)[:, None, None], owner[:, None], owner),
+            needs.long(),
+            accumulate=True,
+        )
+        > 0
+    )
+    bits = [
+        [[bits >> s * count + key & 1 for key in range(count)] for bits in chunks.needs]
+        for s in range(sequences)
+    ]
     assert torch.equal(torch.tensor(bits) > 0, by_chunk) and chunks.sequences == sequences
 
 
@@ -89,8 +123,11 @@ def test_work_and_needs_of_ranges(monkeypatch, mask, size, ranks, most):
 @pytest.mark.parametrize("name", NAMES[::2])
 def test_work_and_needs_of_slices(name):
     mask = mask_and_truth(name)[0]
-    visits = count_visits(Dense().index([], mask.rows(SEQ_LEN), len(mask.rows(SEQ_LEN).start), 1, 16), mask.rows(SEQ_LEN),
-                          torch.arange(SEQ_LEN // 16)[:, None])
+    visits = count_visits(
+        Dense().index([], mask.rows(SEQ_LEN), len(mask.rows(SEQ_LEN).start), 1, 16),
+        mask.rows(SEQ_LEN),
+        torch.arange(SEQ_LEN // 16)[:, None],
+    )
     _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial[:, 0])
 
 
@@ -106,8 +143,13 @@ def _check_table(rows: MaskRanges, ranks: int, size: int) -> Tensor:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=8), min_size=1, max_size=3), st.integers(1, 5),
-       st.sampled_from([4, 16]), st.integers(0, 60), st.integers(0, 7))
+@given(
+    st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=8), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.sampled_from([4, 16]),
+    st.integers(0, 60),
+    st.integers(0, 7),
+)
 def test_any_documents_are_dealt_in_equal_shares(lengths, ranks, size, window, more):
     longest = max(sum(row) for row in lengths)
     seq_len = (-(-longest // (ranks * size)) + more) * ranks * size
@@ -125,7 +167,10 @@ def test_a_table_is_that_of_the_numbers():
     """Not of how the mask is written; sequences of a batch share one."""
     lengths = ragged_lengths(8000, 3)
     alone = Documents(lengths).rows(8192)
-    assert torch.equal(block_table(alone, 4, 64), block_table(Documents([lengths]).rows(8192)._replace(causal=False), 4, 64))
+    assert torch.equal(
+        block_table(alone, 4, 64),
+        block_table(Documents([lengths]).rows(8192)._replace(causal=False), 4, 64),
+    )
     twice = Documents([lengths, lengths]).rows(8192)
     for costs in (Costs(), Costs(transfer=100_000)):
         assert torch.equal(block_table(alone, 4, 64, costs), block_table(twice, 4, 64, costs))
@@ -141,7 +186,7 @@ def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch, seed):
     assert degree(pairs_of_ranks(rows, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
     monkeypatch.setattr(balanced, "_NEAR", 0)
     monkeypatch.setattr(balanced, "_NEAR_OF_REST", 0)
-    plain = block_table(rows, 8, BLOCK)                                       # longest processing time first, and no more
+    plain = block_table(rows, 8, BLOCK)  # longest processing time first, and no more
     assert degree(pairs_of_ranks(rows, plain, BLOCK)) < 1.01
     assert 2 * incoming_blocks(rows, table, BLOCK).sum() < incoming_blocks(rows, plain, BLOCK).sum()
     assert incoming_blocks(rows, table, BLOCK).max() < incoming_blocks(rows, plain, BLOCK).min()
@@ -157,7 +202,9 @@ def test_one_document_and_a_batch_are_balanced():
     rows = Causal().rows(1 << 17)
     assert degree(pairs_of_ranks(rows, block_table(rows, 8, BLOCK), BLOCK)) < 1.01
     batch = Documents([[1 << 16], [100] * 600, [2000] * 32]).rows(1 << 16)
-    visits = count_visits(Dense().index([], batch, 3, 1, BLOCK), batch, block_table(batch, 4, BLOCK))
+    visits = count_visits(
+        Dense().index([], batch, 3, 1, BLOCK), batch, block_table(batch, 4, BLOCK)
+    )
     assert worker_imbalance(visits.pairs.sum((0, 1))).item() < 1.03
 
 
@@ -170,7 +217,10 @@ def test_short_documents_stay_where_they_are():
 def test_slow_links_outweigh_work():
     """Where a key block costs as much as hundreds of tiles, ranks that fetch are dealt less work."""
     rows = Documents([1 << 15] + [512] * 64).rows(1 << 16)
-    few, many = (incoming_blocks(rows, block_table(rows, 4, BLOCK, Costs(transfer=x)), BLOCK).max() for x in (0, 100_000))
+    few, many = (
+        incoming_blocks(rows, block_table(rows, 4, BLOCK, Costs(transfer=x)), BLOCK).max()
+        for x in (0, 100_000)
+    )
     assert many < few
 
 
@@ -180,16 +230,25 @@ def test_planning_a_million_tokens_is_short():
         began = time.process_time()
         block_table(rows, 8, BLOCK)
         spent.append(time.process_time() - began)
-    assert min(spent) < 0.05, spent                                           # 4.5 ms on a core of 2026
+    assert min(spent) < 0.05, spent  # 4.5 ms on a core of 2026
 
 
 def test_costs_are_those_of_the_constants():
     machine = load_constants(CONSTANTS)
-    seconds_of_a_pair = (FORWARD_FLOPS / machine.forward_tflops + BACKWARD_FLOPS / machine.backward_tflops) / 1e12 * 128
-    tile = 8 * BLOCK**2 * seconds_of_a_pair                                   # the 8 query heads of a KV head, dim 128
-    transfer = BLOCK * 128 * (4 * 2 + 2 * 4) / (machine.inside_gb_s * 1e9)    # K and V twice in bf16, gradients in fp32
+    seconds_of_a_pair = (
+        (FORWARD_FLOPS / machine.forward_tflops + BACKWARD_FLOPS / machine.backward_tflops)
+        / 1e12
+        * 128
+    )
+    tile = 8 * BLOCK**2 * seconds_of_a_pair  # the 8 query heads of a KV head, dim 128
+    transfer = (
+        BLOCK * 128 * (4 * 2 + 2 * 4) / (machine.inside_gb_s * 1e9)
+    )  # K and V twice in bf16, gradients in fp32
     assert abs(Costs().transfer - 100 * transfer / tile) < 10
-    assert json.loads(CONSTANTS.read_text())["constants"]["inside_gb_s"]["value"] == machine.inside_gb_s
+    assert (
+        json.loads(CONSTANTS.read_text())["constants"]["inside_gb_s"]["value"]
+        == machine.inside_gb_s
+    )
 
 
 def test_a_length_that_does_not_divide_is_refused():
@@ -202,9 +261,24 @@ def test_a_length_that_does_not_divide_is_refused():
 
 def test_the_planner_compares_it(tmp_path, capsys):
     """On plain causal attention, where striped is uneven by the last blocks."""
-    (tmp_path / "c.toml").write_text('[training]\nseq_len = 8000\n[attention]\nblock_size = 64\npattern = "dense"\n')
-    words = [str(tmp_path / "c.toml"), "--ranks", "4", "--layout", "striped", "balanced", "--schedule", "ring", "--out",
-             str(tmp_path / "p.json")]
+    (tmp_path / "c.toml").write_text(
+        '[training]\nseq_len = 8000\n[attention]\nblock_size = 64\npattern = "dense"\n'
+    )
+    words = [
+        str(tmp_path / "c.toml"),
+        "--ranks",
+        "4",
+        "--layout",
+        "striped",
+        "balanced",
+        "--schedule",
+        "ring",
+        "--out",
+        str(tmp_path / "p.json"),
+    ]
     assert script.main(words) == 0, capsys.readouterr().err
     striped, even = json.loads((tmp_path / "p.json").read_text())["plans"]
-    assert even["layout"] == "balanced" and even["worker_imbalance"] < 1.005 < striped["worker_imbalance"]
+    assert (
+        even["layout"] == "balanced"
+        and even["worker_imbalance"] < 1.005 < striped["worker_imbalance"]
+    )

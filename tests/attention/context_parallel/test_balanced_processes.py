@@ -18,8 +18,8 @@ from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.trainer import Trainer
 
 BLOCK, SEQ_LEN = 16, 192
@@ -28,7 +28,10 @@ CASES: list[tuple[Mask, Pattern]] = [
     (DOCUMENTS, Dense()),
     (DOCUMENTS & SlidingWindow(40), Dense()),
     (mask_and_truth("far future")[0], Dense()),
-    (DOCUMENTS, VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=32)),
+    (
+        DOCUMENTS,
+        VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=32),
+    ),
     (DOCUMENTS, XAttention(stride=8, threshold=0.7, dense_below=32)),
     (DOCUMENTS, MoBA(chunk_size=24, top_k=2)),
 ]
@@ -38,7 +41,10 @@ CASES: list[tuple[Mask, Pattern]] = [
 def _inputs() -> list[Tensor]:
     """q, k, v and the gradient of the output, of the whole sequences."""
     qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
-    return [*qkv, torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))]
+    return [
+        *qkv,
+        torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)),
+    ]
 
 
 def _single(mask: Mask, pattern: Pattern) -> tuple[list[Tensor], float]:
@@ -46,10 +52,16 @@ def _single(mask: Mask, pattern: Pattern) -> tuple[list[Tensor], float]:
     leaves = [x.requires_grad_() for x in leaves]
     with recording() as seen:
         out, aux = attend(*leaves, mask, pattern, block_size=BLOCK, return_aux=True)
-    return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)], seen.density().mean().item()
+    return [
+        out.detach(),
+        aux.lse,
+        *torch.autograd.grad(out, leaves, d_out),
+    ], seen.density().mean().item()
 
 
-def _check(cp: ContextParallel, mask: Mask, pattern: Pattern, wanted: tuple[list[Tensor], float]) -> None:
+def _check(
+    cp: ContextParallel, mask: Mask, pattern: Pattern, wanted: tuple[list[Tensor], float]
+) -> None:
     rows = cp.balance(mask.rows(SEQ_LEN))
     *qkv, d_out = [cp.shard(x, 2, rows.table) for x in _inputs()]
     leaves = [x.requires_grad_() for x in qkv]
@@ -66,14 +78,17 @@ def _check(cp: ContextParallel, mask: Mask, pattern: Pattern, wanted: tuple[list
 def _check_cases(axes: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     schedules = (("ring", "kv"), ("ring", "q"), ("double_ring", "kv"), ("all_gather", "auto"))
-    contexts = [ContextParallel(mesh, "balanced", schedule, BLOCK, circulates) for schedule, circulates in schedules]
+    contexts = [
+        ContextParallel(mesh, "balanced", schedule, BLOCK, circulates)
+        for schedule, circulates in schedules
+    ]
     for number, (mask, pattern) in enumerate(CASES):
         wanted = _single(mask, pattern)
         for cp in contexts if number < 1 else [contexts[(number + sum(axes)) % 4]]:
             _check(cp, mask, pattern, wanted)
     _check_refusals(contexts[0], mesh)
     wanted = _single(Causal(), Dense())
-    with pytest.MonkeyPatch.context() as patch:                               # no rectangles without holes in this layout
+    with pytest.MonkeyPatch.context() as patch:  # no rectangles without holes in this layout
         patch.setattr(eager, "serves_causal", lambda q: True)
         _check(contexts[0], Causal(), Dense(), wanted)
 
@@ -85,9 +100,12 @@ def _check_refusals(cp: ContextParallel, mesh) -> None:
     wrong = balanced._replace(table=balanced.table[:, 1:])
     striped = ContextParallel(mesh, "striped", "ring", BLOCK)
     for call, words in (
-        (lambda: attend(q, k, v, rows, cp=cp), "cp.balance"), (lambda: attend(q, k, v, DOCUMENTS, cp=cp), "cp.balance"),
-        (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"), (lambda: cp.shard(q, 2), "cp.balance"),
-        (lambda: cp.unshard(q, 2), "cp.balance"), (lambda: attend(q, k, v, balanced, cp=striped), '"striped"'),
+        (lambda: attend(q, k, v, rows, cp=cp), "cp.balance"),
+        (lambda: attend(q, k, v, DOCUMENTS, cp=cp), "cp.balance"),
+        (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"),
+        (lambda: cp.shard(q, 2), "cp.balance"),
+        (lambda: cp.unshard(q, 2), "cp.balance"),
+        (lambda: attend(q, k, v, balanced, cp=striped), '"striped"'),
         (lambda: attend(q, k, v, balanced, cp=cp, recomputed=0.5), 'layout "striped"'),
     ):
         with pytest.raises(ValueError, match=words):
@@ -103,10 +121,16 @@ def test_attention_is_that_of_one_process(axes):
 def _check_tables_in_use() -> None:
     """Two batches' forwards before their backwards, which come in the other order; masks of other layers share a table; nothing
     is compiled anew for another table."""
-    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK)
+    cp = ContextParallel(
+        init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK
+    )
     first, second = Documents([10, 170, 12]), Documents([90, 90])
     tables, results = [], []
-    layer = torch.compile(lambda q, k, v, rows: attend(q, k, v, rows, CASES[3][1], cp), fullgraph=True, backend="aot_eager")
+    layer = torch.compile(
+        lambda q, k, v, rows: attend(q, k, v, rows, CASES[3][1], cp),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     masks = (first, second, Documents([30] * 6))
     for mask in masks:
         rows = cp.balance(mask.rows(SEQ_LEN))
@@ -116,14 +140,18 @@ def _check_tables_in_use() -> None:
             results.append((layer(*leaves, rows), leaves, d_out))
         tables.append(rows.table)
     assert not torch.equal(tables[0], tables[1])
-    for mask, table, (out, leaves, d_out) in reversed(list(zip(masks, tables, results, strict=True))):
+    for mask, table, (out, leaves, d_out) in reversed(
+        list(zip(masks, tables, results, strict=True))
+    ):
         got = [cp.unshard(x, 2, table) for x in torch.autograd.grad(out, leaves, d_out)]
         for a, b in zip(got, _single(mask, CASES[3][1])[0][2:], strict=True):
             assert (a - b).abs().max() < 1e-9
     mask, pattern = second & SlidingWindow(30), CASES[3][1]
     rows, wanted = mask.rows(SEQ_LEN), _single(mask, pattern)[0][0]
     for table in tables[:2]:
-        out = attend(*[cp.shard(x, 2, table) for x in _inputs()[:3]], rows._replace(table=table), pattern, cp)
+        out = attend(
+            *[cp.shard(x, 2, table) for x in _inputs()[:3]], rows._replace(table=table), pattern, cp
+        )
         assert (cp.unshard(out, 2, table) - wanted).abs().max() < 1e-9
 
 
@@ -134,44 +162,74 @@ def test_backward_has_the_table_of_its_forward():
 # Training -----------------------------------------------------------------------------------------------------------
 
 RUNS = [
-    {"attention__pattern": "vertical_slash", "training__local_batch_size": 2, "training__gradient_accumulation_steps": 2,
-     "attention__schedule": "ring"},
-    {"attention__pattern": "dense", "attention__sliding_window": 40, "attention__mask": "causal",
-     "activation_checkpoint__mode": "selective"},
-    {"attention__pattern": "dense", "training__local_batch_size": 2, "attention__sliding_window": 40,
-     "attention__window_sinks": 3},
+    {
+        "attention__pattern": "vertical_slash",
+        "training__local_batch_size": 2,
+        "training__gradient_accumulation_steps": 2,
+        "attention__schedule": "ring",
+    },
+    {
+        "attention__pattern": "dense",
+        "attention__sliding_window": 40,
+        "attention__mask": "causal",
+        "activation_checkpoint__mode": "selective",
+    },
+    {
+        "attention__pattern": "dense",
+        "training__local_batch_size": 2,
+        "attention__sliding_window": 40,
+        "attention__window_sinks": 3,
+    },
 ]
 
 
-def _run(folder: Path, output: str, overrides: dict) -> tuple[list, dict[str, Tensor], list[Tensor]]:
+def _run(
+    folder: Path, output: str, overrides: dict
+) -> tuple[list, dict[str, Tensor], list[Tensor]]:
     """Losses and gradient norms, weights, and the tables of all batches."""
     config = tiny_config(folder, output, training__steps=2, **overrides)
     tables, balance = [], ContextParallel.balance
-    ContextParallel.balance = lambda cp, rows: [balanced := balance(cp, rows), tables.append(balanced.table)][0]
+    ContextParallel.balance = lambda cp, rows: [
+        balanced := balance(cp, rows),
+        tables.append(balanced.table),
+    ][0]
     try:
         trainer = train(config)
     finally:
         ContextParallel.balance = balance
     dist.barrier()
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.state_dict().items()}
+    weights = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in trainer.model.state_dict().items()
+    }
     return [[line["loss"], line["grad_norm"]] for line in metrics_of(config)], weights, tables
 
 
 def _train(folder: Path) -> None:
     size = dist.get_world_size()
     for number, case in enumerate(RUNS):
-        layout = {"attention__layout": "balanced", "parallelism__cp": size, "parallelism__cp_intra": size}
+        layout = {
+            "attention__layout": "balanced",
+            "parallelism__cp": size,
+            "parallelism__cp_intra": size,
+        }
         losses, weights, tables = _run(folder, f"{size}_{number}", case | layout)
         if size == 1:
             torch.save((losses, weights), folder / f"{number}.pt")
             continue
         wanted = torch.load(folder / f"{number}.pt")
-        torch.testing.assert_close(losses, wanted[0], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
-        torch.testing.assert_close(weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}")
+        torch.testing.assert_close(
+            losses, wanted[0], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
+        )
+        torch.testing.assert_close(
+            weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
+        )
         if "attention__mask" not in case:
             assert len({str(table.tolist()) for table in tables}) > 1
     # What outlives the process groups may abort the process when Python ends.
-    trainer = Trainer(tiny_config(folder, "held", attention__layout="balanced", parallelism__cp=size))
+    trainer = Trainer(
+        tiny_config(folder, "held", attention__layout="balanced", parallelism__cp=size)
+    )
     held = weakref.ref(trainer)
     del trainer
     assert held() is None

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.schedules import rectangles
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.schedules import rectangles
 
 BLOCK = 16
 SEQ_LEN = 2 * 3 * 4 * BLOCK
@@ -24,7 +24,10 @@ MASKS = [
     Documents([[201, 7, 1, 130], [90, 90, 90, 90]]) & SlidingWindow(100),
     Documents([[SEQ_LEN], [3, 200, 60, 17, 40]]),
 ]
-PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48)]
+PATTERNS = [
+    Dense(),
+    VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48),
+]
 
 
 def check_everything(axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, heads=(5, 1)) -> None:
@@ -33,18 +36,30 @@ def check_everything(axes: tuple[int, ...], masks=MASKS, patterns=PATTERNS, head
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=names)
     schedules = ("all_gather", "ring") + (("double_ring",) if len(axes) == 2 else ())
     full = structured_qkv(2, *heads, SEQ_LEN, 8, seed=3)
-    d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    contexts = [ContextParallel(mesh, layout, schedule, BLOCK)
-                for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)]
-    contexts += [ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")]
+    d_out = torch.randn(
+        full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
+    contexts = [
+        ContextParallel(mesh, layout, schedule, BLOCK)
+        for layout, schedule in itertools.product(("contiguous", "zigzag", "striped"), schedules)
+    ]
+    contexts += [
+        ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")
+    ]
     for mask, pattern in itertools.product(masks, patterns):
         wanted = _single(full, d_out, mask, pattern)
         for cp in contexts:
-            for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "density", "recall"),
-                                       _parallel(cp, full, d_out, mask, pattern), wanted, strict=True):
+            for name, got, want in zip(
+                ("out", "lse", "dq", "dk", "dv", "density", "recall"),
+                _parallel(cp, full, d_out, mask, pattern),
+                wanted,
+                strict=True,
+            ):
                 gap = (got - want).abs().nan_to_num(0).max().item()
                 assert torch.equal(got.isfinite(), want.isfinite()), (name, cp.key, pattern.key)
-                assert gap < 1e-9, f"{name} off by {gap} with {cp.key}, {pattern.key}, rank {dist.get_rank()}"
+                assert gap < 1e-9, (
+                    f"{name} off by {gap} with {cp.key}, {pattern.key}, rank {dist.get_rank()}"
+                )
 
 
 def _check_rectangles(axes: tuple[int, ...]) -> None:
@@ -52,18 +67,26 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
     monkeypatch = pytest.MonkeyPatch()
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     full = structured_qkv(2, 6, 2, SEQ_LEN, 8, seed=5)
-    d_out = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    d_out = torch.randn(
+        full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
+    )
     wanted = _single(full, d_out, Causal(), Dense())
     for layout, schedule in itertools.product(("contiguous", "zigzag"), ("ring", "double_ring")):
         cp, used = ContextParallel(mesh, layout, schedule, BLOCK), []
         monkeypatch.setattr(eager, "serves_causal", lambda q: True)
-        monkeypatch.setattr(rectangles, "backward", lambda *args, run=rectangles.backward: used.append(args[1]) or run(*args))
+        monkeypatch.setattr(
+            rectangles,
+            "backward",
+            lambda *args, run=rectangles.backward: used.append(args[1]) or run(*args),
+        )
         got = _parallel(cp, full, d_out, Causal(), Dense())
         monkeypatch.undo()
         for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        assert len(used) == computed * (2 if len(cp.windows) > 1 else 1), cp.key  # groups of KV heads
+        assert len(used) == computed * (2 if len(cp.windows) > 1 else 1), (
+            cp.key
+        )  # groups of KV heads
 
 
 @pytest.mark.parametrize("axes", [(1, 3), (2, 2)], ids=str)
@@ -90,9 +113,25 @@ def _everything(qkv, d_out, mask, pattern, cp) -> list[torch.Tensor]:
     return [out.detach(), aux.lse, *gradients, seen.density(), torch.stack(seen.recall)]
 
 
-@pytest.mark.parametrize("axes", [pytest.param((2,), marks=pytest.mark.slow), (3,), (2, 2), pytest.param((1, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param((2,), marks=pytest.mark.slow),
+        (3,),
+        (2, 2),
+        pytest.param((1, 3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_parallel_equals_single(axes):
-    run_processes(torch.Size(axes).numel(), check_everything, axes, MASKS, PATTERNS, (6, 2) if axes == (2, 2) else (5, 1))
+    run_processes(
+        torch.Size(axes).numel(),
+        check_everything,
+        axes,
+        MASKS,
+        PATTERNS,
+        (6, 2) if axes == (2, 2) else (5, 1),
+    )
 
 
 def _check_groups_beside_each_other() -> None:

@@ -18,14 +18,19 @@ from titan_sparse.attention.context_parallel.windows import (
     SCHEDULES,
     all_gather,
     choose,
-    vertical_steps,
     double_ring,
     local,
     ring,
+    vertical_steps,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
 
-WORLDS = [(inter, size // inter) for size in range(1, 9) for inter in range(1, size + 1) if size % inter == 0]
+WORLDS = [
+    (inter, size // inter)
+    for size in range(1, 9)
+    for inter in range(1, size + 1)
+    if size % inter == 0
+]
 SIZES = [1, 2, 3, 8]
 
 
@@ -44,7 +49,9 @@ def test_a_layout_is_a_permutation_in_equal_shares(layout, size, runs):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_contiguous_ranks_follow_each_other(size):
-    assert block_ids("contiguous", size, size * 3 * 4, 4).flatten().tolist() == list(range(size * 3))
+    assert block_ids("contiguous", size, size * 3 * 4, 4).flatten().tolist() == list(
+        range(size * 3)
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -64,10 +71,16 @@ def test_zigzag_owns_a_run_and_its_mirror_image(size):
         assert second == sorted(blocks - 1 - block for block in first)
 
 
-@pytest.mark.parametrize("layout, size, seq_len, multiple", [
-    ("contiguous", 2, 24, 16), ("striped", 3, 32, 24), ("striped", 2, 20, 16), ("zigzag", 2, 48, 32),
-    ("zigzag", 1, 8, 16),
-])
+@pytest.mark.parametrize(
+    "layout, size, seq_len, multiple",
+    [
+        ("contiguous", 2, 24, 16),
+        ("striped", 3, 32, 24),
+        ("striped", 2, 20, 16),
+        ("zigzag", 2, 48, 32),
+        ("zigzag", 1, 8, 16),
+    ],
+)
 def test_a_length_that_does_not_divide_is_refused(layout, size, seq_len, multiple):
     with pytest.raises(ValueError, match=f"multiple of {multiple}$"):
         block_ids(layout, size, seq_len, 8)
@@ -154,13 +167,21 @@ def test_the_ring_lists_what_the_hops_bring(inter, intra):
 
 
 def test_verticals_are_dealt_over_the_steps_that_compute():
-    assert vertical_steps([True] * 4, 9) == [1, 2, 3] and vertical_steps([True] * 4, 9, backward=True) == [0, 1, 2]
-    assert vertical_steps([True] * 4, 2) == [2, 3] and vertical_steps([True] * 4, 2, backward=True) == [0, 1]
+    assert vertical_steps([True] * 4, 9) == [1, 2, 3] and vertical_steps(
+        [True] * 4, 9, backward=True
+    ) == [0, 1, 2]
+    assert vertical_steps([True] * 4, 2) == [2, 3] and vertical_steps(
+        [True] * 4, 2, backward=True
+    ) == [0, 1]
     assert vertical_steps([True, False, True, False, True], 9) == [2, 4]
     assert vertical_steps([True, False, True, False, True], 9, backward=True) == [0, 2]
     assert vertical_steps([True], 3) == vertical_steps([True, False], 3) == [0]
     assert vertical_steps([True] * 6, 9, backward=True, windows=2) == [0, 3, 4, 5, 1]
-    assert vertical_steps([True, True, False, False, True, True], 9, backward=True, windows=3) == [0, 4, 5]
+    assert vertical_steps([True, True, False, False, True, True], 9, backward=True, windows=3) == [
+        0,
+        4,
+        5,
+    ]
     assert vertical_steps([True] * 6, 9, windows=2) == [1, 2, 3, 4, 5]
     assert vertical_steps([True] * 4, 0) == vertical_steps([True] * 4, 0, backward=True) == []
 
@@ -183,13 +204,23 @@ def test_auto_moves_nothing_needless(inter, intra):
     assert choose(inter, intra, "q") == ("ring" if chosen == "all_gather" else chosen)
 
 
-@pytest.mark.parametrize("inter, intra, usual", [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")])
+@pytest.mark.parametrize(
+    "inter, intra, usual",
+    [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")],
+)
 def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
     """Documents or a window, nothing chosen by layer, in the layout that is made for it; else as the mesh suggests."""
-    named = lambda **keys: schedule_named(Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra)
+    named = lambda **keys: schedule_named(
+        Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra
+    )
     cast = "group_cast" if inter * intra > 1 else "local"
     assert named(mask="documents") == named(mask="causal", sliding_window=4096) == cast
-    assert named(mask="causal") == named(mask="documents", layout="striped") == named(mask="documents", pattern="vertical_slash") == usual
+    assert (
+        named(mask="causal")
+        == named(mask="documents", layout="striped")
+        == named(mask="documents", pattern="vertical_slash")
+        == usual
+    )
     assert named(mask="documents", backward_circulates="q") == usual.replace("all_gather", "ring")
     assert named(mask="documents", schedule="ring") == "ring"
     stages = 2 if inter > 1 else 1

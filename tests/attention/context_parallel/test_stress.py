@@ -36,7 +36,9 @@ VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60,
 
 
 def _mesh(axes: tuple[int, ...]):
-    return init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",))
+    return init_device_mesh(
+        "cpu", axes, mesh_dim_names=("cp_inter", "cp_intra") if len(axes) == 2 else ("cp",)
+    )
 
 
 def _context(*arguments) -> ContextParallel:
@@ -58,11 +60,15 @@ def _inject_delays() -> None:
         def late(*args, **kwargs):
             time.sleep(max(0.0, delays.uniform(-LONGEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS)))
             return function(*args, **kwargs)
+
         return late
 
-    for owner, names in ((eager, ("forward", "forward_with_verticals", "backward", "backward_with_verticals")),
-                         (Transfer, ("__init__", "wait")), (Pending, ("__init__", "wait")),
-                         (ContextParallel, ("all_reduce", "all_gather", "all_to_all"))):
+    for owner, names in (
+        (eager, ("forward", "forward_with_verticals", "backward", "backward_with_verticals")),
+        (Transfer, ("__init__", "wait")),
+        (Pending, ("__init__", "wait")),
+        (ContextParallel, ("all_reduce", "all_gather", "all_to_all")),
+    ):
         for name in names:
             setattr(owner, name, delayed(getattr(owner, name)))
 
@@ -70,11 +76,21 @@ def _inject_delays() -> None:
 def layer_inputs(heads: int = 4, seq_len: int = SEQ_LEN, head_dim: int = 8) -> list[Tensor]:
     """q, k and v of three layers, and d_out; two KV heads."""
     made = [structured_qkv(1, heads, 2, seq_len, head_dim, seed) for seed in (3, 4, 5)]
-    return [made[0][0], *(x for _, *kv in made for x in kv), structured_qkv(1, heads, heads, seq_len, head_dim, seed=2)[2]]
+    return [
+        made[0][0],
+        *(x for _, *kv in made for x in kv),
+        structured_qkv(1, heads, heads, seq_len, head_dim, seed=2)[2],
+    ]
 
 
-def layers(cp: ContextParallel | None, mask: Mask, pattern: Pattern, inputs: list[Tensor], backend: str = "eager",
-           block_size: int = BLOCK) -> list[Tensor]:
+def layers(
+    cp: ContextParallel | None,
+    mask: Mask,
+    pattern: Pattern,
+    inputs: list[Tensor],
+    backend: str = "eager",
+    block_size: int = BLOCK,
+) -> list[Tensor]:
     """Three attention layers, each the queries of the next: out, dq, and dk and dv of each; the whole tensors."""
     shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, dim: x,) * 2
     *inputs, d_out = inputs
@@ -87,8 +103,10 @@ def layers(cp: ContextParallel | None, mask: Mask, pattern: Pattern, inputs: lis
 
 
 def _check_delays(cases: list[tuple]) -> None:
-    contexts = [(_context(_mesh(axes), layout, schedule, BLOCK, circulates), mask, pattern)
-                for axes, layout, schedule, circulates, mask, pattern in cases]
+    contexts = [
+        (_context(_mesh(axes), layout, schedule, BLOCK, circulates), mask, pattern)
+        for axes, layout, schedule, circulates, mask, pattern in cases
+    ]
     inputs = layer_inputs()
     wanted = [layers(*case, inputs) for case in contexts]
     for (cp, mask, pattern), result in zip(contexts, wanted):
@@ -97,18 +115,39 @@ def _check_delays(cases: list[tuple]) -> None:
     _inject_delays()
     for case, want in zip(contexts, wanted):
         for number, (x, y) in enumerate(zip(layers(*case, inputs), want, strict=True)):
-            assert torch.equal(x, y), f"result {number} of {case[0].key} differs on rank {dist.get_rank()}"
+            assert torch.equal(x, y), (
+                f"result {number} of {case[0].key} differs on rank {dist.get_rank()}"
+            )
 
 
-@pytest.mark.parametrize("world_size, cases", [
-    (2, [((2,), "zigzag", "ring", "kv", Causal(), VERTICAL),
-         ((2,), "striped", "all_gather", "auto", PACKED, VERTICAL)]),
-    (3, [((3,), "contiguous", "ring", "kv", PACKED, VERTICAL),
-         ((3, 1), "striped", "double_ring", "kv", Causal(), Dense())]),
-    (4, [((4,), "striped", "ring", "q", Causal(), VERTICAL),
-         ((2, 2), "striped", "double_ring", "kv", Causal(), VERTICAL),
-         ((2, 2), "zigzag", "double_ring", "q", PACKED, Dense())]),
-], ids=["2", "3", "4"])
+@pytest.mark.parametrize(
+    "world_size, cases",
+    [
+        (
+            2,
+            [
+                ((2,), "zigzag", "ring", "kv", Causal(), VERTICAL),
+                ((2,), "striped", "all_gather", "auto", PACKED, VERTICAL),
+            ],
+        ),
+        (
+            3,
+            [
+                ((3,), "contiguous", "ring", "kv", PACKED, VERTICAL),
+                ((3, 1), "striped", "double_ring", "kv", Causal(), Dense()),
+            ],
+        ),
+        (
+            4,
+            [
+                ((4,), "striped", "ring", "q", Causal(), VERTICAL),
+                ((2, 2), "striped", "double_ring", "kv", Causal(), VERTICAL),
+                ((2, 2), "zigzag", "double_ring", "q", PACKED, Dense()),
+            ],
+        ),
+    ],
+    ids=["2", "3", "4"],
+)
 def test_late_ranks_do_not_change_a_bit(world_size, cases):
     run_processes(world_size, _check_delays, cases)
 
@@ -119,8 +158,16 @@ def test_late_ranks_do_not_change_a_bit(world_size, cases):
 class _Call:
     """One attention call, forward and backward at times of the caller's choosing."""
 
-    def __init__(self, cp: ContextParallel, seed: int, batch: int, kv_heads: int, head_dim: int, mask: Mask,
-                 pattern: Pattern):
+    def __init__(
+        self,
+        cp: ContextParallel,
+        seed: int,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        mask: Mask,
+        pattern: Pattern,
+    ):
         qkv = structured_qkv(batch, 4, kv_heads, SEQ_LEN, head_dim, seed)
         self.leaves = [cp.shard(x, 2).clone().requires_grad_() for x in qkv]
         self.options, self.d_out = (mask, pattern, cp, "eager"), cp.shard(qkv[0], 2)
@@ -141,8 +188,12 @@ def _check_interleaved(axes: tuple[int, ...], options: list[tuple]) -> None:
     for schedule, circulates in options:
         cp = _context(_mesh(axes), "striped", schedule, BLOCK, circulates)
         # The same shapes twice, so that the buffers are the same, and two others; a batch of 1 makes views of them.
-        calls = [_Call(cp, 1, 1, 2, 8, Causal(), VERTICAL), _Call(cp, 2, 1, 2, 8, PACKED, VERTICAL),
-                 _Call(cp, 3, 2, 1, 8, Causal(), Dense()), _Call(cp, 4, 1, 2, 4, Causal(), Dense())]
+        calls = [
+            _Call(cp, 1, 1, 2, 8, Causal(), VERTICAL),
+            _Call(cp, 2, 1, 2, 8, PACKED, VERTICAL),
+            _Call(cp, 3, 2, 1, 8, Causal(), Dense()),
+            _Call(cp, 4, 1, 2, 4, Causal(), Dense()),
+        ]
         wanted = [call.alone() for call in calls]
         for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
             for call in calls:
@@ -153,8 +204,14 @@ def _check_interleaved(axes: tuple[int, ...], options: list[tuple]) -> None:
                     assert torch.equal(x, y), (cp.key, circulates, number)
 
 
-@pytest.mark.parametrize("axes, options", [((3,), [("ring", "kv"), ("ring", "q"), ("all_gather", "auto")]),
-                                           ((2, 2), [("double_ring", "kv"), ("double_ring", "q")])], ids=str)
+@pytest.mark.parametrize(
+    "axes, options",
+    [
+        ((3,), [("ring", "kv"), ("ring", "q"), ("all_gather", "auto")]),
+        ((2, 2), [("double_ring", "kv"), ("double_ring", "q")]),
+    ],
+    ids=str,
+)
 def test_calls_in_between_each_other(axes, options):
     run_processes(torch.Size(axes).numel(), _check_interleaved, axes, options)
 
@@ -165,7 +222,9 @@ def _check_no_new_buffers(axes: tuple[int, ...], schedules: list[str]) -> None:
         held = []
         for step in range(20):
             _Call(cp, step, 1, 2, 8, Documents([100 + step, 200]), VERTICAL).alone()
-            held.append({key: [x.data_ptr() for x in buffers] for key, buffers in cp._buffers.items()})
+            held.append(
+                {key: [x.data_ptr() for x in buffers] for key, buffers in cp._buffers.items()}
+            )
         assert held[0] and held == held[:1] * 20, cp.key
 
 
@@ -184,7 +243,9 @@ def _check_groups_beside_each_other() -> None:
     assert cp.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]][group]
     inputs = layer_inputs()
     for mask, pattern in ((Causal(), VERTICAL), (PACKED, Dense()), (Causal(), Dense()))[group:]:
-        for got, want in zip(layers(cp, mask, pattern, inputs), layers(None, mask, pattern, inputs), strict=True):
+        for got, want in zip(
+            layers(cp, mask, pattern, inputs), layers(None, mask, pattern, inputs), strict=True
+        ):
             assert (got - want).abs().max() < 1e-9, (cp.key, pattern.key)
 
 
@@ -195,36 +256,55 @@ def test_double_rings_beside_each_other():
 # Bytes on the wire --------------------------------------------------------------------------------------------------
 
 
-def _check_bytes(dtype: torch.dtype, circulates: str, gradient_dtype: str, gradient_bytes: int) -> None:
+def _check_bytes(
+    dtype: torch.dtype, circulates: str, gradient_dtype: str, gradient_bytes: int
+) -> None:
     """A window of one block over contiguous chunks: a chunk is needed by its own rank and the next one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    attention = Attention(layout="contiguous", schedule="ring", block_size=BLOCK, backward_circulates=circulates,
-                          gradient_dtype=gradient_dtype)
+    attention = Attention(
+        layout="contiguous",
+        schedule="ring",
+        block_size=BLOCK,
+        backward_circulates=circulates,
+        gradient_dtype=gradient_dtype,
+    )
     cp = build_context_parallel(attention, _mesh((size,)))
     set_timeout(HANG_SECONDS)
-    q, k, v = [cp.shard(x, 2).to(dtype).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
+    q, k, v = [
+        cp.shard(x, 2).to(dtype).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)
+    ]
     out = attend(q, k, v, Causal() & SlidingWindow(BLOCK), Dense(), cp, "eager")
     forward, plain_forward = cp.bytes_sent, cp.plain_ring_bytes
     out.sum().backward()
     kv, rows = (k.numel() + v.numel()), q.shape[1] * q.shape[2]
-    sources = lambda steps: [(rank - step) % size for step in steps]  # whose chunks this rank sends on
+    sources = lambda steps: [
+        (rank - step) % size for step in steps
+    ]  # whose chunks this rank sends on
     if circulates == "kv":
         # All chunks but the last make one hop; their gradients begin there and go on around the ring, home.
         sent = (rank < size - 1) * kv * dtype.itemsize
         sent += sum(source < size - 1 for source in sources(range(1, size))) * kv * gradient_bytes
     else:
         # All chunks but the first go to the rank before, the long way round, as q, d_out, out and lse; dq makes one hop.
-        sent = sum(source > 0 for source in sources(range(size - 1))) * (3 * q.numel() * dtype.itemsize + 4 * rows)
+        sent = sum(source > 0 for source in sources(range(size - 1))) * (
+            3 * q.numel() * dtype.itemsize + 4 * rows
+        )
         sent += sum(source > 0 for source in sources([size - 1])) * q.numel() * gradient_bytes
     assert (forward, cp.bytes_sent - forward) == ((rank < size - 1) * kv * dtype.itemsize, sent)
     assert plain_forward == (size - 1) * kv * dtype.itemsize
-    assert cp.plain_ring_bytes - plain_forward == (size - 1) * kv * (dtype.itemsize + gradient_bytes)
+    assert cp.plain_ring_bytes - plain_forward == (size - 1) * kv * (
+        dtype.itemsize + gradient_bytes
+    )
 
 
 def _check_all_bytes() -> None:
-    for case in ((torch.float64, "kv", "float32", 8),
-                 (torch.bfloat16, "kv", "float32", 4), (torch.bfloat16, "kv", "bfloat16", 2),
-                 (torch.bfloat16, "q", "float32", 4), (torch.bfloat16, "q", "bfloat16", 2)):
+    for case in (
+        (torch.float64, "kv", "float32", 8),
+        (torch.bfloat16, "kv", "float32", 4),
+        (torch.bfloat16, "kv", "bfloat16", 2),
+        (torch.bfloat16, "q", "float32", 4),
+        (torch.bfloat16, "q", "bfloat16", 2),
+    ):
         _check_bytes(*case)
 
 
@@ -239,7 +319,9 @@ def _check_nothing_is_held() -> None:
     """What outlives the process groups may abort the process when Python ends."""
     held = []
     for schedule in ("ring", "all_gather", "group_cast"):
-        cp = build_context_parallel(Attention(schedule=schedule, block_size=BLOCK), _mesh((dist.get_world_size(),)))
+        cp = build_context_parallel(
+            Attention(schedule=schedule, block_size=BLOCK), _mesh((dist.get_world_size(),))
+        )
         q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 4, 2, SEQ_LEN, 8)]
         attend(q, k, v, Causal(), Dense(), cp, "eager").sum().backward()
         held.append(weakref.ref(cp))
@@ -253,10 +335,14 @@ def _check_nothing_is_held() -> None:
 
 def test_a_program_that_says_nothing_lets_go_too():
     """Before Python tears itself down: what was registered first is called last."""
-    script = ("import atexit; atexit.register(lambda: print('left', len(context_parallel._CONTEXTS), cp.groups))\n"
-              "from titan_sparse.attention import ContextParallel, context_parallel\n"
-              "cp = ContextParallel(None, 'contiguous', 'local'); print('made', len(context_parallel._CONTEXTS))")
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    script = (
+        "import atexit; atexit.register(lambda: print('left', len(context_parallel._CONTEXTS), cp.groups))\n"
+        "from titan_sparse.attention import ContextParallel, context_parallel\n"
+        "cp = ContextParallel(None, 'contiguous', 'local'); print('made', len(context_parallel._CONTEXTS))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT
+    )
     assert result.stdout.split() == ["made", "1", "left", "0", "{}"], result.stdout + result.stderr
 
 

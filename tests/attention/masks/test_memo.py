@@ -7,11 +7,11 @@ import torch
 
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.tiles import blocks as tiles
 from titan_sparse.attention.backends import eager
-from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.masks.memo import _known, once_per_mask
+from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.tiles import blocks as tiles
 
 
 def test_once_per_mask():
@@ -41,7 +41,9 @@ def test_inference_mode():
         q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
         pattern = VerticalSlash(recall=0.6, sinks=1, dense_below=16)
         inside = attend(q, q, q, Causal(), pattern, block_size=16)
-    assert torch.equal(inside, attend(q.clone(), q.clone(), q.clone(), Causal(), pattern, block_size=16))
+    assert torch.equal(
+        inside, attend(q.clone(), q.clone(), q.clone(), Causal(), pattern, block_size=16)
+    )
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])

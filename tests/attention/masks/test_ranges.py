@@ -36,13 +36,19 @@ DEFINITIONS = {
 
 def _brute(name: str) -> torch.Tensor:
     rules = DEFINITIONS[name][1]
-    return torch.tensor([[[rule(i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)] for rule in rules])
+    return torch.tensor(
+        [[[rule(i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)] for rule in rules]
+    )
 
 
 def _from_rows(mask: Mask) -> torch.Tensor:
     start, stop = mask.rows(SEQ_LEN)[:2]
-    return torch.tensor([[[a <= j < b for j in range(SEQ_LEN)] for a, b in zip(*pair)]
-                         for pair in zip(start.tolist(), stop.tolist())])
+    return torch.tensor(
+        [
+            [[a <= j < b for j in range(SEQ_LEN)] for a, b in zip(*pair)]
+            for pair in zip(start.tolist(), stop.tolist())
+        ]
+    )
 
 
 def _check_rows(mask: Mask) -> None:
@@ -67,18 +73,32 @@ def test_causal_says_whether_the_future_is_seen(name):
     assert DEFINITIONS[name][0].rows(SEQ_LEN).causal == (not _brute(name).triu(1).any())
 
 
-@pytest.mark.parametrize("mask, plain", [
-    (Causal(), True), (Causal(valid=(37, 37)), True), (Causal(valid=(37, 36)), False), (Full(), False),
-    (Documents([37]), False), (Documents([36]), False),
-    (SlidingWindow(8), False), (Causal() & SlidingWindow(8), False),
-])
+@pytest.mark.parametrize(
+    "mask, plain",
+    [
+        (Causal(), True),
+        (Causal(valid=(37, 37)), True),
+        (Causal(valid=(37, 36)), False),
+        (Full(), False),
+        (Documents([37]), False),
+        (Documents([36]), False),
+        (SlidingWindow(8), False),
+        (Causal() & SlidingWindow(8), False),
+    ],
+)
 def test_plain_is_causal_and_nothing_else(mask, plain):
     assert mask.rows(37).plain == plain
     if plain:
-        assert torch.equal(mask.dense(37), Causal().dense(37).expand(len(mask.rows(37).start), -1, -1))
+        assert torch.equal(
+            mask.dense(37), Causal().dense(37).expand(len(mask.rows(37).start), -1, -1)
+        )
 
 
-COMPATIBLE = [pair for pair in itertools.product(DEFINITIONS, repeat=2) if not set(pair) <= {"documents", "packed"}]
+COMPATIBLE = [
+    pair
+    for pair in itertools.product(DEFINITIONS, repeat=2)
+    if not set(pair) <= {"documents", "packed"}
+]
 
 
 @pytest.mark.parametrize("names", COMPATIBLE, ids=" & ".join)
@@ -93,8 +113,17 @@ def test_intersection_sees_what_both_see(names):
 def test_intersection_of_three():
     mask = Full() & Documents([[20, 10], [30]]) & SlidingWindow(4)
     window = _brute("window 8").triu(-3)
-    want = torch.stack([torch.tensor([[_documents_see(d, i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)])
-                        for d in ([20, 10], [30])]) & window
+    want = (
+        torch.stack(
+            [
+                torch.tensor(
+                    [[_documents_see(d, i, j) for j in range(SEQ_LEN)] for i in range(SEQ_LEN)]
+                )
+                for d in ([20, 10], [30])
+            ]
+        )
+        & window
+    )
     _check_rows(mask)
     assert torch.equal(mask.dense(SEQ_LEN), want)
     assert mask.rows(SEQ_LEN).document_start.shape == (2, SEQ_LEN)
@@ -107,17 +136,20 @@ def test_document_starts():
     assert Causal(valid=(3,)).rows(7).document_start is None
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: SlidingWindow(0), "window"),
-    (lambda: SlidingWindow(-3), "window"),
-    (lambda: Documents([3, 0, 2]), "at least 1"),
-    (lambda: Documents([[3], [2, -1]]), "at least 1"),
-    (lambda: Documents([3, 35]).rows(SEQ_LEN), "38 tokens"),
-    (lambda: Documents([[3], [38]]).rows(SEQ_LEN), "38 tokens"),
-    (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
-    (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
-    (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: SlidingWindow(0), "window"),
+        (lambda: SlidingWindow(-3), "window"),
+        (lambda: Documents([3, 0, 2]), "at least 1"),
+        (lambda: Documents([[3], [2, -1]]), "at least 1"),
+        (lambda: Documents([3, 35]).rows(SEQ_LEN), "38 tokens"),
+        (lambda: Documents([[3], [38]]).rows(SEQ_LEN), "38 tokens"),
+        (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
+        (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
+        (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
+    ],
+)
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -11,17 +11,17 @@ from torch import Tensor
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
-from titan_sparse.attention.schedules import needs
-from titan_sparse.attention.tiles import slices as slice_tiles
-from titan_sparse.attention.masks import slices
-from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.masks import classification as slice_tiles
+from titan_sparse.attention.masks import slices
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices, area, slices_of_rows
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.visits import count_visits
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns.dense import DenseIndex
+from titan_sparse.attention.schedules import needs
 
 BLOCK = 16
 
@@ -38,7 +38,9 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
     whole, partial, pairs = slice_tiles.tile_weights(rows, blocks, blocks, size)
     want = want[:, blocks][:, :, blocks]
     assert torch.equal(pairs.long(), want)
-    assert torch.equal(whole == 1, want == size * size), "a tile that is covered counts as full, and no other"
+    assert torch.equal(whole == 1, want == size * size), (
+        "a tile that is covered counts as full, and no other"
+    )
     assert torch.equal(partial > 0, (want > 0) & (want < size * size))
 
 
@@ -65,7 +67,9 @@ def test_tiles_are_empty_partial_or_full(name):
 
 def test_tiles_of_a_batch():
     cases = [mask_and_truth(name) for name in ("random 5", "nothing", "128 slices make a square")]
-    _check_tiles(Slices.batch([mask for mask, _ in cases]), torch.stack([truth for _, truth in cases]), 16)
+    _check_tiles(
+        Slices.batch([mask for mask, _ in cases]), torch.stack([truth for _, truth in cases]), 16
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -89,16 +93,26 @@ def test_a_pair_covered_twice_is_refused_and_nothing_else(drawn):
 
 
 def test_the_two_slices_are_named():
-    with pytest.raises(ValueError, match=r": 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;") as error:
+    with pytest.raises(
+        ValueError, match=r": 0 \(queries 0\.\.8, .* and 2 \(.* both hold query 0, key 0;"
+    ) as error:
         Slices.of([(0, 8, 0, 8, "causal"), (8, 20, 0, 8, "full"), (0, 8, 0, 8, "inv_causal")])
     assert "\n" not in str(error.value)
 
 
-ROWS = [Full(), Causal(), Causal(valid=(50,)), SlidingWindow(9), Documents([30, 1, 90]),
-        Documents([30, 1, 90]) & SlidingWindow(7)]
+ROWS = [
+    Full(),
+    Causal(),
+    Causal(valid=(50,)),
+    SlidingWindow(9),
+    Documents([30, 1, 90]),
+    Documents([30, 1, 90]) & SlidingWindow(7),
+]
 
 
-@pytest.mark.parametrize("mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"])
+@pytest.mark.parametrize(
+    "mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"]
+)
 def test_rows_as_slices_and_intersections(mask):
     rows = mask.rows(SEQ_LEN)
     same = Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0]))
@@ -108,28 +122,43 @@ def test_rows_as_slices_and_intersections(mask):
         for both in (mask & other, other & mask):
             assert torch.equal(both.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)
     two = Slices.batch([other, Slices.of([])]) & mask
-    assert torch.equal(two.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth) and not two.dense(SEQ_LEN)[1].any()
+    assert (
+        torch.equal(two.dense(SEQ_LEN)[0], mask.dense(SEQ_LEN)[0] & truth)
+        and not two.dense(SEQ_LEN)[1].any()
+    )
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: Slices([(0, 4)], [(0, 4)], ["triangle"]), "one of full, causal, inv_causal, bi_causal"),
-    (lambda: Slices([(0, 4)], [(0, 4), (4, 8)], ["full"]), "as many of each"),
-    (lambda: Slices([(4, 2)], [(0, 4)], ["full"]), "slice 0"),
-    (lambda: Slices([(0, 2)], [(-1, 4)], ["full"]), "slice 0"),
-    (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
-    (lambda: prefix_lm([5, 5], [3]), "a prefix for each"), (lambda: documents([5, -1]), "0 or more"),
-    (lambda: sliding_window([5], 0), "window"), (lambda: dilated([5], 4, 0), "1 or more"),
-    (lambda: documents([5, 5], causal=[True]), "one for each"),
-    (lambda: (Slices.batch([Slices.of([])] * 3) & Causal(valid=(1, 2))).rows(8), "sequences"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            lambda: Slices([(0, 4)], [(0, 4)], ["triangle"]),
+            "one of full, causal, inv_causal, bi_causal",
+        ),
+        (lambda: Slices([(0, 4)], [(0, 4), (4, 8)], ["full"]), "as many of each"),
+        (lambda: Slices([(4, 2)], [(0, 4)], ["full"]), "slice 0"),
+        (lambda: Slices([(0, 2)], [(-1, 4)], ["full"]), "slice 0"),
+        (lambda: Slices([(0, 4)], [(0, 90)], ["full"]).rows(64), "token 90, the sequence holds 64"),
+        (lambda: prefix_lm([5, 5], [3]), "a prefix for each"),
+        (lambda: documents([5, -1]), "0 or more"),
+        (lambda: sliding_window([5], 0), "window"),
+        (lambda: dilated([5], 4, 0), "1 or more"),
+        (lambda: documents([5, 5], causal=[True]), "one for each"),
+        (lambda: (Slices.batch([Slices.of([])] * 3) & Causal(valid=(1, 2))).rows(8), "sequences"),
+    ],
+)
 def test_refusals(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"pattern": VerticalSlash()}, 'pattern "vertical_slash" needs .* not Slices'), ({"backend": "flex"}, "flex"),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"pattern": VerticalSlash()}, 'pattern "vertical_slash" needs .* not Slices'),
+        ({"backend": "flex"}, "flex"),
+    ],
+)
 def test_attend_refuses(options, words):
     q = torch.zeros(1, 1, 64, 16)
     with pytest.raises(ValueError, match=words):
@@ -141,7 +170,12 @@ def test_attend_refuses(options, words):
 
 def _many(kind: str) -> Slices:
     """2,500 slices of ragged lengths over 1M tokens."""
-    inner = torch.randperm((1 << 20) - 1, generator=torch.Generator().manual_seed(0))[:2499].sort().values + 1
+    inner = (
+        torch.randperm((1 << 20) - 1, generator=torch.Generator().manual_seed(0))[:2499]
+        .sort()
+        .values
+        + 1
+    )
     edges = [0, *inner.tolist(), 1 << 20]
     ranges = list(zip(edges, edges[1:]))
     if kind == "documents":
@@ -162,11 +196,15 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     tiles = lambda runs: int((runs.last - runs.first).sum())
     if kind == "documents":
         lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
-        pairs = slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+        pairs = (
+            slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+        )
         assert pairs == (lengths * (lengths + 1) // 2).sum()
     else:  # joined they are a plain mask
         blocks = 1 << 13
-        assert tiles(found.whole) == (blocks**2 if kind == "stripes" else blocks * (blocks - 1) // 2)
+        assert tiles(found.whole) == (
+            blocks**2 if kind == "stripes" else blocks * (blocks - 1) // 2
+        )
 
 
 def test_attention_over_2500_slices():
@@ -185,7 +223,9 @@ def _check_attention(mask: Mask, truth: Tensor) -> None:
     """out, lse and gradients of two sequences against dense attention over bool [Bm, S, S]."""
     qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
     seen = truth[:, None].expand(2, 4, -1, -1)
-    d_out = torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    d_out = torch.randn(
+        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
     want_lse = dense_attention(*qkv, seen)[1]
     leaves = [x.clone().requires_grad_() for x in qkv]
@@ -220,7 +260,9 @@ def test_statistics(name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["random 11", "stripes of keys", "one key", "one query", "far future"])
+@pytest.mark.parametrize(
+    "name", ["random 11", "stripes of keys", "one key", "one query", "far future"]
+)
 def test_work_and_needs_of_ranks(name, layout):
     mask, truth = mask_and_truth(name)
     table = block_ids(layout, 3, SEQ_LEN, 8)
@@ -230,7 +272,10 @@ def test_work_and_needs_of_ranks(name, layout):
     assert torch.equal(needs.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
     want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
     assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
-    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8), _by_tile(truth[None], 8)[0][table[:, 2]] > 0)
+    assert torch.equal(
+        needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
+        _by_tile(truth[None], 8)[0][table[:, 2]] > 0,
+    )
 
 
 # Custom ops ---------------------------------------------------------------------------------------------------------
@@ -242,39 +287,67 @@ def test_compiles_once_for_any_number_of_slices():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
-    compiled, qkv = torch.compile(function, fullgraph=True, backend=counter), structured_qkv(1, 2, 1, SEQ_LEN, 8)
+    compiled, qkv = (
+        torch.compile(function, fullgraph=True, backend=counter),
+        structured_qkv(1, 2, 1, SEQ_LEN, 8),
+    )
     for number in (3, 40, 130, 5):
         rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
         if number == 130:
             rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
-        got, want = (gradients(lambda *x: f(*x, rows), torch.ones_like(qkv[0]), *qkv) for f in (compiled, function))
+        got, want = (
+            gradients(lambda *x: f(*x, rows), torch.ones_like(qkv[0]), *qkv)
+            for f in (compiled, function)
+        )
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     mask = mask_and_truth("random 3")[0]
     function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
     inside = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK))
+    torch.testing.assert_close(
+        inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK)
+    )
     torch._dynamo.reset()
 
 
 def test_opcheck():
     from titan_sparse.attention.context_parallel.group import context_by_key, single_key
 
-    rows, (q, k, v) = mask_and_truth("random 4")[0].rows(SEQ_LEN), structured_qkv(1, 2, 1, SEQ_LEN, 8)
-    names = (Dense().key, context_by_key(single_key(BLOCK)).key, "eager", 0.3, False, rows.slices, None)
+    rows, (q, k, v) = (
+        mask_and_truth("random 4")[0].rows(SEQ_LEN),
+        structured_qkv(1, 2, 1, SEQ_LEN, 8),
+    )
+    names = (
+        Dense().key,
+        context_by_key(single_key(BLOCK)).key,
+        "eager",
+        0.3,
+        False,
+        rows.slices,
+        None,
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names))
+    torch.library.opcheck(
+        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names)
+    )
 
 
 def test_the_mask_of_a_run_with_sinks():
-    from titan_sparse.config.sections import Attention
     from titan_sparse.attention.build import build_mask
+    from titan_sparse.config.sections import Attention
 
     lengths = [[45, 3, 70, 60], [100]]
     for kind, spans in (("documents", lengths), ("causal", [[178], [100]])):
-        got = build_mask(Attention(mask=kind, sliding_window=9, window_sinks=4, pattern="dense"), lengths)
+        got = build_mask(
+            Attention(mask=kind, sliding_window=9, window_sinks=4, pattern="dense"), lengths
+        )
         wanted = [Documents(x).dense(SEQ_LEN)[0] for x in spans]
-        first = [torch.cat([torch.arange(n) for n in x] + [torch.full((SEQ_LEN - sum(x),), 9)]) < 4 for x in spans]
+        first = [
+            torch.cat([torch.arange(n) for n in x] + [torch.full((SEQ_LEN - sum(x),), 9)]) < 4
+            for x in spans
+        ]
         near = SlidingWindow(9).dense(SEQ_LEN)[0]
-        assert torch.equal(got.dense(SEQ_LEN), torch.stack([w & (near | f) for w, f in zip(wanted, first)]))
+        assert torch.equal(
+            got.dense(SEQ_LEN), torch.stack([w & (near | f) for w, f in zip(wanted, first)])
+        )

@@ -23,17 +23,30 @@ from titan_sparse.attention.observe.statistics import recording
 BLOCK = 8
 AXES = [(1, 2), (1, 3), (2, 2)]
 LAYOUTS = ("contiguous", "zigzag", "striped")
-SCHEDULES = (("ring", "kv"), ("ring", "q"), ("double_ring", "kv"), ("double_ring", "q"), ("all_gather", "auto"))
+SCHEDULES = (
+    ("ring", "kv"),
+    ("ring", "q"),
+    ("double_ring", "kv"),
+    ("double_ring", "q"),
+    ("all_gather", "auto"),
+)
 
 
 def _picked(number: int, world: int) -> list[tuple[str, tuple[str, str]]]:
     """Two settings of mask `number` on the mesh AXES[world]."""
-    return [(LAYOUTS[(number + world + i) % 3], SCHEDULES[(number + number // 5 + 2 * world + i) % 5])
-            for i in range(2)]
+    return [
+        (LAYOUTS[(number + world + i) % 3], SCHEDULES[(number + number // 5 + 2 * world + i) % 5])
+        for i in range(2)
+    ]
 
 
 def test_every_pair_of_choices_occurs():
-    runs = [(n, w, layout, schedule) for n in range(len(NAMES)) for w in range(3) for layout, schedule in _picked(n, w)]
+    runs = [
+        (n, w, layout, schedule)
+        for n in range(len(NAMES))
+        for w in range(3)
+        for layout, schedule in _picked(n, w)
+    ]
     sizes = (len(NAMES), 3, 3, 5)
     for a in range(4):
         for b in range(a):
@@ -43,7 +56,9 @@ def test_every_pair_of_choices_occurs():
 @functools.cache
 def _inputs() -> tuple[list[Tensor], Tensor]:
     qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
-    return qkv, torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    return qkv, torch.randn(
+        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
 
 
 @functools.cache
@@ -61,7 +76,9 @@ def _check(name: str, mask: Slices, cp: ContextParallel, want: list[Tensor]) -> 
     with recording() as seen:
         out, aux = attend(*leaves, mask, cp=cp, return_aux=True)
     got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
-    for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), (cp.unshard(x, 2) for x in got), want, strict=True):
+    for what, a, b in zip(
+        ("out", "lse", "dq", "dk", "dv"), (cp.unshard(x, 2) for x in got), want, strict=True
+    ):
         assert torch.equal(a.isfinite(), b.isfinite()), (what, name, cp.key)
         gap = (a - b).nan_to_num(0).abs().max().item()
         assert gap < 1e-9, f"{what} off by {gap}: {name}, {cp.key}, rank {dist.get_rank()}"
@@ -70,7 +87,9 @@ def _check(name: str, mask: Slices, cp: ContextParallel, want: list[Tensor]) -> 
 
 def _check_masks(world: int, numbers: list[int], runs: int) -> None:
     mesh = init_device_mesh("cpu", AXES[world], mesh_dim_names=("cp_inter", "cp_intra"))
-    make = functools.cache(lambda layout, schedule: ContextParallel(mesh, layout, schedule[0], BLOCK, schedule[1]))
+    make = functools.cache(
+        lambda layout, schedule: ContextParallel(mesh, layout, schedule[0], BLOCK, schedule[1])
+    )
     for number in numbers:
         mask = mask_and_truth(NAMES[number])[0]
         for layout, schedule in _picked(number, world)[:runs]:
@@ -79,7 +98,9 @@ def _check_masks(world: int, numbers: list[int], runs: int) -> None:
 
 @pytest.mark.parametrize("world", range(3), ids=[str(axes) for axes in AXES])
 def test_some_masks(world):
-    run_processes(torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 3)), 1)
+    run_processes(
+        torch.Size(AXES[world]).numel(), _check_masks, world, list(range(world, len(NAMES), 3)), 1
+    )
 
 
 @pytest.mark.slow
@@ -90,8 +111,13 @@ def test_all_masks(world):
 
 def _check_bytes() -> None:
     """Chunks that the mask lets nobody else see stay at home; a batch has a mask for each sequence."""
-    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous", "ring", BLOCK)
-    apart, (qkv, d_out) = Slices.of([(0, 96, 0, 96, "full"), (96, 192, 96, 192, "inv_causal")]), _inputs()
+    cp = ContextParallel(
+        init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous", "ring", BLOCK
+    )
+    apart, (qkv, d_out) = (
+        Slices.of([(0, 96, 0, 96, "full"), (96, 192, 96, 192, "inv_causal")]),
+        _inputs(),
+    )
     both = Slices.batch([apart, mask_and_truth("far future")[0]])
     for mask, sends in ((apart, False), (both, True)):
         before = cp.bytes_sent

@@ -9,8 +9,8 @@ from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.config import ConfigError, check
 from titan_sparse.training.heat_maps import coloured, contact_sheet, heat_map
 
@@ -18,7 +18,10 @@ BLOCK, TOKENS = 16, 192
 SPARSE = VerticalSlash(recall=0.6, sinks=3, local_diagonals=1, max_columns=20, dense_below=48)
 CASES = {
     "dense": (Dense(), Causal() & SlidingWindow(50)),
-    "slashes": (VerticalSlash(recall=0.6, sinks=0, local_diagonals=1, max_columns=0, dense_below=48), Documents([[100, 30, 55]])),
+    "slashes": (
+        VerticalSlash(recall=0.6, sinks=0, local_diagonals=1, max_columns=0, dense_below=48),
+        Documents([[100, 30, 55]]),
+    ),
     "xattention": (XAttention(stride=4, threshold=0.6, dense_below=48), Causal(valid=(170,))),
     "moba": (MoBA(chunk_size=32, top_k=2), Causal()),
     "verticals": (SPARSE, Documents([[100, 30, 55]])),
@@ -36,7 +39,9 @@ def test_thumbnail_is_the_mask_pooled(name, cells):
     cell = torch.arange(TOKENS) // BLOCK * size // (TOKENS // BLOCK)
     pool = torch.nn.functional.one_hot(cell, size).double()
     blocks = torch.arange(TOKENS // BLOCK)
-    pairs = aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    pairs = (
+        aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+    )
     if name == "verticals":
         pairs = aux.index.dense(mask)[0]
     allowed = pool.T @ mask.dense(TOKENS)[0].double() @ pool
@@ -54,28 +59,53 @@ def test_counts_of_blocks_and_verticals():
         _, aux = attend(q, k, v, mask, SPARSE, block_size=BLOCK, return_aux=True)
         attend(q, k, v, mask, Dense(), block_size=BLOCK)
     verticals = [sorted(set(row.tolist()) - {TOKENS}) for row in aux.index.verticals[0]]
-    assert seen.verticals[0].tolist() == [len(row) for row in verticals] and len(seen.verticals) == 1
+    assert (
+        seen.verticals[0].tolist() == [len(row) for row in verticals] and len(seen.verticals) == 1
+    )
     blocks = torch.arange(TOKENS // BLOCK)
-    in_blocks = aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2) & mask.dense(TOKENS)
-    torch.testing.assert_close(seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / BLOCK, check_dtype=False)
+    in_blocks = aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(
+        BLOCK, 2
+    ) & mask.dense(TOKENS)
+    torch.testing.assert_close(
+        seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / BLOCK, check_dtype=False
+    )
     assert (seen.blocks_per_query[1] == (100 * 101 + 60 * 61) / 2 / 160 / BLOCK).all()
-    assert torch.equal(seen.verticals_at_cap[0], aux.index.capped[0, :, 0].double()) and aux.index.capped.any()
+    assert (
+        torch.equal(seen.verticals_at_cap[0], aux.index.capped[0, :, 0].double())
+        and aux.index.capped.any()
+    )
 
 
 def test_images():
     values = torch.tensor([[0.0, 1.0], [torch.nan, 0.5]])
     image = coloured(values)
-    assert image.dtype == torch.uint8 and image[:, 0, 0].tolist() == [68, 1, 84] and image[:, 0, 1].tolist() == [253, 231, 37]
+    assert (
+        image.dtype == torch.uint8
+        and image[:, 0, 0].tolist() == [68, 1, 84]
+        and image[:, 0, 1].tolist() == [253, 231, 37]
+    )
     assert image[:, 1, 0].tolist() == [255] * 3 and image[:, 1, 1].tolist() == [33, 145, 140]
-    assert heat_map(values, 3).shape == (3, 6, 6) and torch.equal(heat_map(values, 3)[:, 1::3, 1::3], image)
+    assert heat_map(values, 3).shape == (3, 6, 6) and torch.equal(
+        heat_map(values, 3)[:, 1::3, 1::3], image
+    )
     sheet = contact_sheet(torch.arange(24.0).view(3, 2, 2, 2) / 24)
     assert sheet.shape == (3, 12, 8) and (sheet[:, 2:4] == 255).all()
-    assert torch.equal(sheet[:, 8:10, 4:6], coloured((torch.arange(20.0, 24.0) / 24).sqrt().view(2, 2)))
+    assert torch.equal(
+        sheet[:, 8:10, 4:6], coloured((torch.arange(20.0, 24.0) / 24).sqrt().view(2, 2))
+    )
 
 
 def _train(folder) -> None:
-    train(tiny_config(folder, "run", training__steps=4, metrics__tensorboard=True, metrics__pictures_every=2,
-                      metrics__log_every=2))
+    train(
+        tiny_config(
+            folder,
+            "run",
+            training__steps=4,
+            metrics__tensorboard=True,
+            metrics__pictures_every=2,
+            metrics__log_every=2,
+        )
+    )
 
 
 def test_what_a_run_writes(tmp_path):
@@ -91,10 +121,19 @@ def test_what_a_run_writes(tmp_path):
     assert record["verticals_p95"] >= record["verticals"] > 2 and record["blocks_per_query"] > 0
 
 
-@pytest.mark.parametrize("options, reason", [
-    ({"metrics__pictures_every": 15, "metrics__log_every": 10, "metrics__tensorboard": True}, "write metrics.pictures_every = 20"),
-    ({"metrics__pictures_every": 10, "metrics__tensorboard": False}, "would be ignored with metrics.tensorboard = false"),
-])
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (
+            {"metrics__pictures_every": 15, "metrics__log_every": 10, "metrics__tensorboard": True},
+            "write metrics.pictures_every = 20",
+        ),
+        (
+            {"metrics__pictures_every": 10, "metrics__tensorboard": False},
+            "would be ignored with metrics.tensorboard = false",
+        ),
+    ],
+)
 def test_pictures_that_would_never_be_taken_are_refused(tmp_path, options, reason):
     with pytest.raises(ConfigError, match=reason):
         check(tiny_config(tmp_path, "run", **options), 1, 1)

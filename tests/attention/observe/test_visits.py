@@ -5,6 +5,17 @@ import pytest
 import torch
 
 from tests.reference import structured_qkv
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids, token_positions
+from titan_sparse.attention.context_parallel.routing import (
+    Hops,
+    all_gather_traffic,
+    gradient_hops,
+    hops_needed,
+    traffic,
+    visited_ranks,
+)
+from titan_sparse.attention.context_parallel.windows import SCHEDULES
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe.visits import (
     Visits,
     by_step,
@@ -18,21 +29,12 @@ from titan_sparse.attention.observe.visits import (
     worker_imbalance,
     worker_imbalance_per_step,
 )
-from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids, token_positions
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.context_parallel.routing import (
-    Hops,
-    all_gather_traffic,
-    gradient_hops,
-    hops_needed,
-    traffic,
-    visited_ranks,
-)
-from titan_sparse.attention.context_parallel.windows import SCHEDULES
 
 BLOCK, SEQ_LEN = 8, 24 * 8
-SPARSE = VerticalSlash(recall=0.5, sinks=3, local_diagonals=1, max_columns=20, max_slashes=6, dense_below=40)
+SPARSE = VerticalSlash(
+    recall=0.5, sinks=3, local_diagonals=1, max_columns=20, max_slashes=6, dense_below=40
+)
 CASES = {
     "causal": (Causal(), SPARSE),
     "padding": (Causal(valid=(SEQ_LEN - 21, 50)), SPARSE),
@@ -70,7 +72,9 @@ def _index(case: str):
 
 def _by_rank(seen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Sums of [B, H, S, S] over the tokens of each pair of ranks: [B, H, W, W]."""
-    of_rank = lambda own: torch.stack([seen[:, :, own][..., other].sum((-1, -2)) for other in tokens], -1)
+    of_rank = lambda own: torch.stack(
+        [seen[:, :, own][..., other].sum((-1, -2)) for other in tokens], -1
+    )
     return torch.stack([of_rank(own) for own in tokens], -2)
 
 
@@ -83,7 +87,9 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
     visits = count_visits(index, rows, table)
     tokens = torch.stack([token_positions(own, BLOCK) for own in table])
     whole = index.dense(mask)
-    assert torch.equal(visits.total(), torch.stack([whole[:, :, own].sum((-1, -2)) for own in tokens], -1))
+    assert torch.equal(
+        visits.total(), torch.stack([whole[:, :, own].sum((-1, -2)) for own in tokens], -1)
+    )
     index.verticals = index.verticals[..., :0]
     in_tiles = index.dense(mask)
     assert torch.equal(visits.pairs, _by_rank(in_tiles, tokens))
@@ -99,7 +105,9 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
 def test_the_sum_of_all_heads_is_the_sum_over_heads(case, layout, ranks):
     _, rows, index = _index(case)
     table = block_ids(layout, ranks, SEQ_LEN, BLOCK)
-    for one, all_heads in zip(count_visits(index, rows, table), count_visits_of_all_heads(index, rows, table)):
+    for one, all_heads in zip(
+        count_visits(index, rows, table), count_visits_of_all_heads(index, rows, table)
+    ):
         assert torch.equal(one.sum(1, keepdim=True), all_heads)
 
 
@@ -111,9 +119,15 @@ def test_large_sequences_are_counted_in_pieces(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, count_visits(index, rows, table)))
 
 
-@pytest.mark.parametrize("schedule, inter, intra", [
-    ("local", 1, 1), ("ring", 1, 4), ("double_ring", 2, 2), ("all_gather", 1, 3),
-])
+@pytest.mark.parametrize(
+    "schedule, inter, intra",
+    [
+        ("local", 1, 1),
+        ("ring", 1, 4),
+        ("double_ring", 2, 2),
+        ("all_gather", 1, 3),
+    ],
+)
 def test_work_by_step_follows_the_schedule(schedule, inter, intra):
     _, rows, index = _index("causal")
     size = inter * intra
@@ -122,16 +136,26 @@ def test_work_by_step_follows_the_schedule(schedule, inter, intra):
     assert torch.equal(work.sum(-1), visits.total())
     order = [0, 2, 3, 1] if schedule == "double_ring" else list(range(size))
     windows = inter if schedule == "double_ring" else 1
-    backward = by_step(visits, step_sources(schedule, inter, intra), backward=True, windows=windows)[..., order]
+    backward = by_step(
+        visits, step_sources(schedule, inter, intra), backward=True, windows=windows
+    )[..., order]
     for rank in range(size):
         pairs = visits.pairs[:, :, rank][..., sum(SCHEDULES[schedule](inter, intra, rank), [])]
         pairs_backward = pairs[..., order]
         verticals = visits.vertical_pairs[:, :, rank]
         assert verticals.shape[-1] >= size - 1
-        parts = torch.stack([verticals[..., part :: size - 1].sum(-1) for part in range(size - 1)] or [verticals.sum(-1)], -1)
+        parts = torch.stack(
+            [verticals[..., part :: size - 1].sum(-1) for part in range(size - 1)]
+            or [verticals.sum(-1)],
+            -1,
+        )
         # Striped, so that every rank computes at every step.
-        assert torch.equal(work[:, :, rank, -parts.shape[-1] :], pairs[..., -parts.shape[-1] :] + parts)
-        assert torch.equal(backward[:, :, rank, : parts.shape[-1]], pairs_backward[..., : parts.shape[-1]] + parts)
+        assert torch.equal(
+            work[:, :, rank, -parts.shape[-1] :], pairs[..., -parts.shape[-1] :] + parts
+        )
+        assert torch.equal(
+            backward[:, :, rank, : parts.shape[-1]], pairs_backward[..., : parts.shape[-1]] + parts
+        )
         assert size == 1 or torch.equal(work[:, :, rank, 0], pairs[..., 0])
         assert size == 1 or torch.equal(backward[:, :, rank, -1], pairs_backward[..., -1])
 
@@ -142,26 +166,43 @@ def test_verticals_come_with_chunks_that_a_rank_computes_on():
     visits = Visits(pairs, pairs, pairs, torch.tensor([[[[10, 20, 40]] * 3]]))
     sources = step_sources("ring", 1, 3)
     assert by_step(visits, sources)[0, 0].tolist() == [[74, 0, 0], [6, 75, 0], [7, 52, 21]]
-    assert by_step(visits, sources, backward=True)[0, 0].tolist() == [[74, 0, 0], [76, 5, 0], [57, 22, 1]]
+    assert by_step(visits, sources, backward=True)[0, 0].tolist() == [
+        [74, 0, 0],
+        [76, 5, 0],
+        [57, 22, 1],
+    ]
 
 
 def test_a_chunk_is_needed_where_any_head_computes_a_tile_of_it():
     rows, ranks = Causal().rows(8 * BLOCK), 8
     slashes = torch.zeros(1, 2, 8, dtype=torch.bool)
-    slashes[:, :, 0] = slashes[0, 1, 3] = True      # one head sees three blocks back
+    slashes[:, :, 0] = slashes[0, 1, 3] = True  # one head sees three blocks back
     verticals = torch.full((1, 2, BLOCK), 8 * BLOCK, dtype=torch.int32)
-    verticals[..., 0] = 0                             # a vertical needs no chunk
-    index = VerticalSlash(dense_below=BLOCK).index([slashes, verticals, torch.zeros(1, 2, 2)], rows, 1, 2, BLOCK)
-    needed = needed_chunks(count_visits_of_all_heads(index, rows, block_ids("contiguous", ranks, 8 * BLOCK, BLOCK)))
-    assert [[s for s in range(8) if needed[r, s]] for r in range(8)] == [[0], [1], [2], [0, 3], [1, 4], [2, 5], [3, 6], [4, 7]]
+    verticals[..., 0] = 0  # a vertical needs no chunk
+    index = VerticalSlash(dense_below=BLOCK).index(
+        [slashes, verticals, torch.zeros(1, 2, 2)], rows, 1, 2, BLOCK
+    )
+    needed = needed_chunks(
+        count_visits_of_all_heads(index, rows, block_ids("contiguous", ranks, 8 * BLOCK, BLOCK))
+    )
+    assert [[s for s in range(8) if needed[r, s]] for r in range(8)] == [
+        [0],
+        [1],
+        [2],
+        [0, 3],
+        [1, 4],
+        [2, 5],
+        [3, 6],
+        [4, 7],
+    ]
 
 
 # Imbalance ----------------------------------------------------------------------------------------------------------
 
 
 def test_imbalance_degrees_by_hand():
-    work = torch.tensor([[4.0, 0.0], [1.0, 3.0]])   # [ranks, steps]
-    assert worker_imbalance(work) == 1.0            # both ranks do 4
+    work = torch.tensor([[4.0, 0.0], [1.0, 3.0]])  # [ranks, steps]
+    assert worker_imbalance(work) == 1.0  # both ranks do 4
     assert step_imbalance(work) == (4 / 2 + 3 / 2) / 2
     assert worker_imbalance_per_step(work) == (4 / 2.5 + 3 / 1.5) / 2
     assert lockstep_imbalance(work) == (4 + 3) / 4
@@ -176,7 +217,10 @@ def test_imbalance_of_no_work_and_of_many_layers():
 
 
 def test_computation_ratio():
-    compute, elapsed = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([[2.0, 2.0], [0.0, 16.0]])
+    compute, elapsed = (
+        torch.tensor([[1.0, 2.0], [0.0, 4.0]]),
+        torch.tensor([[2.0, 2.0], [0.0, 16.0]]),
+    )
     assert computation_ratio(compute, elapsed) == pytest.approx((0.5 + 1 + 0.25) / 3)
 
 
@@ -186,7 +230,9 @@ def test_vertical_slash_balances_when_striped_but_not_in_zigzag():
     slashes[..., :5] = True
     slashes[..., [60, 61, 62, 120, 121]] = True
     verticals = torch.full((1, 1, 0), 0, dtype=torch.int32)
-    index = VerticalSlash(dense_below=BLOCK).index([slashes, verticals, torch.zeros(1, 1, 2)], rows, 1, 1, BLOCK)
+    index = VerticalSlash(dense_below=BLOCK).index(
+        [slashes, verticals, torch.zeros(1, 1, 2)], rows, 1, 1, BLOCK
+    )
     degrees = {}
     for layout in ("striped", "zigzag", "contiguous"):
         visits = count_visits(index, rows, block_ids(layout, ranks, 256 * BLOCK, BLOCK))
@@ -202,7 +248,9 @@ WORLDS = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 2), (4, 1)]
 
 
 def _needed(size: int, density: float, seed: int) -> torch.Tensor:
-    return (torch.rand(size, size, generator=torch.Generator().manual_seed(seed)) < density) | torch.eye(size, dtype=torch.bool)
+    return (
+        torch.rand(size, size, generator=torch.Generator().manual_seed(seed)) < density
+    ) | torch.eye(size, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
@@ -210,7 +258,9 @@ def test_visited_ranks_are_the_inverse_of_the_schedule(inter, intra):
     visited = visited_ranks(inter, intra)
     for rank in range(inter * intra):
         for window, steps in enumerate(SCHEDULES["double_ring"](inter, intra, rank)):
-            assert [visited[source, window, step].item() for step, source in enumerate(steps)] == [rank] * intra
+            assert [visited[source, window, step].item() for step, source in enumerate(steps)] == [
+                rank
+            ] * intra
 
 
 def test_hops_of_a_ring_by_hand():
@@ -224,17 +274,27 @@ def test_hops_of_a_ring_by_hand():
 def _walk_keys(hops, inter: int, intra: int) -> tuple[set, int]:
     """(rank, source) that meet when every rank sends what sends() tells it, and how many messages that takes."""
     size, met, messages = inter * intra, set(), 0
-    holds = {rank: rank for rank in range(size)}                    # rank -> chunk that it got from the node before
-    outer = [sends(hops.outer_from[place::intra], hops.outer_to[place::intra]) for place in range(intra)]
+    holds = {rank: rank for rank in range(size)}  # rank -> chunk that it got from the node before
+    outer = [
+        sends(hops.outer_from[place::intra], hops.outer_to[place::intra]) for place in range(intra)
+    ]
     for window in range(inter):
         for node in range(inter):
-            began = torch.tensor([(node - window) % inter * intra + place for place in range(intra)])
+            began = torch.tensor(
+                [(node - window) % inter * intra + place for place in range(intra)]
+            )
             passes = sends(hops.inner_from[began, window], hops.inner_to[began, window])
             at = {place: holds.get(node * intra + place) for place in range(intra)}
             for step in range(intra):
-                met |= {(node * intra + place, chunk) for place, chunk in at.items() if chunk is not None}
-                sent = {(place + 1) % intra: at[place] for place in range(intra) if passes[place, step]}
-                assert None not in sent.values()                    # nobody sends what did not come
+                met |= {
+                    (node * intra + place, chunk)
+                    for place, chunk in at.items()
+                    if chunk is not None
+                }
+                sent = {
+                    (place + 1) % intra: at[place] for place in range(intra) if passes[place, step]
+                }
+                assert None not in sent.values()  # nobody sends what did not come
                 messages += len(sent)
                 at = {place: sent.get(place) for place in range(intra)}
         moved = {}
@@ -258,14 +318,17 @@ def test_chunks_reach_all_who_need_them_and_go_no_further(inter, intra, density)
     sent = traffic(hops, intra)
     assert messages == (sent.inside + sent.across).sum()
     visited = visited_ranks(inter, intra)
-    for source in range(size):                                      # the last hop of each journey ends at a user
+    for source in range(size):  # the last hop of each journey ends at a user
         for window in range(inter):
             last = hops.inner_to[source, window]
             assert last == 0 or needed[visited[source, window, last], source]
         last = hops.outer_to[source]
         assert last == 0 or needed[visited[source, last], source].any()
     if density == 1.0:
-        assert torch.equal(hops.inner_to, all_hops(inter, intra).inner_to) and (hops.outer_to == inter - 1).all()
+        assert (
+            torch.equal(hops.inner_to, all_hops(inter, intra).inner_to)
+            and (hops.outer_to == inter - 1).all()
+        )
         assert len(met) == size * size
 
 
@@ -284,13 +347,17 @@ def test_gradients_of_all_users_come_home(inter, intra, density):
                 if step and (inner is not None or rank in users):
                     inner = (inner or set()) | ({rank} & users)
                 made = hops.inner_from[source, window] <= step < hops.inner_to[source, window]
-                assert made == (inner is not None)                  # a hop is made exactly when there is something to carry
+                assert made == (
+                    inner is not None
+                )  # a hop is made exactly when there is something to carry
             collected = (inner or set()) | ({entered} & users)
             if window and (travelling is not None or collected):
                 travelling = (travelling or set()) | collected
             elif not window:
                 home |= collected
-            assert (hops.outer_from[source] <= window < hops.outer_to[source]) == (travelling is not None)
+            assert (hops.outer_from[source] <= window < hops.outer_to[source]) == (
+                travelling is not None
+            )
         assert home | (travelling or set()) == users
 
 

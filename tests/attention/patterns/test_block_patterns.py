@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
-from tests.attention.context_parallel.test_group import SEQ_LEN, check_everything
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import eager, triton
-from titan_sparse.attention.observe.visits import count_visits, count_visits_of_all_heads
 from titan_sparse.attention.context_parallel.group import context_by_key, single_key
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.visits import count_visits, count_visits_of_all_heads
 from titan_sparse.attention.patterns import MoBA, Pattern, XAttention, moba, xattention
 from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.attention.patterns.xattention import _fewest
-from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.estimate.index_file import load_indexes, save_indexes
 from titan_sparse.kernels.block_sparse import Lists, Piece, naive
@@ -73,13 +73,17 @@ XATTENTION = _masks(X) | {
     "all of the score": Case(XAttention(4, 1.0, 48), Causal()),
     "little of the score": Case(XAttention(4, 0.05, 48), Documents(MIXED), MIXED),
     "cells of one": Case(XAttention(1, 0.7, 48), Documents(MIXED), MIXED),
-    "cells of a block": Case(XAttention(16, 0.7, 16), Documents([17, 16, 33, 15, 19]), [[17, 16, 33, 15, 19]]),
+    "cells of a block": Case(
+        XAttention(16, 0.7, 16), Documents([17, 16, 33, 15, 19]), [[17, 16, 33, 15, 19]]
+    ),
 }
 MOBA = _masks(M) | {
     "own chunk alone": Case(MoBA(32, 1), Causal()),
     "everything": Case(MoBA(16, 99), Documents(MIXED), MIXED),
     "chunks beside blocks": Case(MoBA(19, 3), Documents(MIXED), MIXED),
-    "chunks of a block": Case(MoBA(16, 3), Documents([50, 17, 16, 33, 15, 19]), [[50, 17, 16, 33, 15, 19]]),
+    "chunks of a block": Case(
+        MoBA(16, 3), Documents([50, 17, 16, 33, 15, 19]), [[50, 17, 16, 33, 15, 19]]
+    ),
     "more than a word of chunks": Case(MoBA(16, 4), Causal(), seq_len=16 * 35, heads=(2, 1)),
 }
 
@@ -87,7 +91,9 @@ MOBA = _masks(M) | {
 # The specifications, in plain loops ---------------------------------------------------------------------------------
 
 
-def _cell_scores(q: Tensor, k: Tensor, start: Tensor, span: tuple[int, int], stride: int) -> dict[int, dict[int, float]]:
+def _cell_scores(
+    q: Tensor, k: Tensor, start: Tensor, span: tuple[int, int], stride: int
+) -> dict[int, dict[int, float]]:
     """Softmax over key cells of the antidiagonal sums, for the query cells of a document."""
     mine = range(*span)
     shares = {}
@@ -106,7 +112,9 @@ def _cell_scores(q: Tensor, k: Tensor, start: Tensor, span: tuple[int, int], str
     return shares
 
 
-def _xattention(q: Tensor, k: Tensor, start: Tensor, case: Case, span: tuple[int, int]) -> set[tuple[int, int]]:
+def _xattention(
+    q: Tensor, k: Tensor, start: Tensor, case: Case, span: tuple[int, int]
+) -> set[tuple[int, int]]:
     """Pairs of blocks of one document and head."""
     pattern, (first, stop) = case.pattern, span
     blocks = range(first // BLOCK, (stop - 1) // BLOCK + 1)
@@ -131,7 +139,9 @@ def _xattention(q: Tensor, k: Tensor, start: Tensor, case: Case, span: tuple[int
 def _xattention_dense(case: Case, q: Tensor, k: Tensor, sequence: int, seen: Tensor) -> Tensor:
     padding = -case.seq_len % BLOCK
     q, k = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (q, k))
-    start = torch.nn.functional.pad(case.mask.rows(case.seq_len).start, (0, padding), value=case.seq_len)
+    start = torch.nn.functional.pad(
+        case.mask.rows(case.seq_len).start, (0, padding), value=case.seq_len
+    )
     chosen = torch.zeros_like(seen)
     for span in case.spans(sequence):
         if span[0] < span[1]:
@@ -160,7 +170,9 @@ def _check_selection(case: Case, reference) -> None:
     group = case.heads[0] // case.heads[1]
     for b in range(2):
         for h in range(case.heads[0]):
-            assert torch.equal(dense[b, h], reference(case, q[b, h], k[b, h // group], b, seen[b])), (b, h)
+            assert torch.equal(
+                dense[b, h], reference(case, q[b, h], k[b, h // group], b, seen[b])
+            ), (b, h)
 
 
 @pytest.mark.parametrize("name", XATTENTION)
@@ -177,7 +189,9 @@ def test_equal_scores_are_taken_in_order_of_position():
     mass = torch.tensor([[1.0, 3, 1, 1, 1, 1]])
     forced = torch.tensor([[False, False, False, False, False, True]])
     assert _fewest(mass, forced, 0.7).tolist() == [[True, True, True, False, False, True]]
-    gate = torch.tensor([[2.0, 1, 2, 2, -math.inf], [1, -math.inf, -math.inf, -math.inf, -math.inf]])
+    gate = torch.tensor(
+        [[2.0, 1, 2, 2, -math.inf], [1, -math.inf, -math.inf, -math.inf, -math.inf]]
+    )
     assert _largest(gate, 2).tolist() == [[True, False, True, False, False], [True] + [False] * 4]
 
 
@@ -189,7 +203,9 @@ def test_pieces_of_a_selection_are_the_whole(pattern, monkeypatch):
     whole = pattern.select(q, k, case.mask, block_size=BLOCK).tensors()
     for module in (moba, xattention):
         monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 1)
-    for a, b in zip(pattern.select(q, k, case.mask, block_size=BLOCK).tensors(), whole, strict=True):
+    for a, b in zip(
+        pattern.select(q, k, case.mask, block_size=BLOCK).tensors(), whole, strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -197,15 +213,21 @@ def test_a_packed_document_selects_as_it_does_alone():
     """Documents that begin with a block: chunks and cells fall alike."""
     q, k, _ = structured_qkv(1, 2, 1, 176, 8, seed=5)
     for pattern in (X, M):
-        packed = pattern.select(q, k, Documents([80, 96]), block_size=BLOCK).dense(Documents([80, 96]))
-        alone = pattern.select(q[:, :, 80:], k[:, :, 80:], Causal(), block_size=BLOCK).dense(Causal())
+        packed = pattern.select(q, k, Documents([80, 96]), block_size=BLOCK).dense(
+            Documents([80, 96])
+        )
+        alone = pattern.select(q[:, :, 80:], k[:, :, 80:], Causal(), block_size=BLOCK).dense(
+            Causal()
+        )
         assert torch.equal(packed[:, :, 80:, 80:], alone) and not alone.all()
 
 
 # Attention over what is selected ------------------------------------------------------------------------------------
 
 
-BOTH = [(X, name) for name in ("causal", "padding", "packed, window")] + [(M, name) for name in ("mha", "padding", "packed")]
+BOTH = [(X, name) for name in ("causal", "padding", "packed, window")] + [
+    (M, name) for name in ("mha", "padding", "packed")
+]
 
 
 @pytest.mark.parametrize("pattern, name", [*BOTH, (MoBA(19, 3), "packed, window")], ids=str)
@@ -226,21 +248,38 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
     assert 0 < record.recall[0].min() < 1
 
 
-@pytest.mark.parametrize("block, blocks, last, pattern, documents", [
-    (16, 34, 2, MoBA(16, 4), None), (32, 8, 5, MoBA(40, 2), [120, 9, 117]),
-], ids=["more than a word of chunks", "chunks beside blocks"])
+@pytest.mark.parametrize(
+    "block, blocks, last, pattern, documents",
+    [
+        (16, 34, 2, MoBA(16, 4), None),
+        (32, 8, 5, MoBA(40, 2), [120, 9, 117]),
+    ],
+    ids=["more than a word of chunks", "chunks beside blocks"],
+)
 def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     """The last query blocks against all keys: Triton kernels (without a GPU in the interpreter, which takes smaller blocks)
     and eager against the twin, the twin against dense attention."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
-        pattern, documents, block = MoBA(64 // block * pattern.chunk_size, pattern.top_k), documents and [240, 18, 234], 64
+        pattern, documents, block = (
+            MoBA(64 // block * pattern.chunk_size, pattern.top_k),
+            documents and [240, 18, 234],
+            64,
+        )
     seq_len, mask = block * blocks, Documents(documents) if documents else Causal()
     q, k, v = (x.to(device, torch.float32) for x in structured_qkv(1, 2, 1, seq_len, 16, seed=2))
     index, every = pattern.select(q, k, mask, block_size=block), torch.arange(blocks, device=device)
     tiles = block_tiles(mask.rows(seq_len, device), index, every[-last:], every, 1, True)
     q = q[:, :, -last * block :]
-    piece = Piece(k.double(), v.double(), Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, None, tiles.chosen)
+    piece = Piece(
+        k.double(),
+        v.double(),
+        Lists(*tiles.by_query),
+        Lists(*tiles.by_key),
+        tiles.k_positions,
+        None,
+        tiles.chosen,
+    )
     common, d_out = (tiles.start, tiles.stop, block, 0.25), torch.randn_like(q)
     out, lse = naive.forward(q.double(), [piece], *common)
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), out, lse, [piece], *common)
@@ -248,15 +287,23 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
         got_out, got_lse = backend.forward(q, k, v, tiles, 0.25)
         gradient = backend.backward(d_out, q, k, v, got_out, got_lse, tiles, 0.25)
         for a, b in zip((got_out, got_lse, *gradient), (out, lse, dq, dk, dv), strict=True):
-            assert torch.equal(a.isfinite(), b.isfinite()) and (a - b).abs().nan_to_num(0).max() < 1e-4
+            assert (
+                torch.equal(a.isfinite(), b.isfinite()) and (a - b).abs().nan_to_num(0).max() < 1e-4
+            )
     seen = index.dense(mask)[:, :, -last * block :].to(device)
-    assert (dense_attention(q.double(), k.double(), v.double(), seen, 0.25)[0] - out).abs().max() < 1e-9
-    assert (tiles.by_query.partial_count > 1).any() and (seen != mask.dense(seq_len, device)[:, None, -last * block :]).any()
+    assert (
+        dense_attention(q.double(), k.double(), v.double(), seen, 0.25)[0] - out
+    ).abs().max() < 1e-9
+    assert (tiles.by_query.partial_count > 1).any() and (
+        seen != mask.dense(seq_len, device)[:, None, -last * block :]
+    ).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("pattern", [XAttention(16, 0.7, 256), MoBA(300, 3)], ids=str)
-@pytest.mark.parametrize("mask", [Causal(), Documents([700, 100, 1000])], ids=["causal", "documents"])
+@pytest.mark.parametrize(
+    "mask", [Causal(), Documents([700, 100, 1000])], ids=["causal", "documents"]
+)
 def test_on_a_gpu_in_bf16(pattern, mask):
     """Exact over what was selected, which is nearly what a CPU selects, and the host waits for nothing."""
     q, k, v = (x.to("cuda", torch.bfloat16) for x in structured_qkv(1, 4, 2, 2048, 64, seed=3))
@@ -270,16 +317,23 @@ def test_on_a_gpu_in_bf16(pattern, mask):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     seen = pattern.select(q, k, rows).dense(mask)
-    want = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v)))
+    want = gradients(
+        lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v))
+    )
     for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
         assert (a.double() - b).norm() / b.norm() < 2e-2
     on_cpu = pattern.select(q.cpu(), k.cpu(), mask).dense(mask)
-    assert (seen.cpu() == on_cpu).double().mean() > 0.99 and (seen != mask.dense(2048, "cuda")[:, None]).any()
+    assert (seen.cpu() == on_cpu).double().mean() > 0.99 and (
+        seen != mask.dense(2048, "cuda")[:, None]
+    ).any()
 
 
 @pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
 def test_ranks_select_and_compute_as_one_does(axes):
-    masks = [Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)), Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]])]
+    masks = [
+        Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)),
+        Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]]),
+    ]
     patterns = [XAttention(stride=4, threshold=0.6, dense_below=48), MoBA(chunk_size=40, top_k=3)]
     run_processes(torch.Size(axes).numel(), check_everything, axes, masks, patterns, (4, 2))
 
@@ -323,17 +377,25 @@ def test_indexes_in_a_file(tmp_path, pattern):
     assert torch.equal(read.dense(case.mask), index.dense(case.mask))
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: XAttention(threshold=0.0), "threshold"),
-    (lambda: XAttention(threshold=1.5), "threshold"),
-    (lambda: XAttention(stride=0), "stride"),
-    (lambda: MoBA(chunk_size=0), "chunk_size"),
-    (lambda: MoBA(top_k=0), "top_k"),
-    (lambda: XAttention(stride=12).check_block_size(128), "stride = 12"),
-    (lambda: XAttention(dense_below=100).check_block_size(128), "dense_below = 128 or more"),
-    (lambda: MoBA(chunk_size=64).check_block_size(128), "chunk_size = 128 or more"),
-    (lambda: attend(*[torch.zeros(1, 1, 16, 8)] * 3, mask=Full(), pattern=MoBA(), block_size=16), "causal"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: XAttention(threshold=0.0), "threshold"),
+        (lambda: XAttention(threshold=1.5), "threshold"),
+        (lambda: XAttention(stride=0), "stride"),
+        (lambda: MoBA(chunk_size=0), "chunk_size"),
+        (lambda: MoBA(top_k=0), "top_k"),
+        (lambda: XAttention(stride=12).check_block_size(128), "stride = 12"),
+        (lambda: XAttention(dense_below=100).check_block_size(128), "dense_below = 128 or more"),
+        (lambda: MoBA(chunk_size=64).check_block_size(128), "chunk_size = 128 or more"),
+        (
+            lambda: attend(
+                *[torch.zeros(1, 1, 16, 8)] * 3, mask=Full(), pattern=MoBA(), block_size=16
+            ),
+            "causal",
+        ),
+    ],
+)
 def test_parameters_that_do_not_fit(make, words):
     with pytest.raises(ValueError, match=words):
         make()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
-from titan_sparse.estimate import synthetic
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.joint import VERTICAL_COST
+from titan_sparse.estimate import synthetic
 
 BLOCK = 16
 
@@ -45,7 +45,9 @@ def _head(q: Tensor, k: Tensor, seen: Tensor, start: int, stop: int, probe: int)
     backs = last - rows[0] // BLOCK + 1
     verticals = torch.zeros(stop - start, backs, dtype=torch.float64)
     for i in rows:
-        verticals[:, last - i // BLOCK] += (k @ q[i] * q.shape[-1] ** -0.5).masked_fill(~seen[i], -math.inf).softmax(0)[start:stop]
+        verticals[:, last - i // BLOCK] += (
+            (k @ q[i] * q.shape[-1] ** -0.5).masked_fill(~seen[i], -math.inf).softmax(0)[start:stop]
+        )
     block = torch.arange(start, stop) // BLOCK
     met = last - block[:, None] - torch.arange(backs)
     return Head(verticals, met.where(met >= 0, -1), last - first + 1)
@@ -69,7 +71,11 @@ def _cost_with_parts(head: Head, verticals: Tensor, on: Tensor, target: float) -
     rest = head.verticals.masked_fill(in_diagonal | verticals[:, None], 0).sum(1)
     rest = rest.sort(descending=True).values
     part = ((missing - (rest.cumsum(0) - rest)) / rest.clamp(min=1e-300)).clamp(0, 1)
-    return cost + part.sum().item() * VERTICAL_COST / BLOCK if rest.sum() >= missing - 1e-9 else math.inf
+    return (
+        cost + part.sum().item() * VERTICAL_COST / BLOCK
+        if rest.sum() >= missing - 1e-9
+        else math.inf
+    )
 
 
 def _chosen(index, b: int, h: int, start: int, stop: int, offset: int) -> tuple[Tensor, Tensor]:
@@ -79,11 +85,21 @@ def _chosen(index, b: int, h: int, start: int, stop: int, offset: int) -> tuple[
     return verticals[start:stop], index.slashes[b, h, offset : offset + count]
 
 
-def _gaps(mask: Mask, pattern: VerticalSlash, spans: list[tuple[int, int]], seq_len: int, seed: int = 0,
-          bound: bool = True) -> list[tuple[float, float]]:
+def _gaps(
+    mask: Mask,
+    pattern: VerticalSlash,
+    spans: list[tuple[int, int]],
+    seq_len: int,
+    seed: int = 0,
+    bound: bool = True,
+) -> list[tuple[float, float]]:
     """(cost, least possible cost) of each head and span; each is checked to reach the recall, as the last query block sees it."""
     q, k, _ = structured_qkv(1, 4, 2, seq_len, 8, seed=seed)
-    index, seen, gaps = pattern.select(q * 0.6, k, mask, block_size=BLOCK), mask.dense(seq_len)[0], []
+    index, seen, gaps = (
+        pattern.select(q * 0.6, k, mask, block_size=BLOCK),
+        mask.dense(seq_len)[0],
+        [],
+    )
     assert not index.capped.any()
     for h in range(4):
         offset = 0
@@ -93,14 +109,19 @@ def _gaps(mask: Mask, pattern: VerticalSlash, spans: list[tuple[int, int]], seq_
             offset += head.diagonals
             target = pattern.recall * head.verticals.sum().item()
             assert head.held(*chosen) >= target * (1 - 1e-9)
-            always = torch.arange(stop - start) < pattern.sinks, torch.arange(head.diagonals) < pattern.local_diagonals
+            always = (
+                torch.arange(stop - start) < pattern.sinks,
+                torch.arange(head.diagonals) < pattern.local_diagonals,
+            )
             assert (chosen[0] | ~always[0]).all() and (chosen[1] | ~always[1]).all()
             gaps.append((head.cost(*chosen), _bound(head, *always, target) if bound else 0))
     return gaps
 
 
 def _joint(**parameters) -> VerticalSlash:
-    return VerticalSlash(**{"sinks": 2, "local_diagonals": 1, "dense_below": 48, "budget": "joint", **parameters})
+    return VerticalSlash(
+        **{"sinks": 2, "local_diagonals": 1, "dense_below": 48, "budget": "joint", **parameters}
+    )
 
 
 CASES = {
@@ -120,13 +141,22 @@ def test_the_union_reaches_the_recall_at_nearly_the_least_cost(name):
     mask, spans, seq_len, probe = CASES[name]
     gaps = _gaps(mask, _joint(recall=0.9, probe=probe), spans, seq_len, seed=1)
     assert len(gaps) == 4 * len(spans)
-    assert all(least * (1 - 1e-9) <= cost < (1.07 if name == "one probe block" else 1.25) * least for cost, least in gaps)
+    assert all(
+        least * (1 - 1e-9) <= cost < (1.07 if name == "one probe block" else 1.25) * least
+        for cost, least in gaps
+    )
     assert sum(cost / least for cost, least in gaps) / len(gaps) < 1.05
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(48, 90), min_size=1, max_size=3), tail=st.integers(0, 20), probe=st.integers(0, 40),
-       recall=st.sampled_from([0.3, 0.8, 0.97, 1.0]), sinks=st.integers(0, 40), local=st.integers(1, 3))
+@given(
+    lengths=st.lists(st.integers(48, 90), min_size=1, max_size=3),
+    tail=st.integers(0, 20),
+    probe=st.integers(0, 40),
+    recall=st.sampled_from([0.3, 0.8, 0.97, 1.0]),
+    sinks=st.integers(0, 40),
+    local=st.integers(1, 3),
+)
 def test_the_recall_is_reached_for_any_lengths(lengths, tail, probe, recall, sinks, local):
     spans = [(sum(lengths[:n]), sum(lengths[: n + 1])) for n in range(len(lengths))]
     pattern = _joint(recall=recall, probe=probe, sinks=sinks, local_diagonals=local)
@@ -138,10 +168,14 @@ def test_structured_heads_need_less_than_independent_budgets_take():
     heads = synthetic.draw_heads(2048, heads=4, kv_heads=1, head_dim=32, seed=1)
     q, k, mask = synthetic.queries(heads, 0, 2048), synthetic.keys(heads, 0, 2048), Causal()
     seen = mask.dense(2048)
-    probability = (q @ k.mT * 32 ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    probability = (q @ k.mT * 32**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
     densities, recalls = [], []
     for budget in ("independent", "joint"):
-        pairs = _joint(recall=0.9, budget=budget, dense_below=64).select(q, k, mask, block_size=64).dense(mask)[0]
+        pairs = (
+            _joint(recall=0.9, budget=budget, dense_below=64)
+            .select(q, k, mask, block_size=64)
+            .dense(mask)[0]
+        )
         densities.append(pairs.sum((1, 2)) / seen.sum())
         recalls.append((probability[0] * pairs).sum(-1).mean(-1))
         assert ((probability[0, :, -64:] * pairs[:, -64:]).sum(-1).mean(-1) >= 0.9 - 1e-5).all()
@@ -152,21 +186,33 @@ def test_structured_heads_need_less_than_independent_budgets_take():
 
 def test_bounds_on_what_comes_besides_sinks_and_local_diagonals():
     q, k, _ = structured_qkv(1, 4, 2, 256, 8)
-    chosen = lambda **bounds: _joint(dense_below=16, **bounds).select(q, k, Causal(), block_size=BLOCK)
+    chosen = lambda **bounds: _joint(dense_below=16, **bounds).select(
+        q, k, Causal(), block_size=BLOCK
+    )
     counts = lambda index: ((index.verticals < 256).sum(-1), index.slashes.sum(-1))
     free_verticals, free_slashes = counts(chosen(recall=0.9))
     assert (free_verticals > 2).all() and (free_slashes > 2).any()
     capped = chosen(recall=0.9, max_columns=1, max_slashes=1)
-    assert (counts(capped)[0] <= 3).all() and (counts(capped)[1] <= 2).all() and capped.capped.any(-1).all()
+    assert (
+        (counts(capped)[0] <= 3).all()
+        and (counts(capped)[1] <= 2).all()
+        and capped.capped.any(-1).all()
+    )
     # Without verticals diagonals have to do it all; they can.
     alone = chosen(recall=0.9, max_columns=0)
-    assert (counts(alone)[0] == 2).all() and (counts(alone)[1] > free_slashes).all() and not alone.capped.any()
+    assert (
+        (counts(alone)[0] == 2).all()
+        and (counts(alone)[1] > free_slashes).all()
+        and not alone.capped.any()
+    )
     verticals, slashes = counts(chosen(recall=0.9, max_slashes=1))
     assert (verticals > free_verticals)[free_slashes > 2].all() and (slashes <= 2).all()
     verticals, slashes = counts(chosen(recall=0.01, min_columns=40, min_slashes=3))
     assert (verticals == 42).all() and (slashes == 4).all()
     # Floors take nothing from the padding.
-    index = _joint(recall=0.01, min_columns=40, min_slashes=3, dense_below=16).select(q, k, Causal(valid=(30,)), block_size=BLOCK)
+    index = _joint(recall=0.01, min_columns=40, min_slashes=3, dense_below=16).select(
+        q, k, Causal(valid=(30,)), block_size=BLOCK
+    )
     assert (counts(index)[0] == 30).all() and (counts(index)[1] == 2).all()
 
 
@@ -199,7 +245,9 @@ def test_unknown_budget_is_refused():
 def test_on_a_gpu():
     """The probe's kernels, in bf16, and the choice on a GPU: the recall is reached there, also with deterministic algorithms."""
     heads = synthetic.draw_heads(4096, heads=4, kv_heads=2, head_dim=64)
-    q, k = (make(heads, 0, 4096, torch.bfloat16).cuda() for make in (synthetic.queries, synthetic.keys))
+    q, k = (
+        make(heads, 0, 4096, torch.bfloat16).cuda() for make in (synthetic.queries, synthetic.keys)
+    )
     for mask, last in ((Causal(), 4096), (Documents([[1000, 2900]]), 3900)):
         index = _joint(recall=0.9, dense_below=64).select(q, k, mask, block_size=64)
         seen = mask.dense(4096, "cuda")[0, last - 64 : last]

@@ -41,13 +41,15 @@ class Case(NamedTuple):
         if self.documents is None:
             return [(0, self.shape[3] if self.valid is None else self.valid[sequence])]
         lengths = self.documents[sequence % len(self.documents)]
-        return [(sum(lengths[:n]), sum(lengths[:n + 1])) for n in range(len(lengths))]
+        return [(sum(lengths[:n]), sum(lengths[: n + 1])) for n in range(len(lengths))]
 
 
 # The specification, in plain loops ----------------------------------------------------------------------------------
 
 
-def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[set[int], bool, Fraction]:
+def _smallest(
+    mass: list[float], recall: float, least: int, most: int
+) -> tuple[set[int], bool, Fraction]:
     """Fewest elements that reach the recall, crossing one included; whether the cap cut them; the share they hold."""
     exact = [Fraction(m) for m in mass]
     order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
@@ -55,11 +57,13 @@ def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[
     while running < Fraction(recall) * total:
         running += exact[order[count]]
         count += 1
-    chosen = set(order[:min(max(count, least), most)])
+    chosen = set(order[: min(max(count, least), most)])
     return chosen, count > most, sum(exact[e] for e in chosen) / total if total else Fraction(1)
 
 
-def _masses(q: Tensor, k: Tensor, seen: Tensor, span: Span, probe: int, block: int) -> tuple[list[float], list[float]]:
+def _masses(
+    q: Tensor, k: Tensor, seen: Tensor, span: Span, probe: int, block: int
+) -> tuple[list[float], list[float]]:
     """Attention mass per token, and per block diagonal, of the span's last queries: dense softmax, pair by pair."""
     start, stop = span
     verticals = [0.0] * (stop - start)
@@ -88,27 +92,41 @@ def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> 
         return Selection(set(), every, (False, False), [])
     verticals, diagonals = _masses(q, k, seen, span, pattern.probe or block, block)
     tokens = int(seen.any(-1).sum())
-    most = _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens) if pattern.max_slashes else len(diagonals)
+    most = (
+        _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens)
+        if pattern.max_slashes
+        else len(diagonals)
+    )
     most_verticals = _cap(pattern.max_columns, pattern.min_columns, span, case, tokens)
-    kept, vertical_capped, vertical_share = _smallest(verticals, pattern.recall, pattern.min_columns, most_verticals)
+    kept, vertical_capped, vertical_share = _smallest(
+        verticals, pattern.recall, pattern.min_columns, most_verticals
+    )
     on, slash_capped, slash_share = _smallest(diagonals, pattern.recall, pattern.min_slashes, most)
     kept |= set(range(min(pattern.sinks, span[1] - span[0])))
     on |= set(range(pattern.local_diagonals))
-    return Selection({span[0] + j for j in kept}, {(i, j) for i, j in every if i - j in on},
-                     (vertical_capped, slash_capped), [(vertical_share, slash_share, Fraction(pattern.recall))])
+    return Selection(
+        {span[0] + j for j in kept},
+        {(i, j) for i, j in every if i - j in on},
+        (vertical_capped, slash_capped),
+        [(vertical_share, slash_share, Fraction(pattern.recall))],
+    )
 
 
 def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -> Selection:
     parts = [_select_span(q, k, seen, span, case) for span in spans if span[0] < span[1]]
-    return Selection(set().union(*(p.verticals for p in parts)), set().union(*(p.pairs for p in parts)),
-                     tuple(any(p.capped[n] for p in parts) for n in (0, 1)), sum((p.reached for p in parts), []))
+    return Selection(
+        set().union(*(p.verticals for p in parts)),
+        set().union(*(p.pairs for p in parts)),
+        tuple(any(p.capped[n] for p in parts) for n in (0, 1)),
+        sum((p.reached for p in parts), []),
+    )
 
 
 def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
     """bool [S, S]: the pairs that are computed."""
     chosen = torch.zeros_like(seen)
     for i, j in selection.pairs:
-        chosen[i * block:(i + 1) * block, j * block:(j + 1) * block] = True
+        chosen[i * block : (i + 1) * block, j * block : (j + 1) * block] = True
     chosen[:, sorted(selection.verticals)] = True
     return chosen & seen
 
@@ -119,8 +137,8 @@ def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
 def _check_verticals(got: Tensor, want: set[int], seq_len: int) -> None:
     """Ascending, each once, then filled up past the end."""
     listed = got.tolist()
-    assert listed[:len(want)] == sorted(want)
-    assert all(position >= seq_len for position in listed[len(want):])
+    assert listed[: len(want)] == sorted(want)
+    assert all(position >= seq_len for position in listed[len(want) :])
 
 
 def _check(case: Case, q: Tensor, k: Tensor) -> list[Selection]:
@@ -153,37 +171,98 @@ CASES = {
     "5:1, ragged": Case((1, 5, 1, 100), 32, Causal(), USUAL),
     "one token": Case((1, 2, 1, 1), 16, Causal(), USUAL),
     "shorter than a block": Case((1, 2, 1, 10), 16, Causal(), USUAL),
-    "probe below block": Case((1, 2, 1, 90), 16, Causal(), VerticalSlash(recall=0.9, probe=5, sinks=1, dense_below=16)),
-    "probe of one": Case((1, 2, 1, 97), 16, Causal(), VerticalSlash(recall=0.9, probe=1, sinks=0, dense_below=16)),
-    "probe above block": Case((1, 2, 1, 125), 16, Causal(), VerticalSlash(recall=0.7, probe=41, dense_below=48)),
-    "probe above sequence": Case((1, 2, 1, 50), 16, Causal(), VerticalSlash(recall=0.7, probe=64, dense_below=64)),
+    "probe below block": Case(
+        (1, 2, 1, 90), 16, Causal(), VerticalSlash(recall=0.9, probe=5, sinks=1, dense_below=16)
+    ),
+    "probe of one": Case(
+        (1, 2, 1, 97), 16, Causal(), VerticalSlash(recall=0.9, probe=1, sinks=0, dense_below=16)
+    ),
+    "probe above block": Case(
+        (1, 2, 1, 125), 16, Causal(), VerticalSlash(recall=0.7, probe=41, dense_below=48)
+    ),
+    "probe above sequence": Case(
+        (1, 2, 1, 50), 16, Causal(), VerticalSlash(recall=0.7, probe=64, dense_below=64)
+    ),
     "padding": Case((3, 2, 1, 128), 16, Causal(valid=(120, 0, 37)), USUAL, None, [120, 0, 37]),
     "window": Case((1, 4, 2, 157), 16, Causal() & SlidingWindow(40), USUAL),
     "packed": Case((1, 4, 2, 160), 16, Documents(MIXED[0]), USUAL, MIXED[:1]),
     "packed, one list for all": Case((2, 2, 1, 160), 16, Documents(MIXED[1]), USUAL, MIXED[1:]),
     "packed, ragged": Case((2, 2, 1, 157), 16, Documents(MIXED), USUAL, MIXED),
-    "packed, two long in one block": Case((1, 2, 1, 173), 16, Documents([55, 50, 60]), USUAL, [[55, 50, 60]]),
-    "packed, block-long documents": Case((1, 2, 1, 100), 16, Documents([17, 16, 33, 15, 19]),
-                                         VerticalSlash(recall=0.6, sinks=2, dense_below=16), [[17, 16, 33, 15, 19]]),
-    "packed, probe over blocks": Case((1, 2, 1, 160), 16, Documents(MIXED[0]),
-                                      VerticalSlash(recall=0.7, probe=45, dense_below=48), MIXED[:1]),
+    "packed, two long in one block": Case(
+        (1, 2, 1, 173), 16, Documents([55, 50, 60]), USUAL, [[55, 50, 60]]
+    ),
+    "packed, block-long documents": Case(
+        (1, 2, 1, 100),
+        16,
+        Documents([17, 16, 33, 15, 19]),
+        VerticalSlash(recall=0.6, sinks=2, dense_below=16),
+        [[17, 16, 33, 15, 19]],
+    ),
+    "packed, probe over blocks": Case(
+        (1, 2, 1, 160),
+        16,
+        Documents(MIXED[0]),
+        VerticalSlash(recall=0.7, probe=45, dense_below=48),
+        MIXED[:1],
+    ),
     "packed, window": Case((2, 2, 1, 160), 16, Documents(MIXED) & SlidingWindow(20), USUAL, MIXED),
     "all short": Case((1, 2, 1, 90), 16, Documents([40, 7, 30]), USUAL, [[40, 7, 30]]),
     "nothing but padding": Case((2, 2, 1, 160), 16, Documents([[], [160]]), USUAL, [[], [160]]),
-    "recall 1": Case((1, 4, 2, 100), 16, Causal(), VerticalSlash(recall=1.0, sinks=0, dense_below=16)),
-    "recall 1, window": Case((1, 4, 2, 100), 16, SlidingWindow(30), VerticalSlash(recall=1.0, sinks=0, dense_below=16)),
-    "caps": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(recall=0.9, max_columns=7, max_slashes=2, dense_below=16)),
-    "no verticals": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(max_columns=0, sinks=2, dense_below=16)),
-    "packed caps": Case((2, 2, 1, 160), 16, Documents(MIXED), VerticalSlash(
-        recall=0.9, sinks=1, max_columns=20, max_slashes=3, dense_below=48), MIXED),
-    "floors": Case((1, 4, 2, 157), 16, Causal(), VerticalSlash(
-        recall=0.1, sinks=1, min_columns=40, min_slashes=5, dense_below=16)),
-    "floors above the sequence": Case((1, 2, 1, 40), 16, Causal(), VerticalSlash(
-        recall=0.1, sinks=1, min_columns=99, min_slashes=9, dense_below=16)),
-    "floors take verticals without mass": Case((1, 2, 1, 157), 16, SlidingWindow(24), VerticalSlash(
-        recall=0.5, sinks=0, min_columns=60, min_slashes=6, dense_below=16)),
-    "packed floors": Case((2, 2, 1, 160), 16, Documents(MIXED), VerticalSlash(
-        recall=0.1, sinks=0, min_columns=15, max_columns=20, min_slashes=2, max_slashes=4, dense_below=48), MIXED),
+    "recall 1": Case(
+        (1, 4, 2, 100), 16, Causal(), VerticalSlash(recall=1.0, sinks=0, dense_below=16)
+    ),
+    "recall 1, window": Case(
+        (1, 4, 2, 100), 16, SlidingWindow(30), VerticalSlash(recall=1.0, sinks=0, dense_below=16)
+    ),
+    "caps": Case(
+        (1, 4, 2, 157),
+        16,
+        Causal(),
+        VerticalSlash(recall=0.9, max_columns=7, max_slashes=2, dense_below=16),
+    ),
+    "no verticals": Case(
+        (1, 4, 2, 157), 16, Causal(), VerticalSlash(max_columns=0, sinks=2, dense_below=16)
+    ),
+    "packed caps": Case(
+        (2, 2, 1, 160),
+        16,
+        Documents(MIXED),
+        VerticalSlash(recall=0.9, sinks=1, max_columns=20, max_slashes=3, dense_below=48),
+        MIXED,
+    ),
+    "floors": Case(
+        (1, 4, 2, 157),
+        16,
+        Causal(),
+        VerticalSlash(recall=0.1, sinks=1, min_columns=40, min_slashes=5, dense_below=16),
+    ),
+    "floors above the sequence": Case(
+        (1, 2, 1, 40),
+        16,
+        Causal(),
+        VerticalSlash(recall=0.1, sinks=1, min_columns=99, min_slashes=9, dense_below=16),
+    ),
+    "floors take verticals without mass": Case(
+        (1, 2, 1, 157),
+        16,
+        SlidingWindow(24),
+        VerticalSlash(recall=0.5, sinks=0, min_columns=60, min_slashes=6, dense_below=16),
+    ),
+    "packed floors": Case(
+        (2, 2, 1, 160),
+        16,
+        Documents(MIXED),
+        VerticalSlash(
+            recall=0.1,
+            sinks=0,
+            min_columns=15,
+            max_columns=20,
+            min_slashes=2,
+            max_slashes=4,
+            dense_below=48,
+        ),
+        MIXED,
+    ),
 }
 
 
@@ -197,16 +276,36 @@ LENGTHS = st.lists(st.integers(1, 70), max_size=4)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(documents=st.one_of(st.none(), LENGTHS), tail=st.integers(1, 20), block=st.sampled_from([8, 16]),
-       probe=st.integers(0, 24), recall=st.floats(0.2, 0.99), sinks=st.integers(0, 4), local=st.integers(1, 3),
-       verticals=st.integers(1, 60), slashes=st.integers(0, 5), seed=st.integers(0, 9))
-def test_selection_is_the_specification_for_any_lengths(documents, tail, block, probe, recall, sinks, local, verticals,
-                                                        slashes, seed):
+@given(
+    documents=st.one_of(st.none(), LENGTHS),
+    tail=st.integers(1, 20),
+    block=st.sampled_from([8, 16]),
+    probe=st.integers(0, 24),
+    recall=st.floats(0.2, 0.99),
+    sinks=st.integers(0, 4),
+    local=st.integers(1, 3),
+    verticals=st.integers(1, 60),
+    slashes=st.integers(0, 5),
+    seed=st.integers(0, 9),
+)
+def test_selection_is_the_specification_for_any_lengths(
+    documents, tail, block, probe, recall, sinks, local, verticals, slashes, seed
+):
     seq_len = sum(documents or [60]) + tail
-    pattern = VerticalSlash(recall=recall, probe=probe, sinks=sinks, local_diagonals=local, min_columns=verticals // 4,
-                            max_columns=verticals, max_slashes=slashes, dense_below=max(probe, block))
+    pattern = VerticalSlash(
+        recall=recall,
+        probe=probe,
+        sinks=sinks,
+        local_diagonals=local,
+        min_columns=verticals // 4,
+        max_columns=verticals,
+        max_slashes=slashes,
+        dense_below=max(probe, block),
+    )
     mask = Causal() if documents is None else Documents(documents)
-    case = Case((1, 2, 1, seq_len), block, mask, pattern, None if documents is None else [documents])
+    case = Case(
+        (1, 2, 1, seq_len), block, mask, pattern, None if documents is None else [documents]
+    )
     _check(case, *_inputs(case, seed))
 
 
@@ -214,7 +313,9 @@ def test_selection_is_the_specification_for_any_lengths(documents, tail, block, 
 
 
 @pytest.mark.parametrize("recall", [0.5, 0.8, 0.95])
-@pytest.mark.parametrize("mask, documents", [(Causal(), None), (Documents(MIXED), MIXED)], ids=["causal", "packed"])
+@pytest.mark.parametrize(
+    "mask, documents", [(Causal(), None), (Documents(MIXED), MIXED)], ids=["causal", "packed"]
+)
 def test_verticals_alone_and_diagonals_alone_reach_the_recall(recall, mask, documents):
     case = Case((2, 2, 1, 160), 16, mask, VerticalSlash(recall=recall, dense_below=48), documents)
     for head in _check(case, *_inputs(case)):
@@ -223,8 +324,9 @@ def test_verticals_alone_and_diagonals_alone_reach_the_recall(recall, mask, docu
 
 
 def test_caps_are_respected_and_reported():
-    case = CASES["caps"]._replace(pattern=VerticalSlash(
-        recall=0.9, sinks=0, max_columns=7, max_slashes=2, dense_below=16))
+    case = CASES["caps"]._replace(
+        pattern=VerticalSlash(recall=0.9, sinks=0, max_columns=7, max_slashes=2, dense_below=16)
+    )
     index = case.pattern.select(*_inputs(case), case.mask, block_size=case.block)
     assert index.capped.all()
     assert ((index.verticals < 157).sum(-1) == 7).all()
@@ -234,18 +336,41 @@ def test_caps_are_respected_and_reported():
 def test_equal_bounds_are_fixed_budgets():
     """MInference's budgets: so many verticals and diagonals whatever they hold, beside the sinks and the local diagonals."""
     q, k = structured_qkv(1, 4, 2, 320, 8, seed=3)[:2]
-    chosen = [VerticalSlash(recall=recall, sinks=5, local_diagonals=2, min_columns=20, max_columns=20, min_slashes=4,
-                            max_slashes=4, dense_below=16).select(q, k, Causal(), block_size=16) for recall in (0.1, 1.0)]
-    assert torch.equal(chosen[0].verticals, chosen[1].verticals) and torch.equal(chosen[0].slashes, chosen[1].slashes)
+    chosen = [
+        VerticalSlash(
+            recall=recall,
+            sinks=5,
+            local_diagonals=2,
+            min_columns=20,
+            max_columns=20,
+            min_slashes=4,
+            max_slashes=4,
+            dense_below=16,
+        ).select(q, k, Causal(), block_size=16)
+        for recall in (0.1, 1.0)
+    ]
+    assert torch.equal(chosen[0].verticals, chosen[1].verticals) and torch.equal(
+        chosen[0].slashes, chosen[1].slashes
+    )
     verticals, slashes = (chosen[0].verticals < 320).sum(-1), chosen[0].slashes.sum(-1)
-    assert (verticals >= 20).all() and (verticals <= 25).all() and (slashes >= 4).all() and (slashes <= 6).all()
-    assert (chosen[0].verticals[..., :5] == torch.arange(5)).all() and chosen[0].slashes[..., :2].all()
+    assert (
+        (verticals >= 20).all()
+        and (verticals <= 25).all()
+        and (slashes >= 4).all()
+        and (slashes <= 6).all()
+    )
+    assert (chosen[0].verticals[..., :5] == torch.arange(5)).all() and chosen[0].slashes[
+        ..., :2
+    ].all()
 
 
 def test_a_dominant_vertical_is_selected_alone():
     """One key that holds more than the recall of the mass: that vertical, the sinks, the local diagonal, nothing else."""
     seq_len, vertical = 96, 21
-    q, k = torch.ones(1, 2, seq_len, 8, dtype=torch.float64), torch.zeros(1, 1, seq_len, 8, dtype=torch.float64)
+    q, k = (
+        torch.ones(1, 2, seq_len, 8, dtype=torch.float64),
+        torch.zeros(1, 1, seq_len, 8, dtype=torch.float64),
+    )
     k[:, :, vertical] = 4.0
     pattern = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, dense_below=16)
     case = Case((1, 2, 1, seq_len), 16, Causal(), pattern)
@@ -262,7 +387,7 @@ def test_scale_is_that_of_the_softmax():
     case = CASES["gqa"]
     q, k = _inputs(case)
     index = case.pattern.select(q, k, case.mask, block_size=16, scale=0.7)
-    same = case.pattern.select(q * 0.7 * 8 ** 0.5, k, case.mask, block_size=16)
+    same = case.pattern.select(q * 0.7 * 8**0.5, k, case.mask, block_size=16)
     assert torch.equal(index.verticals, same.verticals) and torch.equal(index.slashes, same.slashes)
     usual = case.pattern.select(q, k, case.mask, block_size=16)
     assert (index.verticals < 128).sum() < (usual.verticals < 128).sum()
@@ -286,7 +411,9 @@ def test_what_lies_after_or_outside_the_span_changes_nothing():
 def test_selection_has_no_gradient():
     case = CASES["gqa"]
     q, k = (x.requires_grad_() for x in _inputs(case))
-    assert not any(x.requires_grad for x in case.pattern.select(q, k, case.mask, block_size=16).tensors())
+    assert not any(
+        x.requires_grad for x in case.pattern.select(q, k, case.mask, block_size=16).tensors()
+    )
 
 
 # Packed documents' caps ---------------------------------------------------------------------------------------------
@@ -295,7 +422,13 @@ def test_selection_has_no_gradient():
 def test_no_cap_on_slashes_is_no_cap_for_a_packed_document():
     """A document across many blocks for its length may want more diagonals than its part of the sequence's."""
     lengths = [15, 50, 63]
-    case = Case((1, 2, 1, 128), 16, Documents(lengths), VerticalSlash(recall=1.0, sinks=0, dense_below=48), [lengths])
+    case = Case(
+        (1, 2, 1, 128),
+        16,
+        Documents(lengths),
+        VerticalSlash(recall=1.0, sinks=0, dense_below=48),
+        [lengths],
+    )
     assert not any(any(head.capped) for head in _check(case, *_inputs(case)))
 
 

@@ -12,21 +12,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
-from titan_sparse.attention.schedules import group_cast
 from titan_sparse.attention.backends import eager
-from titan_sparse.attention.context_parallel.group_cast_plan import assign_stages, plan, traffic, wanted_blocks
+from titan_sparse.attention.context_parallel.group_cast_plan import (
+    assign_stages,
+    plan,
+    traffic,
+    wanted_blocks,
+)
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, MaskRanges, SlidingWindow
-from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
-from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    MaskRanges,
+    SlidingWindow,
+)
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.attention.schedules import group_cast
+from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
 
 BLOCK, SEQ_LEN = 8, 192
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
@@ -44,11 +60,16 @@ def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) ->
     sent = {}
     for rank, exchange in zip(members, exchanges):
         rows = iter(exchange.rows.tolist())
-        sent[rank] = [[(rank, memory[rank][next(rows)]) for _ in range(count)] for count in exchange.sends]
+        sent[rank] = [
+            [(rank, memory[rank][next(rows)]) for _ in range(count)] for count in exchange.sends
+        ]
         assert next(rows, None) is None
     for place, exchange in enumerate(exchanges):
         assert exchange.receives == [len(sent[rank][place]) for rank in members]
-    return {rank: sum((sent[other][place] for other in members), []) for place, rank in enumerate(members)}
+    return {
+        rank: sum((sent[other][place] for other in members), [])
+        for place, rank in enumerate(members)
+    }
 
 
 def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> int:
@@ -59,8 +80,13 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
     back_inside, back_across = torch.zeros(2, size, dtype=torch.int64)
     for stage in range(stages):
         for local in range(intra):
-            for rank, came in _exchange(plans, "outer", stage, list(range(local, size, intra)), memory).items():
-                assert plans[rank].stages[stage].relayed == (len(memory[rank]), len(memory[rank]) + len(came))
+            for rank, came in _exchange(
+                plans, "outer", stage, list(range(local, size, intra)), memory
+            ).items():
+                assert plans[rank].stages[stage].relayed == (
+                    len(memory[rank]),
+                    len(memory[rank]) + len(came),
+                )
                 for sender, block in came:
                     across[sender] += 1
                     back_across[rank] += 1
@@ -81,15 +107,27 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
     # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
     of_node = lambda sets, node: set().union(*sets[node * intra : node * intra + intra])
     assert sorted(crossings) == sorted(
-        (block, node) for node in range(inter) for block in of_node(needs, node) - of_node(owned, node))
+        (block, node)
+        for node in range(inter)
+        for block in of_node(needs, node) - of_node(owned, node)
+    )
     wanted = wanted_blocks(needed, table, inter, intra)
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
-        assert all(torch.equal(a.sum(1), b) for a, b in zip(traffic(wanted, stages, back), sums, strict=True))
+        assert all(
+            torch.equal(a.sum(1), b)
+            for a, b in zip(traffic(wanted, stages, back), sums, strict=True)
+        )
     return sum(map(len, got))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from(WORLDS), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from(WORLDS),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.floats(0, 1),
+    st.integers(0, 2**32 - 1),
+)
 def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, seed):
     g, size = torch.Generator().manual_seed(seed), world[0] * world[1]
     table = torch.randperm(size * n, generator=g).view(size, n)
@@ -99,7 +137,9 @@ def test_every_block_reaches_those_who_need_it_once(world, n, stages, density, s
 
 
 def test_stages_are_even_and_those_of_the_own_node_come_first():
-    wanted = wanted_blocks(torch.ones(8, 96, dtype=torch.bool), block_ids("striped", 8, 96 * BLOCK, BLOCK), 2, 4)
+    wanted = wanted_blocks(
+        torch.ones(8, 96, dtype=torch.bool), block_ids("striped", 8, 96 * BLOCK, BLOCK), 2, 4
+    )
     stage = assign_stages(wanted, 4)
     for node, other in ((0, 1), (1, 0)):
         assert torch.bincount(stage[node].flatten()).tolist() == [24] * 4
@@ -112,11 +152,19 @@ def test_stages_are_even_and_those_of_the_own_node_come_first():
 def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
     """Of any start and stop, also where a mask lets queries see later keys, or some of them nothing."""
     g = torch.Generator().manual_seed(5)
-    start, stop = torch.randint(0, SEQ_LEN, (2, 2, SEQ_LEN), generator=g, dtype=torch.int32).sort(dim=-1).values
-    rows = MaskRanges(start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False)
+    start, stop = (
+        torch.randint(0, SEQ_LEN, (2, 2, SEQ_LEN), generator=g, dtype=torch.int32)
+        .sort(dim=-1)
+        .values
+    )
+    rows = MaskRanges(
+        start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False
+    )
     keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
     seen = (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
-    want = seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
+    want = (
+        seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
+    )
     assert want.any() and (layout == "striped" or not want.all())
     assert torch.equal(seen_blocks(rows, table, BLOCK), want)
     met = met_blocks(rows, Dense().index([], rows, 2, 1, BLOCK), table)
@@ -137,24 +185,43 @@ MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
 }
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.7, sinks=3, local_diagonals=1, max_columns=20, max_slashes=4, dense_below=24),
+    "vertical_slash": VerticalSlash(
+        recall=0.7, sinks=3, local_diagonals=1, max_columns=20, max_slashes=4, dense_below=24
+    ),
     "xattention": XAttention(stride=4, threshold=0.6, dense_below=24),
     "moba": MoBA(chunk_size=16, top_k=3),
 }
 STAGES = [(2, 3), (3, 2), (1, 1), (4, 1)]
-CASES = [("causal", "dense"), ("documents", "vertical_slash"), ("windowed documents", "dense"), ("random 11", "dense"),
-         ("documents", "moba"), ("padded", "xattention"), ("stripes of keys", "dense"), ("windowed documents", "xattention"),
-         ("short documents", "vertical_slash"), ("causal", "moba"), ("far future", "dense"), ("full", "dense")]
+CASES = [
+    ("causal", "dense"),
+    ("documents", "vertical_slash"),
+    ("windowed documents", "dense"),
+    ("random 11", "dense"),
+    ("documents", "moba"),
+    ("padded", "xattention"),
+    ("stripes of keys", "dense"),
+    ("windowed documents", "xattention"),
+    ("short documents", "vertical_slash"),
+    ("causal", "moba"),
+    ("far future", "dense"),
+    ("full", "dense"),
+]
 MESHES = {3: [(1, 1, 3), (1, 3, 1)], 4: [(1, 2, 2), (1, 1, 4), (2, 1, 2), (1, 4, 1)]}
 """By number of processes: context-parallel groups beside each other, cp_inter, cp_intra."""
-EVERY = [(mask, pattern) for mask in MASKS for pattern in PATTERNS
-         if pattern == "dense" or not isinstance(MASKS[mask], (Slices, Full))]
+EVERY = [
+    (mask, pattern)
+    for mask in MASKS
+    for pattern in PATTERNS
+    if pattern == "dense" or not isinstance(MASKS[mask], (Slices, Full))
+]
 
 
 @functools.cache
 def _inputs() -> tuple[list[Tensor], Tensor]:
     qkv = structured_qkv(2, 4, 2, SEQ_LEN, 8, seed=3)
-    return qkv, torch.randn(qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    return qkv, torch.randn(
+        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
+    )
 
 
 @functools.cache
@@ -167,9 +234,18 @@ def _wanted(mask: str, pattern: str) -> list[Tensor]:
     return [out, dense_attention(*qkv, seen)[1], *grads]
 
 
-def _context(axes: tuple[int, int, int], layout: str, stages: tuple[int, int] = (2, 2), dtype: torch.dtype | None = None):
-    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp_inter", "cp_intra"))["cp_inter", "cp_intra"]
-    return ContextParallel(mesh, layout, "group_cast", BLOCK, gradient_dtype=dtype, overlap_stages=stages)
+def _context(
+    axes: tuple[int, int, int],
+    layout: str,
+    stages: tuple[int, int] = (2, 2),
+    dtype: torch.dtype | None = None,
+):
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("dp", "cp_inter", "cp_intra"))[
+        "cp_inter", "cp_intra"
+    ]
+    return ContextParallel(
+        mesh, layout, "group_cast", BLOCK, gradient_dtype=dtype, overlap_stages=stages
+    )
 
 
 def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0) -> None:
@@ -177,7 +253,9 @@ def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
     cp.sent.clear()
     with recording() as seen:
-        out, aux = attend(*leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True, recomputed=recomputed)
+        out, aux = attend(
+            *leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True, recomputed=recomputed
+        )
         forward = dict(cp.sent)
         got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
     case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
@@ -190,7 +268,10 @@ def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0
     assert torch.equal(seen.visited[0].double(), dense.sum((2, 3)).double().mean(0)), case
     if cp.size > 1 and not recomputed:
         measured = seen.by_rank()
-        assert measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0]) and measured.work.sum() == dense.sum(), case
+        assert (
+            measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0])
+            and measured.work.sum() == dense.sum()
+        ), case
         assert (measured.compute > 0)[measured.work > 0].all(), case
     if not recomputed:
         _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), forward, case)
@@ -211,16 +292,31 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
     want = {axis: 0 for axis in ("inner", "outer", "inner_gradient", "outer_gradient")}
     for block, (own, users) in enumerate(zip(owner.tolist(), needed.T.tolist())):
         nodes = {rank // cp.intra for rank in range(cp.size) if users[rank] and rank != own}
-        passes_here = own % cp.intra == cp.rank % cp.intra and node in nodes  # here it is owned or handed on
-        others = sum(users[rank] for rank in range(node * cp.intra, (node + 1) * cp.intra) if rank not in (cp.rank, own))
+        passes_here = (
+            own % cp.intra == cp.rank % cp.intra and node in nodes
+        )  # here it is owned or handed on
+        others = sum(
+            users[rank]
+            for rank in range(node * cp.intra, (node + 1) * cp.intra)
+            if rank not in (cp.rank, own)
+        )
         want["inner"] += others if passes_here else 0
         want["outer"] += len(nodes - {node}) if own == cp.rank else 0
         want["outer_gradient"] += passes_here and own // cp.intra != node
-        want["inner_gradient"] += users[cp.rank] and own != cp.rank and own % cp.intra != cp.rank % cp.intra
-    block = 2 * 2 * 2 * BLOCK * 8 * 8  # bytes: k and v, sequences, heads, tokens, head_dim, of float64
+        want["inner_gradient"] += (
+            users[cp.rank] and own != cp.rank and own % cp.intra != cp.rank % cp.intra
+        )
+    block = (
+        2 * 2 * 2 * BLOCK * 8 * 8
+    )  # bytes: k and v, sequences, heads, tokens, head_dim, of float64
     for axis, count in want.items():  # the backward fetches keys and values again
         sent = (forward.get(axis, 0), cp.sent[axis] - forward.get(axis, 0))
-        assert sent == ((0 if "gradient" in axis else count * block), count * block), (axis, sent, want, case)
+        assert sent == ((0 if "gradient" in axis else count * block), count * block), (
+            axis,
+            sent,
+            want,
+            case,
+        )
 
 
 def _check_some(world: int) -> None:
@@ -241,7 +337,9 @@ def _check_some(world: int) -> None:
 def _check_plans_are_made_once_a_mask() -> None:
     """One for the forward and one for the backward, for all layers; where the pattern chooses, for each layer."""
     monkeypatch, made = pytest.MonkeyPatch(), []
-    monkeypatch.setattr(group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args))
+    monkeypatch.setattr(
+        group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args)
+    )
     cp, rows = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
     for pattern, layers in (("dense", 1), ("moba", 2)):
         leaves = [cp.shard(x, 2).requires_grad_() for x in _inputs()[0]]
@@ -257,15 +355,23 @@ def _check_lengths_that_are_compiled_for() -> None:
     monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
     for name, at in (("forward", 1), ("backward", 2)):
         inner = getattr(eager, name)
-        monkeypatch.setattr(eager, name, lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x))
+        monkeypatch.setattr(
+            eager,
+            name,
+            lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x),
+        )
     cp = _context((1, 1, 3), "striped", (2, 3))
     for mask, pattern in (("documents", "dense"), ("window", "moba")):
         _check(cp, mask, pattern)
     seen = set(lengths)
     _check(cp, "documents", "vertical_slash")  # whose verticals are of any number
     own = SEQ_LEN // BLOCK // 3
-    assert seen and all(n in (own, own // 2, own - own // 2) or n & (n - 1) == 0 for n in seen), seen
-    unrounded = {len(blocks) for mask in ("documents", "window") for blocks in _stage_blocks(cp, mask)}
+    assert seen and all(n in (own, own // 2, own - own // 2) or n & (n - 1) == 0 for n in seen), (
+        seen
+    )
+    unrounded = {
+        len(blocks) for mask in ("documents", "window") for blocks in _stage_blocks(cp, mask)
+    }
     assert any(n & (n - 1) for n in unrounded), unrounded
     monkeypatch.undo()
 
@@ -295,9 +401,12 @@ def _check_compiled_and_recomputed() -> None:
     """As training calls it: compiled without graph breaks, checkpointed, a part of it computed again in the backward."""
     cp, (qkv, d_out) = _context((1, 2, 2), "striped"), _inputs()
     policy = lambda _, op, *args, **kwargs: (
-        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE)
+        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    )
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    call = functools.partial(attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4)
+    call = functools.partial(
+        attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4
+    )
     layer = torch.compile(lambda *x: call(*x) * 2, backend="aot_eager", fullgraph=True)
     leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
     out = checkpoint(layer, *leaves, use_reentrant=False, context_fn=contexts)
@@ -329,7 +438,10 @@ def test_parallel_equals_dense(world):
 
 
 def _check_all(axes: tuple[int, int]) -> None:
-    contexts = [_context((1, *axes), layout, stages) for layout, stages in itertools.product(LAYOUTS, STAGES)]
+    contexts = [
+        _context((1, *axes), layout, stages)
+        for layout, stages in itertools.product(LAYOUTS, STAGES)
+    ]
     for number, case in enumerate(EVERY):
         for cp in contexts[number % 4 :: 4] if case[1] == "dense" else contexts:
             _check(cp, *case)
@@ -338,7 +450,9 @@ def _check_all(axes: tuple[int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(1, 1), (1, 2), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [(1, 1), (1, 2), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1), (2, 3)], ids=str
+)
 def test_all_masks_patterns_layouts_and_stages(axes):
     run_processes(axes[0] * axes[1], _check_all, axes)
 
@@ -350,5 +464,7 @@ def test_refusals():
 
 def test_one_rank_sends_nothing():
     cp, (qkv, _) = ContextParallel(None, "striped", "group_cast", BLOCK), _inputs()
-    assert (attend(*qkv, MASKS["documents"], cp=cp) - _wanted("documents", "dense")[0]).abs().max() < 1e-12
+    assert (
+        attend(*qkv, MASKS["documents"], cp=cp) - _wanted("documents", "dense")[0]
+    ).abs().max() < 1e-12
     assert cp.bytes_sent == 0

@@ -5,17 +5,18 @@ import torch
 
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.schedules import varlen as packed
 from titan_sparse.attention.backends import eager, flash
+from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.attention.masks.packed import prefix_lm
+from titan_sparse.attention.schedules import varlen as packed
 
 S = 96
 
 
 def masks(scale: int = 1) -> dict:
     """By name, for S * scale tokens."""
+
     def documents(*lengths):
         return Documents([[scale * n for n in row] for row in lengths])
 
@@ -40,14 +41,22 @@ def test_equals_attention_over_tiles(name, monkeypatch):
 
     def found() -> list:
         out, aux = attend(q, k, v, mask, Dense(), backend="eager", block_size=16, return_aux=True)
-        return [out, aux.lse, *gradients(lambda *x: attend(*x, mask, Dense(), backend="eager", block_size=16), d_out, q, k, v)[1]]
+        return [
+            out,
+            aux.lse,
+            *gradients(
+                lambda *x: attend(*x, mask, Dense(), backend="eager", block_size=16), d_out, q, k, v
+            )[1],
+        ]
 
     want = found()
     calls = []
     monkeypatch.setattr(eager, "serves_causal", lambda q: True)
     for kind in ("forward_packed", "backward_packed"):
         inner = getattr(eager, kind)
-        monkeypatch.setattr(eager, kind, lambda *x, kind=kind, inner=inner: calls.append((kind, x[-1])) or inner(*x))
+        monkeypatch.setattr(
+            eager, kind, lambda *x, kind=kind, inner=inner: calls.append((kind, x[-1])) or inner(*x)
+        )
     for a, b in zip(found(), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
     assert {kind for kind, _ in calls} == {"forward_packed", "backward_packed"}
@@ -65,7 +74,11 @@ def test_what_documents_and_a_window_cannot_say():
 
 def test_offsets():
     found = packed.find_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)
-    assert found.offsets.tolist() == [0, 50, 51, 91, 96, 192] and found.longest == 96 and found.window is None
+    assert (
+        found.offsets.tolist() == [0, 50, 51, 91, 96, 192]
+        and found.longest == 96
+        and found.window is None
+    )
     assert found.padding.sum() == 5 and found.padding[0, -5:].all()
     one = packed.find_packing(Documents([[50, 46]]).rows(S), 3)  # a mask for all sequences
     assert one.offsets.tolist() == [0, 50, 96, 146, 192, 242, 288] and one.padding is None
@@ -73,9 +86,15 @@ def test_offsets():
 
 def test_arguments_of_flash_attention():
     offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
-    assert flash._documents(offsets, 5, None)["causal"] and "window_size_left" not in flash._documents(offsets, 5, None)
+    assert flash._documents(offsets, 5, None)[
+        "causal"
+    ] and "window_size_left" not in flash._documents(offsets, 5, None)
     found = flash._documents(offsets, 5, 3)
-    assert (found["window_size_left"], found["window_size_right"], found["max_seqlen_k"]) == (2, 0, 5)
+    assert (found["window_size_left"], found["window_size_right"], found["max_seqlen_k"]) == (
+        2,
+        0,
+        5,
+    )
 
 
 @pytest.mark.gpu

@@ -19,22 +19,23 @@ from tests.distributed import run_processes
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "scripts"))
 
-import bench_masks as benchmark  # noqa: E402
-import masks_cases as cases  # noqa: E402
-import patterns_cases  # noqa: E402
-from bench_attention_cases import FLASH4, Shape, draw  # noqa: E402
-from bench_context_parallel import run  # noqa: E402
-from context_parallel_cases import realistic  # noqa: E402
-from context_parallel_timing import Bench  # noqa: E402
-
+from scripts.benchmarks import masks as benchmark  # noqa: E402
+from scripts.benchmarks import masks_cases as cases  # noqa: E402
+from scripts.benchmarks import patterns_cases  # noqa: E402
+from scripts.benchmarks.attention_cases import FLASH4, Shape, draw  # noqa: E402
+from scripts.benchmarks.context_parallel import run  # noqa: E402
+from scripts.benchmarks.context_parallel_cases import realistic  # noqa: E402
+from scripts.benchmarks.context_parallel_timing import Bench  # noqa: E402
 from titan_sparse.attention.context_parallel.layouts import block_ids  # noqa: E402
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow  # noqa: E402
 from titan_sparse.attention.patterns import XAttention  # noqa: E402
 from titan_sparse.estimate.synthetic import ragged_lengths  # noqa: E402
 
 SMALL = "--device cpu --heads 2:1 --head-dim 32 --repeats 1 --warm-ups 0 --packs 2"
-ALONE = (f"{SMALL} --seq-len 2048 --window 512 --chunk-size 256 --independent-recalls 0.2 0.9 --joint-recalls 0.9 "
-         "--thresholds 0.5 0.95 --top-ks 2 6 --recall-rows 2048 --at-recalls 0.8")
+ALONE = (
+    f"{SMALL} --seq-len 2048 --window 512 --chunk-size 256 --independent-recalls 0.2 0.9 --joint-recalls 0.9 "
+    "--thresholds 0.5 0.95 --top-ks 2 6 --recall-rows 2048 --at-recalls 0.8"
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,49 +54,73 @@ def _rows(result, **wanted):
 # Kernels ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask, masks", [
-    ("documents", [Documents(ragged_lengths(2048, seed)) for seed in range(2)]), ("window", [SlidingWindow(512)])])
+@pytest.mark.parametrize(
+    "mask, masks",
+    [
+        ("documents", [Documents(ragged_lengths(2048, seed)) for seed in range(2)]),
+        ("window", [SlidingWindow(512)]),
+    ],
+)
 def test_kernels_count_visible_pairs(alone, mask, masks):
     yardstick, peer, own = _rows(alone[0], case="kernels", mask=mask)
-    assert yardstick["errors"].keys() == own["errors"].keys() and yardstick["checked_seq_len"] == 2048
+    assert (
+        yardstick["errors"].keys() == own["errors"].keys() and yardstick["checked_seq_len"] == 2048
+    )
     assert (peer["name"], own["name"], own["auto"]) == (FLASH4, "eager", True)
     assert own["tables_ms"] > 0 and "total_ms" not in peer and "total_of_flash_attn_4" not in own
     assert peer["error"].endswith("not measured: no CUDA GPU") or torch.cuda.is_available()
     pairs = sum(mask.dense(2048).sum().item() for mask in masks) / len(masks)
     assert own["pairs"] == pytest.approx(pairs, rel=1e-4) and 0 < max(own["errors"].values()) < 5e-3
     for step, flops in (("forward", 4), ("backward", 10), ("total", 14)):
-        assert own[f"{step}_tflops"] == pytest.approx(flops * pairs * 32 * 2 / own[f"{step}_ms"] / 1e9, rel=1e-3)
+        assert own[f"{step}_tflops"] == pytest.approx(
+            flops * pairs * 32 * 2 / own[f"{step}_ms"] / 1e9, rel=1e-3
+        )
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     """The window is off by one key, or the gradient of k by 2 %; torch's kernel is the yardstick."""
     shape = Shape(2, 1, 32, 128, 512, "cpu")
-    wrong = {"window": lambda call, *qkv: cases.ours("eager", cases.Dense(), SlidingWindow(127).rows(512), 128, *qkv),
-             "gradient": lambda call, q, k, v: call(q, k * 1.02 - (k * 0.02).detach(), v)}
+    wrong = {
+        "window": lambda call, *qkv: cases.ours(
+            "eager", cases.Dense(), SlidingWindow(127).rows(512), 128, *qkv
+        ),
+        "gradient": lambda call, q, k, v: call(q, k * 1.02 - (k * 0.02).detach(), v),
+    }
     right = cases._call
     for spoil in wrong.values():
-        monkeypatch.setattr(cases, "_call", lambda *x, spoil=spoil: functools.partial(spoil, right(*x)))
+        monkeypatch.setattr(
+            cases, "_call", lambda *x, spoil=spoil: functools.partial(spoil, right(*x))
+        )
         bounds = dict.fromkeys(("out", "dq", "dk", "dv"), 5e-3)
         with pytest.raises(RuntimeError, match="wrong at 512 tokens"):
-            cases._kernel(None, shape, shape, "eager", functools.partial(cases.window, 128), 1, bounds)
+            cases._kernel(
+                None, shape, shape, "eager", functools.partial(cases.window, 128), 1, bounds
+            )
 
 
 def test_peers_are_called_as_they_want_to_be(monkeypatch):
     """FlashAttention-4's interface in plain torch: [B, S, H, D], packed [S, H, D]; the window without its query."""
+
     def dense(q, k, v, seen):
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, enable_gqa=True
+        )
         return out.transpose(-3, -2), None
 
     def flash_attn_func(q, k, v, causal, window_size):
         i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
         return dense(q, k, v, (j >= i - window_size[0]) & (j <= i + window_size[1]))
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
+    ):
         assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.equal(cu_seqlens_k) and causal
         assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
         parts = (x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v))
-        return torch.cat([dense(*x, torch.ones(len(x[0]), len(x[0])).tril().bool())[0] for x in zip(*parts)])
+        return torch.cat(
+            [dense(*x, torch.ones(len(x[0]), len(x[0])).tril().bool())[0] for x in zip(*parts)]
+        )
 
     cute = ModuleType("flash_attn.cute")
     cute.flash_attn_func, cute.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
@@ -109,14 +134,29 @@ def test_peers_are_called_as_they_want_to_be(monkeypatch):
 
 
 def test_what_is_too_large():
-    for error, bound, large in ((4e-3, 2e-3, False), (4e-3, 1.9e-3, True), (6e-3, 6e-3, True), (torch.nan, 1, True)):
+    for error, bound, large in (
+        (4e-3, 2e-3, False),
+        (4e-3, 1.9e-3, True),
+        (6e-3, 6e-3, True),
+        (torch.nan, 1, True),
+    ):
         assert bool(cases.too_large({"out": error}, {"out": bound})) is large
 
 
 def test_ratios():
-    row, peer = ({"forward_ms": f, "backward_ms": b, "total_ms": f + b} for f, b in ((2.0, 8.0), (1.0, 7.0)))
-    assert cases.faster("of_x", row, peer) == {"forward_of_x": 0.5, "backward_of_x": 0.875, "total_of_x": 0.8}
-    assert cases.faster("of_peer", row, {"error": "x"}) == cases.faster("of_peer", {"error": "x"}, peer) == {}
+    row, peer = (
+        {"forward_ms": f, "backward_ms": b, "total_ms": f + b} for f, b in ((2.0, 8.0), (1.0, 7.0))
+    )
+    assert cases.faster("of_x", row, peer) == {
+        "forward_of_x": 0.5,
+        "backward_of_x": 0.875,
+        "total_of_x": 0.8,
+    }
+    assert (
+        cases.faster("of_peer", row, {"error": "x"})
+        == cases.faster("of_peer", {"error": "x"}, peer)
+        == {}
+    )
     assert cases.mean([{"a": 1.0, "b": [1, 2]}, {"a": 2.0, "b": [3, 6]}]) == {"a": 1.5, "b": [2, 4]}
 
 
@@ -124,7 +164,9 @@ def test_ratios():
 
 
 def _on_two_ranks(out):
-    args = benchmark.parse(f"varlen {SMALL} --seq-len 1024 --block-size 64 --stages 1 3 --out {out}".split())
+    args = benchmark.parse(
+        f"varlen {SMALL} --seq-len 1024 --block-size 64 --stages 1 3 --out {out}".split()
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         run(Bench(args, torch.device("cpu"), dist.get_rank(), 2, 1), {"rows": []}, benchmark.CASES)
 
@@ -133,7 +175,9 @@ def _needed(layout):
     """Blocks of 64 that a rank sees and does not hold, both ranks, mean of the two packs; from the dense mask."""
     table, counts = block_ids(layout, 2, 1024, 64), []
     for seed in range(2):
-        tiles = Documents(ragged_lengths(1024, seed)).dense(1024)[0].view(16, 64, 16, 64).any(3).any(1)
+        tiles = (
+            Documents(ragged_lengths(1024, seed)).dense(1024)[0].view(16, 64, 16, 64).any(3).any(1)
+        )
         counts += [tiles[own].any(0)[other].sum().item() for own, other in (table, table.flip(0))]
     return sum(counts) / 2
 
@@ -141,19 +185,35 @@ def _needed(layout):
 def test_documents_over_two_ranks(tmp_path):
     run_processes(2, _on_two_ranks, tmp_path / "result.json")
     result = json.loads((tmp_path / "result.json").read_text())
-    torch_rows, ours = (_rows(result, case="varlen", name=name) for name in ("torch context_parallel", "ours"))
-    assert all("knows no documents" in row["mask"] and "error" in row for row in torch_rows) and len(torch_rows) == 2
+    torch_rows, ours = (
+        _rows(result, case="varlen", name=name) for name in ("torch context_parallel", "ours")
+    )
+    assert (
+        all("knows no documents" in row["mask"] and "error" in row for row in torch_rows)
+        and len(torch_rows) == 2
+    )
     assert [(row["layout"], row["schedule"], row["overlap_stages"]) for row in ours] == [
-        *[(layout, "group_cast", stages) for layout in ("balanced", "contiguous") for stages in (1, 3)],
-        ("balanced", "ring", None), ("zigzag", "ring", None), ("striped", "all_gather", None)]
+        *[
+            (layout, "group_cast", stages)
+            for layout in ("balanced", "contiguous")
+            for stages in (1, 3)
+        ],
+        ("balanced", "ring", None),
+        ("zigzag", "ring", None),
+        ("striped", "all_gather", None),
+    ]
     pairs = sum(n * (n + 1) / 2 for seed in range(2) for n in ragged_lengths(1024, seed)) / 2
-    block = 2 * 64 * 32 * 2 / 1e6                           # K and V of one head, bf16
+    block = 2 * 64 * 32 * 2 / 1e6  # K and V of one head, bf16
     for row in ours:
         assert row["pairs"] == pytest.approx(pairs, rel=1e-4)
         assert row["worker_imbalance"] >= 1 and row["worker_imbalance_time"] >= 1
-        assert row["total_tflops"] == pytest.approx(14 * pairs * 32 * 2 / 2 / row["total_ms"] / 1e9, rel=1e-3)
+        assert row["total_tflops"] == pytest.approx(
+            14 * pairs * 32 * 2 / 2 / row["total_ms"] / 1e9, rel=1e-3
+        )
         needed = row["megabytes_needed_forward"]
-        assert row["megabytes_needed_backward"] == pytest.approx(3 * needed, rel=1e-3)       # and gradients in fp32
+        assert row["megabytes_needed_backward"] == pytest.approx(
+            3 * needed, rel=1e-3
+        )  # and gradients in fp32
         if row["layout"] != "balanced":
             assert needed == pytest.approx(block * _needed(row["layout"]), rel=1e-3)
         sent = (row["megabytes_sent_forward"], row["megabytes_sent_backward"])
@@ -161,7 +221,7 @@ def test_documents_over_two_ranks(tmp_path):
             assert sent == (needed, row["megabytes_needed_backward"]) and row["sent_of_needed"] == 1
         else:
             assert 1 < row["sent_of_needed"] == pytest.approx(sum(sent) / (4 * needed), rel=1e-3)
-    assert sent == pytest.approx((16 * block, 48 * block), rel=1e-3)                         # all_gather: everything
+    assert sent == pytest.approx((16 * block, 48 * block), rel=1e-3)  # all_gather: everything
 
 
 # Patterns -----------------------------------------------------------------------------------------------------------
@@ -175,7 +235,9 @@ def test_patterns_keep_what_the_rows_say(alone):
     dist.destroy_process_group()
     causal = Causal().dense(2048)
     weights = (q.float() @ k.float().mT * 32**-0.5).masked_fill(~causal, -torch.inf).softmax(-1)
-    for row, threshold in zip(_rows(alone[0], case="patterns", knob="threshold"), (0.5, 0.95), strict=True):
+    for row, threshold in zip(
+        _rows(alone[0], case="patterns", knob="threshold"), (0.5, 0.95), strict=True
+    ):
         chosen = XAttention(threshold=threshold).select(q, k, Causal()).dense(Causal())
         kept = (weights * chosen).sum(-1).mean(-1)[0]
         assert row["value"] == threshold
@@ -188,15 +250,28 @@ def test_patterns_rows_and_table(alone):
     result, printed = alone
     measured = [row for row in _rows(result, case="patterns") if "knob" in row]
     assert [(row["name"], row["value"]) for row in measured] == [
-        ("vertical_slash, independent", 0.2), ("vertical_slash, independent", 0.9), ("vertical_slash, joint", 0.9),
-        ("xattention", 0.5), ("xattention", 0.95), ("moba", 2), ("moba", 6)]
+        ("vertical_slash, independent", 0.2),
+        ("vertical_slash, independent", 0.9),
+        ("vertical_slash, joint", 0.9),
+        ("xattention", 0.5),
+        ("xattention", 0.95),
+        ("moba", 2),
+        ("moba", 6),
+    ]
     for row in measured:
-        assert row["total_ms"] < row["step_ms"] == pytest.approx(row["selection_ms"] + row["total_ms"], rel=1e-4)
+        assert (
+            row["total_ms"]
+            < row["step_ms"]
+            == pytest.approx(row["selection_ms"] + row["total_ms"], rel=1e-4)
+        )
         assert 0 < row["recall_of_worst_head"] <= row["recall"] <= 1 and 0 < row["density"] <= 1
     few, many = _rows(result, name="moba", knob="top_k")
     assert few["density"] < many["density"] and few["recall"] < many["recall"]
     joint = _rows(result, name="vertical_slash, joint", knob="recall")[0]
-    assert joint["density"] < _rows(result, name="vertical_slash, independent", value=0.9)[0]["density"]
+    assert (
+        joint["density"]
+        < _rows(result, name="vertical_slash, independent", value=0.9)[0]["density"]
+    )
     read_off = _rows(result, at_recall=0.8)
     assert len(read_off) == 4 and printed.endswith(patterns_cases.table(read_off) + "\n")
     [dense] = _rows(result, case="patterns", name="dense")
@@ -206,8 +281,14 @@ def test_patterns_rows_and_table(alone):
 def test_read_off_at_equal_recall():
     numbers = lambda ms: dict.fromkeys(patterns_cases.READ_OFF, ms)
     row = lambda recall, ms, **more: {"name": "a", "recall": recall, **numbers(ms), **more}
-    found = [row(0.95, 8.0), row(0.8, 5.0), row(0.9, 4.0), {"name": "a", "error": "x"}, row(0.5, 1.0, name="b"),
-             {"name": "c", "error": "x"}]
+    found = [
+        row(0.95, 8.0),
+        row(0.8, 5.0),
+        row(0.9, 4.0),
+        {"name": "a", "error": "x"},
+        row(0.5, 1.0, name="b"),
+        {"name": "c", "error": "x"},
+    ]
     a, b, c = patterns_cases.at_recall(found, 0.92)
     assert a == {"name": "a", "at_recall": 0.92, **numbers(pytest.approx(5.6))}
     assert b["error"] == "0.500 to 0.500 was measured" and c["error"] == "nothing was measured"
@@ -218,13 +299,18 @@ def test_read_off_at_equal_recall():
 # Options ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, world, words", [
-    ("varlen", 1, "--nproc-per-node 2"), ("varlen kernels", 2, "the case kernels is for one GPU"),
-    ("varlen --seq-len 1024", 8, "a multiple of 2048"), ("patterns --seq-len 1024", 1, "2048 tokens or more"),
-    ("kernels --seq-len 2048", 1, "--window 4096: write a quarter"),
-    ("patterns --chunk-size 64", 1, "write --block-size (128)"),
-    ("kernels --repeats 0", 1, "1 or more"),
-])
+@pytest.mark.parametrize(
+    "text, world, words",
+    [
+        ("varlen", 1, "--nproc-per-node 2"),
+        ("varlen kernels", 2, "the case kernels is for one GPU"),
+        ("varlen --seq-len 1024", 8, "a multiple of 2048"),
+        ("patterns --seq-len 1024", 1, "2048 tokens or more"),
+        ("kernels --seq-len 2048", 1, "--window 4096: write a quarter"),
+        ("patterns --chunk-size 64", 1, "write --block-size (128)"),
+        ("kernels --repeats 0", 1, "1 or more"),
+    ],
+)
 def test_refusals(text, world, words):
     assert words in benchmark.refusal(benchmark.parse(text.split()), world)
 
@@ -233,7 +319,9 @@ def test_what_can_run():
     for text, world in (("kernels patterns", 1), ("varlen", 8), (f"kernels patterns {ALONE}", 1)):
         assert benchmark.refusal(benchmark.parse(text.split()), world) is None
     assert benchmark.parse(["kernels"]).backends == ["flex", "triton"]
-    bench = SimpleNamespace(args=benchmark.parse("kernels --heads 4:2 4:2".split()), device=torch.device("cuda"))
+    bench = SimpleNamespace(
+        args=benchmark.parse("kernels --heads 4:2 4:2".split()), device=torch.device("cuda")
+    )
     assert list(cases.shapes(bench, 32768, [])) == [Shape(4, 2, 128, 128, 32768, "cuda")]
     with pytest.raises(SystemExit):
         benchmark.parse("patterns --top-ks 0".split())
@@ -243,11 +331,18 @@ def test_what_can_run():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_small_run_on_a_gpu(tmp_path):
     out = tmp_path / "result.json"
-    options = ("kernels patterns --heads 4:2 --seq-len 8192 --window 1024 --repeats 2 --packs 2 --chunk-size 512 "
-               "--independent-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4")
+    options = (
+        "kernels patterns --heads 4:2 --seq-len 8192 --window 1024 --repeats 2 --packs 2 --chunk-size 512 "
+        "--independent-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4"
+    )
     command = [sys.executable, "scripts/bench_masks.py", *options.split(), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     failed = [row for row in result["rows"] if "error" in row and "at_recall" not in row]

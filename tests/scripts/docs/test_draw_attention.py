@@ -11,8 +11,15 @@ from titan_sparse.estimate.planner import table_of
 TOKENS, SIZE = 192, 16
 
 
-@pytest.mark.parametrize("name, layout", [("documents", "zigzag"), ("prefix_lm", "striped"), ("slices", "contiguous"),
-                                          ("sinks", "balanced")])
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("documents", "zigzag"),
+        ("prefix_lm", "striped"),
+        ("slices", "contiguous"),
+        ("sinks", "balanced"),
+    ],
+)
 def test_work_of_the_ranks(tmp_path, name, layout):
     pytest.importorskip("matplotlib")
     mask, out = draw_attention.EXAMPLES[name](TOKENS), tmp_path / "new" / "picture.png"
@@ -26,14 +33,20 @@ def test_work_of_the_ranks(tmp_path, name, layout):
 def test_commands(tmp_path):
     pytest.importorskip("matplotlib")
     draw_attention.main(["--gallery", str(tmp_path / "gallery.png")])
-    draw_attention.main(["--mask", "documents", "--pattern", "vertical_slash", "--out", str(tmp_path / "one.png")])
+    draw_attention.main(
+        ["--mask", "documents", "--pattern", "vertical_slash", "--out", str(tmp_path / "one.png")]
+    )
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("gallery.png", "one.png"))
 
 
-@pytest.mark.parametrize("words, said", [
-    (["--mask", "sinks", "--pattern", "vertical_slash", "--out", "x.png"], "not Slices"), ([], "one of --out"),
-    (["--tokens", "100", "--out", "x.png"], "pad it"),
-])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--mask", "sinks", "--pattern", "vertical_slash", "--out", "x.png"], "not Slices"),
+        ([], "one of --out"),
+        (["--tokens", "100", "--out", "x.png"], "pad it"),
+    ],
+)
 def test_refusals(words, said, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)

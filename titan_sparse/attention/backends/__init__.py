@@ -25,7 +25,14 @@ BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": trito
 
 
 @torch.compiler.assume_constant_result
-def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
+def choose(
+    name: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    slices: bool = False,
+) -> str:
     """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them. slices: whether the
     mask has Slices.
 
@@ -33,10 +40,13 @@ def choose(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block
     """
     case = (device_type, dtype, head_dim, block_size)
     if name == "auto":
-        return next(backend for backend in _by_speed(*case[:3])
-                    if _refusal(backend, case, slices) is None)
+        return next(
+            backend for backend in _by_speed(*case[:3]) if _refusal(backend, case, slices) is None
+        )
     if name not in BACKENDS:
-        raise ValueError(f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}')
+        raise ValueError(
+            f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}'
+        )
     refused = _refusal(name, case, slices)
     if refused:
         raise ValueError(refused)
@@ -50,7 +60,14 @@ def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool) -
     return BACKENDS[name].refusal(*case)
 
 
-def explain(name: str, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, slices: bool = False) -> str:
+def explain(
+    name: str,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    slices: bool = False,
+) -> str:
     """What choose() gives and why, for the banner."""
     case = (device_type, dtype, head_dim, block_size)
     chosen = choose(name, *case, slices)
@@ -73,4 +90,8 @@ def _by_speed(device_type: str, dtype: torch.dtype, head_dim: int) -> tuple[str,
     """Fastest first, as measured on an H200 (docs/benchmarks.md). On the CPU kernels are for tests, by interpretation."""
     if device_type != "cuda":
         return ("eager",)
-    return ("flex", "triton", "eager") if flash.serves(dtype, head_dim) else ("triton", "flex", "eager")
+    return (
+        ("flex", "triton", "eager")
+        if flash.serves(dtype, head_dim)
+        else ("triton", "flex", "eager")
+    )

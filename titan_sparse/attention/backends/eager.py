@@ -12,7 +12,6 @@ from titan_sparse.attention.tiles.blocks import Tiles
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
-
 READS_BY_KEY = False
 """Whether backward reads Tiles.by_key: here it goes query block by query block throughout."""
 SERVES_SLICES = True
@@ -60,7 +59,9 @@ def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
     """bool [B, Hq, block, K * block]: pairs of one query block that are computed."""
     size = tiles.block_size
     position = _of_blocks(tiles.k_positions.expand(*table.shape[:2], -1), table, size)
-    start, stop = _bounds(tiles, q_block) if tiles.slices is None else _bounds_in_slices(tiles, q_block)
+    start, stop = (
+        _bounds(tiles, q_block) if tiles.slices is None else _bounds_in_slices(tiles, q_block)
+    )
     seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
     seen &= real.repeat_interleave(size, dim=-1)[:, :, None]
     if tiles.covered is not None:
@@ -84,15 +85,22 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
     """From and before which key position each query of the block sees the keys of each entry of _met(), int64
     [B, Hq, block, K * block]: all keys of full tiles, of others those of the entry's slice."""
     lists, size = tiles.by_query, tiles.block_size
-    full, partial = (int(count[:, :, q_block].max()) for count in (lists.full_count, lists.partial_count))
+    full, partial = (
+        int(count[:, :, q_block].max()) for count in (lists.full_count, lists.partial_count)
+    )
     number = lists.partial_slice[:, :, q_block, :partial].long()
     batch = torch.arange(len(number), device=number.device)[:, None, None]
-    q_start, q_stop, k_start, k_stop, low, high = tiles.slices[batch, number].long()[:, :, None].unbind(-1)
+    q_start, q_stop, k_start, k_stop, low, high = (
+        tiles.slices[batch, number].long()[:, :, None].unbind(-1)
+    )
     query = tiles.q_positions[q_block * size : (q_block + 1) * size].long()[:, None]
     inside = (query >= q_start) & (query < q_stop)
     start, stop = torch.maximum(k_start, query + low), torch.minimum(k_stop, query + high + 1)
     bounds = (start, 0), (torch.where(inside, stop, 0), torch.iinfo(torch.int32).max)
-    return tuple(torch.nn.functional.pad(x, (full, 0), value=value).repeat_interleave(size, -1) for x, value in bounds)
+    return tuple(
+        torch.nn.functional.pad(x, (full, 0), value=value).repeat_interleave(size, -1)
+        for x, value in bounds
+    )
 
 
 def _of_blocks(x: Tensor, table: Tensor, size: int) -> Tensor:
@@ -119,38 +127,55 @@ def serves_causal(q: Tensor) -> bool:
 
 def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Dense causal attention: out [B, Hq, S, D] and natural-log lse [B, Hq, S]; twin of flash.py's."""
-    return _dense_forward(q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril())
+    return _dense_forward(
+        q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    )
 
 
 def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of every query to every key; twin of flash.py's."""
-    return _dense_forward(q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device))
+    return _dense_forward(
+        q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    )
 
 
-def backward_causal(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                    scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward_causal(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_causal()."""
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
 
 
-def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward_full(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_full()."""
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
     return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
 
 
-def forward_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int,
-                   window: int | None) -> tuple[Tensor, Tensor]:
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Dense causal attention inside documents, as packed.Packing has them; twin of flash.py's."""
     batch, seen = len(q), _packed_pairs(offsets, window)
     out, lse = _dense_forward(*(_in_a_row(x) for x in (q, k, v)), scale, seen)
     return _in_sequences(out, batch), _in_sequences(lse[..., None], batch)[..., 0]
 
 
-def backward_packed(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
-                    longest: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward_packed(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    offsets: Tensor,
+    longest: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_packed()."""
     inputs = [_in_a_row(x) for x in (d_out, q, k, v, out, lse[..., None])]
     found = _dense_backward(*inputs[:-1], inputs[-1][..., 0], scale, _packed_pairs(offsets, window))
@@ -176,14 +201,24 @@ def _in_sequences(x: Tensor, batch: int) -> Tensor:
     return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
 
-def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> tuple[Tensor, Tensor]:
+def _dense_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
 
 
-def _dense_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-                    seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _dense_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    seen: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
     p = (q @ keys.mT * scale - lse[..., None]).exp().masked_fill(~seen, 0)
@@ -192,8 +227,16 @@ def _dense_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return d_scores @ keys, dk, dv
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dtype: torch.dtype | None = None,
-            total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    total: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], and over what `total` = (out, lse) is of.
 
     Returns out [B, Hq, Sq, D] in out_dtype, or in the memory `into`, and natural-log lse [B, Hq, Sq], both fp32 (fp64 for
@@ -215,16 +258,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, out_dty
     return merge(total, out, lse, out_dtype or dtype, into)
 
 
-def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
-                         scale: float, out_dtype: torch.dtype | None = None,
-                         total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward_with_verticals(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    k2: Tensor,
+    v2: Tensor,
+    tiles2: Tiles,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    total: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """forward() over blocks and over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles."""
-    return forward(q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total), into)
+    return forward(
+        q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total), into
+    )
 
 
-def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-             scale: float, out_dtype: torch.dtype | None = None, dq_total: Tensor | None = None,
-             into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    dq_total: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through these tiles in out_dtype (default fp32, fp64 for fp64); dq is added to dq_total, and
     written to the memory `into` if there is some.
 
@@ -240,7 +305,9 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
         here = slice(block * size, (block + 1) * size)
         q_here, d_here = q[:, :, here].to(dtype), d_out[:, :, here].to(dtype)
         keys, values = (x[rows].to(dtype).flatten(2, 3) for x in (k_blocks, v_blocks))
-        scores = (q_here @ keys.mT * scale).masked_fill(~_seen(tiles, block, table, real), -torch.inf)
+        scores = (q_here @ keys.mT * scale).masked_fill(
+            ~_seen(tiles, block, table, real), -torch.inf
+        )
         p = (scores - _finite(lse[:, :, here, None])).exp()
         d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
         dq[:, :, here] = d_scores @ keys
@@ -252,9 +319,22 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     return dq.to(dtype) if into is None else into.copy_(dq), dk.to(dtype), dv.to(dtype)
 
 
-def backward_with_verticals(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-                          k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, out_dtype: torch.dtype | None = None,
-                          dq_total: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
+def backward_with_verticals(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    k2: Tensor,
+    v2: Tensor,
+    tiles2: Tiles,
+    scale: float,
+    out_dtype: torch.dtype | None = None,
+    dq_total: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """As backward() through blocks and verticals, then dk and dv of the verticals, fp32 (fp64 for fp64)."""
     dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
     return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, into), dk2, dv2

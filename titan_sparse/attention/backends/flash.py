@@ -46,46 +46,77 @@ def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor,
     return _forward(q, k, v, scale, causal=False)
 
 
-def backward_causal(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                    scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward_causal(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_causal(). out and lse may be those of more keys: then the gradients are these keys' part."""
     return _backward(d_out, q, k, v, out, lse, scale, causal=True)
 
 
-def backward_full(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                  scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def backward_full(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_full(), as backward_causal()."""
     return _backward(d_out, q, k, v, out, lse, scale, causal=False)
 
 
-def forward_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int,
-                   window: int | None) -> tuple[Tensor, Tensor]:
+def forward_packed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Dense causal attention inside documents, as packed.Packing has them: out [B, Hq, S, D] and lse fp32 [B, Hq, S]."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     batch, heads, length, dim = q.shape
-    out = q.new_empty(heads, batch * length, dim)  # as attend() wants it, where there is one sequence
-    lse = _flash_attn_fwd(*_in_a_row(q, k, v), softmax_scale=scale, return_lse=True, out=out.transpose(0, 1),
-                          **_documents(offsets, longest, window))[1]
+    out = q.new_empty(
+        heads, batch * length, dim
+    )  # as attend() wants it, where there is one sequence
+    lse = _flash_attn_fwd(
+        *_in_a_row(q, k, v),
+        softmax_scale=scale,
+        return_lse=True,
+        out=out.transpose(0, 1),
+        **_documents(offsets, longest, window),
+    )[1]
     return tuple(x.unflatten(1, (batch, length)).transpose(0, 1) for x in (out, lse))
 
 
-def backward_packed(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, offsets: Tensor,
-                    longest: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward_packed(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    offsets: Tensor,
+    longest: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of forward_packed()."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     batch, _, length, _ = q.shape
     q, k, v, out, d_out = _in_a_row(q, k, v, out, d_out)
     lse = lse.transpose(0, 1).flatten(1).contiguous()
-    found = _flash_attn_bwd(q, k, v, out, d_out, lse, scale, **_documents(offsets, longest, window))[:3]
+    found = _flash_attn_bwd(
+        q, k, v, out, d_out, lse, scale, **_documents(offsets, longest, window)
+    )[:3]
     return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in found)
 
 
 def _documents(offsets: Tensor, longest: int, window: int | None) -> dict:
     """FlashAttention-4's arguments. A window takes the place of `causal`: so many keys back, none ahead."""
-    ranges = {"causal": True} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    return ranges | {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    ranges = (
+        {"causal": True}
+        if window is None
+        else {"window_size_left": window - 1, "window_size_right": 0}
+    )
+    return ranges | {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _in_a_row(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -97,16 +128,33 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tup
     from flash_attn.cute.interface import _flash_attn_fwd
 
     out = q.new_empty(q.shape)  # given, as its own would be ordered by token and copied
-    lse = _flash_attn_fwd(*_by_token(q, k, v), softmax_scale=scale, causal=causal, return_lse=True, out=out.transpose(1, 2))[1]
+    lse = _flash_attn_fwd(
+        *_by_token(q, k, v),
+        softmax_scale=scale,
+        causal=causal,
+        return_lse=True,
+        out=out.transpose(1, 2),
+    )[1]
     return out, lse
 
 
-def _backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-              causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
     q, k, v, out, d_out = _by_token(q, k, v, out, d_out)
-    return tuple(x.transpose(1, 2) for x in _flash_attn_bwd(q, k, v, out, d_out, lse.contiguous(), scale, causal)[:3])
+    return tuple(
+        x.transpose(1, 2)
+        for x in _flash_attn_bwd(q, k, v, out, d_out, lse.contiguous(), scale, causal)[:3]
+    )
 
 
 def _by_token(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -11,19 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import create_fw_bw_graph, flex_attention, flex_attention_backward
+from torch._higher_order_ops.flex_attention import (
+    create_fw_bw_graph,
+    flex_attention,
+    flex_attention_backward,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
-from titan_sparse.attention.backends.flash import (
-    backward_causal,
-    backward_full,
-    backward_packed,
-    forward_causal,
-    forward_full,
-    forward_packed,
-)
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, list_width
 from titan_sparse.kernels.bits import unpack
@@ -49,7 +45,9 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
     if device_type != "cuda":
         return 'flex needs CUDA; write attention.backend = "eager"'
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
+        return (
+            f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
+        )
     if block_size != BLOCK_SIZE:
         return f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; write attention.block_size = {BLOCK_SIZE}"
     if head_dim % 16 or not 16 <= head_dim <= 256:
@@ -71,8 +69,16 @@ def serves_causal(q: Tensor) -> bool:
     return _kernel(q) == "FLASH"
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: torch.dtype | None = None,
-            total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    total: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32; with `total`
     = (out, lse) over other keys, over both.
 
@@ -91,13 +97,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, dtype: 
         return flex_attention(q, k, v, _identity, block_mask, scale, options, (), rest[4:])[:2]
 
     tables = _tables(tiles.by_query, k.shape[2] // size)
-    out, lse = _call(("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1]))
+    out, lse = _call(
+        ("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1])
+    )
     return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype, into)
 
 
-def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Tensor, v2: Tensor, tiles2: Tiles,
-                         scale: float, dtype: torch.dtype | None = None,
-                         total: tuple[Tensor, Tensor] | None = None, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward_with_verticals(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    k2: Tensor,
+    v2: Tensor,
+    tiles2: Tiles,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    total: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """forward() over blocks, then over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles.
 
     Columns are for our own kernels: in FlexAttention's every single pair of a vertical tile looks up whether it is
@@ -107,9 +125,19 @@ def forward_with_verticals(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, k2: Te
     return triton.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into)
 
 
-def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float,
-             dtype: torch.dtype | None = None, dq: Tensor | None = None,
-             into: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    dq: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v through these tiles; dq is added to the one given.
 
     out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
@@ -121,24 +149,48 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: T
     by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
     by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
     rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))
-    dq_piece, dk, dv = _backward(rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size)
+    dq_piece, dk, dv = _backward(
+        rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size
+    )
     return add(dq, dq_piece, dtype or q.dtype, into), dk, dv
 
 
-def backward_with_verticals(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-                          k2: Tensor, v2: Tensor, tiles2: Tiles, scale: float, dtype: torch.dtype | None = None,
-                          dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, ...]:
+def backward_with_verticals(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Tiles,
+    k2: Tensor,
+    v2: Tensor,
+    tiles2: Tiles,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    dq: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """dq, dk, dv as backward() through blocks and verticals, then dk and dv of the verticals, fp32."""
     dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, torch.float32, dq)
     dq = dq.contiguous()
     if into is None and dq.dtype == (dtype or q.dtype):
         into = dq
-    dq, *d_verticals = triton.backward(d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into)
+    dq, *d_verticals = triton.backward(
+        d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into
+    )
     return dq, dk, dv, *d_verticals
 
 
-def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Tensor], operands: Sequence[Tensor],
-              scale: float, size: int) -> tuple[Tensor, ...]:
+def _backward(
+    rows: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    tables: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    scale: float,
+    size: int,
+) -> tuple[Tensor, ...]:
     """dq, dk and dv from rows (q, out, lse, d_out), tables by query and by key, and the mask's operands."""
     kernel = _kernel(rows[0])
 
@@ -157,14 +209,21 @@ def _backward(rows: Sequence[Tensor], k: Tensor, v: Tensor, tables: Sequence[Ten
 
 
 def _kernel(q: Tensor) -> str:
-    """"FLASH" or "TRITON", as FlexAttention names them."""
+    """ "FLASH" or "TRITON", as FlexAttention names them."""
     return "FLASH" if flash.serves(q.dtype, q.shape[-1]) else "TRITON"
 
 
 def _options(kernel: str, head_dim: int) -> dict[str, Any]:
     """The ops' kernel options, all of those that the public flex_attention() would fill in."""
-    options = {"BACKEND": kernel, "PRESCALE_QK": False, "ROWS_GUARANTEED_SAFE": False, "BLOCKS_ARE_CONTIGUOUS": False,
-               "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False}
+    options = {
+        "BACKEND": kernel,
+        "PRESCALE_QK": False,
+        "ROWS_GUARANTEED_SAFE": False,
+        "BLOCKS_ARE_CONTIGUOUS": False,
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": True,
+        "OUTPUT_MAX": False,
+    }
     if kernel == "TRITON" and head_dim == 64:
         # By default keys come in tiles of 128, for which the mask's operands do not fit into shared memory.
         options |= {"fwd_BLOCK_N": 64}
@@ -174,7 +233,9 @@ def _options(kernel: str, head_dim: int) -> dict[str, Any]:
 # Operands of the ops ------------------------------------------------------------------------------------------------
 
 
-def _seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor) -> Tensor:
+def _seen(
+    b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor
+) -> Tensor:
     """The mask of one pair in a partial tile: start, stop [B, Hq, Sq]; position [B, Hq, 1 or nq, Sk]."""
     key = position[b, h, i // (start.shape[2] // position.shape[2]), j]
     return (start[b, h, i] <= key) & (key < stop[b, h, i])
@@ -184,7 +245,9 @@ def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """What _seen() looks up, all int32. Covered keys are nowhere, for the query block that they are covered for: one
     look-up less in the inner loop of the kernels."""
     shape = (len(tiles.start), heads, -1)
-    start, stop, position = (x.expand(shape) for x in (tiles.start[:, None], tiles.stop[:, None], tiles.k_positions))
+    start, stop, position = (
+        x.expand(shape) for x in (tiles.start[:, None], tiles.stop[:, None], tiles.k_positions)
+    )
     position = position[:, :, None]
     if tiles.covered is not None:
         covered = unpack(tiles.covered, position.shape[-1])
@@ -195,26 +258,42 @@ def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
     """Counts and numbers of partial tiles, then of full ones, as wide as list_width() wants them."""
     missing = list_width(lists.partial.shape[-1], blocks) - lists.partial.shape[-1]
-    partial, full = (torch.nn.functional.pad(x, (0, missing)) if missing else x for x in (lists.partial, lists.full))
+    partial, full = (
+        torch.nn.functional.pad(x, (0, missing)) if missing else x
+        for x in (lists.partial, lists.full)
+    )
     return lists.partial_count, partial, lists.full_count, full
 
 
-def _block_mask(q: Tensor, k: Tensor, size: int, by_query: Sequence[Tensor], by_key: Sequence[Tensor | None]) -> tuple:
+def _block_mask(
+    q: Tensor, k: Tensor, size: int, by_query: Sequence[Tensor], by_key: Sequence[Tensor | None]
+) -> tuple:
     """What the ops take as block_mask. BlockMask lays it out, as that differs between torch versions."""
-    names = [f"{side}_{what}" for side in ("kv", "full_kv", "q", "full_q") for what in ("num_blocks", "indices")]
+    names = [
+        f"{side}_{what}"
+        for side in ("kv", "full_kv", "q", "full_q")
+        for what in ("num_blocks", "indices")
+    ]
     tables = dict(zip(names, (*by_query, *by_key)))
     lengths = (q.shape[2], k.shape[2])
-    return BlockMask(seq_lengths=lengths, BLOCK_SIZE=(size, size), mask_mod=_seen, **tables).as_tuple()
+    return BlockMask(
+        seq_lengths=lengths, BLOCK_SIZE=(size, size), mask_mod=_seen, **tables
+    ).as_tuple()
 
 
 def _score_graphs(q: Tensor) -> tuple[Callable, Callable]:
     """Scores are left as they are: the forward and the joint graph that the backward op wants of that."""
-    example = (q.new_zeros((), requires_grad=True), *(q.new_zeros((), dtype=torch.int) for _ in range(4)))
+    example = (
+        q.new_zeros((), requires_grad=True),
+        *(q.new_zeros((), dtype=torch.int) for _ in range(4)),
+    )
     return create_fw_bw_graph(_identity, example, ())
 
 
 @torch.no_grad()
-def _call(key: tuple, piece: Callable[..., tuple[Tensor, ...]], *operands: Tensor) -> tuple[Tensor, ...]:
+def _call(
+    key: tuple, piece: Callable[..., tuple[Tensor, ...]], *operands: Tensor
+) -> tuple[Tensor, ...]:
     """piece(*operands), compiled for `key` and the operands' shapes and dtypes if it is not yet."""
     # Kernels compute addresses as if the tables were contiguous, and one layout compiles once.
     operands = [x.detach().contiguous() for x in operands]

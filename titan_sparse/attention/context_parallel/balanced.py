@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel import layouts
-from titan_sparse.attention.tiles import slices as slice_tiles
+from titan_sparse.attention.masks import classification as slice_tiles
+from titan_sparse.attention.masks.classification import Runs
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.tiles.slices import Runs
 
 _CHUNKS_PER_RANK, _LEAST_CHUNKS_PER_RANK, _CHUNKS = 64, 8, 1024
 """Chunks of a rank; fewer where all ranks together would have more than _CHUNKS, each of which takes the planner some
@@ -63,7 +63,9 @@ def block_table(rows: MaskRanges, ranks: int, block_size: int, costs: Costs = Co
     """
     chunks = cut(rows, ranks, block_size, costs)
     owner = deal(chunks, ranks, costs.transfer)
-    return torch.from_numpy(np.repeat(owner, np.diff(chunks.bounds)).argsort(kind="stable").reshape(ranks, -1))
+    return torch.from_numpy(
+        np.repeat(owner, np.diff(chunks.bounds)).argsort(kind="stable").reshape(ranks, -1)
+    )
 
 
 # Chunks -------------------------------------------------------------------------------------------------------------
@@ -75,9 +77,15 @@ def cut(rows: MaskRanges, ranks: int, block_size: int, costs: Costs) -> Chunks:
     most = min(_CHUNKS_PER_RANK, max(_LEAST_CHUNKS_PER_RANK, _CHUNKS // ranks))
     count = ranks * min(blocks // ranks, most)
     bounds = np.arange(count + 1) * blocks // count
-    work, met, lines_are_keys = (_slices if rows.slices is not None else _ranges)(rows, block_size, costs)
-    return Chunks(bounds, np.add.reduceat(work, bounds[:-1]), _needs(met, lines_are_keys, bounds, len(rows.start)),
-                  len(rows.start))
+    work, met, lines_are_keys = (_slices if rows.slices is not None else _ranges)(
+        rows, block_size, costs
+    )
+    return Chunks(
+        bounds,
+        np.add.reduceat(work, bounds[:-1]),
+        _needs(met, lines_are_keys, bounds, len(rows.start)),
+        len(rows.start),
+    )
 
 
 def _ranges(rows: MaskRanges, size: int, costs: Costs) -> tuple[NDArray[np.int64], Runs, bool]:
@@ -93,7 +101,9 @@ def _ranges(rows: MaskRanges, size: int, costs: Costs) -> tuple[NDArray[np.int64
     whole = (stop[..., 0] // size + -start[..., -1] // size).clip(min=0)
     work = 100 * whole + costs.partial * (end - begin - whole)
     sequence, line = np.indices(begin.shape, dtype=np.int64)
-    runs = (torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, sequence, line, begin, end))
+    runs = (
+        torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, sequence, line, begin, end)
+    )
     return work.sum(0, dtype=np.int64), Runs(*runs), False
 
 
@@ -101,7 +111,9 @@ def _slices(rows: MaskRanges, size: int, costs: Costs) -> tuple[NDArray[np.int64
     """As _ranges(), with runs of query blocks for each block of keys where the last result is True."""
     rows = rows._replace(start=rows.start.cpu(), stop=rows.stop.cpu(), slices=rows.slices.cpu())
     found, blocks = slice_tiles.classified(rows, size), rows.start.shape[1] // size
-    tiles = [_tiles_by_query(runs, found.lines_are_keys, blocks) for runs in (found.whole, found.cut)]
+    tiles = [
+        _tiles_by_query(runs, found.lines_are_keys, blocks) for runs in (found.whole, found.cut)
+    ]
     return (100 * tiles[0] + costs.partial * tiles[1]).numpy(), found.met, found.lines_are_keys
 
 
@@ -158,15 +170,26 @@ def deal(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     """int64 [C]: the rank that owns each chunk. transfer: Costs.transfer, of a block of keys."""
     count, lengths = len(chunks.work), np.diff(chunks.bounds)
     length, kinds = int(lengths.min()), (lengths > lengths.min()).tolist()
-    hands = [_Hand(rank, [(count - sum(kinds)) // ranks, sum(kinds) // ranks]) for rank in range(ranks)]
+    hands = [
+        _Hand(rank, [(count - sum(kinds)) // ranks, sum(kinds) // ranks]) for rank in range(ranks)
+    ]
     everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
     owner, works = np.empty(count, dtype=np.int64), chunks.work.tolist()
     total = left = sum(works)
     for chunk in np.argsort(-chunks.work, kind="stable").tolist():
-        own, needs, work, kind = everywhere << chunk, chunks.needs[chunk], works[chunk], kinds[chunk]
+        own, needs, work, kind = (
+            everywhere << chunk,
+            chunks.needs[chunk],
+            works[chunk],
+            kinds[chunk],
+        )
         left -= work
-        offers = [hand.offer(own, needs, work, length * transfer) for hand in hands if hand.room[kind]]
-        near = min([done for _, done, _ in offers]) + (_NEAR * total + _NEAR_OF_REST * left) // (100 * ranks)
+        offers = [
+            hand.offer(own, needs, work, length * transfer) for hand in hands if hand.room[kind]
+        ]
+        near = min([done for _, done, _ in offers]) + (_NEAR * total + _NEAR_OF_REST * left) // (
+            100 * ranks
+        )
         fetched, _, owner[chunk] = min([offer for offer in offers if offer[1] <= near])
         hands[owner[chunk]].take(own, needs, work, kind, fetched)
     return owner

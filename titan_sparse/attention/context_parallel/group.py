@@ -39,17 +39,32 @@ class ContextParallel:
     Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, layout: str = "striped", schedule: str = "auto", block_size: int = 128,
-                 backward_circulates: str = "auto", gradient_dtype: torch.dtype | None = None,
-                 overlap_stages: tuple[int, int] = (2, 2)):
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        layout: str = "striped",
+        schedule: str = "auto",
+        block_size: int = 128,
+        backward_circulates: str = "auto",
+        gradient_dtype: torch.dtype | None = None,
+        overlap_stages: tuple[int, int] = (2, 2),
+    ):
         if backward_circulates not in ("auto", "kv", "q"):
-            raise ValueError(f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"')
+            raise ValueError(
+                f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"'
+            )
         if layout not in layouts.ALL_LAYOUTS:
-            raise ValueError(f'layout "{layout}" is unknown; write one of {", ".join(layouts.ALL_LAYOUTS)}')
+            raise ValueError(
+                f'layout "{layout}" is unknown; write one of {", ".join(layouts.ALL_LAYOUTS)}'
+            )
         if schedule != "auto" and schedule not in schedules.SCHEDULES:
-            raise ValueError(f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}')
+            raise ValueError(
+                f'schedule "{schedule}" is unknown; write "auto" or one of {", ".join(schedules.SCHEDULES)}'
+            )
         if min(overlap_stages) < 1:
-            raise ValueError(f"overlap_stages={overlap_stages}: remote blocks come in one part or more; write 1 or more")
+            raise ValueError(
+                f"overlap_stages={overlap_stages}: remote blocks come in one part or more; write 1 or more"
+            )
         ranks = [[0]] if mesh is None else _two_axes(mesh, schedule)
         self.inter, self.intra = len(ranks), len(ranks[0])
         self.size = self.inter * self.intra
@@ -75,7 +90,13 @@ class ContextParallel:
         if self.schedule not in ("double_ring", "group_cast"):
             inner, outer = self.ranks, [self.ranks[self.rank]]
         self.group = _new_group(self.ranks, "cp")
-        members = {"inner": inner, "outer": outer, "inner_gradient": inner, "outer_gradient": outer, "verticals": self.ranks}
+        members = {
+            "inner": inner,
+            "outer": outer,
+            "inner_gradient": inner,
+            "outer_gradient": outer,
+            "verticals": self.ranks,
+        }
         new_group = _new_transfer_group if device_type == "cuda" else _new_group
         self.groups = {axis: new_group(ranks, f"cp {axis}") for axis, ranks in members.items()}
 
@@ -86,8 +107,10 @@ class ContextParallel:
         """int64 [ranks, n]: the global blocks of every rank, as follows from the length; ValueError if it does not divide,
         and for the layout "balanced", which needs more than the length."""
         if self.depends_on_mask:
-            raise ValueError('layout "balanced" follows from a mask: write rows = cp.balance(mask.rows(seq_len)), then '
-                             "cp.shard(x, dim, rows.table), cp.unshard(x, dim, rows.table) and attend(..., mask=rows)")
+            raise ValueError(
+                'layout "balanced" follows from a mask: write rows = cp.balance(mask.rows(seq_len)), then '
+                "cp.shard(x, dim, rows.table), cp.unshard(x, dim, rows.table) and attend(..., mask=rows)"
+            )
         layout = "contiguous" if self.layout == "balanced" else self.layout
         return layouts.block_ids(layout, self.size, seq_len, self.block_size).to(device)
 
@@ -101,7 +124,9 @@ class ContextParallel:
         ranks come to the same table. The host waits for a mask on a GPU."""
         if not self.depends_on_mask:
             return rows
-        return rows._replace(table=balanced.block_table(rows, self.size, self.block_size).to(rows.start.device))
+        return rows._replace(
+            table=balanced.block_table(rows, self.size, self.block_size).to(rows.start.device)
+        )
 
     def table(self, rows: MaskRanges) -> Tensor:
         """int64 [ranks, n], on the mask's device: the global blocks of every rank for this mask."""
@@ -115,7 +140,10 @@ class ContextParallel:
 
     def local_lookup(self, rows: MaskRanges) -> Tensor:
         """int64 [length + 1]: where this rank holds each token, -1 if it does not; the last entry, for no token, is -1."""
-        here, device = layouts.token_positions(self.blocks(rows), self.block_size), rows.start.device
+        here, device = (
+            layouts.token_positions(self.blocks(rows), self.block_size),
+            rows.start.device,
+        )
         lookup = torch.full((rows.start.shape[1] + 1,), -1, device=device)
         lookup[here] = torch.arange(len(here), device=device)
         return lookup
@@ -176,33 +204,46 @@ class ContextParallel:
         """Begin to gather [ranks, *x.shape] into the buffer `slot`."""
         [out] = self.buffer(slot, [x], self.size)
         self.sent["inner"] += x.nbytes * (self.size - 1)
-        return Pending(out, _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["inner"], async_op=True))
+        return Pending(
+            out,
+            _all_gather(
+                out.flatten(0, 1), x.contiguous(), group=self.groups["inner"], async_op=True
+            ),
+        )
 
     def start_reduce_scatter(self, x: Tensor) -> "Pending":
         """Begin to sum x[r] over ranks on rank r: [ranks, ...] -> [...]."""
         out = torch.empty_like(x[0])
         self.sent["inner_gradient"] += x[0].nbytes * (self.size - 1)
-        work = _reduce_scatter(out.flatten(), x.flatten(), group=self.groups["inner_gradient"], async_op=True)
+        work = _reduce_scatter(
+            out.flatten(), x.flatten(), group=self.groups["inner_gradient"], async_op=True
+        )
         return Pending(out, work, x)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of keys, values, queries and gradients that this rank has sent, over all axes; without verticals."""
-        return sum(self.sent[axis] for axis in ("inner", "outer", "inner_gradient", "outer_gradient"))
+        return sum(
+            self.sent[axis] for axis in ("inner", "outer", "inner_gradient", "outer_gradient")
+        )
 
     def _reduced_bytes(self, x: Tensor) -> int:
         return 2 * x.nbytes * (self.size - 1) // self.size
 
     # Group cast -----------------------------------------------------------------------------------------------------
 
-    def start_exchange(self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor) -> "Pending":
+    def start_exchange(
+        self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor
+    ) -> "Pending":
         """Begin to send sends[i] rows of x to member i of an axis, those of the members one after the other; receives[i]
         rows of member i come to `out` in that order. What a rank sends to itself is not counted as sent."""
         if self.groups[axis] is None:  # alone
             return Pending(x)
         own = sends[dist.get_rank(self.groups[axis])]
         self.sent[axis] += (len(x) - own) * (x[:1].nbytes if len(x) else 0)
-        work = dist.all_to_all_single(out, x, receives, sends, group=self.groups[axis], async_op=True)
+        work = dist.all_to_all_single(
+            out, x, receives, sends, group=self.groups[axis], async_op=True
+        )
         return Pending(out, work, x)
 
     def rows(self, slot: str, like: Tensor, count: int) -> Tensor:
@@ -214,14 +255,18 @@ class ContextParallel:
 
     # Rings ----------------------------------------------------------------------------------------------------------
 
-    def shift(self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True) -> "Transfer":
+    def shift(
+        self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
+    ) -> "Transfer":
         """Start sending a chunk to the next rank of an axis ("inner", "outer", "inner_gradient", "outer_gradient").
 
         What the previous rank sends comes into the buffers `slot`. sends, receives: whether this rank does, which its
         neighbours have to agree on.
         """
         self.sent[axis] += sum(x.nbytes for x in chunk) if sends else 0
-        return Transfer(chunk, self.buffer(slot, chunk) if receives else [], self.groups[axis], sends)
+        return Transfer(
+            chunk, self.buffer(slot, chunk) if receives else [], self.groups[axis], sends
+        )
 
     def buffer(self, slot: str, like: list[Tensor], ranks: int | None = None) -> list[Tensor]:
         """Memory for tensors like these (for `ranks` of each), the same for the same slot, shapes and dtypes."""
@@ -248,11 +293,19 @@ class Pending:
 class Transfer:
     """A send to the next rank of a ring and the matching receive from the previous one, in flight."""
 
-    def __init__(self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool):
+    def __init__(
+        self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool
+    ):
         self.sent, self.received = [x.contiguous() for x in chunk], received
         size, rank = dist.get_world_size(group), dist.get_rank(group)
-        operations = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size) for x in self.sent if sends]
-        operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size) for x in received]
+        operations = [
+            dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size)
+            for x in self.sent
+            if sends
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size) for x in received
+        ]
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
@@ -285,7 +338,9 @@ atexit.register(forget_contexts)
 def context_by_key(key: str) -> ContextParallel:
     """The ContextParallel whose `key` this is: custom ops take strings, not objects."""
     if key not in _CONTEXTS:
-        _CONTEXTS[key] = ContextParallel(None, "contiguous", "local", int(key.removeprefix("single:")))
+        _CONTEXTS[key] = ContextParallel(
+            None, "contiguous", "local", int(key.removeprefix("single:"))
+        )
     return _CONTEXTS[key]
 
 
@@ -294,13 +349,19 @@ def _two_axes(mesh: DeviceMesh, schedule: str) -> list[list[int]]:
     names = mesh.mesh_dim_names
     if mesh.mesh.flatten().tolist() != sorted(mesh.mesh.flatten().tolist()):
         # Communicators count their members by global rank: in another order neighbours would not be those of the mesh.
-        raise ValueError(f"ContextParallel needs a mesh with ascending ranks, not {mesh.mesh.tolist()}")
+        raise ValueError(
+            f"ContextParallel needs a mesh with ascending ranks, not {mesh.mesh.tolist()}"
+        )
     if names == ("cp_inter", "cp_intra"):
         return mesh.mesh.tolist()
     if names != ("cp",):
-        raise ValueError(f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}')
+        raise ValueError(
+            f'ContextParallel needs mesh axes ("cp_inter", "cp_intra") or ("cp",), not {names}'
+        )
     if schedule == "double_ring":
-        raise ValueError('schedule "double_ring" needs mesh axes ("cp_inter", "cp_intra"); write "ring" for ("cp",)')
+        raise ValueError(
+            'schedule "double_ring" needs mesh axes ("cp_inter", "cp_intra"); write "ring" for ("cp",)'
+        )
     return [mesh.mesh.tolist()]
 
 
@@ -312,7 +373,9 @@ def _new_group(ranks: list[int], description: str, **options) -> dist.ProcessGro
     key = (dist.group.WORLD, description, tuple(ranks))
     if key not in _GROUPS:
         # Only the members take part, so that other context-parallel groups of the world may come at another time.
-        _GROUPS[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=description, **options)
+        _GROUPS[key] = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc=description, **options
+        )
     return _GROUPS[key]
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 LINK = 12
 """Bytes that a GPU's memory moves while a link inside a node moves one: some 3.5 TB/s against 0.28 (H200, NVLink)."""
 
@@ -53,7 +52,10 @@ class Plan(NamedTuple):
             return self
         moved = iter(torch.cat(tensors).to(device).split([len(x) for x in tensors]))
         exchange = lambda x: x and x._replace(rows=next(moved))
-        stages = [stage._replace(outer=exchange(stage.outer), inner=exchange(stage.inner)) for stage in self.stages]
+        stages = [
+            stage._replace(outer=exchange(stage.outer), inner=exchange(stage.inner))
+            for stage in self.stages
+        ]
         return self._replace(stages=[stage._replace(k_blocks=next(moved)) for stage in stages])
 
 
@@ -75,15 +77,21 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
     rows, memory, found = torch.arange(n).repeat(inter, 1), n, []
     elsewhere = ~torch.eye(inter, dtype=torch.bool)[..., None]
     for number in range(stages):
-        crossing = (stage[:, :, local] == number) & elsewhere                   # [to node, from node, n]
+        crossing = (stage[:, :, local] == number) & elsewhere  # [to node, from node, n]
         coming = crossing[node]
         relayed = (memory, memory + int(coming.sum()))
         memory = relayed[1]
         rows[coming] = torch.arange(*relayed)
-        handed = here & (stage[node] == number)                                 # [to rank, from node, by rank, n]
+        handed = here & (stage[node] == number)  # [to rank, from node, by rank, n]
         got = handed[local].transpose(0, 1)
-        found.append(Stage(_exchange(crossing[:, node], coming, torch.arange(n), bool(crossing.any())),
-                           _exchange(handed[:, :, local], got, rows, bool(handed.any())), relayed, owned[got]))
+        found.append(
+            Stage(
+                _exchange(crossing[:, node], coming, torch.arange(n), bool(crossing.any())),
+                _exchange(handed[:, :, local], got, rows, bool(handed.any())),
+                relayed,
+                owned[got],
+            )
+        )
     return Plan(found, memory)
 
 
@@ -93,7 +101,9 @@ def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody: bool) -> Ex
     return Exchange(rows.expand_as(sent)[sent], count(sent), count(received)) if anybody else None
 
 
-def blocks_before_others(own: int, remote: int, heads: int, kv_heads: int, element_bytes: int, nodes: int) -> int:
+def blocks_before_others(
+    own: int, remote: int, heads: int, kv_heads: int, element_bytes: int, nodes: int
+) -> int:
     """How many of `own` blocks a backward computes before those of others: half, the rest while the gradients of `remote` blocks
     go home, but all inside a node where that would cost more than it hides.
 
@@ -118,7 +128,11 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     """
     some, nodes = wanted.any(1), torch.arange(len(wanted))
     place = (some.cumsum(-1) - 0.5) / some.sum(-1, keepdim=True).clamp(min=1)
-    place = (place + (nodes[:, None] != nodes)[..., None, None]).masked_fill(~some, torch.inf).flatten(1)
+    place = (
+        (place + (nodes[:, None] != nodes)[..., None, None])
+        .masked_fill(~some, torch.inf)
+        .flatten(1)
+    )
     order = place.argsort(stable=True, dim=1).argsort(1)
     stage = order * stages // some.flatten(1).sum(1, keepdim=True).clamp(min=1)
     return stage.view_as(some).masked_fill(~some, -1)
@@ -134,5 +148,10 @@ def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
         # [to node, from node, by rank], [node, to rank, by rank]
         crossing = some.sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]
         handed = (wanted & some[:, None]).sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)
-        found.append((handed.sum(2 if backward else 1).flatten(), crossing.sum(1 if backward else 0).flatten()))
+        found.append(
+            (
+                handed.sum(2 if backward else 1).flatten(),
+                crossing.sum(1 if backward else 0).flatten(),
+            )
+        )
     return Traffic(*(torch.stack(x, dim=1) for x in zip(*found)))

@@ -8,6 +8,8 @@ LAYOUTS follow from the length alone; balanced.py makes a table for a mask.
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.blocks import token_positions
+
 
 def contiguous(cp: int, blocks: int) -> Tensor:
     """Rank r owns the r-th of cp equal runs of blocks."""
@@ -48,12 +50,6 @@ def count_blocks(layout: str, cp: int, seq_len: int, block_size: int) -> int:
 def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
     """int64 [cp, n] for a global sequence of `seq_len` tokens; ValueError if the blocks do not divide evenly."""
     return LAYOUTS[layout](cp, count_blocks(layout, cp, seq_len, block_size))
-
-
-def token_positions(blocks: Tensor, block_size: int) -> Tensor:
-    """Global token positions int64 [n * block_size] of the global blocks int [n], in local order."""
-    offsets = torch.arange(block_size, device=blocks.device)
-    return (blocks.long()[:, None] * block_size + offsets).flatten()
 
 
 def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:

@@ -80,7 +80,10 @@ def traffic(hops: Hops, node_size: int) -> Traffic:
     inner = (hops.inner_from[..., None] <= step) & (step < hops.inner_to[..., None])
     outer = (hops.outer_from[:, None] <= window) & (window < hops.outer_to[:, None])
     sent = torch.zeros(2, size, dtype=torch.int64)
-    for made, sender, receiver in ((inner, rank, rank.roll(-1, 2)), (outer, rank[..., 0], rank[..., 0].roll(-1, 1))):
+    for made, sender, receiver in (
+        (inner, rank, rank.roll(-1, 2)),
+        (outer, rank[..., 0], rank[..., 0].roll(-1, 1)),
+    ):
         across = (sender // node_size != receiver // node_size).long()
         sent.view(-1).index_add_(0, (across * size + sender).flatten(), made.flatten().long())
     return Traffic(*sent)

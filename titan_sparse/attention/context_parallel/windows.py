@@ -13,7 +13,9 @@ Windows = list[list[int]]
 def local(inter: int, intra: int, rank: int) -> Windows:
     """Own KV only. ValueError with several ranks, since the rest of the sequence would be ignored."""
     if inter * intra != 1:
-        raise ValueError(f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"')
+        raise ValueError(
+            f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"'
+        )
     return [[rank]]
 
 
@@ -43,7 +45,9 @@ def backward_order(windows: int, steps: int) -> list[int]:
     return [0, *range(steps // windows, steps), *range(1, steps // windows)]
 
 
-def vertical_steps(computes: list[bool], blocks: int, backward: bool = False, windows: int = 1) -> list[int]:
+def vertical_steps(
+    computes: list[bool], blocks: int, backward: bool = False, windows: int = 1
+) -> list[int]:
     """The steps that meet a part of the gathered verticals, in order: part i is every n-th of their `blocks` blocks from
     the i-th on. computes: by step, in the forward's order, whether the rank computes at all. windows: of the schedule.
 
@@ -60,7 +64,13 @@ def group_cast(inter: int, intra: int, rank: int) -> Windows:
     return ring(inter, intra, rank)
 
 
-SCHEDULES = {"local": local, "all_gather": all_gather, "ring": ring, "double_ring": double_ring, "group_cast": group_cast}
+SCHEDULES = {
+    "local": local,
+    "all_gather": all_gather,
+    "ring": ring,
+    "double_ring": double_ring,
+    "group_cast": group_cast,
+}
 
 
 def choose(inter: int, intra: int, backward_circulates: str = "auto") -> str:

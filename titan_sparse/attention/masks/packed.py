@@ -14,17 +14,25 @@ def documents(lengths: Sequence[int], causal: bool | Sequence[bool] = True) -> S
     """Each document sees itself: causal, or (causal=False, for all or for each) every token every other."""
     kinds = [causal] * len(lengths) if isinstance(causal, bool) else causal
     if len(kinds) != len(lengths):
-        raise ValueError(f"documents(): {len(kinds)} values of causal for {len(lengths)} documents; "
-                         "write one, or one for each")
-    return Slices.of((a, b, a, b, CAUSAL if kind else FULL) for (a, b), kind in zip(_ranges(lengths), kinds))
+        raise ValueError(
+            f"documents(): {len(kinds)} values of causal for {len(lengths)} documents; "
+            "write one, or one for each"
+        )
+    return Slices.of(
+        (a, b, a, b, CAUSAL if kind else FULL) for (a, b), kind in zip(_ranges(lengths), kinds)
+    )
 
 
-def sliding_window(lengths: Sequence[int], window: int, sinks: int = 0, look_ahead: int = 0) -> Slices:
+def sliding_window(
+    lengths: Sequence[int], window: int, sinks: int = 0, look_ahead: int = 0
+) -> Slices:
     """Inside each document query i sees keys i - window + 1 .. i + look_ahead, and besides the first `sinks` tokens of
     the document as far as they are not later (StreamingLLM, section 3.2)."""
     if window < 1 or sinks < 0 or look_ahead < 0:
-        raise ValueError(f"sliding_window(window={window}, sinks={sinks}, look_ahead={look_ahead}): "
-                         "window is 1 or more, the others 0 or more")
+        raise ValueError(
+            f"sliding_window(window={window}, sinks={sinks}, look_ahead={look_ahead}): "
+            "window is 1 or more, the others 0 or more"
+        )
     slices = []
     for a, b in _ranges(lengths):
         slices.append((a, b, a, b, 1 - window, look_ahead))
@@ -41,15 +49,22 @@ def dilated(lengths: Sequence[int], window: int, rate: int) -> Slices:
     """
     if window < 1 or rate < 1:
         raise ValueError(f"dilated(window={window}, rate={rate}): both are 1 or more")
-    return Slices.of_diagonals([(a, b, a, b, -distance, -distance)
-                                for a, b in _ranges(lengths) for distance in range(0, min(window, b - a), rate)])
+    return Slices.of_diagonals(
+        [
+            (a, b, a, b, -distance, -distance)
+            for a, b in _ranges(lengths)
+            for distance in range(0, min(window, b - a), rate)
+        ]
+    )
 
 
 def prefix_lm(lengths: Sequence[int], prefixes: Sequence[int]) -> Slices:
     """Documents whose first tokens (`prefixes`) see each other in both directions, the rest causally (T5, section
     3.2.1)."""
     if len(prefixes) != len(lengths) or any(not 0 <= p <= n for p, n in zip(prefixes, lengths)):
-        raise ValueError("prefix_lm(lengths, prefixes): a prefix for each document, from 0 to its length")
+        raise ValueError(
+            "prefix_lm(lengths, prefixes): a prefix for each document, from 0 to its length"
+        )
     slices = []
     for (a, b), prefix in zip(_ranges(lengths), prefixes):
         slices += [(a, a + prefix, a, a + prefix, FULL), (a + prefix, b, a, b, CAUSAL)]
@@ -73,7 +88,10 @@ def shared_question(groups: Sequence[tuple[int, Sequence[int]]]) -> Slices:
         stop = start + question
         slices.append((start, stop, start, stop, CAUSAL))
         for a, b in _ranges(answers):
-            slices += [(stop + a, stop + b, start, stop, FULL), (stop + a, stop + b, stop + a, stop + b, CAUSAL)]
+            slices += [
+                (stop + a, stop + b, start, stop, FULL),
+                (stop + a, stop + b, stop + a, stop + b, CAUSAL),
+            ]
         start = stop + sum(answers)
     return Slices.of(slices)
 

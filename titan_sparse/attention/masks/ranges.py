@@ -77,10 +77,16 @@ class Causal(Mask):
             return MaskRanges(torch.zeros_like(position), position + 1, None, plain=True)
         valid = torch.tensor(self.valid, dtype=torch.int32, device=device)[:, None]
         if max(self.valid) > seq_len or min(self.valid) < 0:
-            raise ValueError(f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens")
+            raise ValueError(
+                f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens"
+            )
         real = position < valid
-        return MaskRanges(torch.where(real, 0, seq_len).int(), torch.where(real, position + 1, seq_len).int(), None,
-                    plain=min(self.valid) == seq_len)
+        return MaskRanges(
+            torch.where(real, 0, seq_len).int(),
+            torch.where(real, position + 1, seq_len).int(),
+            None,
+            plain=min(self.valid) == seq_len,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ValueError(f"SlidingWindow(window={self.window}): a window holds at least the query itself, 1 or more")
+            raise ValueError(
+                f"SlidingWindow(window={self.window}): a window holds at least the query itself, 1 or more"
+            )
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
@@ -108,12 +116,16 @@ class Documents(Mask):
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
         nested = len(lengths) > 0 and isinstance(lengths[0], Sequence)
-        self.lengths = [[int(length) for length in row] for row in (lengths if nested else [lengths])]
+        self.lengths = [
+            [int(length) for length in row] for row in (lengths if nested else [lengths])
+        ]
         if any(length < 1 for row in self.lengths for length in row):
             raise ValueError("Documents(lengths): every document has at least 1 token")
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
-        start = torch.stack([self._document_starts(row, seq_len) for row in self.lengths]).to(device)
+        start = torch.stack([self._document_starts(row, seq_len) for row in self.lengths]).to(
+            device
+        )
         real = start >= 0
         stop = torch.arange(1, seq_len + 1, dtype=torch.int32, device=device).expand_as(start)
         return MaskRanges(start.where(real, seq_len), stop.where(real, seq_len), start)
@@ -138,9 +150,13 @@ class Intersection(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         a, b = self.first.rows(seq_len, device), self.second.rows(seq_len, device)
         if a.document_start is not None and b.document_start is not None:
-            raise ValueError("Documents & Documents: give the finer of the two document lists alone")
+            raise ValueError(
+                "Documents & Documents: give the finer of the two document lists alone"
+            )
         if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
-            raise ValueError(f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together")
+            raise ValueError(
+                f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
+            )
         if a.slices is not None or b.slices is not None:
             return slices.intersected_rows(a, b)
         start, stop = torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)

@@ -29,10 +29,17 @@ class Slices(Mask):
     Raises ValueError for other types, ranges that are none, and for a pair covered twice, naming the two slices.
     """
 
-    def __init__(self, q_ranges: Sequence[tuple[int, int]], k_ranges: Sequence[tuple[int, int]], types: Sequence[str]):
+    def __init__(
+        self,
+        q_ranges: Sequence[tuple[int, int]],
+        k_ranges: Sequence[tuple[int, int]],
+        types: Sequence[str],
+    ):
         if not len(q_ranges) == len(k_ranges) == len(types):
-            raise ValueError(f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges and {len(types)} types; "
-                             "write as many of each")
+            raise ValueError(
+                f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges and {len(types)} types; "
+                "write as many of each"
+            )
         for kind in set(types) - set(KINDS):
             raise ValueError(f'Slices: type "{kind}" is unknown; write one of {", ".join(KINDS)}')
         self._set([_with_diagonals(_ranges(q_ranges), _ranges(k_ranges), types)])
@@ -74,16 +81,22 @@ class Slices(Mask):
             torch._dynamo.maybe_mark_dynamic(table, 1)
         ends = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
         for column, step in ((0, 1), (1, -1)):
-            ends.scatter_add_(1, self._table[..., column].long(), torch.full_like(self._table[..., column], step))
+            ends.scatter_add_(
+                1, self._table[..., column].long(), torch.full_like(self._table[..., column], step)
+            )
         sees = ends[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
         start = torch.where(sees, 0, seq_len).int().to(device)
-        return MaskRanges(start, torch.full_like(start, seq_len), None, causal=self._causal, slices=table)
+        return MaskRanges(
+            start, torch.full_like(start, seq_len), None, causal=self._causal, slices=table
+        )
 
 
 def dense(rows: MaskRanges) -> Tensor:
     """bool [Bm, S, S] of rows with slices, in global order."""
     token = torch.arange(rows.start.shape[1], device=rows.start.device)
-    seen = torch.zeros(len(rows.slices), len(token), len(token), dtype=torch.bool, device=token.device)
+    seen = torch.zeros(
+        len(rows.slices), len(token), len(token), dtype=torch.bool, device=token.device
+    )
     for table, numbers in zip(seen, rows.slices.tolist()):
         for q_start, q_stop, k_start, k_stop, low, high in numbers:
             distance = token[k_start:k_stop] - token[q_start:q_stop, None]
@@ -93,14 +106,23 @@ def dense(rows: MaskRanges) -> Tensor:
 
 def seen_by(rows: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
     """Of rows with slices a function from keys int [m] to what `queries` int [n] see of them, bool [Bm, n, m]."""
-    q_start, q_stop, k_start, k_stop, low, high = (x[:, None] for x in rows.slices.long().unbind(-1))
+    q_start, q_stop, k_start, k_stop, low, high = (
+        x[:, None] for x in rows.slices.long().unbind(-1)
+    )
     query, seq_len = queries[:, None], rows.start.shape[1]
     start, stop = torch.maximum(k_start, query + low), torch.minimum(k_stop, query + high + 1)
     any_key = (query >= q_start) & (query < q_stop) & (start < stop)
     # No two slices overlap: the ranges of a query begin and end at different keys, and a byte holds their count.
-    ends = torch.zeros(len(rows.slices), len(queries), seq_len + 1, dtype=torch.int8, device=queries.device)
-    line = torch.arange(ends[..., 0].numel(), device=queries.device).view(len(ends), -1, 1) * (seq_len + 1)
-    for at, step in ((start, 1), (stop, -1)):  # flat: of more dimensions there is no deterministic scatter on a GPU
+    ends = torch.zeros(
+        len(rows.slices), len(queries), seq_len + 1, dtype=torch.int8, device=queries.device
+    )
+    line = torch.arange(ends[..., 0].numel(), device=queries.device).view(len(ends), -1, 1) * (
+        seq_len + 1
+    )
+    for at, step in (
+        (start, 1),
+        (stop, -1),
+    ):  # flat: of more dimensions there is no deterministic scatter on a GPU
         place, steps = line + at.where(any_key, seq_len), any_key.to(torch.int8) * step
         ends.view(-1).scatter_add_(0, place.flatten(), steps.flatten())
     seen = ends.cumsum(-1, dtype=torch.int8) > 0
@@ -113,8 +135,10 @@ def _ranges(ranges: Sequence[tuple[int, int]]) -> Tensor:
     wrong = (table[:, 0] < 0) | (table[:, 0] > table[:, 1])
     if wrong.any():
         number = int(wrong.nonzero()[0])
-        raise ValueError(f"Slices: range {tuple(table[number].tolist())} of slice {number} is none; "
-                         "write 0 <= start <= stop")
+        raise ValueError(
+            f"Slices: range {tuple(table[number].tolist())} of slice {number} is none; "
+            "write 0 <= start <= stop"
+        )
     return table
 
 
@@ -151,18 +175,29 @@ def tightened(slices: Tensor) -> Tensor:
 
 def _tight(slices: Tensor) -> Tensor:
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
-    return torch.stack([
-        torch.maximum(q_start, k_start - high), torch.minimum(q_stop, k_stop - low),
-        torch.maximum(k_start, q_start + low), torch.minimum(k_stop, q_stop + high),
-        torch.maximum(low, k_start - q_stop + 1), torch.minimum(high, k_stop - 1 - q_start),
-    ], dim=-1)
+    return torch.stack(
+        [
+            torch.maximum(q_start, k_start - high),
+            torch.minimum(q_stop, k_stop - low),
+            torch.maximum(k_start, q_start + low),
+            torch.minimum(k_stop, q_stop + high),
+            torch.maximum(low, k_start - q_stop + 1),
+            torch.minimum(high, k_stop - 1 - q_start),
+        ],
+        dim=-1,
+    )
 
 
 def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
     """bool [...]: of some pair of tokens. Looks at the ranges as given too: an empty one need not be empty when
     tight."""
-    return ((slices[..., 0::2][..., :2] < slices[..., 1::2][..., :2]).all(-1) & (slices[..., 4] <= slices[..., 5])
-            & (tight[..., 0] < tight[..., 1]) & (tight[..., 2] < tight[..., 3]) & (tight[..., 4] <= tight[..., 5]))
+    return (
+        (slices[..., 0::2][..., :2] < slices[..., 1::2][..., :2]).all(-1)
+        & (slices[..., 4] <= slices[..., 5])
+        & (tight[..., 0] < tight[..., 1])
+        & (tight[..., 2] < tight[..., 3])
+        & (tight[..., 4] <= tight[..., 5])
+    )
 
 
 def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +222,9 @@ def area(slices: Tensor) -> Tensor:
     q_start, q_stop, k_start, k_stop, low, high = slices.long().unbind(-1)
     queries, keys = (q_stop - q_start).clamp(min=0), (k_stop - k_start).clamp(min=0)
     offset = k_start - q_start
-    return (_below(queries, keys, high - offset) - _below(queries, keys, low - 1 - offset)).clamp(min=0)
+    return (_below(queries, keys, high - offset) - _below(queries, keys, low - 1 - offset)).clamp(
+        min=0
+    )
 
 
 def _below(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
@@ -215,7 +252,11 @@ def check_disjoint(slices: Tensor) -> None:
             first, second = first[meet], second[meet]
         both, twice = overlap(tight[kept[first]], tight[kept[second]])
         if twice.any():
-            _refuse(slices, *sorted((int(kept[first[twice]][0]), int(kept[second[twice]][0]))), both[twice][0].tolist())
+            _refuse(
+                slices,
+                *sorted((int(kept[first[twice]][0]), int(kept[second[twice]][0]))),
+                both[twice][0].tolist(),
+            )
 
 
 def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,9 +285,13 @@ def within_runs(count: Tensor) -> Tensor:
 
 
 def _refuse(slices: Tensor, first: int, second: int, both: Tensor) -> None:
-    says = lambda number: "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(number, *slices[number].tolist())
-    raise ValueError(f"Slices: {says(first)} and {says(second)} both hold query {both[0]}, key {both[2]}; "
-                     "write them so that each pair is in one slice only")
+    says = lambda number: "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(
+        number, *slices[number].tolist()
+    )
+    raise ValueError(
+        f"Slices: {says(first)} and {says(second)} both hold query {both[0]}, key {both[2]}; "
+        "write them so that each pair is in one slice only"
+    )
 
 
 # Other masks as slices ----------------------------------------------------------------------------------------------
@@ -265,8 +310,19 @@ def slices_of_rows(start: Tensor, stop: Tensor) -> Tensor:
     position = torch.arange(len(start), device=start.device)
     low, high = start - position, stop - 1 - position
     last = ends - 1
-    return tightened(torch.stack([begins, ends, start[begins], stop[last], torch.minimum(low[begins], low[last]),
-                                  torch.maximum(high[begins], high[last])], dim=-1).cpu())
+    return tightened(
+        torch.stack(
+            [
+                begins,
+                ends,
+                start[begins],
+                stop[last],
+                torch.minimum(low[begins], low[last]),
+                torch.maximum(high[begins], high[last]),
+            ],
+            dim=-1,
+        ).cpu()
+    )
 
 
 def intersected_rows(a: MaskRanges, b: MaskRanges) -> MaskRanges:

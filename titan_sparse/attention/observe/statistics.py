@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.observe import visits as balance
-from titan_sparse.attention.schedules import group_cast
 from titan_sparse.attention import timing
-from titan_sparse.attention.context_parallel.layouts import token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.memo import once_per_mask
-from titan_sparse.attention.schedules.needs import needed_chunks
-from titan_sparse.attention.patterns.moba import MoBAIndex
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.slices import area, seen_by
+from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.observe.thumbnails import pairs_by_block, thumbnail
-from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
+from titan_sparse.attention.patterns.moba import MoBAIndex
+from titan_sparse.attention.schedules import group_cast
+from titan_sparse.attention.schedules.needs import needed_chunks
 from titan_sparse.attention.schedules.transport import route
+from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 if TYPE_CHECKING:
     from titan_sparse.attention.call import Run
@@ -94,7 +94,9 @@ class Recording:
         Raises ValueError if nothing was recorded with several ranks, or with different ContextParallels.
         """
         if len({call.cp.key for call in self.calls}) != 1:
-            raise ValueError("by_rank() needs attention calls of one ContextParallel of several ranks; record them alone")
+            raise ValueError(
+                "by_rank() needs attention calls of one ContextParallel of several ranks; record them alone"
+            )
         cp, work = self.calls[0].cp, torch.stack(self.work)
         times = torch.stack([call.milliseconds() for call in self.calls]).to(work.device)
         work, times = (cp.all_gather(x).transpose(0, 1).cpu() for x in (work, times))
@@ -119,7 +121,9 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
         finally:
             _active = None
             if calls:
-                sent = (a - b for a, b in zip(timing.bytes_so_far(calls[0].cp), calls[0].bytes_before))
+                sent = (
+                    a - b for a, b in zip(timing.bytes_so_far(calls[0].cp), calls[0].bytes_before)
+                )
                 seen.bytes_sent, seen.plain_ring_bytes, seen.bytes_of_columns = sent
 
 
@@ -144,7 +148,9 @@ def observe_call(run: "Run", q: Tensor, k: Tensor) -> None:
     if run.cp.size > 1:
         _active.work.append(_own_work(run, pairs, vertical_pairs, k.shape[1], parts))
     in_blocks = pairs.sum(-1)
-    _active.parts.append(run.cp.all_reduce(torch.stack([in_blocks + vertical_pairs.sum(-1), in_blocks])).mean(1))
+    _active.parts.append(
+        run.cp.all_reduce(torch.stack([in_blocks + vertical_pairs.sum(-1), in_blocks])).mean(1)
+    )
 
 
 def observe_layer(run: "Run", q: Tensor, k: Tensor, lse: Tensor) -> None:
@@ -174,7 +180,9 @@ def visible_pairs(rows: MaskRanges) -> Tensor:
     return (rows.stop - rows.start).sum(-1, dtype=torch.float64)
 
 
-def _own_work(run: "Run", pairs: Tensor, vertical_pairs: Tensor, kv_heads: int, parts: list[Tensor] | None) -> Tensor:
+def _own_work(
+    run: "Run", pairs: Tensor, vertical_pairs: Tensor, kv_heads: int, parts: list[Tensor] | None
+) -> Tensor:
     """This rank's visited pairs by step, float64 [steps]. parts: the blocks of each step, where those are not chunks."""
     if run.cp.schedule == "all_gather":
         return (pairs.sum(-1) + vertical_pairs.sum(-1)).unflatten(1, (kv_heads, -1)).sum((0, 2))
@@ -182,15 +190,24 @@ def _own_work(run: "Run", pairs: Tensor, vertical_pairs: Tensor, kv_heads: int, 
     if parts:
         computes = [len(blocks) > 0 for blocks in parts]
     else:
-        computes, work = sum(route(run.cp, needed_chunks(run)).compute, []), work[sum(run.cp.windows, [])]
+        computes, work = (
+            sum(route(run.cp, needed_chunks(run)).compute, []),
+            work[sum(run.cp.windows, [])],
+        )
     balance.add_verticals(work, vertical_pairs.sum((0, 1)), computes)
     return work
 
 
-def visited_pairs(run: "Run", batch: int, parts: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def visited_pairs(
+    run: "Run", batch: int, parts: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Pairs computed for this rank's queries: in each of `parts`, global blocks int64 [n], or by default in the blocks of
     each source rank, float64 [B, Hq, parts], and of columns outside them, by block of columns [B, Hq, C]."""
-    index, blocks, key = run.index, run.query_blocks(), ("pairs by block", run.cp.key, run.first, run.last)
+    index, blocks, key = (
+        run.index,
+        run.query_blocks(),
+        ("pairs by block", run.cp.key, run.first, run.last),
+    )
     parts = parts or list(run.cp.table(run.rows))
     if isinstance(index, MoBAIndex):
         found = index.pairs(run.rows, blocks, parts)
@@ -198,35 +215,54 @@ def visited_pairs(run: "Run", batch: int, parts: list[Tensor] | None = None) -> 
     pairs = once_per_mask(run.rows, key, lambda: pairs_by_block(run.rows, blocks, index.block_size))
     first, last = _rows_seeing(run.rows, index.verticals)
     keys = all_blocks(index)
-    by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=index.verticals.device)
+    by_key = torch.zeros(
+        batch, index.heads, len(keys), dtype=torch.float64, device=index.verticals.device
+    )
     vertical_pairs = by_key.new_zeros(index.verticals.shape)
     for q_blocks, seen in zip(blocks.split(_Q_BLOCKS), pairs.split(_Q_BLOCKS, dim=1)):
         selected = index.selects(q_blocks, keys)
         by_key += torch.where(selected, seen[:, None], 0).sum(dim=-2)
         begin = (q_blocks * index.block_size)[:, None]
-        rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(first[:, :, None], begin)
-        vertical_pairs += rows.clamp(min=0).where(~covered_verticals(index, selected), 0).sum(dim=-2)
-    by_block = vertical_pairs.unflatten(-1, (index.verticals.shape[-1] // index.block_size, index.block_size)).sum(-1)
+        rows = torch.minimum(last[:, :, None], begin + index.block_size) - torch.maximum(
+            first[:, :, None], begin
+        )
+        vertical_pairs += (
+            rows.clamp(min=0).where(~covered_verticals(index, selected), 0).sum(dim=-2)
+        )
+    by_block = vertical_pairs.unflatten(
+        -1, (index.verticals.shape[-1] // index.block_size, index.block_size)
+    ).sum(-1)
     return torch.stack([by_key[..., part].sum(-1) for part in parts], dim=-1), by_block
 
 
 def _rows_seeing(rows: MaskRanges, columns: Tensor) -> tuple[Tensor, Tensor]:
     """First and last + 1 query that sees each column, int64 like columns [B, H, C]; both vectors of rows are sorted."""
     flat = columns.flatten(1).contiguous()
-    first, last = (torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True) for x in (rows.stop, rows.start))
+    first, last = (
+        torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True)
+        for x in (rows.stop, rows.start)
+    )
     return first.view(columns.shape), last.view(columns.shape)
 
 
 def recall(run: "Run", q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
     """Mean of exp(lse - lse of all allowed keys) over `samples` evenly spread query rows, fp32 or fp64 [Hq]."""
     position = token_positions(run.blocks(), run.index.block_size)
-    picked = torch.linspace(0, q.shape[2] - 1, max(1, min(samples // run.cp.size, q.shape[2])), device=q.device).long()
+    picked = torch.linspace(
+        0, q.shape[2] - 1, max(1, min(samples // run.cp.size, q.shape[2])), device=q.device
+    ).long()
     queries = _joined(run, q[:, :, picked])
     sparse = _joined(run, lse[:, :, picked, None])[..., 0]
     where = run.cp.all_gather(position[picked]).flatten()
     start, stop = run.rows.start[:, where], run.rows.stop[:, where]
     sees = lambda keys: (keys >= start[..., None]) & (keys < stop[..., None])
-    own = _lse_of_keys(queries, k, position, sees if run.rows.slices is None else seen_by(run.rows, where), run.scale)
+    own = _lse_of_keys(
+        queries,
+        k,
+        position,
+        sees if run.rows.slices is None else seen_by(run.rows, where),
+        run.scale,
+    )
     dense = run.cp.all_gather(own).logsumexp(0)
     seen = (start < stop)[:, None].expand_as(sparse)
     kept = torch.where(seen, (sparse - dense).exp(), 0)
@@ -238,7 +274,9 @@ def _joined(run: "Run", x: Tensor) -> Tensor:
     return torch.cat(list(run.cp.all_gather(x)), dim=2)
 
 
-def _lse_of_keys(q: Tensor, k: Tensor, position: Tensor, sees: Callable[[Tensor], Tensor], scale: float) -> Tensor:
+def _lse_of_keys(
+    q: Tensor, k: Tensor, position: Tensor, sees: Callable[[Tensor], Tensor], scale: float
+) -> Tensor:
     """Log of the softmax sum of each query [B, Hq, n, D] over the keys [B, Hkv, S, D] it sees: sees(positions [m]) gives
     bool [Bm, n, m]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -246,5 +284,7 @@ def _lse_of_keys(q: Tensor, k: Tensor, position: Tensor, sees: Callable[[Tensor]
     group = q.shape[1] // k.shape[1]
     for keys, at in zip(k.split(_KEYS, dim=2), position.split(_KEYS)):
         scores = q.to(dtype) @ keys.to(dtype).repeat_interleave(group, 1).mT * scale
-        total = torch.logaddexp(total, scores.masked_fill(~sees(at)[:, None], -torch.inf).logsumexp(-1))
+        total = torch.logaddexp(
+            total, scores.masked_fill(~sees(at)[:, None], -torch.inf).logsumexp(-1)
+        )
     return total

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.tiles import slices as slice_tiles
-from titan_sparse.attention.context_parallel.layouts import token_positions
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.blocks import token_positions
+from titan_sparse.attention.masks import classification as slice_tiles
 from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 
 _MASK_BLOCKS, _Q_BLOCKS = 16, 256
@@ -23,13 +23,24 @@ def thumbnail(index: BlockIndex, rows: MaskRanges, cells: int) -> Tensor:
     blocks = torch.arange(-(-index.seq_len // index.block_size), device=index.verticals.device)
     size = min(cells, len(blocks))
     cell = torch.nn.functional.one_hot(blocks * size // len(blocks), size).float()
-    first = MaskRanges(rows.start[:1], rows.stop[:1], None, slices=None if rows.slices is None else rows.slices[:1])
-    pairs_of = once_per_mask(rows, ("pairs of all blocks", index.block_size),
-                             lambda: pairs_by_block(first, blocks, index.block_size)[0])
-    edges = torch.arange(len(blocks) + 1, device=blocks.device, dtype=torch.int32) * index.block_size
-    before = torch.searchsorted(index.verticals[0], edges.clamp(max=index.seq_len).expand(index.heads, -1).contiguous())
+    first = MaskRanges(
+        rows.start[:1], rows.stop[:1], None, slices=None if rows.slices is None else rows.slices[:1]
+    )
+    pairs_of = once_per_mask(
+        rows,
+        ("pairs of all blocks", index.block_size),
+        lambda: pairs_by_block(first, blocks, index.block_size)[0],
+    )
+    edges = (
+        torch.arange(len(blocks) + 1, device=blocks.device, dtype=torch.int32) * index.block_size
+    )
+    before = torch.searchsorted(
+        index.verticals[0], edges.clamp(max=index.seq_len).expand(index.heads, -1).contiguous()
+    )
     share = before.diff(dim=-1)[:, None].float() / index.block_size
-    computed, allowed = (torch.zeros(*shape, size, size, device=blocks.device) for shape in ((index.heads,), ()))
+    computed, allowed = (
+        torch.zeros(*shape, size, size, device=blocks.device) for shape in ((index.heads,), ())
+    )
     for some, of in zip(blocks.split(_Q_BLOCKS), cell.split(_Q_BLOCKS)):
         pairs = pairs_of[some].float()
         selected = index.selects(some, blocks)[0]

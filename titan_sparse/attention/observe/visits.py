@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel import windows as schedules
-from titan_sparse.attention.tiles import slices as slice_tiles
-from titan_sparse.attention.context_parallel.layouts import token_positions
+from titan_sparse.attention.masks import classification as slice_tiles
 from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.reach import block_reach
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles.blocks import all_blocks, block_reach, covered_verticals
+from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 _ELEMENTS = 1 << 23
 """Tiles looked at together: bounds the memory."""
@@ -52,16 +53,29 @@ def count_visits(index: BlockIndex, rows: MaskRanges, table: Tensor) -> Visits:
 
 def count_visits_of_all_heads(index: BlockIndex, rows: MaskRanges, table: Tensor) -> Visits:
     """Visits summed over heads, H = 1: for a vertical-slash index about Hq times cheaper than count_visits()."""
-    return _count(index, rows, table, lambda q, k: heads_selecting(index, q, k), lambda pairs: pairs.sum(1, keepdim=True))
+    return _count(
+        index,
+        rows,
+        table,
+        lambda q, k: heads_selecting(index, q, k),
+        lambda pairs: pairs.sum(1, keepdim=True),
+    )
 
 
-def _count(index: BlockIndex, rows: MaskRanges, table: Tensor, selecting: Callable[[Tensor, Tensor], Tensor],
-           reduce: Callable[[Tensor], Tensor]) -> Visits:
+def _count(
+    index: BlockIndex,
+    rows: MaskRanges,
+    table: Tensor,
+    selecting: Callable[[Tensor, Tensor], Tensor],
+    reduce: Callable[[Tensor], Tensor],
+) -> Visits:
     ranks, keys = len(table), table.flatten()
     batch, heads = len(index.verticals), reduce(index.verticals).shape[1]
     step = max(1, _ELEMENTS // (batch * heads * len(keys)))
     counts = torch.zeros(3, batch, heads, ranks, ranks, dtype=torch.int64)
-    verticals = torch.zeros(batch, heads, ranks, index.verticals.shape[-1] // index.block_size, dtype=torch.int64)
+    verticals = torch.zeros(
+        batch, heads, ranks, index.verticals.shape[-1] // index.block_size, dtype=torch.int64
+    )
     for rank, own in enumerate(table):
         for q_blocks in own.split(step):
             selected = selecting(q_blocks, keys)
@@ -74,8 +88,14 @@ def _count(index: BlockIndex, rows: MaskRanges, table: Tensor, selecting: Callab
     return Visits(*counts, verticals)
 
 
-def _tell_queries_apart(counts: Tensor, index: MoBAIndex, rows: MaskRanges, q_blocks: Tensor, table: Tensor,
-                        reduce: Callable[[Tensor], Tensor]) -> None:
+def _tell_queries_apart(
+    counts: Tensor,
+    index: MoBAIndex,
+    rows: MaskRanges,
+    q_blocks: Tensor,
+    table: Tensor,
+    reduce: Callable[[Tensor], Tensor],
+) -> None:
     """Correct one rank's counts [3, B, H, W]: tiles that not all of their queries chose are partial, with fewer pairs."""
     keys = table.flatten()
     for some in q_blocks.split(max(1, _ELEMENTS // (index.words.shape[1] * len(keys)))):
@@ -87,7 +107,9 @@ def _tell_queries_apart(counts: Tensor, index: MoBAIndex, rows: MaskRanges, q_bl
     counts[2] = reduce(index.pairs(rows, q_blocks, table))
 
 
-def _tile_weights(rows: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tile_weights(
+    rows: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of each tile whether it is seen whole, whether in part, and its visible pairs; int32 [Bm, nq, nk] each."""
     if rows.slices is not None:
         return slice_tiles.tile_weights(rows, q_blocks, k_blocks, size)
@@ -114,7 +136,9 @@ def heads_selecting(index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor) -> Te
     return _on_diagonals(index, heads_on, index.heads, q_blocks, k_blocks.view(1, 1, 1, -1))
 
 
-def _on_diagonals(index: VerticalSlashIndex, values: Tensor, whole: int, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+def _on_diagonals(
+    index: VerticalSlashIndex, values: Tensor, whole: int, q_blocks: Tensor, k_blocks: Tensor
+) -> Tensor:
     """values [B, H, E] at the block diagonal of each pair of blocks, `whole` where short documents are computed whole.
 
     q_blocks [nq], k_blocks [B or 1, H or 1, 1, m] -> [B, H, nq, m]. Of two documents that meet in a query block the later
@@ -139,7 +163,9 @@ def vertical_pairs(index: BlockIndex, rows: MaskRanges, q_blocks: Tensor) -> Ten
     counted = torch.zeros_like(verticals, dtype=torch.int64)
     for some in q_blocks.split(step):
         begin = (some.int() * index.block_size)[:, None]
-        seeing = (torch.minimum(last, begin + index.block_size) - torch.maximum(first, begin)).clamp(min=0)
+        seeing = (
+            torch.minimum(last, begin + index.block_size) - torch.maximum(first, begin)
+        ).clamp(min=0)
         counted += (seeing * ~_covered(index, some, verticals)).sum(2)
     counted = torch.nn.functional.pad(counted, (0, capacity - verticals.shape[-1]))
     return counted.unflatten(-1, (capacity // size, size)).sum(-1)
@@ -148,15 +174,19 @@ def vertical_pairs(index: BlockIndex, rows: MaskRanges, q_blocks: Tensor) -> Ten
 def _queries_seeing(rows: MaskRanges, verticals: Tensor) -> tuple[Tensor, Tensor]:
     """First and last + 1 query that sees each vertical, int32 [B, H, 1, C]; both vectors of rows are sorted."""
     flat = verticals.flatten(1).contiguous()
-    found = (torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True, out_int32=True)
-             for x in (rows.stop, rows.start))
+    found = (
+        torch.searchsorted(x.expand(len(flat), -1).contiguous(), flat, right=True, out_int32=True)
+        for x in (rows.stop, rows.start)
+    )
     return tuple(x.view(verticals.shape)[:, :, None] for x in found)
 
 
 def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:
     """bool [B, Hq, nq, C]: the vertical lies in a tile that the query block computes."""
     if not isinstance(index, VerticalSlashIndex):
-        return covered_verticals(index, index.selects(q_blocks, all_blocks(index)))[..., : verticals.shape[-1]]
+        return covered_verticals(index, index.selects(q_blocks, all_blocks(index)))[
+            ..., : verticals.shape[-1]
+        ]
     blocks = (verticals // index.block_size)[:, :, None]
     return _on_diagonals(index, index.slashes.to(torch.int8), 1, q_blocks, blocks).bool()
 
@@ -170,8 +200,13 @@ def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
     return torch.tensor([sum(windows(inter, intra, rank), []) for rank in range(inter * intra)])
 
 
-def by_step(visits: Visits, sources: Tensor, backward: bool = False, windows: int = 1,
-            needed: Tensor | None = None) -> Tensor:
+def by_step(
+    visits: Visits,
+    sources: Tensor,
+    backward: bool = False,
+    windows: int = 1,
+    needed: Tensor | None = None,
+) -> Tensor:
     """Pairs of tokens that each rank computes at each step, int64 [B, H, W, W]. sources: of step_sources().
 
     Steps are counted as in the forward, in the backward too, which takes them in another order if the schedule has
@@ -181,7 +216,9 @@ def by_step(visits: Visits, sources: Tensor, backward: bool = False, windows: in
     needs.needed_chunks_of(), which says yes here and there without a tile; by default needed_chunks().
     """
     work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
-    for rank, steps in enumerate(computing_steps(needed_chunks(visits) if needed is None else needed, sources)):
+    for rank, steps in enumerate(
+        computing_steps(needed_chunks(visits) if needed is None else needed, sources)
+    ):
         add_verticals(work[:, :, rank], visits.vertical_pairs[:, :, rank], steps, backward, windows)
     return work
 
@@ -191,8 +228,13 @@ def computing_steps(needed: Tensor, sources: Tensor) -> list[list[bool]]:
     return (needed | torch.eye(len(sources), dtype=torch.bool)).gather(-1, sources).tolist()
 
 
-def add_verticals(work: Tensor, vertical_pairs: Tensor, computes: list[bool], backward: bool = False,
-                windows: int = 1) -> None:
+def add_verticals(
+    work: Tensor,
+    vertical_pairs: Tensor,
+    computes: list[bool],
+    backward: bool = False,
+    windows: int = 1,
+) -> None:
     """Add a rank's vertical_pairs [..., C] to its work [..., steps], in place, where ring.py meets them; as by_step()."""
     steps = schedules.vertical_steps(computes, vertical_pairs.shape[-1], backward, windows)
     for part, step in enumerate(steps):

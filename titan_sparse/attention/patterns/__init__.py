@@ -6,4 +6,12 @@ from titan_sparse.attention.patterns.moba import MoBA
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.patterns.xattention import XAttention
 
-__all__ = ["BlockIndex", "Dense", "MoBA", "Pattern", "VerticalSlash", "XAttention", "pattern_by_key"]
+__all__ = [
+    "BlockIndex",
+    "Dense",
+    "MoBA",
+    "Pattern",
+    "VerticalSlash",
+    "XAttention",
+    "pattern_by_key",
+]

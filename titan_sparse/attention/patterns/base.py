@@ -30,7 +30,12 @@ class BlockIndex:
     """int32 [B, Hq, C], ascending global positions, filled up with the sequence length; C is 0 for block patterns."""
 
     def __init__(self, heads: int, seq_len: int, block_size: int, verticals: Tensor):
-        self.heads, self.seq_len, self.block_size, self.verticals = heads, seq_len, block_size, verticals
+        self.heads, self.seq_len, self.block_size, self.verticals = (
+            heads,
+            seq_len,
+            block_size,
+            verticals,
+        )
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
@@ -68,7 +73,9 @@ class BlockIndex:
         device = self.verticals.device
         blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
         in_blocks = self.selects(blocks, blocks)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 2).repeat_interleave(self.block_size, 3)
+        in_blocks = in_blocks.repeat_interleave(self.block_size, 2).repeat_interleave(
+            self.block_size, 3
+        )
         in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
         batch, heads = self.verticals.shape[:2]
         in_verticals = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
@@ -102,17 +109,28 @@ class Pattern:
     def check_block_size(self, block_size: int) -> None:
         """ValueError if the parameters do not fit this block size."""
 
-    def select(self, q: Tensor, k: Tensor, mask: Mask | MaskRanges, cp: "ContextParallel | None" = None,
-               scale: float | None = None, block_size: int | None = None) -> BlockIndex:
+    def select(
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Mask | MaskRanges,
+        cp: "ContextParallel | None" = None,
+        scale: float | None = None,
+        block_size: int | None = None,
+    ) -> BlockIndex:
         """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D]; no gradient.
 
         Collective over `cp`. `scale` defaults to D ** -0.5, `block_size` to that of `cp`, or 128.
         """
-        from titan_sparse.attention.attend import select  # the op needs the patterns, not the other way round
+        from titan_sparse.attention.attend import (
+            select,
+        )  # the op needs the patterns, not the other way round
 
         return select(q, k, mask, self, cp, scale, block_size)
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(
+        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+    ) -> list[Tensor]:
         """The selection itself, on this rank's shards of whole blocks; index() makes a BlockIndex of the result."""
         raise NotImplementedError
 
@@ -124,7 +142,9 @@ class Pattern:
         """C of the index that these tensors stand for."""
         return 0
 
-    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> BlockIndex:
+    def index(
+        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.layouts import token_positions
-from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.bitsets import gather_blocks, no_verticals
 from titan_sparse.attention.patterns.vertical_slash.spans import (
@@ -44,8 +44,16 @@ class MoBAIndex(BlockIndex):
 
     by_head = ("verticals", "words", "any_words", "all_words")
 
-    def __init__(self, words: Tensor, any_words: Tensor, all_words: Tensor, origin: Tensor, spans: Spans, chunk: int,
-                 block_size: int):
+    def __init__(
+        self,
+        words: Tensor,
+        any_words: Tensor,
+        all_words: Tensor,
+        origin: Tensor,
+        spans: Spans,
+        chunk: int,
+        block_size: int,
+    ):
         super().__init__(words.shape[1], origin.shape[1], block_size, no_verticals(words))
         self.words, self.any_words, self.all_words = words, any_words, all_words
         self.origin, self.spans, self.chunk = origin, spans, chunk
@@ -54,7 +62,9 @@ class MoBAIndex(BlockIndex):
         q_blocks, k_blocks = q_blocks.long(), k_blocks.long()
         past = q_blocks[:, None] >= k_blocks
         selected = ((k_blocks >= self.spans.dense_from[:, q_blocks, None]) & past)[:, None]
-        for number, slot in enumerate(spans_of_blocks(self.spans, q_blocks, self.block_size).unbind(-1)):
+        for number, slot in enumerate(
+            spans_of_blocks(self.spans, q_blocks, self.block_size).unbind(-1)
+        ):
             known = slot.clamp(min=0)
             begin, first = (x.gather(1, known) for x in (self.spans.start, self.spans.first_block))
             inside = (slot >= 0)[..., None] & past & (k_blocks >= first[..., None])
@@ -92,17 +102,29 @@ class MoBAIndex(BlockIndex):
         shows each query.
         """
         ranks, width = len(parts), self.words.shape[-1] * 32
-        owned = torch.zeros(ranks, self.seq_len // self.block_size + 1, dtype=torch.int64, device=q_blocks.device)
+        owned = torch.zeros(
+            ranks, self.seq_len // self.block_size + 1, dtype=torch.int64, device=q_blocks.device
+        )
         for own, part in zip(owned, parts):
             own[part + 1] = 1
-        before, mine = owned.cumsum(1) * self.block_size, torch.nn.functional.pad(owned[:, 1:], (0, 1))
-        tokens_before = lambda p: before[:, p // self.block_size] + mine[:, p // self.block_size] * (p % self.block_size)
-        total = torch.zeros(*self.words.shape[:2], ranks, dtype=torch.float64, device=q_blocks.device)
+        before, mine = (
+            owned.cumsum(1) * self.block_size,
+            torch.nn.functional.pad(owned[:, 1:], (0, 1)),
+        )
+        tokens_before = lambda p: (
+            before[:, p // self.block_size] + mine[:, p // self.block_size] * (p % self.block_size)
+        )
+        total = torch.zeros(
+            *self.words.shape[:2], ranks, dtype=torch.float64, device=q_blocks.device
+        )
         step = max(1, _CHUNK_ELEMENTS // (width * ranks * self.block_size))
         for some in q_blocks.split(step):
             position = token_positions(some, self.block_size)
             start, stop = (x[:, position, None].long() for x in (rows.start, rows.stop))
-            begin = self.origin[:, position, None] + torch.arange(width, device=q_blocks.device) * self.chunk
+            begin = (
+                self.origin[:, position, None]
+                + torch.arange(width, device=q_blocks.device) * self.chunk
+            )
             low = torch.minimum(torch.maximum(begin, start), stop)
             high = torch.maximum(torch.minimum(begin + self.chunk, stop), low)
             seen = (tokens_before(high) - tokens_before(low)).movedim(0, -1).flatten(1, 2).double()
@@ -123,30 +145,46 @@ class MoBA(Pattern):
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1 or self.top_k < 1:
-            raise ValueError(f"MoBA(chunk_size={self.chunk_size}, top_k={self.top_k}): write 1 or more")
+            raise ValueError(
+                f"MoBA(chunk_size={self.chunk_size}, top_k={self.top_k}): write 1 or more"
+            )
         super().__post_init__()
 
     def check_block_size(self, block_size: int) -> None:
         """ValueError if a tile could touch three chunks."""
         if self.chunk_size < block_size:
-            raise ValueError(f"moba.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
-                             f"write chunk_size = {block_size} or more")
+            raise ValueError(
+                f"moba.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
+                f"write chunk_size = {block_size} or more"
+            )
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(
+        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+    ) -> list[Tensor]:
         batch, heads = q.shape[:2]
         seq_len, size = rows.start.shape[1], cp.block_size
         chunks = self._chunks(rows, batch, cp)
         means = _mean_keys(k, chunks, cp, self.chunk_size, rows)
-        step = max(1, _CHUNK_ELEMENTS // (batch * heads * size * max(means.shape[2], -(-seq_len // self.chunk_size))))
+        step = max(
+            1,
+            _CHUNK_ELEMENTS
+            // (batch * heads * size * max(means.shape[2], -(-seq_len // self.chunk_size))),
+        )
         found = []
         for first in range(0, seq_len // cp.size // size, step):
             some = slice(first * size, (first + step) * size)
             chosen = self._choose(q[:, :, some], means, chunks, some, seq_len)
-            found.append(_of_queries_and_blocks(chosen, chunks.member[:, first : first + step], size))
-        words, any_words, all_words = (gather_blocks(torch.cat(x, dim=2), cp, rows) for x in zip(*found))
+            found.append(
+                _of_queries_and_blocks(chosen, chunks.member[:, first : first + step], size)
+            )
+        words, any_words, all_words = (
+            gather_blocks(torch.cat(x, dim=2), cp, rows) for x in zip(*found)
+        )
         return [words.flatten(2, 3), any_words, all_words]
 
-    def _choose(self, q: Tensor, means: Tensor, chunks: "Chunks", some: slice, seq_len: int) -> Tensor:
+    def _choose(
+        self, q: Tensor, means: Tensor, chunks: "Chunks", some: slice, seq_len: int
+    ) -> Tensor:
         """bool [B, Hq, n, C]: the chunks of its own document that each of n queries sees. means: [B, Hkv, chunks, D]."""
         offset, own = (x[:, None, some, None] for x in (chunks.offset, chunks.own))
         number = torch.arange(means.shape[2], device=q.device)
@@ -159,7 +197,9 @@ class MoBA(Pattern):
 
     def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
         key = ("spans", batch, self.chunk_size, block_size)
-        return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.chunk_size, block_size))
+        return once_per_mask(
+            rows, key, lambda: find_spans(rows, batch, self.chunk_size, block_size)
+        )
 
     def _chunks(self, rows: MaskRanges, batch: int, cp: "ContextParallel") -> "Chunks":
         key = ("moba", self.key, cp.key, batch)
@@ -173,9 +213,15 @@ class MoBA(Pattern):
         shapes = ((seq_len, words), (blocks, touching, words), (blocks, words))
         return [q.new_empty(batch, heads, *shape, dtype=torch.int32) for shape in shapes]
 
-    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> MoBAIndex:
-        origin = once_per_mask(rows, ("origin", batch), lambda: _origin(rows).expand(batch, -1).contiguous())
-        return MoBAIndex(*tensors, origin, self._spans(rows, batch, block_size), self.chunk_size, block_size)
+    def index(
+        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> MoBAIndex:
+        origin = once_per_mask(
+            rows, ("origin", batch), lambda: _origin(rows).expand(batch, -1).contiguous()
+        )
+        return MoBAIndex(
+            *tensors, origin, self._spans(rows, batch, block_size), self.chunk_size, block_size
+        )
 
 
 class Chunks(NamedTuple):
@@ -200,7 +246,11 @@ class Chunks(NamedTuple):
 
 def _origin(rows: MaskRanges) -> Tensor:
     """int32 [Bm, S], where each token's document begins; 0 for padding."""
-    return torch.zeros_like(rows.start) if rows.document_start is None else rows.document_start.clamp(min=0).int()
+    return (
+        torch.zeros_like(rows.start)
+        if rows.document_start is None
+        else rows.document_start.clamp(min=0).int()
+    )
 
 
 def _find_chunks(rows: MaskRanges, spans: Spans, cp: "ContextParallel", chunk: int) -> Chunks:
@@ -209,7 +259,9 @@ def _find_chunks(rows: MaskRanges, spans: Spans, cp: "ContextParallel", chunk: i
     position = token_positions(own, size)
     count = (spans.stop - spans.start) // chunk
     offset = count.cumsum(-1) - count
-    number = torch.arange(max(1, seq_len // chunk), device=device).expand(len(count), -1).contiguous()
+    number = (
+        torch.arange(max(1, seq_len // chunk), device=device).expand(len(count), -1).contiguous()
+    )
     span = torch.searchsorted(offset + count, number, right=True)
     exists, span = span < count.shape[1], span.clamp(max=count.shape[1] - 1)
     begin = spans.start.gather(1, span) + (number - offset.gather(1, span)) * chunk
@@ -217,16 +269,33 @@ def _find_chunks(rows: MaskRanges, spans: Spans, cp: "ContextParallel", chunk: i
     block_begin = torch.arange(0, seq_len, size, device=device).expand(len(count), -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
     touched = (slot[:, own, None] + torch.arange(2, device=device)).clamp(max=number.shape[1])
-    from_ = torch.nn.functional.pad(begin, (0, 1), value=seq_len).gather(1, touched.flatten(1)).view(*touched.shape, 1)
+    from_ = (
+        torch.nn.functional.pad(begin, (0, 1), value=seq_len)
+        .gather(1, touched.flatten(1))
+        .view(*touched.shape, 1)
+    )
     token = position.view(-1, 1, size)
     token_span = span_of_tokens(spans.start, spans.stop, seq_len)[:, position]
-    member = token_span.unflatten(1, (-1, size))[..., None] == spans_of_blocks(spans, own, size)[:, :, None]
+    member = (
+        token_span.unflatten(1, (-1, size))[..., None]
+        == spans_of_blocks(spans, own, size)[:, :, None]
+    )
     own_offset = torch.nn.functional.pad(offset, (0, 1)).gather(1, token_span)
-    return Chunks(begin // size, (begin + chunk - 1) // size, exists, slot, (from_ <= token) & (token < from_ + chunk),
-                  own_offset, (position - _origin(rows)[:, position].expand(len(count), -1)) // chunk, member)
+    return Chunks(
+        begin // size,
+        (begin + chunk - 1) // size,
+        exists,
+        slot,
+        (from_ <= token) & (token < from_ + chunk),
+        own_offset,
+        (position - _origin(rows)[:, position].expand(len(count), -1)) // chunk,
+        member,
+    )
 
 
-def _mean_keys(k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: MaskRanges) -> Tensor:
+def _mean_keys(
+    k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: MaskRanges
+) -> Tensor:
     """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64).
 
     What is summed within blocks, on the rank that owns them, is summed up over blocks in global order on every rank: the
@@ -255,9 +324,13 @@ def _largest(gate: Tensor, count: int) -> Tensor:
     return above | (equal & (equal.cumsum(-1) <= left))
 
 
-def _of_queries_and_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _of_queries_and_blocks(
+    chosen: Tensor, member: Tensor, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The words of MoBAIndex by blocks, [B, Hq, n, size, W], [B, Hq, n, T, W] and [B, Hq, n, W], from the choices
     [B, Hq, n size, C] and `member` [B, n, size, T]."""
     chosen = chosen.unflatten(2, (-1, size))
-    any_chosen = torch.stack([(chosen & m[:, None, ..., None]).any(3) for m in member.unbind(-1)], dim=3)
+    any_chosen = torch.stack(
+        [(chosen & m[:, None, ..., None]).any(3) for m in member.unbind(-1)], dim=3
+    )
     return pack(chosen), pack(any_chosen), pack(chosen.all(3))

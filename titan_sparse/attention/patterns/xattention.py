@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks
-from titan_sparse.attention.patterns.vertical_slash.spans import Spans, find_spans, span_of_tokens, spans_of_blocks
+from titan_sparse.attention.patterns.vertical_slash.spans import (
+    Spans,
+    find_spans,
+    span_of_tokens,
+    spans_of_blocks,
+)
 from titan_sparse.kernels.bits import pack
 
 if TYPE_CHECKING:
@@ -44,63 +49,112 @@ class XAttention(Pattern):
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
-            raise ValueError(f"XAttention(threshold={self.threshold}): a share of the scores, above 0, at most 1")
+            raise ValueError(
+                f"XAttention(threshold={self.threshold}): a share of the scores, above 0, at most 1"
+            )
         if self.stride < 1 or self.dense_below < 1:
-            raise ValueError(f"XAttention(stride={self.stride}, dense_below={self.dense_below}): write 1 or more")
+            raise ValueError(
+                f"XAttention(stride={self.stride}, dense_below={self.dense_below}): write 1 or more"
+            )
         super().__post_init__()
 
     def check_block_size(self, block_size: int) -> None:
         """ValueError if cells do not fill blocks, or a block could touch three selected documents."""
         if block_size % self.stride:
-            raise ValueError(f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
-                             "write a divisor of it, for example 16")
+            raise ValueError(
+                f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
+                "write a divisor of it, for example 16"
+            )
         if self.dense_below < block_size:
-            raise ValueError(f"xattention.dense_below = {self.dense_below} is below block_size ({block_size}); "
-                             f"write dense_below = {block_size} or more")
+            raise ValueError(
+                f"xattention.dense_below = {self.dense_below} is below block_size ({block_size}); "
+                f"write dense_below = {block_size} or more"
+            )
 
-    def select_tensors(self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float) -> list[Tensor]:
+    def select_tensors(
+        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+    ) -> list[Tensor]:
         batch, heads = q.shape[:2]
         group = heads // k.shape[1]
         key = ("xattention", self.key, cp.key, batch)
-        cells = once_per_mask(rows, key, lambda: _cells(rows, self._spans(rows, batch, cp.block_size), cp, self.stride))
+        cells = once_per_mask(
+            rows,
+            key,
+            lambda: _cells(rows, self._spans(rows, batch, cp.block_size), cp, self.stride),
+        )
         blocks = once_per_mask(rows, ("own blocks", cp.key), lambda: cp.blocks(rows).tolist())
         chosen = []
         for head in range(k.shape[1]):
-            own = k[:, head : head + 1].unflatten(2, (-1, cp.block_size)) * cells.keys[:, None, :, :, None]
+            own = (
+                k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
+                * cells.keys[:, None, :, :, None]
+            )
             keys = gather_blocks(own, cp, rows).view(batch, -1, self.stride * k.shape[3])
-            chosen.append(self._of_head(q[:, head * group : (head + 1) * group], keys, cells, blocks, cp, scale / self.stride))
+            chosen.append(
+                self._of_head(
+                    q[:, head * group : (head + 1) * group],
+                    keys,
+                    cells,
+                    blocks,
+                    cp,
+                    scale / self.stride,
+                )
+            )
         return [gather_blocks(torch.cat(chosen, dim=1), cp, rows)]
 
-    def _of_head(self, q: Tensor, keys: Tensor, cells: "Cells", blocks: list[int], cp: "ContextParallel",
-                 scale: float) -> Tensor:
+    def _of_head(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        cells: "Cells",
+        blocks: list[int],
+        cp: "ContextParallel",
+        scale: float,
+    ) -> Tensor:
         """int32 [B, G, n_local, words], the blocks chosen by the query heads q [B, G, S_local, D] of one KV head, from
         the key cells [B, cells, stride D] of all ranks. blocks: this rank's."""
         batch, group, _, dim = q.shape
-        per_block, count = cp.block_size // self.stride, keys.shape[1] // (cp.block_size // self.stride)
+        per_block, count = (
+            cp.block_size // self.stride,
+            keys.shape[1] // (cp.block_size // self.stride),
+        )
         step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * keys.shape[1]))
         q_blocks = q.unflatten(2, (-1, cp.block_size))
         chosen = []
         for first in range(0, len(blocks), step):
             some = slice(first, first + step)
             visible = max(blocks[some]) + 1
-            reversed_cells = (q_blocks[:, :, some] * cells.queries[:, None, some, :, None]).unflatten(3, (-1, self.stride))
+            reversed_cells = (
+                q_blocks[:, :, some] * cells.queries[:, None, some, :, None]
+            ).unflatten(3, (-1, self.stride))
             reversed_cells = reversed_cells.flip(4).reshape(batch, -1, self.stride * dim)
-            scores = _products(reversed_cells, keys[:, : visible * per_block]).unflatten(1, (group, -1, per_block)) * scale
+            scores = (
+                _products(reversed_cells, keys[:, : visible * per_block]).unflatten(
+                    1, (group, -1, per_block)
+                )
+                * scale
+            )
             mass = _masses(scores, cells, some, visible, per_block)
             picked = _fewest(mass, cells.forced[:, None, some, :, :visible], self.threshold)
-            picked = (picked & cells.exists[:, None, some, :, None]).any(3) | cells.dense[:, None, some, :visible]
+            picked = (picked & cells.exists[:, None, some, :, None]).any(3) | cells.dense[
+                :, None, some, :visible
+            ]
             chosen.append(pack(torch.nn.functional.pad(picked, (0, count - visible))))
         return torch.cat(chosen, dim=2)
 
     def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
         key = ("spans", batch, self.dense_below, block_size)
-        return once_per_mask(rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size))
+        return once_per_mask(
+            rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size)
+        )
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         blocks = seq_len // block_size
         return [q.new_empty(*q.shape[:2], blocks, -(-blocks // 32), dtype=torch.int32)]
 
-    def index(self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int) -> BlockSets:
+    def index(
+        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> BlockSets:
         return BlockSets(*tensors, rows.start.shape[1], block_size)
 
 
@@ -138,9 +192,14 @@ def _cells(rows: MaskRanges, spans: Spans, cp: "ContextParallel", stride: int) -
     block = torch.arange(seq_len // size, device=device)
     first_block = spans.first_block.gather(1, touching.clamp(min=0).flatten(1)).view_as(touching)
     return Cells(
-        of_blocks(token == last[..., None]), of_blocks(token == first[..., None]), of_blocks(first), last,
-        of_blocks(rows.start.expand(batch, -1).unflatten(1, (-1, stride))[..., 0]), number,
-        of_blocks(first)[..., None] == touching[:, :, None], touching >= 0,
+        of_blocks(token == last[..., None]),
+        of_blocks(token == first[..., None]),
+        of_blocks(first),
+        last,
+        of_blocks(rows.start.expand(batch, -1).unflatten(1, (-1, stride))[..., 0]),
+        number,
+        of_blocks(first)[..., None] == touching[:, :, None],
+        touching >= 0,
         (block == first_block[..., None]) | (block == own[:, None, None]),
         (block >= spans.dense_from[:, own, None]) & (block <= own[:, None]),
     )
@@ -158,8 +217,10 @@ def _masses(scores: Tensor, cells: Cells, some: slice, visible: int, per_block: 
     """Softmax of the scores [B, G, n, cells a block, key cells] over the cells seen, summed by blocks and by the span of
     the query cells: [B, G, n, T, visible blocks]."""
     key_cell = torch.arange(scores.shape[-1], device=scores.device)
-    seen = (cells.span[:, some, :, None] == cells.key_span[:, None, None, : scores.shape[-1]])
-    seen &= (key_cell <= cells.number[some, :, None]) & ((key_cell + 1) * _stride(cells) > cells.start[:, some, :, None])
+    seen = cells.span[:, some, :, None] == cells.key_span[:, None, None, : scores.shape[-1]]
+    seen &= (key_cell <= cells.number[some, :, None]) & (
+        (key_cell + 1) * _stride(cells) > cells.start[:, some, :, None]
+    )
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weight = (scores - top).exp()
@@ -175,7 +236,11 @@ def _stride(cells: Cells) -> int:
 def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
     """bool like mass [..., n]: the elements forced, and the fewest others with which their sum reaches the threshold's
     share of all; equal ones in order of position."""
-    order = mass.masked_fill(forced.expand_as(mass), torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    order = (
+        mass.masked_fill(forced.expand_as(mass), torch.inf)
+        .sort(dim=-1, descending=True, stable=True)
+        .indices
+    )
     in_order = mass.gather(-1, order)
     up_to = in_order.cumsum(-1)
     before = torch.nn.functional.pad(up_to[..., :-1], (1, 0))

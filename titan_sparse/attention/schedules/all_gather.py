@@ -11,10 +11,14 @@ from torch import Tensor
 
 from titan_sparse.attention import timing
 from titan_sparse.attention.backends.eager import accumulation_dtype
-from titan_sparse.attention.schedules.verticals import add_verticals, gather_verticals, reduce_verticals
+from titan_sparse.attention.call import Run
 from titan_sparse.attention.context_parallel.group import Pending
 from titan_sparse.attention.merge import results
-from titan_sparse.attention.call import Run
+from titan_sparse.attention.schedules.verticals import (
+    add_verticals,
+    gather_verticals,
+    reduce_verticals,
+)
 from titan_sparse.attention.tiles.blocks import BlockLists, Tiles
 
 
@@ -29,7 +33,10 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     for step, (heads, k_head, v_head) in enumerate(by_head):
         vertical_kv = verticals.wait() if verticals.result.shape[3] else None
         with timing.computing(step):
-            piece, end = (q[:, heads], k_head, v_head, _of_heads(tiles, heads)), (run.scale, q.dtype, None, result.parts[step])
+            piece, end = (
+                (q[:, heads], k_head, v_head, _of_heads(tiles, heads)),
+                (run.scale, q.dtype, None, result.parts[step]),
+            )
             if vertical_kv is not None:
                 vertical_tiles = vertical_tiles or run.vertical_tiles(len(q))
                 gathered = (*vertical_kv[:, :, heads], _of_heads(vertical_tiles, heads))
@@ -40,19 +47,41 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return result.joined(outs), torch.cat(lses, dim=1), verticals.wait()
 
 
-def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-             vertical_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    run: Run,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    vertical_kv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
     run.count_plain_ring(k, backward=True)
-    by_key, dtype, by_head = run.backend.READS_BY_KEY, accumulation_dtype(q.dtype), _heads(run, q, k, v)
+    by_key, dtype, by_head = (
+        run.backend.READS_BY_KEY,
+        accumulation_dtype(q.dtype),
+        _heads(run, q, k, v),
+    )
     tiles = run.tiles(len(q), by_key)
     vertical_tiles = run.vertical_tiles(len(q), by_key) if vertical_kv.shape[3] else None
     dq, d_verticals, summed, result = [], [], [], results(q, _query_heads(q, k), steps=1)
     for (heads, k_head, v_head), into in zip(by_head, result.parts):
-        inputs = (d_out[:, heads], q[:, heads], k_head, v_head, out[:, heads], lse[:, heads], _of_heads(tiles, heads))
+        inputs = (
+            d_out[:, heads],
+            q[:, heads],
+            k_head,
+            v_head,
+            out[:, heads],
+            lse[:, heads],
+            _of_heads(tiles, heads),
+        )
         if vertical_tiles is not None:
             gathered = (*vertical_kv[:, :, heads], _of_heads(vertical_tiles, heads))
-            dq_part, dk, dv, *d_vertical = run.backend.backward_with_verticals(*inputs, *gathered, run.scale, dtype, None, into)
+            dq_part, dk, dv, *d_vertical = run.backend.backward_with_verticals(
+                *inputs, *gathered, run.scale, dtype, None, into
+            )
             d_verticals.append(torch.stack(d_vertical))
         else:
             dq_part, dk, dv = run.backend.backward(*inputs, run.scale, dtype, None, into)
@@ -70,8 +99,10 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
 def _heads(run: Run, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """KV head by KV head: its query heads, and its keys and values of all ranks [B, 1, ranks * S_local, D]. The first head
     sets out at once, to hide behind what the caller does before it asks for it."""
-    start = lambda head: [run.cp.start_all_gather(x[:, head : head + 1], f"{name} {head % 2}")
-                          for name, x in (("k", k), ("v", v))]
+    start = lambda head: [
+        run.cp.start_all_gather(x[:, head : head + 1], f"{name} {head % 2}")
+        for name, x in (("k", k), ("v", v))
+    ]
 
     def arrive(pending: list[Pending]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         for head, heads in enumerate(_query_heads(q, k)):
@@ -104,6 +135,10 @@ def _of_heads(tiles: Tiles, heads: slice) -> Tiles:
     """The tiles of some query heads."""
     part = lambda x: x if x is None or x.shape[1] == 1 else x[:, heads]
     lists = lambda x: x and BlockLists(*(part(y) for y in x))
-    return tiles._replace(by_query=lists(tiles.by_query), by_key=lists(tiles.by_key), covered=part(tiles.covered),
-                          k_positions=part(tiles.k_positions),
-                          chosen=tiles.chosen and tiles.chosen._replace(words=part(tiles.chosen.words)))
+    return tiles._replace(
+        by_query=lists(tiles.by_query),
+        by_key=lists(tiles.by_key),
+        covered=part(tiles.covered),
+        k_positions=part(tiles.k_positions),
+        chosen=tiles.chosen and tiles.chosen._replace(words=part(tiles.chosen.words)),
+    )

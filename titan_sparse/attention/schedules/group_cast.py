@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing
+from titan_sparse.attention.call import Run
+from titan_sparse.attention.context_parallel.group import ContextParallel, Pending
+from titan_sparse.attention.context_parallel.group_cast_plan import (
+    Exchange,
+    Plan,
+    blocks_before_others,
+    plan,
+)
+from titan_sparse.attention.context_parallel.windows import vertical_steps
+from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.merge import at_last, results
+from titan_sparse.attention.patterns import pattern_by_key
+from titan_sparse.attention.schedules.needs import needed_blocks
 from titan_sparse.attention.schedules.verticals import (
     add_verticals,
-    vertical_part,
     gather_verticals,
     new_gradients,
     put_part,
     reduce_verticals,
+    vertical_part,
 )
-from titan_sparse.attention.context_parallel.group import ContextParallel, Pending
-from titan_sparse.attention.context_parallel.group_cast_plan import Exchange, Plan, blocks_before_others, plan
-from titan_sparse.attention.masks.memo import once_per_mask
-from titan_sparse.attention.merge import at_last, results
-from titan_sparse.attention.schedules.needs import needed_blocks
-from titan_sparse.attention.patterns import pattern_by_key
-from titan_sparse.attention.call import Run
-from titan_sparse.attention.context_parallel.windows import vertical_steps
 
 
 @timing.timed
@@ -38,41 +43,80 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     verticals, total = gather_verticals(run, k, v), None
     plan, own = _plan(run, run.cp.overlap_stages[0]), run.blocks()
     steps = [own, *(stage.k_blocks for stage in plan.stages), own[len(own) :]]
-    with_verticals, places, dtype = _vertical_steps(run, steps, verticals.result), _places(steps, q), run.sum_dtype(q)
+    with_verticals, places, dtype = (
+        _vertical_steps(run, steps, verticals.result),
+        _places(steps, q),
+        run.sum_dtype(q),
+    )
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, len(own)))):
         if not len(blocks):
             continue
         vertical_kv = verticals.wait() if step in with_verticals else None
         with timing.computing(step):
-            inputs = (q, *kv, run.tiles(len(q), False, (len(steps), "forward", step), k_blocks=blocks, room=_blocks(run, kv)))
+            inputs = (
+                q,
+                *kv,
+                run.tiles(
+                    len(q),
+                    False,
+                    (len(steps), "forward", step),
+                    k_blocks=blocks,
+                    room=_blocks(run, kv),
+                ),
+            )
             if vertical_kv is None:
                 total = run.backend.forward(*inputs, run.scale, dtype, total, next(places))
             else:
-                part = vertical_part(run, vertical_kv, with_verticals.index(step), len(with_verticals))
-                total = run.backend.forward_with_verticals(*inputs, *part, run.scale, dtype, total, next(places))
+                part = vertical_part(
+                    run, vertical_kv, with_verticals.index(step), len(with_verticals)
+                )
+                total = run.backend.forward_with_verticals(
+                    *inputs, *part, run.scale, dtype, total, next(places)
+                )
     return *total, verticals.wait()
 
 
-def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-             vertical_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    run: Run,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    vertical_kv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
     run.count_plain_ring(k, backward=True)
     plan, own = _plan(run, run.cp.overlap_stages[1]), run.blocks()
     by_key, dtype = run.backend.READS_BY_KEY, run.sum_dtype(q)
     remote = sum(len(stage.k_blocks) for stage in plan.stages)
-    first = blocks_before_others(len(own), remote, q.shape[1], k.shape[1], q.element_size(), run.cp.inter)
+    first = blocks_before_others(
+        len(own), remote, q.shape[1], k.shape[1], q.element_size(), run.cp.inter
+    )
     steps = [own[:first], *(stage.k_blocks for stage in plan.stages), own[first:]]
-    with_verticals, d_verticals = _vertical_steps(run, steps, vertical_kv, backward=True), new_gradients(vertical_kv)
+    with_verticals, d_verticals = (
+        _vertical_steps(run, steps, vertical_kv, backward=True),
+        new_gradients(vertical_kv),
+    )
     places, home, dq, verticals = _places(steps, q), _Home(run.cp, plan, k, dtype), None, None
     for step, (blocks, kv) in enumerate(zip(steps, _keys_and_values(run, plan, k, v, first))):
         d_kv = None
         if len(blocks):
-            tiles = run.tiles(len(q), by_key, (len(steps), "backward", step), k_blocks=blocks, room=_blocks(run, kv))
+            tiles = run.tiles(
+                len(q),
+                by_key,
+                (len(steps), "backward", step),
+                k_blocks=blocks,
+                room=_blocks(run, kv),
+            )
             inputs = (d_out, q, *kv, out, lse, tiles)
             if step in with_verticals:
                 part, parts = with_verticals.index(step), len(with_verticals)
                 gathered = vertical_part(run, vertical_kv, part, parts, by_key)
-                dq, *d_kv, dk2, dv2 = run.backend.backward_with_verticals(*inputs, *gathered, run.scale, dtype, dq, next(places))
+                dq, *d_kv, dk2, dv2 = run.backend.backward_with_verticals(
+                    *inputs, *gathered, run.scale, dtype, dq, next(places)
+                )
                 put_part(d_verticals, [dk2, dv2], part, parts, run.cp.block_size)
                 verticals = reduce_verticals(run, d_verticals) if part + 1 == parts else None
             else:
@@ -97,8 +141,12 @@ def _plan(run: Run, stages: int) -> Plan:
     cp = run.cp
 
     def make() -> Plan:
-        table = once_per_mask(run.rows, ("table on the host", cp.key), lambda: cp.table(run.rows).cpu())[:, : run.last]
-        return plan(needed_blocks(run), table, cp.inter, cp.intra, cp.rank, stages).to(run.rows.start.device)
+        table = once_per_mask(
+            run.rows, ("table on the host", cp.key), lambda: cp.table(run.rows).cpu()
+        )[:, : run.last]
+        return plan(needed_blocks(run), table, cp.inter, cp.intra, cp.rank, stages).to(
+            run.rows.start.device
+        )
 
     if pattern_by_key(run.pattern).dynamic:
         return make()
@@ -111,15 +159,21 @@ def _places(steps: list[Tensor], q: Tensor) -> Iterator[Tensor | None]:
     return at_last(computing, results(q, [slice(None)], computing).parts[0])
 
 
-def _vertical_steps(run: Run, steps: list[Tensor], vertical_kv: Tensor, backward: bool = False) -> list[int]:
+def _vertical_steps(
+    run: Run, steps: list[Tensor], vertical_kv: Tensor, backward: bool = False
+) -> list[int]:
     """Steps that meet a part of the verticals; none where there are none."""
-    return vertical_steps([len(blocks) > 0 for blocks in steps], vertical_kv.shape[3] // run.cp.block_size, backward)
+    return vertical_steps(
+        [len(blocks) > 0 for blocks in steps], vertical_kv.shape[3] // run.cp.block_size, backward
+    )
 
 
 # Keys and values ----------------------------------------------------------------------------------------------------
 
 
-def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _keys_and_values(
+    run: Run, plan: Plan, k: Tensor, v: Tensor, first: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """k and v [B, Hkv, n, D] of the first own blocks, of each stage, and of the other own blocks; while the caller computes
     on one stage the next is on its way."""
     device, split = k.device, first * run.cp.block_size
@@ -129,13 +183,19 @@ def _keys_and_values(run: Run, plan: Plan, k: Tensor, v: Tensor, first: int) -> 
     yield k[:, :, :split], v[:, :, :split]
     for number in range(len(plan.stages)):
         _meet("keys", device)
-        kv = _side_by_side(*_with_room(run, following.wait())) if following else (k[:, :, :0], v[:, :, :0])
+        kv = (
+            _side_by_side(*_with_room(run, following.wait()))
+            if following
+            else (k[:, :, :0], v[:, :, :0])
+        )
         following = hand_on(number + 1)
         yield kv
     yield k[:, :, split:], v[:, :, split:]
 
 
-def _hands_on(cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor) -> Callable[[int], Pending | None]:
+def _hands_on(
+    cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor
+) -> Callable[[int], Pending | None]:
     """A function that starts the exchange inside the node of a stage, once what it hands on has come from other nodes; their
     exchanges start now."""
     nothing = _block_by_block(k[:, :, :0], v[:, :, :0], cp.block_size)
@@ -145,7 +205,10 @@ def _hands_on(cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor) -> Callable
         _block_by_block(k, v, cp.block_size, memory[: k.shape[2] // cp.block_size])
         take = functools.partial(memory.index_select, 0)
         with _beside("keys", k.device):
-            crossing = [_start(cp, take, stage.outer, "outer", memory[slice(*stage.relayed)]) for stage in plan.stages]
+            crossing = [
+                _start(cp, take, stage.outer, "outer", memory[slice(*stage.relayed)])
+                for stage in plan.stages
+            ]
 
     def hand_on(number: int) -> Pending | None:
         if number == len(plan.stages):
@@ -154,23 +217,40 @@ def _hands_on(cp: ContextParallel, plan: Plan, k: Tensor, v: Tensor) -> Callable
         with _beside("keys", k.device):
             if crossing[number]:
                 crossing[number].wait()
-            return _start(cp, take, stage.inner, "inner", cp.rows("group cast received", nothing, len(stage.k_blocks)))
+            return _start(
+                cp,
+                take,
+                stage.inner,
+                "inner",
+                cp.rows("group cast received", nothing, len(stage.k_blocks)),
+            )
 
     return hand_on
 
 
-def _start(cp: ContextParallel, take: Callable[[Tensor], Tensor], exchange: Exchange | None, axis: str,
-           out: Tensor) -> Pending | None:
+def _start(
+    cp: ContextParallel,
+    take: Callable[[Tensor], Tensor],
+    exchange: Exchange | None,
+    axis: str,
+    out: Tensor,
+) -> Pending | None:
     """take: of rows that this rank has the blocks."""
-    return exchange and cp.start_exchange(take(exchange.rows), exchange.sends, exchange.receives, axis, out)
+    return exchange and cp.start_exchange(
+        take(exchange.rows), exchange.sends, exchange.receives, axis, out
+    )
 
 
 def _own_blocks(k: Tensor, v: Tensor, size: int, rows: Tensor) -> Tensor:
     """Some blocks of k and v [B, H, S, D], in the order in which they are sent."""
-    return _block_by_block(*(x.unflatten(2, (-1, size)).index_select(2, rows).flatten(2, 3) for x in (k, v)), size)
+    return _block_by_block(
+        *(x.unflatten(2, (-1, size)).index_select(2, rows).flatten(2, 3) for x in (k, v)), size
+    )
 
 
-def _block_by_block(k: Tensor, v: Tensor, size: int, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def _block_by_block(
+    k: Tensor, v: Tensor, size: int, out: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """k and v, or their gradients, [B, H, S, D] -> [S / size, 2, B, H, size, D], in which blocks are sent."""
     parts = [x.unflatten(2, (x.shape[2] // size, size)).movedim(2, 0) for x in (k, v)]
     if out is None:
@@ -260,7 +340,9 @@ class _Home:
 
     def _add(self, pending: Pending, exchange: Exchange) -> None:
         """Sender by sender, so that nothing is added to the same place at a time and the order is always the same."""
-        for rows, part in zip(exchange.rows.split(exchange.sends), pending.wait().split(exchange.sends)):
+        for rows, part in zip(
+            exchange.rows.split(exchange.sends), pending.wait().split(exchange.sends)
+        ):
             self.sums.index_add_(0, rows, part.to(self.sums.dtype))
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.merge import merge
 from titan_sparse.attention.call import Run
+from titan_sparse.attention.merge import merge
 
 
 class Rectangle(NamedTuple):
@@ -34,15 +34,29 @@ def rectangle(run: Run, q: Tensor, source: int) -> Rectangle | None:
     if source == rank:
         return Rectangle(0, length, True)
     if layout == "zigzag":
-        return Rectangle(0, length // 2, False) if source < rank else Rectangle(length // 2, length, False)
+        return (
+            Rectangle(0, length // 2, False)
+            if source < rank
+            else Rectangle(length // 2, length, False)
+        )
     return Rectangle(0, length, False) if source < rank else None
 
 
-def forward(run: Run, part: Rectangle, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype,
-            total: tuple[Tensor, Tensor] | None, into: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward(
+    run: Run,
+    part: Rectangle,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    total: tuple[Tensor, Tensor] | None,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """As a backend's forward(); `total` is of all queries and is changed in place."""
     compute = run.backend.forward_causal if part.causal else run.backend.forward_full
-    out, lse = compute(q[:, :, part.q_start :], k[:, :, : part.k_stop], v[:, :, : part.k_stop], run.scale)
+    out, lse = compute(
+        q[:, :, part.q_start :], k[:, :, : part.k_stop], v[:, :, : part.k_stop], run.scale
+    )
     if total is None:  # the own chunk comes first, and all queries see some of it
         return out.to(dtype) if into is None else into.copy_(out), lse
     own = [x[:, :, part.q_start :] for x in total]
@@ -51,12 +65,29 @@ def forward(run: Run, part: Rectangle, q: Tensor, k: Tensor, v: Tensor, dtype: t
     return total if into is None else (into.copy_(total[0]), total[1])
 
 
-def backward(run: Run, part: Rectangle, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-             dtype: torch.dtype, dq: Tensor | None, into: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    run: Run,
+    part: Rectangle,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dtype: torch.dtype,
+    dq: Tensor | None,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As a backend's backward()."""
     compute = run.backend.backward_causal if part.causal else run.backend.backward_full
     by_query = [x[:, :, part.q_start :] for x in (d_out, q, out.to(q.dtype), lse)]
-    d_own, *d_kv = compute(by_query[0], by_query[1], *(x[:, :, : part.k_stop] for x in (k, v)), *by_query[2:], run.scale)
+    d_own, *d_kv = compute(
+        by_query[0],
+        by_query[1],
+        *(x[:, :, : part.k_stop] for x in (k, v)),
+        *by_query[2:],
+        run.scale,
+    )
     unseen = k.shape[2] - part.k_stop
     dk, dv = (torch.nn.functional.pad(x.to(dtype), (0, 0, 0, unseen)) for x in d_kv)
     if dq is None:

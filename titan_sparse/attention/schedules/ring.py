@@ -11,20 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.schedules import varlen as packed, rectangles, transport
 from titan_sparse.attention import timing
+from titan_sparse.attention.call import Run
+from titan_sparse.attention.context_parallel.windows import head_groups, vertical_steps
+from titan_sparse.attention.merge import Results, at_last, results
+from titan_sparse.attention.schedules import rectangles, transport
+from titan_sparse.attention.schedules import varlen as packed
+from titan_sparse.attention.schedules.needs import needed_chunks
 from titan_sparse.attention.schedules.verticals import (
     add_verticals,
-    vertical_part,
     gather_verticals,
     new_gradients,
     put_part,
     reduce_verticals,
+    vertical_part,
 )
-from titan_sparse.attention.merge import Results, at_last, results
-from titan_sparse.attention.schedules.needs import needed_chunks
-from titan_sparse.attention.call import Run
-from titan_sparse.attention.context_parallel.windows import vertical_steps, head_groups
 
 
 @timing.timed
@@ -43,31 +44,51 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     groups, dtype, batch = _head_groups(run, q, k), run.sum_dtype(q), len(q)
     totals = [None] * len(groups)
     route = transport.route(run.cp, needed_chunks(run))
-    with_verticals = vertical_steps(sum(route.compute, []), verticals.result.shape[3] // run.cp.block_size)
+    with_verticals = vertical_steps(
+        sum(route.compute, []), verticals.result.shape[3] // run.cp.block_size
+    )
     result, places = _places(q, groups, route)
     for number, o, t, source, chunk in transport.circulate(run.cp, route, _kv_chunks(groups, k, v)):
         if not route.compute[o][t]:
             continue
-        group, heads, step = groups[number].run, groups[number].heads, o * len(run.cp.windows[0]) + t
+        group, heads, step = (
+            groups[number].run,
+            groups[number].heads,
+            o * len(run.cp.windows[0]) + t,
+        )
         into = next(places[number])
         vertical_kv = verticals.wait() if step in with_verticals else None
         with timing.computing(step):
             piece = (q[:, heads], *_kv(chunk))
             if vertical_kv is not None:
-                part = vertical_part(group, vertical_kv[:, :, heads], with_verticals.index(step), len(with_verticals))
+                part = vertical_part(
+                    group, vertical_kv[:, :, heads], with_verticals.index(step), len(with_verticals)
+                )
                 gathered = (group.tiles(batch, False, source), *part)
-                totals[number] = run.backend.forward_with_verticals(*piece, *gathered, run.scale, dtype, totals[number], into)
+                totals[number] = run.backend.forward_with_verticals(
+                    *piece, *gathered, run.scale, dtype, totals[number], into
+                )
             elif part := rectangles.rectangle(run, q, source):
                 totals[number] = rectangles.forward(run, part, *piece, dtype, totals[number], into)
             else:
                 tiles = group.tiles(batch, False, source)
-                totals[number] = run.backend.forward(*piece, tiles, run.scale, dtype, totals[number], into)
+                totals[number] = run.backend.forward(
+                    *piece, tiles, run.scale, dtype, totals[number], into
+                )
     outs, lses = zip(*totals)
     return result.joined(outs), _joined(lses, 1), verticals.wait()
 
 
-def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-             vertical_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    run: Run,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    vertical_kv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v, in their dtype."""
     run.count_plain_ring(k, backward=True)
     if run.is_plain(q):
@@ -76,7 +97,12 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         return packed.backward(run, documents, d_out, q, k, v, out, lse)
     if run.cp.size > 1 and _circulates_queries(run, q, k):
         return _backward_by_queries(run, d_out, q, k, v, out, lse, vertical_kv)
-    groups, verticals, dtype, by_key = _head_groups(run, q, k), None, run.sum_dtype(q), run.backend.READS_BY_KEY
+    groups, verticals, dtype, by_key = (
+        _head_groups(run, q, k),
+        None,
+        run.sum_dtype(q),
+        run.backend.READS_BY_KEY,
+    )
     route = transport.route(run.cp, needed_chunks(run))
     parts = len(vertical_steps(sum(route.compute, []), vertical_kv.shape[3] // run.cp.block_size))
     result, places = _places(q, groups, route)
@@ -93,26 +119,33 @@ def backward(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         elif met[number] < parts:
             gathered = vertical_part(group, vertical_kv[:, :, heads], met[number], parts, by_key)
             dq[number], dk, dv, *found = run.backend.backward_with_verticals(
-                *inputs, tiles, *gathered, run.scale, dtype, dq[number], into)
+                *inputs, tiles, *gathered, run.scale, dtype, dq[number], into
+            )
             put_part(d_verticals[:, :, heads], found, met[number], parts, run.cp.block_size)
             met[number] += 1
             # Groups come in another order than steps do: the exchange begins when all have met all verticals.
             if sum(met) == parts * len(groups):
                 verticals = reduce_verticals(run, d_verticals)
         else:
-            dq[number], dk, dv = run.backend.backward(*inputs, tiles, run.scale, dtype, dq[number], into)
+            dq[number], dk, dv = run.backend.backward(
+                *inputs, tiles, run.scale, dtype, dq[number], into
+            )
         return [dk, dv] if run.cp.size == 1 else _stacked([dk, dv], dtype)
 
     if run.cp.size == 1:
         d_kv = piece(0, run.cp.rank, [k, v])
     else:
-        d_kv = _joined(transport.circulate_with_gradients(run.cp, route, _kv_chunks(groups, k, v), piece), 2)
+        d_kv = _joined(
+            transport.circulate_with_gradients(run.cp, route, _kv_chunks(groups, k, v), piece), 2
+        )
     if verticals is not None:
         add_verticals(run, d_kv, verticals.wait())
     return _separate(run, result.joined(dq), d_kv, q.dtype)
 
 
-def _places(q: Tensor, groups: list["_HeadGroup"], route: transport.Route) -> tuple[Results, list[Iterator[Tensor | None]]]:
+def _places(
+    q: Tensor, groups: list["_HeadGroup"], route: transport.Route
+) -> tuple[Results, list[Iterator[Tensor | None]]]:
     """Memory for out or dq, and of each group where the sum after each of its steps is written: the last one's in there."""
     steps = sum(map(sum, route.compute))
     result = results(q, [group.heads for group in groups], steps)
@@ -127,7 +160,9 @@ def _stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _separate(run: Run, dq: Tensor, d_kv: list[Tensor] | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _separate(
+    run: Run, dq: Tensor, d_kv: list[Tensor] | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """In `dtype`, and no two in one piece of memory, which the outputs of an op may not be."""
     return dq.to(dtype), *(x.to(dtype, copy=run.cp.size > 1) for x in d_kv)
 
@@ -150,7 +185,10 @@ def _head_groups(run: Run, q: Tensor, k: Tensor) -> list[_HeadGroup]:
     if parts == 1:
         return [_HeadGroup(run, slice(None), slice(None))]
     heads, kv_heads = (_slices(x.shape[1], parts) for x in (q, k))
-    return [_HeadGroup(run._replace(index=run.index.of_heads(own)), own, own_kv) for own, own_kv in zip(heads, kv_heads)]
+    return [
+        _HeadGroup(run._replace(index=run.index.of_heads(own)), own, own_kv)
+        for own, own_kv in zip(heads, kv_heads)
+    ]
 
 
 def _slices(size: int, parts: int) -> list[slice]:
@@ -190,8 +228,16 @@ def _circulates_queries(run: Run, q: Tensor, k: Tensor) -> bool:
     return q.shape[1] * (q.shape[3] * (3 * q.element_size() + gradient) + 4) < by_kv
 
 
-def _backward_by_queries(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                         vertical_kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_by_queries(
+    run: Run,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    vertical_kv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """As backward(): each rank adds up dk and dv of its own keys while the others' queries pass, and their dq with them."""
     dtype, by_key, d_kv = run.sum_dtype(q), run.backend.READS_BY_KEY, []
 
@@ -199,13 +245,16 @@ def _backward_by_queries(run: Run, d_out: Tensor, q: Tensor, k: Tensor, v: Tenso
         (q, d_out, out), lse = chunk
         tiles = run.tiles(len(q), by_key, run.cp.rank, source)
         dq, *d_piece = run.backend.backward(d_out, q, k, v, out, lse, tiles, run.scale, dtype)
-        d_kv[:] = [a.add_(b) for a, b in zip(d_kv, d_piece)] if d_kv else [x.to(dtype) for x in d_piece]
+        d_kv[:] = (
+            [a.add_(b) for a, b in zip(d_kv, d_piece)] if d_kv else [x.to(dtype) for x in d_piece]
+        )
         return dq.to(dtype)
 
     verticals, dq_verticals = None, None
     if vertical_kv.shape[3]:
         dq_verticals, *d_verticals = run.backend.backward(
-            d_out, q, *vertical_kv, out, lse, run.vertical_tiles(len(q), by_key), run.scale, dtype)
+            d_out, q, *vertical_kv, out, lse, run.vertical_tiles(len(q), by_key), run.scale, dtype
+        )
         verticals = reduce_verticals(run, _stacked(d_verticals, dtype))
     needed = needed_chunks(run)
     route = transport.route(run.cp, None if needed is None else needed.T)

@@ -45,9 +45,14 @@ def _route(windows: Windows, rank: int, needed: bytes) -> Route:
     ContextParallel that is remembered would keep its process groups beyond their end."""
     inter, intra = len(windows), len(windows[0])
     needed = torch.frombuffer(bytearray(needed), dtype=torch.bool).view(inter * intra, -1)
-    compute = [[bool(needed[rank, source]) or source == rank for source in window] for window in windows]
-    return Route(compute, _own_hops(windows, routing.hops_needed(needed, inter, intra)),
-                 _own_hops(windows, routing.gradient_hops(needed, inter, intra)))
+    compute = [
+        [bool(needed[rank, source]) or source == rank for source in window] for window in windows
+    ]
+    return Route(
+        compute,
+        _own_hops(windows, routing.hops_needed(needed, inter, intra)),
+        _own_hops(windows, routing.gradient_hops(needed, inter, intra)),
+    )
 
 
 def _own_hops(windows: Windows, hops: routing.Hops) -> tuple[list, list, list, list]:
@@ -58,14 +63,22 @@ def _own_hops(windows: Windows, hops: routing.Hops) -> tuple[list, list, list, l
     # After the last window a chunk's gradient comes home, to the rank that had it in the first.
     bases = [window[0] for window in windows]
     return (
-        [[inner(source, o, t) for t, source in enumerate(window)] for o, window in enumerate(windows)],
-        [[inner(source, o, t) for t, source in enumerate(window)] for o, window in enumerate(following)],
+        [
+            [inner(source, o, t) for t, source in enumerate(window)]
+            for o, window in enumerate(windows)
+        ],
+        [
+            [inner(source, o, t) for t, source in enumerate(window)]
+            for o, window in enumerate(following)
+        ],
         [outer(source, o) for o, source in enumerate(bases)],
         [outer(source, o) for o, source in enumerate(bases[1:] + bases[:1])],
     )
 
 
-def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[tuple[int, int, int, int, Chunk]]:
+def circulate(
+    cp: ContextParallel, route: Route, chunks: list[Chunk]
+) -> Iterator[tuple[int, int, int, int, Chunk]]:
     """(group, window, step, source rank, its chunk) in the schedule's order; transfers run while the caller computes.
 
     chunks: of each group of KV heads. Within a window one group is computed after the other, so that with several the
@@ -81,13 +94,16 @@ def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterato
         for t, source in enumerate(window):
             inner = None
             if t + 1 < len(window):
-                inner = cp.shift(chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t])
+                inner = cp.shift(
+                    chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t]
+                )
             yield group, o, t, source, chunk
             chunk = (inner.wait() or chunks[group]) if inner else chunk
 
 
-def circulate_backward(cp: ContextParallel, route: Route,
-                       chunks: list[Chunk]) -> Iterator[tuple[int, int, int, int, Chunk]]:
+def circulate_backward(
+    cp: ContextParallel, route: Route, chunks: list[Chunk]
+) -> Iterator[tuple[int, int, int, int, Chunk]]:
     """As circulate(), in the order in which gradients can hide: of the first window only its first step, then the other
     windows, then the rest of the first one, which the last gradients from other nodes have to come home."""
     sends, receives, *_ = route.kv
@@ -106,16 +122,22 @@ def circulate_backward(cp: ContextParallel, route: Route,
         for t in range(first, len(windows[o])):
             inner = None
             if t + 1 < len(windows[o]):
-                inner = cp.shift(chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t])
+                inner = cp.shift(
+                    chunk, "inner", f"inner {t % 2} {group}", sends[o][t], receives[o][t]
+                )
             yield group, o, t, windows[o][t], chunk
             chunk = (inner.wait() or chunks[group]) if inner else chunk
 
 
-def _outer_hop(cp: ContextParallel, route: Route, chunk: Chunk, group: int, window: int) -> Transfer | None:
+def _outer_hop(
+    cp: ContextParallel, route: Route, chunk: Chunk, group: int, window: int
+) -> Transfer | None:
     """To the next node, at the start of a window; None after the last one."""
     if window + 1 == len(cp.windows):
         return None
-    return cp.shift(chunk, "outer", f"outer {window % 2} {group}", route.kv[2][window], route.kv[3][window])
+    return cp.shift(
+        chunk, "outer", f"outer {window % 2} {group}", route.kv[2][window], route.kv[3][window]
+    )
 
 
 def _held_hop(cp: ContextParallel, route: Route, chunk: Chunk, group: int) -> Transfer | None:
@@ -125,8 +147,12 @@ def _held_hop(cp: ContextParallel, route: Route, chunk: Chunk, group: int) -> Tr
     return cp.shift(chunk, "inner", f"inner held {group}", route.kv[0][0][0], route.kv[1][0][0])
 
 
-def circulate_with_gradients(cp: ContextParallel, route: Route, chunks: list[Chunk],
-                             piece: Callable[[int, int, Chunk], Tensor]) -> list[Tensor]:
+def circulate_with_gradients(
+    cp: ContextParallel,
+    route: Route,
+    chunks: list[Chunk],
+    piece: Callable[[int, int, Chunk], Tensor],
+) -> list[Tensor]:
     """Of each group: the sum over ranks of piece(group, source, chunk), the gradient of a rank's chunk through another's
     work, brought home.
 
@@ -181,7 +207,9 @@ class _Homeward:
         self.outer = self._shift(part, "outer_gradient", f"outer gradient {o % 2}", sends, receives)
         self.inner = self.node = None
 
-    def _shift(self, part: Tensor | None, axis: str, slot: str, sends: bool, receives: bool) -> Transfer | None:
+    def _shift(
+        self, part: Tensor | None, axis: str, slot: str, sends: bool, receives: bool
+    ) -> Transfer | None:
         if not sends and not receives:
             return None
         part = self.like if part is None else part  # nothing to send, but its shape is what comes

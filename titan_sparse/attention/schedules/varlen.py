@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.memo import once_per_mask
-from titan_sparse.attention.patterns import pattern_by_key
 from titan_sparse.attention.call import Run
+from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.patterns import pattern_by_key
 
 
 class Packing(NamedTuple):
@@ -30,7 +30,9 @@ class Packing(NamedTuple):
 def packing(run: Run, q: Tensor) -> Packing | None:
     """Of a call on one rank, dense and causal inside documents, with a window or without; None for another one, or if no
     kernel serves it. The host waits for the mask, once a batch."""
-    static = run.cp.size == 1 and run.rows.slices is None and not pattern_by_key(run.pattern).dynamic
+    static = (
+        run.cp.size == 1 and run.rows.slices is None and not pattern_by_key(run.pattern).dynamic
+    )
     whole = run.first == 0 and run.last is None
     if not static or not whole or run.plain or not run.backend.serves_causal(q):
         return None
@@ -42,7 +44,11 @@ def find_packing(rows: MaskRanges, batch: int) -> Packing | None:
     position = torch.arange(rows.start.shape[1], device=rows.start.device)
     start, stop = (x.expand(batch, -1) for x in (rows.start, rows.stop))
     padding = start >= stop
-    begin = torch.zeros_like(start) if rows.document_start is None else rows.document_start.expand(batch, -1)
+    begin = (
+        torch.zeros_like(start)
+        if rows.document_start is None
+        else rows.document_start.expand(batch, -1)
+    )
     reach = torch.where(padding, 0, position + 1 - start).amax()
     expected = torch.maximum(begin, position + 1 - reach)
     fits = (padding | ((stop == position + 1) & (start == expected))).all()
@@ -53,8 +59,12 @@ def find_packing(rows: MaskRanges, batch: int) -> Packing | None:
     fits, cut, padded, reach = torch.stack([fits, cut, padding.any(), reach]).tolist()
     if not fits:
         return None
-    offsets = torch.nn.functional.pad(first.flatten().nonzero().flatten(), (0, 1), value=first.numel()).int()
-    return Packing(offsets, int(offsets.diff().max()), reach if cut else None, padding if padded else None)
+    offsets = torch.nn.functional.pad(
+        first.flatten().nonzero().flatten(), (0, 1), value=first.numel()
+    ).int()
+    return Packing(
+        offsets, int(offsets.diff().max()), reach if cut else None, padding if padded else None
+    )
 
 
 def forward(run: Run, packing: Packing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,8 +76,16 @@ def forward(run: Run, packing: Packing, q: Tensor, k: Tensor, v: Tensor) -> tupl
     return out.masked_fill(padding[..., None], 0), lse.masked_fill(padding, -torch.inf)
 
 
-def backward(run: Run, packing: Packing, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-             lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    run: Run,
+    packing: Packing,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtype; 0 for padding."""
     if packing.padding is not None:  # so that its rows have no share in anything: exp(score - inf)
         lse = lse.masked_fill(packing.padding[:, None], torch.inf)

@@ -1,83 +1,15 @@
 """mask ∩ pattern for one (query rank, KV chunk): the block tables that a backend computes on."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.layouts import token_positions
+from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.reach import Reach, block_reach, reached
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.budget import compact
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import pack
-from titan_sparse.kernels.chunks import ChosenChunks
-
-
-class BlockLists(NamedTuple):
-    """For each of n blocks of one side the blocks of the other side that it meets, int32; of one sequence and head contiguous.
-
-    full_count, partial_count: [B, Hq, n]. full, partial: [B, Hq, n, K], local block numbers, ascending, filled up with 0.
-    Of a full tile every pair is seen; in a partial one start, stop and covered decide. No tile is in both.
-    partial_slice: like partial, which slice of the mask is meant (slice_tiles.py), which alone decides; a tile is in
-    `partial` once for each of its slices. None where the mask has no slices.
-    """
-
-    full_count: Tensor
-    full: Tensor
-    partial_count: Tensor
-    partial: Tensor
-    partial_slice: Tensor | None = None
-
-
-class Tiles(NamedTuple):
-    """Which KV blocks each query block meets, and which pairs inside them are seen.
-
-    by_query: KV blocks of each query block. by_key: query blocks of each KV block, where asked for (backward).
-    start, stop: int32 [B, Sq]: the query sees keys at positions start <= p < stop.
-    k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
-    covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (kernels/bits.py) for each key that the query block already met
-    elsewhere, not to be counted again.
-    block_size: tokens in a block of queries and of keys.
-    chosen: what each query chose itself, for patterns that let it; full tiles are those that all of their queries chose.
-    slices: int32 [B, N, 6] that partial_slice counts, as in MaskRanges. q_positions: int32 [Sq], global. None without slices.
-    """
-
-    by_query: BlockLists
-    by_key: BlockLists | None
-    start: Tensor
-    stop: Tensor
-    k_positions: Tensor
-    covered: Tensor | None
-    block_size: int
-    chosen: ChosenChunks | None = None
-    slices: Tensor | None = None
-    q_positions: Tensor | None = None
-
-
-class Reach(NamedTuple):
-    """Key positions seen by the queries of each block, int32 [Bm, nq]: by any from `first` to before `last`, by every
-    one from `all_first` to before `all_last`. Empty ranges where there are none."""
-
-    first: Tensor
-    last: Tensor
-    all_first: Tensor
-    all_last: Tensor
-
-
-def block_reach(rows: MaskRanges, q_positions: Tensor, block_size: int) -> Reach:
-    """Reach of this rank's query blocks, from int [Sq] global positions of its queries."""
-    start, stop = (x[:, q_positions].unflatten(1, (-1, block_size)) for x in (rows.start, rows.stop))
-    seen = start < stop
-    first = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(-1)
-    last = torch.where(seen, stop, 0).amax(-1)
-    return Reach(first, last, start.amax(-1), torch.where(seen, stop, 0).amin(-1))
-
-
-def reached(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
-    """bool [Bm, nq, nk]: some query of the block sees a key of the KV block, int [nk] global."""
-    begin = k_blocks * block_size
-    return (reach.first[..., None] < begin + block_size) & (reach.last[..., None] > begin)
-
 
 _ROWS = 1 << 15
 """Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
@@ -113,7 +45,14 @@ def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
     return BlockLists(full_count, full, partial_count, partial)
 
 
-def block_tiles(rows: MaskRanges, index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor, batch: int, transpose: bool) -> Tiles:
+def block_tiles(
+    rows: MaskRanges,
+    index: BlockIndex,
+    q_blocks: Tensor,
+    k_blocks: Tensor,
+    batch: int,
+    transpose: bool,
+) -> Tiles:
     """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk].
 
     With `transpose` by_key is made too. Sequences and heads that are alike share their lists' memory.
@@ -126,14 +65,25 @@ def block_tiles(rows: MaskRanges, index: BlockIndex, q_blocks: Tensor, k_blocks:
     listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
-    by_query, by_key = block_lists(full, partial), block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(*(for_all(x, batch, index.heads) for x in (by_query, by_key)), *query_ranges(rows, q_positions, batch),
-                 k_positions.int().view(1, 1, -1), None, size, index.chosen_chunks(q_positions))
+    by_query, by_key = (
+        block_lists(full, partial),
+        block_lists(full.mT, partial.mT) if transpose else None,
+    )
+    return Tiles(
+        *(for_all(x, batch, index.heads) for x in (by_query, by_key)),
+        *query_ranges(rows, q_positions, batch),
+        k_positions.int().view(1, 1, -1),
+        None,
+        size,
+        index.chosen_chunks(q_positions),
+    )
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
     """Lists of B sequences and Hq heads from those of one, where they are alike; they share their memory."""
-    return lists and BlockLists(*(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists))
+    return lists and BlockLists(
+        *(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
+    )
 
 
 def with_room(tiles: Tiles, blocks: int) -> Tiles:
@@ -141,9 +91,13 @@ def with_room(tiles: Tiles, blocks: int) -> Tiles:
     missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
     if missing <= 0:
         return tiles
-    by_key = tiles.by_key and BlockLists(*(x if x is None else _with_rows(x, missing) for x in tiles.by_key))
+    by_key = tiles.by_key and BlockLists(
+        *(x if x is None else _with_rows(x, missing) for x in tiles.by_key)
+    )
     nowhere = torch.iinfo(torch.int32).max
-    positions = torch.nn.functional.pad(tiles.k_positions, (0, missing * tiles.block_size), value=nowhere)
+    positions = torch.nn.functional.pad(
+        tiles.k_positions, (0, missing * tiles.block_size), value=nowhere
+    )
     return tiles._replace(by_key=by_key, k_positions=positions)
 
 
@@ -167,8 +121,14 @@ def vertical_tiles(rows: MaskRanges, index: BlockIndex, q_blocks: Tensor, transp
     whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
     full, partial = reached & whole, reached & ~whole
     by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(block_lists(full, partial), by_key, *query_ranges(rows, q_positions, len(verticals)), verticals, pack(covered),
-                 size)
+    return Tiles(
+        block_lists(full, partial),
+        by_key,
+        *query_ranges(rows, q_positions, len(verticals)),
+        verticals,
+        pack(covered),
+        size,
+    )
 
 
 def query_ranges(rows: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.layouts import token_positions
+from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, block_reach, list_width, query_ranges
+from titan_sparse.attention.tiles.blocks import (
+    BlockLists,
+    Tiles,
+    block_reach,
+    list_width,
+    query_ranges,
+)
 from titan_sparse.kernels import block_tables
 
 
@@ -41,29 +47,50 @@ def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
     return KeySide(k_blocks.int(), token_positions(k_blocks, block_size).int().view(1, 1, -1))
 
 
-def query_side(rows: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int) -> QuerySide:
+def query_side(
+    rows: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
+) -> QuerySide:
     """For this rank's query blocks, global numbers int [nq]; depends on the mask, the pattern and the layout only."""
     q_positions = token_positions(q_blocks, index.block_size)
-    reach = torch.stack(block_reach(rows, q_positions, index.block_size), dim=-1).expand(batch, -1, -1).int().contiguous()
-    return QuerySide(index.block_spans(q_blocks), reach, q_blocks.int(), *query_ranges(rows, q_positions, batch))
+    reach = (
+        torch.stack(block_reach(rows, q_positions, index.block_size), dim=-1)
+        .expand(batch, -1, -1)
+        .int()
+        .contiguous()
+    )
+    return QuerySide(
+        index.block_spans(q_blocks), reach, q_blocks.int(), *query_ranges(rows, q_positions, batch)
+    )
 
 
-def block_tiles(side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool) -> Tiles:
+def block_tiles(
+    side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool
+) -> Tiles:
     """As tiles.block_tiles()."""
     size = index.block_size
     common = (index.slashes, side.spans, side.reach, side.blocks, keys.blocks, size)
-    by_query = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(keys.blocks)), False))
+    by_query = BlockLists(
+        *block_tables.slash_lists(*common, list_width(index.most_blocks, len(keys.blocks)), False)
+    )
     by_key = None
     if transpose:
-        by_key = BlockLists(*block_tables.slash_lists(*common, list_width(index.most_blocks, len(side.blocks)), True))
+        by_key = BlockLists(
+            *block_tables.slash_lists(
+                *common, list_width(index.most_blocks, len(side.blocks)), True
+            )
+        )
     return Tiles(by_query, by_key, side.start, side.stop, keys.positions, None, size)
 
 
 def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
     """As tiles.vertical_tiles()."""
     size, verticals = index.block_size, index.verticals
-    covered, kind = block_tables.covered_verticals(index.slashes, side.spans, side.reach, side.blocks, verticals, size)
+    covered, kind = block_tables.covered_verticals(
+        index.slashes, side.spans, side.reach, side.blocks, verticals, size
+    )
     # As wide as the table: verticals make few tiles, so one of its sides is short.
-    by_query, by_key = (BlockLists(*block_tables.kind_lists(kind, by_key)) if by_key <= transpose else None
-                        for by_key in (False, True))
+    by_query, by_key = (
+        BlockLists(*block_tables.kind_lists(kind, by_key)) if by_key <= transpose else None
+        for by_key in (False, True)
+    )
     return Tiles(by_query, by_key, side.start, side.stop, verticals, covered, size)

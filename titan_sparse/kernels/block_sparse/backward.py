@@ -39,7 +39,9 @@ def _delta_kernel(
     """delta = rowsum(d_out * out), and lse in base 2, finite where nothing is seen: no masked p becomes NaN."""
     first, head, batch = tl.program_id(0) * M, tl.program_id(1), tl.program_id(2)
     o = load_rows(slice_of(out, out_stride, batch, head), out_stride[2], first, M, HEAD_DIM, D)
-    d = load_rows(slice_of(d_out, d_out_stride, batch, head), d_out_stride[2], first, M, HEAD_DIM, D)
+    d = load_rows(
+        slice_of(d_out, d_out_stride, batch, head), d_out_stride[2], first, M, HEAD_DIM, D
+    )
     rows = (batch.to(tl.int64) * heads + head) * q_len + first + tl.arange(0, M)
     tl.store(delta + rows, tl.sum(o.to(tl.float32) * d.to(tl.float32), 1))
     natural = tl.load(lse + rows)
@@ -60,8 +62,22 @@ def _walk_keys(
         v_tile = load_rows(v, piece.v_stride[2], first, N, HEAD_DIM, D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            scores = hide_keys(scores, piece, batch, positions, covered, first, numbers, step // PER, start, stop, query,
-                               words, origin, N)
+            scores = hide_keys(
+                scores,
+                piece,
+                batch,
+                positions,
+                covered,
+                first,
+                numbers,
+                step // PER,
+                start,
+                stop,
+                query,
+                words,
+                origin,
+                N,
+            )
         p = tl.math.exp2(scores * scale - lse[:, None])
         dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
         ds = p * (dp - delta[:, None])
@@ -78,7 +94,10 @@ def _query_gradient(
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     query = query_positions(piece, rows, start)
-    positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
+    positions, covered = (
+        slice_of(piece.positions, piece.positions_stride, batch, head),
+        piece.covered,
+    )
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     words, origin = piece.chosen, piece.origin
@@ -88,10 +107,60 @@ def _query_gradient(
     numbers = piece.partial_slice
     if piece.partial_slice is not None:
         numbers = slice_numbers(piece, batch, head, q_block)
-    dq = _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, full, None, full_count, start, stop, query,
-                    positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk_keys(dq, q_tile, d_tile, lse, delta, piece, batch, k, v, partial, numbers, partial_count, start, stop,
-                      query, positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
+    dq = _walk_keys(
+        dq,
+        q_tile,
+        d_tile,
+        lse,
+        delta,
+        piece,
+        batch,
+        k,
+        v,
+        full,
+        None,
+        full_count,
+        start,
+        stop,
+        query,
+        positions,
+        covered,
+        words,
+        origin,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+        False,
+    )
+    return _walk_keys(
+        dq,
+        q_tile,
+        d_tile,
+        lse,
+        delta,
+        piece,
+        batch,
+        k,
+        v,
+        partial,
+        numbers,
+        partial_count,
+        start,
+        stop,
+        query,
+        positions,
+        covered,
+        words,
+        origin,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+        True,
+    )
 
 
 @triton.jit
@@ -109,14 +178,54 @@ def _query_kernel(
     seen_from = tl.load(start + batch.to(tl.int64) * q_len + rows)
     seen_until = tl.load(stop + batch.to(tl.int64) * q_len + rows)
     q_tile = load_rows(slice_of(q, q_stride, batch, head), q_stride[2], first, M, HEAD_DIM, D)
-    d_tile = load_rows(slice_of(d_out, d_out_stride, batch, head), d_out_stride[2], first, M, HEAD_DIM, D)
+    d_tile = load_rows(
+        slice_of(d_out, d_out_stride, batch, head), d_out_stride[2], first, M, HEAD_DIM, D
+    )
     row_lse, row_delta = tl.load(lse + row + rows), tl.load(delta + row + rows)
     total = tl.zeros([M, D], tl.float32)
-    total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, piece, batch, head, heads, q_block,
-                            q_len // BLOCK, rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+    total = _query_gradient(
+        total,
+        q_tile,
+        d_tile,
+        row_lse,
+        row_delta,
+        piece,
+        batch,
+        head,
+        heads,
+        q_block,
+        q_len // BLOCK,
+        rows,
+        seen_from,
+        seen_until,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+    )
     if TWO:
-        total = _query_gradient(total, q_tile, d_tile, row_lse, row_delta, other, batch, head, heads, q_block,
-                                q_len // BLOCK, rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+        total = _query_gradient(
+            total,
+            q_tile,
+            d_tile,
+            row_lse,
+            row_delta,
+            other,
+            batch,
+            head,
+            heads,
+            q_block,
+            q_len // BLOCK,
+            rows,
+            seen_from,
+            seen_until,
+            scale,
+            BLOCK,
+            N,
+            HEAD_DIM,
+            D,
+        )
     total *= logit_scale
     if ADD:
         total += load_rows(before + row * HEAD_DIM, HEAD_DIM, first, M, HEAD_DIM, D).to(tl.float32)
@@ -141,17 +250,30 @@ def _walk_queries(
         if MASKED:
             visible = position
             if covered is not None:
-                visible = hide_covered(position, covered + q_block.to(tl.int64) * covered_step, keys)
+                visible = hide_covered(
+                    position, covered + q_block.to(tl.int64) * covered_step, keys
+                )
             if numbers is not None:
                 query = tl.load(piece.q_positions + rows)
-                seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + step // PER), query)
+                seen_from, seen_until = bounds_in_slice(
+                    piece, batch, tl.load(numbers + step // PER), query
+                )
             else:
                 seen_from, seen_until = tl.load(start + rows), tl.load(stop + rows)
             if piece.chosen is not None:
                 words, origin = choices(piece, batch, head, heads, q_len, rows)
-                seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk,
-                                                     piece.chosen_words, first_position)
-            seen = (visible[:, None] >= seen_from[None, :]) & (visible[:, None] < seen_until[None, :])
+                seen_from, seen_until = chosen_range(
+                    seen_from,
+                    seen_until,
+                    words,
+                    origin,
+                    piece.chunk,
+                    piece.chosen_words,
+                    first_position,
+                )
+            seen = (visible[:, None] >= seen_from[None, :]) & (
+                visible[:, None] < seen_until[None, :]
+            )
             scores = tl.where(seen, scores, float("-inf"))
         p = tl.math.exp2(scores * scale - tl.load(lse + rows)[None, :])
         dv = tl.dot(p.to(d_tile.dtype), d_tile, dv, input_precision="ieee")
@@ -172,13 +294,20 @@ def _key_kernel(
     batch, split = tl.program_id(2) % batches, tl.program_id(2) // batches
     first, k_block = tile * N, tile * N // BLOCK
     keys = first + tl.arange(0, N)
-    k_tile = load_rows(slice_of(piece.k, piece.k_stride, batch, kv_head), piece.k_stride[2], first, N, HEAD_DIM, D)
-    v_tile = load_rows(slice_of(piece.v, piece.v_stride, batch, kv_head), piece.v_stride[2], first, N, HEAD_DIM, D)
+    k_tile = load_rows(
+        slice_of(piece.k, piece.k_stride, batch, kv_head), piece.k_stride[2], first, N, HEAD_DIM, D
+    )
+    v_tile = load_rows(
+        slice_of(piece.v, piece.v_stride, batch, kv_head), piece.v_stride[2], first, N, HEAD_DIM, D
+    )
     dk_sum, dv_sum = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     row_start, row_stop = start + batch.to(tl.int64) * q_len, stop + batch.to(tl.int64) * q_len
     for member in range(piece.group):
         head = kv_head * piece.group + member
-        head_q, head_d = slice_of(q, q_stride, batch, head), slice_of(d_out, d_out_stride, batch, head)
+        head_q, head_d = (
+            slice_of(q, q_stride, batch, head),
+            slice_of(d_out, d_out_stride, batch, head),
+        )
         row = batch.to(tl.int64) * heads + head
         positions = slice_of(piece.positions, piece.positions_stride, batch, head)
         position, first_position = tl.load(positions + keys), tl.load(positions + first)
@@ -190,15 +319,73 @@ def _key_kernel(
         if piece.partial_slice is not None:
             numbers = slice_numbers(piece, batch, head, k_block)
         dk_sum, dv_sum = _walk_queries(
-            dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, piece, batch, head, heads, q_len, full, None, full_count * split // splits,
-            full_count * (split + 1) // splits, row_start, row_stop, position, first_position, covered, piece.words, keys,
-            scale, BLOCK, M, HEAD_DIM, D, False)
+            dk_sum,
+            dv_sum,
+            k_tile,
+            v_tile,
+            head_q,
+            q_stride[2],
+            head_d,
+            d_out_stride[2],
+            lse + row * q_len,
+            delta + row * q_len,
+            piece,
+            batch,
+            head,
+            heads,
+            q_len,
+            full,
+            None,
+            full_count * split // splits,
+            full_count * (split + 1) // splits,
+            row_start,
+            row_stop,
+            position,
+            first_position,
+            covered,
+            piece.words,
+            keys,
+            scale,
+            BLOCK,
+            M,
+            HEAD_DIM,
+            D,
+            False,
+        )
         dk_sum, dv_sum = _walk_queries(
-            dk_sum, dv_sum, k_tile, v_tile, head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len,
-            delta + row * q_len, piece, batch, head, heads, q_len, partial, numbers, partial_count * split // splits,
-            partial_count * (split + 1) // splits, row_start, row_stop, position, first_position, covered, piece.words,
-            keys, scale, BLOCK, M, HEAD_DIM, D, True)
+            dk_sum,
+            dv_sum,
+            k_tile,
+            v_tile,
+            head_q,
+            q_stride[2],
+            head_d,
+            d_out_stride[2],
+            lse + row * q_len,
+            delta + row * q_len,
+            piece,
+            batch,
+            head,
+            heads,
+            q_len,
+            partial,
+            numbers,
+            partial_count * split // splits,
+            partial_count * (split + 1) // splits,
+            row_start,
+            row_stop,
+            position,
+            first_position,
+            covered,
+            piece.words,
+            keys,
+            scale,
+            BLOCK,
+            M,
+            HEAD_DIM,
+            D,
+            True,
+        )
     kv_heads = tl.num_programs(1)
     at = ((split.to(tl.int64) * batches + batch) * kv_heads + kv_head) * piece.k_len * HEAD_DIM
     store_rows(dk + at, dk_sum * logit_scale, first, N, HEAD_DIM, D)
@@ -209,7 +396,9 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse in base 2 and delta, both fp32 [B, Hq, Sq]."""
     out, lse = dense_rows(out), lse.contiguous()
     batch, heads, q_len, dim = out.shape
-    delta, lse_2 = (torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2))
+    delta, lse_2 = (
+        torch.empty(lse.shape, dtype=torch.float32, device=lse.device) for _ in range(2)
+    )
     _delta_kernel[q_len // _DELTA_ROWS, heads, batch](
         out, out.stride()[:3], d_out, d_out.stride()[:3], lse, delta, lse_2, q_len, heads,
         M=_DELTA_ROWS, HEAD_DIM=dim, D=triton.next_power_of_2(dim), LOG2_E=LOG2_E,
@@ -217,9 +406,20 @@ def _prepare(d_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return lse_2, delta
 
 
-def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: list[Piece], start: Tensor,
-                stop: Tensor, block_size: int, scale: float, dtype: torch.dtype, before: Tensor | None,
-                into: Tensor | None) -> Tensor:
+def _query_side(
+    q: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pieces: list[Piece],
+    start: Tensor,
+    stop: Tensor,
+    block_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    before: Tensor | None,
+    into: Tensor | None,
+) -> Tensor:
     """dq through all pieces in one launch, and `before`, in `dtype`."""
     batch, heads, q_len, dim = q.shape
     dq = output_like(q, before, dtype, into)
@@ -235,8 +435,18 @@ def _query_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, pieces: li
     return dq
 
 
-def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece, start: Tensor, stop: Tensor,
-              block_size: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _key_side(
+    q: Tensor,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    piece: Piece,
+    start: Tensor,
+    stop: Tensor,
+    block_size: int,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """dk and dv of one piece."""
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
@@ -253,9 +463,20 @@ def _key_side(q: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, piece: Piece
     return (dk[0], dv[0]) if splits == 1 else (dk.sum(0).to(dtype), dv.sum(0).to(dtype))
 
 
-def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor,
-             block_size: int, scale: float, dtypes: list[torch.dtype],
-             dq: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pieces: list[Piece],
+    start: Tensor,
+    stop: Tensor,
+    block_size: int,
+    scale: float,
+    dtypes: list[torch.dtype],
+    dq: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; both of the whole attention. start, stop:
@@ -266,6 +487,10 @@ def backward(d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, pieces: list[Pi
     """
     q, d_out = dense_rows(q), dense_rows(d_out)
     lse_2, delta = _prepare(d_out, out, lse)
-    dq = _query_side(q, d_out, lse_2, delta, pieces, start, stop, block_size, scale, dtypes[0], dq, into)
-    return dq, [_key_side(q, d_out, lse_2, delta, piece, start, stop, block_size, scale, dtype)
-                for piece, dtype in zip(pieces, dtypes[1:], strict=True)]
+    dq = _query_side(
+        q, d_out, lse_2, delta, pieces, start, stop, block_size, scale, dtypes[0], dq, into
+    )
+    return dq, [
+        _key_side(q, d_out, lse_2, delta, piece, start, stop, block_size, scale, dtype)
+        for piece, dtype in zip(pieces, dtypes[1:], strict=True)
+    ]

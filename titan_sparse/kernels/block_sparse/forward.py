@@ -36,8 +36,22 @@ def _walk(
         k_tile = load_rows(k, piece.k_stride[2], first, N, HEAD_DIM, D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if MASKED:
-            scores = hide_keys(scores, piece, batch, positions, covered, first, numbers, step // PER, start, stop, query,
-                               words, origin, N)
+            scores = hide_keys(
+                scores,
+                piece,
+                batch,
+                positions,
+                covered,
+                first,
+                numbers,
+                step // PER,
+                start,
+                stop,
+                query,
+                words,
+                origin,
+                N,
+            )
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         # Only masked rows can have seen nothing yet; -inf - -inf would be NaN.
         base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
@@ -59,7 +73,10 @@ def _attend(
     k = slice_of(piece.k, piece.k_stride, batch, head // piece.group)
     v = slice_of(piece.v, piece.v_stride, batch, head // piece.group)
     query = query_positions(piece, rows, start)
-    positions, covered = slice_of(piece.positions, piece.positions_stride, batch, head), piece.covered
+    positions, covered = (
+        slice_of(piece.positions, piece.positions_stride, batch, head),
+        piece.covered,
+    )
     if piece.covered is not None:
         covered += ((batch.to(tl.int64) * heads + head) * q_blocks + q_block) * piece.words
     words, origin = piece.chosen, piece.origin
@@ -69,10 +86,58 @@ def _attend(
     numbers = piece.partial_slice
     if piece.partial_slice is not None:
         numbers = slice_numbers(piece, batch, head, q_block)
-    acc, weight, top = _walk(acc, weight, top, q_tile, piece, batch, k, v, full, None, full_count, start, stop, query,
-                             positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, False)
-    return _walk(acc, weight, top, q_tile, piece, batch, k, v, partial, numbers, partial_count, start, stop, query,
-                 positions, covered, words, origin, scale, BLOCK, N, HEAD_DIM, D, True)
+    acc, weight, top = _walk(
+        acc,
+        weight,
+        top,
+        q_tile,
+        piece,
+        batch,
+        k,
+        v,
+        full,
+        None,
+        full_count,
+        start,
+        stop,
+        query,
+        positions,
+        covered,
+        words,
+        origin,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+        False,
+    )
+    return _walk(
+        acc,
+        weight,
+        top,
+        q_tile,
+        piece,
+        batch,
+        k,
+        v,
+        partial,
+        numbers,
+        partial_count,
+        start,
+        stop,
+        query,
+        positions,
+        covered,
+        words,
+        origin,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+        True,
+    )
 
 
 @triton.jit
@@ -98,19 +163,63 @@ def _forward_kernel(
     else:
         acc, weight = tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
-    acc, weight, top = _attend(acc, weight, top, q_tile, piece, batch, head, heads, q_block, q_len // BLOCK,
-                               rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+    acc, weight, top = _attend(
+        acc,
+        weight,
+        top,
+        q_tile,
+        piece,
+        batch,
+        head,
+        heads,
+        q_block,
+        q_len // BLOCK,
+        rows,
+        seen_from,
+        seen_until,
+        scale,
+        BLOCK,
+        N,
+        HEAD_DIM,
+        D,
+    )
     if TWO:
-        acc, weight, top = _attend(acc, weight, top, q_tile, other, batch, head, heads, q_block, q_len // BLOCK,
-                                   rows, seen_from, seen_until, scale, BLOCK, N, HEAD_DIM, D)
+        acc, weight, top = _attend(
+            acc,
+            weight,
+            top,
+            q_tile,
+            other,
+            batch,
+            head,
+            heads,
+            q_block,
+            q_len // BLOCK,
+            rows,
+            seen_from,
+            seen_until,
+            scale,
+            BLOCK,
+            N,
+            HEAD_DIM,
+            D,
+        )
     weight_or_one = tl.where(weight == 0.0, 1.0, weight)
     store_rows(out + row * HEAD_DIM, acc / weight_or_one[:, None], first, M, HEAD_DIM, D)
     tl.store(lse + row + rows, (top + tl.math.log2(weight_or_one)) * 0.6931471805599453)
 
 
-def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_size: int, scale: float,
-            dtype: torch.dtype | None = None, total: tuple[Tensor, Tensor] | None = None,
-            into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    pieces: list[Piece],
+    start: Tensor,
+    stop: Tensor,
+    block_size: int,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    total: tuple[Tensor, Tensor] | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
     start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0. dtype: of out, default q's.
@@ -124,7 +233,9 @@ def forward(q: Tensor, pieces: list[Piece], start: Tensor, stop: Tensor, block_s
     before, lse = total or (None, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device))
     out = output_like(q, before, dtype, into)
     padded_dim = triton.next_power_of_2(dim)
-    m, n = forward_tile(dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces))
+    m, n = forward_tile(
+        dim, block_size, q.element_size(), all(piece.covered is not None for piece in pieces)
+    )
     operands = [operand(piece, piece.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
         q, q.stride()[:3], out if before is None else before, out, lse, operands[0],

@@ -8,7 +8,9 @@ import torch
 
 from .piece import INTERPRETED
 
-_HOPPER_SHARED_MEMORY = 232448  # bytes a program can have; smaller GPUs take the shallow prefetching
+_HOPPER_SHARED_MEMORY = (
+    232448  # bytes a program can have; smaller GPUs take the shallow prefetching
+)
 
 _VERTICAL_TILE = (128, 32)
 
@@ -19,7 +21,9 @@ def _tile(wanted: tuple[int, int], block_size: int, element_size: int) -> tuple[
     return min(wanted[0], largest), min(wanted[1], largest)
 
 
-def forward_tile(head_dim: int, block_size: int, element_size: int, verticals_only: bool = False) -> tuple[int, int]:
+def forward_tile(
+    head_dim: int, block_size: int, element_size: int, verticals_only: bool = False
+) -> tuple[int, int]:
     """Queries and keys of a forward tile. Columns alone are few tiles a program, which then mostly starts and ends:
     small tiles let several programs share an SM and hide each other's latency."""
     if verticals_only and 64 < head_dim <= 128:
@@ -46,10 +50,15 @@ def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, 
     warps = 4 if max(m, n) * padded_dim <= 8192 else 8
     # At head_dim 128 two programs of 4 warps share an SM, which hides more than a third buffer; at 256 it has no room.
     deep = padded_dim <= 64 or (padded_dim == 128 and warps == 8)
-    return {"num_warps": warps, "num_stages": 5 if deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 3}
+    return {
+        "num_warps": warps,
+        "num_stages": 5 if deep and _shared_memory(device) >= _HOPPER_SHARED_MEMORY else 3,
+    }
 
 
-def forward_options(m: int, n: int, padded_dim: int, device: torch.device, choices: bool) -> dict[str, int]:
+def forward_options(
+    m: int, n: int, padded_dim: int, device: torch.device, choices: bool
+) -> dict[str, int]:
     """options() of the forward. The bits of queries' choices are prefetched as well: with all stages head_dim 128 would need
     24 bytes more shared memory than there are."""
     chosen = options(m, n, padded_dim, device)
@@ -57,7 +66,9 @@ def forward_options(m: int, n: int, padded_dim: int, device: torch.device, choic
 
 
 def _shared_memory(device: torch.device) -> int:
-    return 0 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return (
+        0 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    )
 
 
 def key_splits(programs: int) -> int:

@@ -92,7 +92,9 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def output_like(q: Tensor, before: Tensor | None, dtype: torch.dtype | None, into: Tensor | None) -> Tensor:
+def output_like(
+    q: Tensor, before: Tensor | None, dtype: torch.dtype | None, into: Tensor | None
+) -> Tensor:
     """Memory for a result in q's shape: `into`, or memory in dtype, by default that of `before`, else q's: `before` itself,
     which is read before it is written, if its dtype is that."""
     if into is not None:
@@ -112,11 +114,35 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
     shared = tuple(0 if positions.shape[dim] == 1 else positions.stride(dim) for dim in (0, 1))
     covered = None if piece.covered is None else piece.covered.contiguous()
     words, origin, chunk = piece.chosen or (None, None, 0)
-    chosen = (None, 0, None, 0) if words is None else (words.contiguous(), words.shape[-1], origin.contiguous(), chunk)
-    return Operand(k, k.stride()[:3], v, v.stride()[:3], heads // k.shape[1], k.shape[2],
-                   full_count, full, full.shape[-1], partial_count, partial, partial.shape[-1], partial_slice,
-                   list_stride, positions, shared, covered, -(-k.shape[2] // 32), *chosen,
-                   piece.slices, 0 if piece.slices is None else piece.slices.stride(0), piece.q_positions)
+    chosen = (
+        (None, 0, None, 0)
+        if words is None
+        else (words.contiguous(), words.shape[-1], origin.contiguous(), chunk)
+    )
+    return Operand(
+        k,
+        k.stride()[:3],
+        v,
+        v.stride()[:3],
+        heads // k.shape[1],
+        k.shape[2],
+        full_count,
+        full,
+        full.shape[-1],
+        partial_count,
+        partial,
+        partial.shape[-1],
+        partial_slice,
+        list_stride,
+        positions,
+        shared,
+        covered,
+        -(-k.shape[2] // 32),
+        *chosen,
+        piece.slices,
+        0 if piece.slices is None else piece.slices.stride(0),
+        piece.q_positions,
+    )
 
 
 def _without_copies(lists: Lists) -> tuple[Lists, tuple[int, int]]:
@@ -221,6 +247,15 @@ def hide_keys(scores, piece, batch, positions, covered, first, numbers, entry, s
     if numbers is not None:
         seen_from, seen_until = bounds_in_slice(piece, batch, tl.load(numbers + entry), query)
     if piece.chosen is not None:
-        seen_from, seen_until = chosen_range(seen_from, seen_until, words, origin, piece.chunk, piece.chosen_words,
-                                             tl.load(positions + first))
-    return tl.where((position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf"))
+        seen_from, seen_until = chosen_range(
+            seen_from,
+            seen_until,
+            words,
+            origin,
+            piece.chunk,
+            piece.chosen_words,
+            tl.load(positions + first),
+        )
+    return tl.where(
+        (position >= seen_from[:, None]) & (position < seen_until[:, None]), scores, float("-inf")
+    )

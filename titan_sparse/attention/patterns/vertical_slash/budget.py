@@ -23,7 +23,9 @@ class Segments(NamedTuple):
     bounds: Tensor
 
 
-def smallest_sets(mass: Tensor, segments: Segments, recall: float, most_mass: float) -> tuple[Tensor, Tensor]:
+def smallest_sets(
+    mass: Tensor, segments: Segments, recall: float, most_mass: float
+) -> tuple[Tensor, Tensor]:
     """For each segment of each row, the fewest elements that hold `recall` of the segment's mass (MTraining, B.1 i).
 
     mass: float [N, L], not negative, at most most_mass in a segment. The element that crosses the target is included;
@@ -55,21 +57,29 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     rank = position - first
     begin, _, least, most, always = (x.gather(1, segment) for x in bounds.unbind(-1))
     chosen = (wanted | (rank < least)) & (rank < most) | (order < begin + always)
-    cut_off = torch.zeros_like(bounds[..., 0]).scatter_add_(1, segment, (wanted & (rank >= most)).long())
+    cut_off = torch.zeros_like(bounds[..., 0]).scatter_add_(
+        1, segment, (wanted & (rank >= most)).long()
+    )
     chosen &= segment < n
     return torch.zeros_like(chosen).scatter_(1, order, chosen), cut_off[:, :n] > 0
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending, filled up with `fill`."""
-    return kernels.compact(selected, capacity, fill) if selected.is_cuda else compact_naive(selected, capacity, fill)
+    return (
+        kernels.compact(selected, capacity, fill)
+        if selected.is_cuda
+        else compact_naive(selected, capacity, fill)
+    )
 
 
 def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
     """The twin of kernels.compact()."""
     rank = selected.long().cumsum(-1) - 1
     slot = torch.where(selected & (rank < capacity), rank, capacity)
-    positions = torch.arange(selected.shape[1], dtype=torch.int32, device=selected.device).expand_as(slot)
+    positions = torch.arange(
+        selected.shape[1], dtype=torch.int32, device=selected.device
+    ).expand_as(slot)
     out = torch.full((len(selected), capacity + 1), fill, dtype=torch.int32, device=selected.device)
     out.scatter_(1, slot, positions)
     return out[:, :capacity].contiguous()

@@ -23,7 +23,11 @@ from torch import Tensor
 
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments
 from titan_sparse.attention.patterns.vertical_slash.probe import tiles_of_diagonals
-from titan_sparse.attention.patterns.vertical_slash.spans import Spans, span_of_tokens, spans_of_blocks
+from titan_sparse.attention.patterns.vertical_slash.spans import (
+    Spans,
+    span_of_tokens,
+    spans_of_blocks,
+)
 from titan_sparse.kernels import joint as kernels
 
 VERTICAL_COST = 2.0
@@ -54,7 +58,9 @@ class Incidence(NamedTuple):
 
     def of_rows(self, sequence: Tensor) -> "Incidence":
         """The same for each of N rows, of these sequences [N]."""
-        return Incidence(*(x[sequence] if len(x) > 1 else x.expand(len(sequence), *x.shape[1:]) for x in self))
+        return Incidence(
+            *(x[sequence] if len(x) > 1 else x.expand(len(sequence), *x.shape[1:]) for x in self)
+        )
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Columns [., S] and diagonals [., E] of [., S + E]."""
@@ -66,19 +72,32 @@ class Incidence(NamedTuple):
         if len(slots) == 1:
             tiles = x.sum(-1)[:, :, None]
         else:
-            tiles = (x[:, :, None] * (self.slot[:, :, None] == slots[:, None])[:, :, :, None]).sum(-1)
+            tiles = (x[:, :, None] * (self.slot[:, :, None] == slots[:, None])[:, :, :, None]).sum(
+                -1
+            )
         back = self.diagonal.shape[3]
-        return torch.nn.functional.pad(tiles.flatten(1), (0, 1)).gather(1, self.tile).unflatten(1, (-1, back)).sum(-1)
+        return (
+            torch.nn.functional.pad(tiles.flatten(1), (0, 1))
+            .gather(1, self.tile)
+            .unflatten(1, (-1, back))
+            .sum(-1)
+        )
 
     def of_verticals(self, x: Tensor) -> Tensor:
         """What is told by diagonal, [N, E], by vertical and block back, [N, K, U, b]; 0 where there is no diagonal."""
-        tiles = torch.nn.functional.pad(x, (0, 1)).gather(1, self.diagonal.flatten(1)).view(len(x), *self.diagonal.shape[1:])
+        tiles = (
+            torch.nn.functional.pad(x, (0, 1))
+            .gather(1, self.diagonal.flatten(1))
+            .view(len(x), *self.diagonal.shape[1:])
+        )
         if tiles.shape[2] == 1:
             return tiles.mT.expand(-1, -1, -1, self.slot.shape[2])
         return tiles.mT.gather(3, self.slot[:, :, None].expand(-1, -1, tiles.shape[3], -1))
 
 
-def incidence(spans: Spans, segments: Segments, seq_len: int, back: int, block_size: int) -> Incidence:
+def incidence(
+    spans: Spans, segments: Segments, seq_len: int, back: int, block_size: int
+) -> Incidence:
     """Of the verticals and diagonals in `segments`, n spans' verticals first; back: U."""
     n, device = spans.start.shape[1], spans.start.device
     block = torch.arange(seq_len // block_size, device=device)
@@ -87,17 +106,30 @@ def incidence(spans: Spans, segments: Segments, seq_len: int, back: int, block_s
     last, offset = (x.gather(1, known).view_as(touching) for x in (spans.last_block, spans.offset))
     delta = (last - block[:, None])[..., None] - torch.arange(back, device=device)
     place = torch.arange(segments.segment.shape[1], device=device)
-    diagonal = torch.where((touching >= 0)[..., None] & (delta >= 0), offset[..., None] + delta, len(place) - seq_len)
-    slot = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, block_size)) - touching[:, :, :1]
+    diagonal = torch.where(
+        (touching >= 0)[..., None] & (delta >= 0), offset[..., None] + delta, len(place) - seq_len
+    )
+    slot = (
+        span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, block_size))
+        - touching[:, :, :1]
+    )
     segment = segments.segment.long()
     bounds = torch.nn.functional.pad(segments.bounds.long(), (0, 0, 0, 1))
     begin, always = (bounds[..., i].gather(1, segment) for i in (0, 4))
     # Diagonals are segments n .. 2 n - 1 there.
     span = torch.where(segment < 2 * n, segment % n, n)
     first, stop, least, most, sinks = segments.bounds[:, :n].unbind(-1)
-    free_verticals = torch.stack([torch.minimum(first + sinks, stop), stop, least, most, torch.zeros_like(sinks)], dim=-1)
-    return Incidence(tiles_of_diagonals(spans, len(block), back, block_size), diagonal,
-                     slot.clamp(0, touching.shape[2] - 1), span, (span < n) & (place < begin + always), free_verticals)
+    free_verticals = torch.stack(
+        [torch.minimum(first + sinks, stop), stop, least, most, torch.zeros_like(sinks)], dim=-1
+    )
+    return Incidence(
+        tiles_of_diagonals(spans, len(block), back, block_size),
+        diagonal,
+        slot.clamp(0, touching.shape[2] - 1),
+        span,
+        (span < n) & (place < begin + always),
+        free_verticals,
+    )
 
 
 class _Task(NamedTuple):
@@ -115,8 +147,9 @@ class _Task(NamedTuple):
     diagonals: Tensor
 
 
-def smallest_union(verticals: Tensor, segments: Segments, of: Incidence, recall: float,
-                   most_mass: float) -> tuple[Tensor, Tensor]:
+def smallest_union(
+    verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
+) -> tuple[Tensor, Tensor]:
     """For each span of each row, verticals and diagonals of least cost that hold `recall` of its mass together.
 
     verticals: float [N, K, U, b], masses by block back, at most most_mass in a span. What is on in any case counts as held;
@@ -130,19 +163,25 @@ def smallest_union(verticals: Tensor, segments: Segments, of: Incidence, recall:
     return smallest_union_naive(verticals, segments, of, recall, most_mass)
 
 
-def smallest_union_by_kernels(verticals: Tensor, segments: Segments, of: Incidence, recall: float,
-                              most_mass: float) -> tuple[Tensor, Tensor]:
+def smallest_union_by_kernels(
+    verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
+) -> tuple[Tensor, Tensor]:
     """smallest_union() of fp32 masses."""
     geometry = kernels.Geometry(*segments, of.diagonal, of.slot, of.always, of.free_verticals)
-    return kernels.smallest_union(verticals, geometry, recall, _scale(most_mass), VERTICAL_COST, _ROUNDS)
+    return kernels.smallest_union(
+        verticals, geometry, recall, _scale(most_mass), VERTICAL_COST, _ROUNDS
+    )
 
 
-def smallest_union_naive(verticals: Tensor, segments: Segments, of: Incidence, recall: float,
-                         most_mass: float) -> tuple[Tensor, Tensor]:
+def smallest_union_naive(
+    verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
+) -> tuple[Tensor, Tensor]:
     """The twin of kernels.smallest_union(): by sorting."""
     task = _task(verticals, segments, of.of_rows(segments.sequence.long()), recall, most_mass)
     with_last, without, wants_more = _diagonals(task)
-    (first, short), (second, still_short) = (_verticals_beside(task, on) for on in (with_last, without))
+    (first, short), (second, still_short) = (
+        _verticals_beside(task, on) for on in (with_last, without)
+    )
     cheaper = (_cost(task, second) < _cost(task, first)) & ~still_short
     cheaper = torch.nn.functional.pad(cheaper, (0, 1)).gather(1, task.of.segment)
     return torch.where(cheaper, second, first), torch.cat([short, short & wants_more], dim=1)
@@ -153,16 +192,29 @@ def _scale(most_mass: float) -> float:
     return 2.0 ** (52 - math.ceil(math.log2(most_mass)))
 
 
-def _task(verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float) -> _Task:
+def _task(
+    verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
+) -> _Task:
     units = (verticals.double() * _scale(most_mass)).ceil().long()
     always, always_diagonals = of.split(of.always)
     on = of.of_verticals(always_diagonals) | always.view_as(of.slot)[:, :, None]
     bounds = segments.bounds.long()[segments.sequence.long()]
     vertical_bounds, diagonal_bounds = bounds.chunk(2, dim=1)
-    diagonal_bounds = torch.cat([diagonal_bounds[..., :2] - always.shape[1], diagonal_bounds[..., 2:]], dim=-1)
+    diagonal_bounds = torch.cat(
+        [diagonal_bounds[..., :2] - always.shape[1], diagonal_bounds[..., 2:]], dim=-1
+    )
     total = _span_sums(of.diagonal_sums(units), diagonal_bounds)
-    share = (total.double() * (round(recall * 2**53) / 2**53)).ceil().long()  # as finely as the kernels are told
-    return _Task(units * ~on, verticals.dtype, of, (total - share).clamp(min=0), vertical_bounds, diagonal_bounds)
+    share = (
+        (total.double() * (round(recall * 2**53) / 2**53)).ceil().long()
+    )  # as finely as the kernels are told
+    return _Task(
+        units * ~on,
+        verticals.dtype,
+        of,
+        (total - share).clamp(min=0),
+        vertical_bounds,
+        diagonal_bounds,
+    )
 
 
 def _span_sums(x: Tensor, bounds: Tensor) -> Tensor:
@@ -214,13 +266,22 @@ def _diagonals(task: _Task) -> tuple[Tensor, Tensor, Tensor]:
     pays, price = _replacing_prices(task, whole)
     allowed = _verticals(task, mass.sum(2).flatten(1), torch.zeros_like(task.spare))[0]
     held = mass * (pays & allowed.view_as(of.slot)[:, :, None])
-    order = _order(torch.cat([_vertical_prices(mass).flatten(1), price], dim=1).masked_fill(of.always, -1), of.segment, n)
+    order = _order(
+        torch.cat([_vertical_prices(mass).flatten(1), price], dim=1).masked_fill(of.always, -1),
+        of.segment,
+        n,
+    )
     is_diagonal = order.place >= allowed.shape[1]
-    gain = torch.cat([held.sum(2).flatten(1), whole - of.diagonal_sums(held)], dim=1).gather(1, order.place)
+    gain = torch.cat([held.sum(2).flatten(1), whole - of.diagonal_sums(held)], dim=1).gather(
+        1, order.place
+    )
     before, rank = order.before(gain), order.before(is_diagonal)
     needed = order.of_spans(_span_sums(whole, task.diagonals) - task.spare)
     least, most = (order.of_spans(task.diagonals[..., i]) for i in (2, 3))
-    wanted, floor = (before < needed) & (gain > 0) & is_diagonal, is_diagonal & (rank < least) & (order.span < n)
+    wanted, floor = (
+        (before < needed) & (gain > 0) & is_diagonal,
+        is_diagonal & (rank < least) & (order.span < n),
+    )
     choices = (wanted, wanted & (before + gain < needed))
     on = [of.split(order.back(x & (rank < most) | floor) | of.always)[1] for x in choices]
     return *on, _span_sums(of.split(order.back(wanted & (rank >= most)))[1], task.diagonals) > 0
@@ -238,12 +299,20 @@ def _replacing_prices(task: _Task, whole: Tensor) -> tuple[Tensor, Tensor]:
     Newton's method, from above: the gain (D - P) - price (1 - Q) is concave in the price.
     """
     mass, of = task.mass, task.of
-    cost = VERTICAL_COST * _COST_UNITS / mass.shape[3] / mass.sum(2, keepdim=True).clamp(min=1).double()
+    cost = (
+        VERTICAL_COST
+        * _COST_UNITS
+        / mass.shape[3]
+        / mass.sum(2, keepdim=True).clamp(min=1).double()
+    )
     share = (mass * cost).long()
     vertical, price = _vertical_prices(mass)[:, :, None], whole.float()
     for _ in range(_ROUNDS):
         pays = vertical > of.of_verticals(price)
-        left, saved = whole - of.diagonal_sums(mass * pays), of.diagonal_sums(share * pays).double() / _COST_UNITS
+        left, saved = (
+            whole - of.diagonal_sums(mass * pays),
+            of.diagonal_sums(share * pays).double() / _COST_UNITS,
+        )
         price = torch.where(saved < 1, left / (1 - saved), price).float()
     return vertical > of.of_verticals(price), price
 
@@ -257,7 +326,9 @@ def _verticals(task: _Task, mass: Tensor, spare: Tensor) -> tuple[Tensor, Tensor
     order = _order(mass.masked_fill(always, -1), span, spare.shape[1])
     units = mass.long()
     gain, rank = units.gather(1, order.place), order.before(torch.ones_like(units))
-    wanted = (order.before(gain) < order.of_spans(_span_sums(units, task.verticals) - spare)) & (gain > 0)
+    wanted = (order.before(gain) < order.of_spans(_span_sums(units, task.verticals) - spare)) & (
+        gain > 0
+    )
     least, most = (order.of_spans(task.verticals[..., i]) for i in (2, 3))
     chosen = (wanted | (rank < least)) & (rank < most) & (order.span < spare.shape[1])
     return order.back(chosen), _span_sums(order.back(wanted & (rank >= most)), task.verticals) > 0
@@ -266,12 +337,16 @@ def _verticals(task: _Task, mass: Tensor, spare: Tensor) -> tuple[Tensor, Tensor
 def _verticals_beside(task: _Task, on: Tensor) -> tuple[Tensor, Tensor]:
     """The fewest verticals that reach the target beside these diagonals, bool [N, E]: bool [N, S + E], both together; and
     whether the cap on verticals kept a span below its target, bool [N, n]."""
-    chosen, short = _verticals(task, (task.mass * ~task.of.of_verticals(on)).sum(2).flatten(1), task.spare)
+    chosen, short = _verticals(
+        task, (task.mass * ~task.of.of_verticals(on)).sum(2).flatten(1), task.spare
+    )
     return torch.cat([chosen | task.of.split(task.of.always)[0], on], dim=1), short
 
 
 def _cost(task: _Task, selected: Tensor) -> Tensor:
     """Of each span's selection to a block of queries, float64 [N, n], times the block's size."""
-    verticals, diagonals = (_span_sums(x, bounds) for x, bounds in
-                          zip(task.of.split(selected), (task.verticals, task.diagonals)))
+    verticals, diagonals = (
+        _span_sums(x, bounds)
+        for x, bounds in zip(task.of.split(selected), (task.verticals, task.diagonals))
+    )
     return VERTICAL_COST * verticals.double() + task.of.slot.shape[2] * diagonals.double()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.vertical_slash.spans import Spans, entries, spans_of_blocks
 from titan_sparse.kernels import probe as kernels
 
@@ -58,8 +58,17 @@ class Geometry(NamedTuple):
     tile: Tensor
 
 
-def probe_masses(q: Tensor, k: Tensor, rows: MaskRanges, spans: Spans, pattern: str, cp: "ContextParallel", queries: int,
-                 scale: float, split: bool = False) -> tuple[Tensor, Tensor]:
+def probe_masses(
+    q: Tensor,
+    k: Tensor,
+    rows: MaskRanges,
+    spans: Spans,
+    pattern: str,
+    cp: "ContextParallel",
+    queries: int,
+    scale: float,
+    split: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Attention masses that the probe gives to verticals and to block diagonals, for this rank's share of the heads.
 
     q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. pattern: key of the pattern, which decides the spans.
@@ -81,30 +90,56 @@ def probe_masses(q: Tensor, k: Tensor, rows: MaskRanges, spans: Spans, pattern: 
     verticals = verticals.reshape(pairs, -1, *vertical.shape[3:])[:, geometry.order]
     tiles = tiles.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
     # Gathered, not scattered: with atomic additions a diagonal's mass would depend on their order.
-    slash = torch.nn.functional.pad(tiles, (0, 1)).gather(1, geometry.tile).unflatten(1, (-1, tile.shape[4])).sum(-1)
+    slash = (
+        torch.nn.functional.pad(tiles, (0, 1))
+        .gather(1, geometry.tile)
+        .unflatten(1, (-1, tile.shape[4]))
+        .sum(-1)
+    )
     return verticals, slash
 
 
-def sequences_of_pairs(batch: int, heads: int, cp: "ContextParallel", device: torch.device) -> Tensor:
+def sequences_of_pairs(
+    batch: int, heads: int, cp: "ContextParallel", device: torch.device
+) -> Tensor:
     """int64 [N]: the sequence of each (sequence, head) pair that this rank chooses for."""
     pairs = -(-batch * heads // cp.size)
-    return (torch.arange(pairs, device=device) + cp.rank * pairs).clamp(max=batch * heads - 1) // heads
+    return (torch.arange(pairs, device=device) + cp.rank * pairs).clamp(
+        max=batch * heads - 1
+    ) // heads
 
 
-def _geometry(rows: MaskRanges, spans: Spans, cp: "ContextParallel", queries: int, batch: int, heads: int) -> Geometry:
+def _geometry(
+    rows: MaskRanges, spans: Spans, cp: "ContextParallel", queries: int, batch: int, heads: int
+) -> Geometry:
     seq_len, device, blocks = rows.start.shape[1], rows.start.device, cp.blocks(rows)
     order = torch.argsort(cp.table(rows).flatten())
     position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
     exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
     position = position.clamp(min=0, max=seq_len - 1)
     local = cp.local_position(position.flatten(1), rows)
-    start, stop = (x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position) for x in (rows.start, rows.stop))
+    start, stop = (
+        x.expand(batch, -1).gather(1, position.flatten(1)).view_as(position)
+        for x in (rows.start, rows.stop)
+    )
     block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0).int()
     own = Spans(*(x[sequences_of_pairs(batch, heads, cp, device)] for x in spans))
-    tile = tiles_of_diagonals(own, seq_len // cp.block_size, blocks_back(queries, cp.block_size), cp.block_size)
+    tile = tiles_of_diagonals(
+        own, seq_len // cp.block_size, blocks_back(queries, cp.block_size), cp.block_size
+    )
     slot = spans_of_blocks(spans, blocks, cp.block_size)
-    return Geometry(blocks.int(), slot.int(), _runs(slot, spans.start.shape[1]), order, local.clamp(min=0), local >= 0,
-                    start, torch.where(exists, stop, start), block_back, tile)
+    return Geometry(
+        blocks.int(),
+        slot.int(),
+        _runs(slot, spans.start.shape[1]),
+        order,
+        local.clamp(min=0),
+        local >= 0,
+        start,
+        torch.where(exists, stop, start),
+        block_back,
+        tile,
+    )
 
 
 def _runs(slot: Tensor, n: int) -> Tensor:
@@ -112,7 +147,9 @@ def _runs(slot: Tensor, n: int) -> Tensor:
     batch, local = slot.shape[:2]
     place = torch.arange(local, device=slot.device)[:, None].expand_as(slot).flatten(1)
     slot = torch.where(slot >= 0, slot, n).flatten(1)
-    first = torch.full((batch, n + 1), local, device=slot.device).scatter_reduce(1, slot, place, "amin")
+    first = torch.full((batch, n + 1), local, device=slot.device).scatter_reduce(
+        1, slot, place, "amin"
+    )
     last = torch.full((batch, n + 1), -1, device=slot.device).scatter_reduce(1, slot, place, "amax")
     return torch.stack([first, last + 1], dim=-1)[:, :n].int().contiguous()
 
@@ -122,7 +159,9 @@ def blocks_back(queries: int, block_size: int) -> int:
     return (queries + block_size - 2) // block_size + 1
 
 
-def _gather_probe(q: Tensor, geometry: Geometry, cp: "ContextParallel", queries: int, scale: float) -> Probe:
+def _gather_probe(
+    q: Tensor, geometry: Geometry, cp: "ContextParallel", queries: int, scale: float
+) -> Probe:
     batch, heads, _, dim = q.shape
     picked = q.gather(2, geometry.local[:, None, :, None].expand(-1, heads, -1, dim))
     picked = cp.all_reduce(picked * geometry.mine[:, None, :, None])
@@ -140,12 +179,20 @@ def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: i
     for first in range(0, len(blocks), step):
         last = min(first + step, len(blocks))
         span = slot[:, first:last].clamp(min=0)
-        q = probe.q.transpose(1, 2)[which, span].permute(0, 3, 1, 2, 4, 5).unflatten(1, (kv_heads, -1))
+        q = (
+            probe.q.transpose(1, 2)[which, span]
+            .permute(0, 3, 1, 2, 4, 5)
+            .unflatten(1, (kv_heads, -1))
+        )
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys = k_blocks[:, :, None, first:last].to(dtype)
         scores = (q.to(dtype) * probe.scale @ keys.transpose(-1, -2)).flatten(1, 2)
-        key = (blocks[first:last, None] * block_size + torch.arange(block_size, device=k.device))[:, None, None]
-        seen = (key >= probe.start[which, span][..., None]) & (key < probe.stop[which, span][..., None])
+        key = (blocks[first:last, None] * block_size + torch.arange(block_size, device=k.device))[
+            :, None, None
+        ]
+        seen = (key >= probe.start[which, span][..., None]) & (
+            key < probe.stop[which, span][..., None]
+        )
         seen &= (slot[:, first:last] >= 0)[..., None, None]
         yield first, last, scores.masked_fill(~seen[:, None], -torch.inf)
 
@@ -153,11 +200,17 @@ def _scores(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: i
 def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: "ContextParallel") -> Tensor:
     """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see nothing."""
     if k.is_cuda and k.dtype != torch.float64:
-        piece = kernels.block_lse(*_kernel_inputs(probe, k, geometry.blocks, geometry.slot, cp.block_size))
+        piece = kernels.block_lse(
+            *_kernel_inputs(probe, k, geometry.blocks, geometry.slot, cp.block_size)
+        )
         own = kernels.span_lse(piece, geometry.slot, geometry.run)
     else:
         scores = _scores(probe, k, geometry.blocks, geometry.slot, cp.block_size)
-        own = _span_lse(torch.cat([s.logsumexp(-1) for _, _, s in scores], dim=2), geometry.slot, probe.q.shape[2])
+        own = _span_lse(
+            torch.cat([s.logsumexp(-1) for _, _, s in scores], dim=2),
+            geometry.slot,
+            probe.q.shape[2],
+        )
     every = cp.all_gather(own)
     return every.logsumexp(0) if len(every) > 1 else every[0]
 
@@ -176,8 +229,15 @@ def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_
     return probe.q, k, probe.start, probe.stop, slot, blocks, probe.scale, block_size
 
 
-def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int,
-            split: bool = False) -> tuple[Tensor, Tensor]:
+def _pooled(
+    probe: Probe,
+    lse: Tensor,
+    k: Tensor,
+    blocks: Tensor,
+    slot: Tensor,
+    block_size: int,
+    split: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Masses of this rank's keys: by vertical [B, Hq, n_local, V, b], where V = U if split and 1 else; by tile and probe
     block back [B, Hq, n_local, T, U]."""
     batch, heads, n, queries, _ = probe.q.shape
@@ -193,7 +253,9 @@ def _pooled(probe: Probe, lse: Tensor, k: Tensor, blocks: Tensor, slot: Tensor, 
         mass = (scores - finite[which, span].permute(0, 3, 1, 2, 4)[..., None]).exp()
         row_back = probe.block_back[which, span].long().clamp(max=back - 1)
         row_block = torch.nn.functional.one_hot(row_back, back).to(mass.dtype)[:, None]
-        verticals.append((row_block.mT @ mass).sum(3) if split else mass.sum(dim=(3, 4))[..., None, :])
+        verticals.append(
+            (row_block.mT @ mass).sum(3) if split else mass.sum(dim=(3, 4))[..., None, :]
+        )
         tiles.append((mass.sum(-1)[..., None, :] @ row_block).squeeze(-2))
     return torch.cat(verticals, dim=2), torch.cat(tiles, dim=2)
 
@@ -212,7 +274,9 @@ def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) ->
     block = (last - entry + offset)[..., None] - torch.arange(back, device=device)
     touching = spans_of_blocks(spans, torch.arange(blocks, device=device), block_size)
     slots = touching.shape[-1]
-    slot = known[..., None] - touching[..., 0].gather(1, block.clamp(0, blocks - 1).flatten(1)).view_as(block)
+    slot = known[..., None] - touching[..., 0].gather(
+        1, block.clamp(0, blocks - 1).flatten(1)
+    ).view_as(block)
     valid = (span < n)[..., None] & (block >= spans.first_block.gather(1, known)[..., None])
     tile = (block * slots + slot) * back + torch.arange(back, device=device)
     return torch.where(valid, tile, blocks * slots * back).flatten(1)

@@ -48,7 +48,11 @@ def entries(seq_len: int, block_size: int, n: int) -> int:
 
 def find_spans(rows: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
     """The spans of a resolved mask, [batch, n]."""
-    start, stop = _unpacked(rows) if rows.document_start is None else _long_documents(rows.document_start, dense_below)
+    start, stop = (
+        _unpacked(rows)
+        if rows.document_start is None
+        else _long_documents(rows.document_start, dense_below)
+    )
     first_block, last_block = start // block_size, (stop - 1).clamp(min=0) // block_size
     count = torch.where(start < stop, last_block - first_block + 1, 0)
     offset = count.cumsum(-1) - count
@@ -71,7 +75,11 @@ def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, T
     n = slots(seq_len, dense_below, packed=True)
     position = torch.arange(seq_len, device=document_start.device).expand(document_start.shape)
     following = torch.nn.functional.pad(document_start[:, 1:], (0, 1), value=-2)
-    long = (document_start != following) & (document_start >= 0) & (position - document_start + 1 >= dense_below)
+    long = (
+        (document_start != following)
+        & (document_start >= 0)
+        & (position - document_start + 1 >= dense_below)
+    )
     slot = torch.where(long, long.long().cumsum(-1) - 1, n)
     empty = torch.full((len(document_start), n + 1), seq_len, device=document_start.device)
     start = empty.scatter(1, slot, document_start.long())[:, :n]

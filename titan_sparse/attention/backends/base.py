@@ -1,0 +1,126 @@
+"""What a backend is: the kernels that compute attention over pieces of keys.
+
+A backend is a module with the names of `Backend`. The schedules call it once a step, with one
+piece (the blocks of a chunk of keys) or two (those, and a share of the gathered verticals).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.tiles.tables import Tiles
+
+
+class Piece(NamedTuple):
+    """Keys and values that the queries meet, and the tiles that say which pairs are computed.
+
+    k, v: [B, Hkv, Sk, D]; for gathered verticals [B, Hq, C, D], as every head has its own.
+    """
+
+    k: Tensor
+    v: Tensor
+    tiles: Tiles
+
+
+class Partial(NamedTuple):
+    """Attention over the keys met so far.
+
+    out: [B, Hq, Sq, D]. lse: natural log, [B, Hq, Sq], fp32 (fp64 for fp64).
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Queries(NamedTuple):
+    """The query side of a backward. out and lse are of the whole attention, over all keys:
+    with them the gradients of the pieces add up exactly.
+
+    q, d_out, out: [B, Hq, Sq, D]. lse: natural log, [B, Hq, Sq].
+    """
+
+    q: Tensor
+    d_out: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class DenseShape(NamedTuple):
+    """Dense attention that needs no tiles. Without `offsets` the queries see all keys, or, if
+    `causal`, a square of which they see their own key and earlier ones.
+
+    offsets: int32 [n + 1], where each packed document begins in the tokens of all sequences, one
+    after the other, and their number; causal inside each. longest: tokens of the longest document.
+    window: keys that a query sees, its own included; None for all.
+    """
+
+    causal: bool
+    offsets: Tensor | None = None
+    longest: int = 0
+    window: int | None = None
+
+
+class Backend(Protocol):
+    """The names that a backend module offers."""
+
+    READS_BY_KEY: bool
+    """Whether backward() reads Tiles.by_key."""
+    SERVES_SLICES: bool
+    """Whether it takes tiles of a mask of slices."""
+    COMPILES_BY_LENGTH: bool
+    """Whether a number of keys that it has not seen before takes seconds to compile."""
+
+    def refusal(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> str | None:
+        """Why this backend cannot serve such inputs, in one sentence; None if it can."""
+
+    def describe(self) -> str:
+        """What computes, for the banner."""
+
+    def forward(
+        self,
+        q: Tensor,
+        pieces: Sequence[Piece],
+        total: Partial | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> Partial:
+        """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`.
+
+        The sum is kept in `dtype` (default: q's), or written to the memory `into`. Without a total
+        a result that the kernel rounds to q's dtype is not widened. Rows that see nothing:
+        out 0, lse -inf.
+        """
+
+    def backward(
+        self,
+        queries: Queries,
+        pieces: Sequence[Piece],
+        dq: Tensor | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """dq, and (dk, dv) of each piece.
+
+        dq: what came through other keys, which is added. `dtype` is of dq and of the first piece's
+        dk and dv (default: q's); those of a second piece, the verticals, are fp32 (fp64 for fp64).
+        into: memory for dq.
+        """
+
+    def serves_dense(self, q: Tensor) -> bool:
+        """Whether dense_forward() and dense_backward() are the faster way for these inputs."""
+
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> Partial:
+        """Dense attention without tiles; out in q's dtype."""
+
+    def dense_backward(
+        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv through these keys, in q's dtype."""
