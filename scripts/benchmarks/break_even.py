@@ -122,7 +122,7 @@ def in_words(answer: dict) -> str:
 
 
 def read_rows(paths: list[str]) -> list[dict]:
-    """MaskRanges of several result files together; of rows for the same case the last file's. Ends the program, in one line,
+    """Rows of several result files together; of rows for the same case the last file's. Ends the program, in one line,
     for a file that bench_attention.py did not write and for files of different GPUs."""
     rows, gpus = {}, set()
     for path in paths:

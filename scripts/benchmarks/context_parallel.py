@@ -22,7 +22,7 @@ timeline  what the streams of rank 0 do, for scripts/plot_timeline.py
 errors    relative errors against fp32, on one rank alone and by every schedule
 
 A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it after --timeout.
-MaskRanges are written at once. --pretend-nodes tells NCCL that the ranks of this host are on several, so that it
+Rows are written at once. --pretend-nodes tells NCCL that the ranks of this host are on several, so that it
 sends over sockets between them. With --device cpu everything runs over gloo, to try it out at small sizes.
 """
 

@@ -25,7 +25,7 @@ patterns  one GPU: vertical_slash with independent and with joint budgets, xatte
           is `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass that
           --recall-rows sampled rows keep. At the end what each costs --at-recalls, linear between measurements
 
-A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on. MaskRanges are written at
+A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on. Rows are written at
 once. With --device cpu everything runs over gloo by plain PyTorch, to try it out at small sizes.
 """
 

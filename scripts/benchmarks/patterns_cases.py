@@ -142,7 +142,7 @@ def at_recall(found: list[dict], recall: float) -> Iterator[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """MaskRanges of at_recall() for people."""
+    """Rows of at_recall() for people."""
     line = "{:26} {:>8} {:>12} {:>12} {:>12} {:>12} {:>9}".format
     lines = [line("pattern", "recall", *READ_OFF)]
     for row in rows:

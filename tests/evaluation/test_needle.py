@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.distributed import run_processes
-from tests.evaluation import plain_decoder, plain_logits, scorer_of
+from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed import run_processes
-from tests.evaluation import plain_logits, scorer_of
+from tests.evaluation.helpers import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.config import Data
 from titan_sparse.data.documents import open_documents

@@ -19,7 +19,7 @@ BLOCK = 8
 
 
 class Case(NamedTuple):
-    """MaskRanges of masses of a mask's sequences, and VerticalSlash's parameters."""
+    """Rows of masses of a mask's sequences, and VerticalSlash's parameters."""
 
     mask: Mask
     batch: int

@@ -20,7 +20,7 @@ def is_mds(source: str) -> bool:
 
 
 class MDSRows:
-    """MaskRanges of MDS shards as documents in `tokenizer`'s tokens.
+    """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew; if both are the same tokenizer
     they are taken as they are. Raises ValueError without the mosaicml-streaming package, or without a source tokenizer where

@@ -326,7 +326,7 @@ def _write_kernel(
 def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
     """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending, filled up with `fill`.
 
-    MaskRanges of `selected` may be slices of longer ones. Positions beyond the capacity are left out. Two launches.
+    Rows of `selected` may be slices of longer ones. Positions beyond the capacity are left out. Two launches.
     """
     rows, length = selected.shape
     if selected.stride(1) != 1:  # a transposed table

@@ -48,7 +48,7 @@ def _met(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
 
 
 def _kv_rows(table: Tensor, kv_heads: int, kv_blocks: int) -> Tensor:
-    """MaskRanges of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
+    """Rows of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
     batch, heads = table.shape[:2]
     kv_head = torch.arange(heads, device=table.device) // (heads // kv_heads)
     owner = torch.arange(batch, device=table.device)[:, None] * kv_heads + kv_head
