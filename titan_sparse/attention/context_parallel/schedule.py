@@ -1,0 +1,159 @@
+"""The table of schedules: in which order keys and values meet the queries, as integers.
+
+No process groups and no tensors here. What carries a schedule out is in attention/schedules/.
+
+A schedule lists, for one rank, windows of steps. A step is the rank whose keys and values are
+computed on. Inside a window they make one inner hop a step; from one window to the next they make
+one outer hop. A plain ring is one window over all ranks, so the same code drives a ring and a
+double ring.
+"""
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Windows = list[list[int]]
+
+
+class Moves(enum.Enum):
+    """What travels between ranks."""
+
+    NOTHING = enum.auto()
+    CHUNKS = enum.auto()
+    """A rank's keys and values, from neighbor to neighbor."""
+    HEADS = enum.auto()
+    """The keys and values of all ranks, one KV head at a time."""
+    BLOCKS = enum.auto()
+    """The blocks that a rank needs, from their owners."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the rest of the program has to know about a schedule.
+
+    windows: (inter, intra, rank) -> the windows of that rank, on `inter` nodes of `intra` ranks.
+    moves: what travels between ranks.
+    has_node_axis: it talks inside nodes and between them apart, by communicators of their own.
+    needs_node_axis: it makes no sense on a mesh without the axes ("cp_inter", "cp_intra").
+    """
+
+    name: str
+    windows: Callable[[int, int, int], Windows]
+    moves: Moves
+    has_node_axis: bool = False
+    needs_node_axis: bool = False
+
+    def rings(self, inter: int, intra: int) -> tuple[int, int]:
+        """Ranks of the outer and of the inner ring."""
+        if self.needs_node_axis:
+            return inter, intra
+        return 1, inter * intra
+
+    def step_sources(self, inter: int, intra: int) -> list[list[int]]:
+        """By rank and step, the rank whose keys and values are computed on."""
+        return [sum(self.windows(inter, intra, rank), []) for rank in range(inter * intra)]
+
+
+def local(inter: int, intra: int, rank: int) -> Windows:
+    """Own keys and values only.
+
+    Raises ValueError with several ranks, since the rest of the sequence would be ignored.
+    """
+    if inter * intra != 1:
+        raise ValueError(
+            f'schedule "local" cannot serve {inter * intra} context-parallel ranks; write "ring"'
+        )
+    return [[rank]]
+
+
+def ring(inter: int, intra: int, rank: int) -> Windows:
+    """Step t computes on the keys of rank - t: `ring(1, 4, 1)` is `[[1, 0, 3, 2]]`."""
+    size = inter * intra
+    return [[(rank - step) % size for step in range(size)]]
+
+
+def double_ring(inter: int, intra: int, rank: int) -> Windows:
+    """`inter` windows of `intra` steps (MTraining, section 4.2).
+
+    Window o works inside the node on the keys that started o nodes back:
+    `double_ring(2, 2, 0)` is `[[0, 1], [2, 3]]`.
+    """
+    node, local_rank = divmod(rank, intra)
+    windows = []
+    for window in range(inter):
+        first_rank = (node - window) % inter * intra
+        windows.append([first_rank + (local_rank - step) % intra for step in range(intra)])
+    return windows
+
+
+LOCAL = Schedule("local", local, Moves.NOTHING)
+ALL_GATHER = Schedule("all_gather", ring, Moves.HEADS)
+RING = Schedule("ring", ring, Moves.CHUNKS)
+DOUBLE_RING = Schedule(
+    "double_ring", double_ring, Moves.CHUNKS, has_node_axis=True, needs_node_axis=True
+)
+GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
+
+SCHEDULES = {
+    schedule.name: schedule for schedule in (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST)
+}
+
+
+def choose(
+    inter: int, intra: int, backward_circulates: str = "auto", needs_few_blocks: bool = False
+) -> Schedule:
+    """The schedule that "auto" means on `inter` nodes of `intra` ranks (docs/benchmarks.md).
+
+    One rank has nothing to move. Where the mask lets a rank need only a few blocks of the others
+    (`needs_few_blocks`: documents or a window over the layout "balanced"), group_cast sends just
+    those. Inside a node all_gather is the fastest; where the user says what circulates in the
+    backward it is a ring. Across nodes it is two rings, or one if nodes have one rank each.
+    """
+    if inter * intra == 1:
+        return LOCAL
+    if needs_few_blocks and backward_circulates == "auto":
+        return GROUP_CAST
+    if inter == 1:
+        return ALL_GATHER if backward_circulates == "auto" else RING
+    return DOUBLE_RING if intra > 1 else RING
+
+
+def backward_order(windows: int, steps: int) -> list[int]:
+    """The order in which a backward takes steps, which are counted as in the forward.
+
+    Of the first window it takes only the first step, then the other windows, then the rest of the
+    first: `backward_order(2, 4)` is `[0, 2, 3, 1]` (schedules/transport.py says why).
+    """
+    steps_a_window = steps // windows
+    return [0, *range(steps_a_window, steps), *range(1, steps_a_window)]
+
+
+def vertical_steps(
+    computes: list[bool], blocks: int, backward: bool = False, windows: int = 1
+) -> list[int]:
+    """The steps that meet a share of the gathered verticals, in order.
+
+    The i-th of n such steps meets every n-th of the `blocks` blocks of verticals, from block i on.
+    computes: by step, in the forward's order, whether the rank computes at all. windows: of the
+    schedule.
+
+    The forward leaves out its first step and the backward its last one, behind which the exchange
+    of the verticals hides. Where there are few blocks, more steps are left out.
+    """
+    order = range(len(computes))
+    if backward:
+        order = backward_order(windows, len(computes))
+    steps = [step for step in order if computes[step]]
+    shares = min(max(len(steps) - 1, 1), blocks)
+    if backward:
+        return steps[:shares]
+    return steps[len(steps) - shares :]
+
+
+def head_groups(kv_heads: int, windows: int) -> int:
+    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring.
+
+    schedules/ring.py says why.
+    """
+    return math.gcd(kv_heads, 4) if windows > 1 else 1
