@@ -1,5 +1,6 @@
-"""Attention = mask (what may be seen) ∩ pattern (what is worth seeing), on a layout (who owns which blocks), driven by a
-schedule (in which order KV meets Q), computed by a backend (which kernel)."""
+"""Attention = mask (what may be seen) ∩ pattern (what is worth seeing), on a layout (who owns which
+blocks), driven by a schedule (in which order keys meet queries), computed by a backend (which
+kernel)."""
 
 from titan_sparse.attention.attend import SAVED_OPS, Auxiliary, attend
 from titan_sparse.attention.context_parallel.group import ContextParallel

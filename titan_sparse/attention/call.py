@@ -1,44 +1,91 @@
-"""What one attention call computes with: the pieces of work that schedules put in order."""
+"""What one attention call computes with, and the tiles of its shares of work."""
 
-from collections.abc import Hashable
-from types import ModuleType
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.eager import accumulation_dtype
-from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention import registry
+from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.backends.base import Backend, Piece
+from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
+from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns import BlockIndex, pattern_by_key
+from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern
+from titan_sparse.attention.patterns.selection import pattern_of
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles import (
-    blocks as tiles,
-)
-from titan_sparse.attention.tiles import (
-    slash as slash_tiles,
-)
-from titan_sparse.attention.tiles import (
-    slices as slice_tiles,
-)
-from titan_sparse.attention.tiles.blocks import Tiles
+from titan_sparse.attention.tiles import blocks as block_tables
+from titan_sparse.attention.tiles import slash as slash_tables
+from titan_sparse.attention.tiles import slices as slice_tables
+from titan_sparse.attention.tiles.tables import Tiles
 
 
-class Run(NamedTuple):
-    """One call of attend(): rows and index are global, the same on every rank.
+@dataclass(frozen=True)
+class CallOptions:
+    """What an attention op is told besides tensors. It reaches the op by a key (registry.py).
 
-    pattern: its key. plain: the mask is causal and nothing else, the pattern dense. first, last: on every rank queries are
-    the local blocks from `first` to before `last` (None: the end), keys those before `last`. Between ranks that is a part of
-    the sequence, its causal past and nothing else, for layout "striped" only. vertical_kv: keys and values of the verticals
-    [2, B, Hq, C, D] where they have been gathered already.
+    cp: a weak reference, as the ContextParallel owns this object.
+    mask: names of the mask's tensors (inputs.mask_tensors).
+    plain: the mask is causal and nothing else, and the pattern dense.
+    first, last, verticals_are_gathered: as in AttentionCall.
     """
 
-    rows: MaskRanges
-    pattern: str
+    pattern: Pattern
+    cp: weakref.ref
+    backend: str
+    mask: str
+    plain: bool
+    scale: float | None
+    first: int = 0
+    last: int | None = None
+    verticals_are_gathered: bool = False
+
+
+@torch.compiler.assume_constant_result
+def options_key(
+    pattern: str,
+    cp: str,
+    backend: str,
+    mask: str,
+    plain: bool,
+    scale: float | None,
+    share: tuple[int, int | None, bool] = (0, None, False),
+) -> str:
+    """The key of CallOptions, for a pattern and a ContextParallel named by their keys.
+
+    share: first, last and verticals_are_gathered.
+    """
+    owner = context_of(cp)
+
+    def make() -> CallOptions:
+        return CallOptions(
+            pattern_of(pattern), weakref.ref(owner), backend, mask, plain, scale, *share
+        )
+
+    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {share}"
+    return registry.register_owned(owner.calls, key, make)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attend(). mask and index are global: the same on every rank.
+
+    plain: the mask is causal and nothing else, and the pattern dense.
+    first, last: on every rank the queries are the local blocks from `first` to before `last` (None
+    for the end), and the keys are those before `last`. Between ranks that is a range of the
+    sequence, its causal past and nothing else, in the layout "striped" only.
+    vertical_kv: keys and values of the verticals [2, B, Hq, C, D], if they have been gathered.
+    """
+
+    mask: MaskRanges
     index: BlockIndex
+    pattern: Pattern
     cp: ContextParallel
-    backend: ModuleType
+    backend: Backend
     scale: float
     plain: bool
     first: int = 0
@@ -48,118 +95,204 @@ class Run(NamedTuple):
     @property
     def seq_len(self) -> int:
         """Global tokens, padding included."""
-        return self.rows.start.shape[1]
+        return self.mask.start.shape[1]
 
-    def part(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries and keys [B, H, S_local, D] that this run is about, as views."""
+    @property
+    def is_partial(self) -> bool:
+        """Whether the queries are only a range of the sequence."""
+        return self.first > 0 or self.last is not None
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries and keys [B, H, S_local, D] that this call is about, as views."""
         size = self.cp.block_size
         last = q.shape[2] if self.last is None else self.last * size
         return q[:, :, self.first * size : last], k[:, :, :last], v[:, :, :last]
 
+    def of_heads(self, heads: slice) -> "AttentionCall":
+        """The call for some of the query heads."""
+        return replace(self, index=self.index.of_heads(heads))
+
     def sum_dtype(self, q: Tensor) -> torch.dtype:
-        """In which sums over chunks are kept: q's own where there is but one chunk."""
+        """In which dtype sums over chunks are kept: q's own where there is one chunk only."""
         return q.dtype if self.cp.size == 1 else accumulation_dtype(q.dtype)
 
-    def is_plain(self, q: Tensor) -> bool:
-        """Whether one rank computes dense causal attention, and by a kernel made for just that."""
-        return self.plain and self.cp.size == 1 and self.backend.serves_causal(q)
-
-    def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
-        """Add to cp.plain_ring_bytes what a ring sends in which each chunk of K and V visits every rank, and in the backward
-        their gradients too, in the dtype that they have on the wire: what cp.bytes_sent is measured against."""
-        gradient = (self.cp.gradient_dtype or self.sum_dtype(k)).itemsize if backward else 0
-        self.cp.plain_ring_bytes += (
-            2 * k.numel() * (k.element_size() + gradient) * (self.cp.size - 1)
-        )
-
-    def blocks(self, rank: int | None = None) -> Tensor:
-        """Global blocks of the keys of `rank` (default: this rank) on the data's device."""
-        return self.cp.blocks(self.rows, rank)[: self.last]
+    def key_blocks(self, rank: int | None = None) -> Tensor:
+        """int64 [n]: global blocks of the keys of `rank` (default: this rank), on the device."""
+        return self.cp.blocks(self.mask, rank)[: self.last]
 
     def query_blocks(self, rank: int | None = None) -> Tensor:
-        """Global blocks of the queries of `rank` (default: this rank)."""
-        return self.blocks(rank)[self.first :]
+        """int64 [n]: global blocks of the queries of `rank` (default: this rank)."""
+        return self.key_blocks(rank)[self.first :]
 
-    def tiles(
+    def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
+        """Add to cp.plain_ring_bytes what a ring sends in which each chunk visits every rank.
+
+        A backward sends the gradients too, in the dtype that they have between ranks.
+        """
+        element_bytes = k.element_size()
+        if backward:
+            element_bytes += (self.cp.gradient_dtype or self.sum_dtype(k)).itemsize
+        self.cp.plain_ring_bytes += 2 * k.numel() * element_bytes * (self.cp.size - 1)
+
+    # Tiles
+
+    def tiles_of_rank(
+        self, batch: int, source: int, transpose: bool, query_rank: int | None = None
+    ) -> Tiles:
+        """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source`.
+
+        transpose: make Tiles.by_key too, which some backends read in the backward.
+        """
+
+        def k_blocks() -> Tensor:
+            return self.key_blocks(source)
+
+        return self._block_tiles(batch, transpose, k_blocks, source, query_rank)
+
+    def tiles_of_all_ranks(self, batch: int, transpose: bool) -> Tiles:
+        """Tiles of this rank's queries and the keys of all ranks, one rank after the other."""
+
+        def k_blocks() -> Tensor:
+            return self.cp.table(self.mask)[:, : self.last].flatten()
+
+        return self._block_tiles(batch, transpose, k_blocks, None, None)
+
+    def tiles_of_blocks(
+        self, batch: int, transpose: bool, k_blocks: Tensor, name: Hashable, capacity: int
+    ) -> Tiles:
+        """Tiles of this rank's queries and any global blocks int64 [n].
+
+        name: what distinguishes these blocks from others of the same mask, layout and pattern.
+        capacity: KV blocks that there are in memory, if more; queries see none of the rest.
+        """
+        size = self.index.block_size
+        if self._has_table_kernels():
+            keys = slash_tables.key_side(k_blocks, size)
+            tiles = slash_tables.block_tiles(self._query_side(batch), self.index, keys, transpose)
+            return block_tables.with_room(tiles, capacity)
+
+        def make() -> Tiles:
+            return block_tables.with_room(
+                self._tables().block_tiles(
+                    self.mask, self.index, self.query_blocks(), k_blocks, batch, transpose
+                ),
+                capacity,
+            )
+
+        return self._once_if_static(("tiles of blocks", name, batch, transpose, capacity), make)
+
+    def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:
+        """Tiles of this rank's queries and the gathered verticals."""
+        if self._has_table_kernels():
+            return slash_tables.vertical_tiles(self._query_side(batch), self.index, transpose)
+        return block_tables.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
+
+    def vertical_piece(
+        self, vertical_kv: Tensor, batch: int, transpose: bool, share: int = 0, shares: int = 1
+    ) -> Piece:
+        """Every shares-th block of the gathered verticals [2, B, Hq, C, D], from block `share` on.
+
+        Whole blocks are dealt out, not single verticals: runs of neighbors stay as long, and the
+        mask cuts no more tiles.
+        """
+        call = self
+        k, v = vertical_kv
+        if shares > 1:
+            size = self.index.block_size
+            verticals = every_nth_block(self.index.verticals, 2, size, share, shares)
+            call = replace(self, index=self.index.with_verticals(verticals.flatten(2, 3)))
+            k = every_nth_block(k, 2, size, share, shares).flatten(2, 3)
+            v = every_nth_block(v, 2, size, share, shares).flatten(2, 3)
+        return Piece(k, v, call.tiles_of_verticals(batch, transpose))
+
+    def _block_tiles(
         self,
         batch: int,
         transpose: bool,
-        source: Hashable = None,
-        queries: int | None = None,
-        k_blocks: Tensor | None = None,
-        room: int = 0,
+        k_blocks: Callable[[], Tensor],
+        source: int | None,
+        query_rank: int | None,
     ) -> Tiles:
-        """Tiles of the queries of rank `queries` (default: this rank) and the KV of rank `source` (default: of all ranks,
-        one after the other), or of any global blocks int64 [n], which `source` then names; by_key too if `transpose`.
-        room: KV blocks that there are in memory, if more."""
-        blocks = lambda: self._key_blocks(source) if k_blocks is None else k_blocks
+        """Tiles with the keys of a rank (None: of all), which are the same for all layers."""
         if self._has_table_kernels():
-            make = lambda: slash_tiles.key_side(blocks(), self.index.block_size)
-            # Any blocks are the selection's, of this layer alone; those of ranks are the same for all layers.
-            keys = (
-                make()
-                if k_blocks is not None
-                else once_per_mask(self.rows, ("key side", self.cp.key, source, self.last), make)
+            keys = once_per_mask(
+                self.mask,
+                ("key side", self.cp.key, source, self.last),
+                lambda: slash_tables.key_side(k_blocks(), self.index.block_size),
             )
-            return tiles.with_room(
-                slash_tiles.block_tiles(
-                    self._query_side(batch, queries), self.index, keys, transpose
-                ),
-                room,
+            query_side = self._query_side(batch, query_rank)
+            return slash_tables.block_tiles(query_side, self.index, keys, transpose)
+        if not self.pattern.dynamic:
+            # Made once, for the forward and for the backward.
+            transpose = transpose or self.backend.READS_BY_KEY
+
+        def make() -> Tiles:
+            return self._tables().block_tiles(
+                self.mask, self.index, self.query_blocks(query_rank), k_blocks(), batch, transpose
             )
-        static = not pattern_by_key(self.pattern).dynamic
-        if static and k_blocks is None:
-            transpose = (
-                transpose or self.backend.READS_BY_KEY
-            )  # made once, for the forward and for the backward
-        of = tiles if self.rows.slices is None else slice_tiles
-        make = lambda: tiles.with_room(
-            of.block_tiles(
-                self.rows, self.index, self.query_blocks(queries), blocks(), batch, transpose
-            ),
-            room,
-        )
-        if not static:
+
+        return self._once_if_static(("tiles", source, query_rank, batch, transpose), make)
+
+    def _once_if_static(self, name: tuple, make: Callable[[], Tiles]) -> Tiles:
+        """make(), remembered with the mask if the pattern is static."""
+        if self.pattern.dynamic:
             return make()
+        heads = self.index.heads
+        key = (*name, self.pattern.key, self.cp.key, heads, self.first, self.last)
+        return once_per_mask(self.mask, key, make)
+
+    def _tables(self):
+        """The module that makes tables of blocks for this mask, in plain torch."""
+        return block_tables if self.mask.slices is None else slice_tables
+
+    def _has_table_kernels(self) -> bool:
+        """Whether kernels make the tables, with no wait of the host."""
+        is_vertical_slash = isinstance(self.index, VerticalSlashIndex)
+        return self.mask.start.is_cuda and self.mask.slices is None and is_vertical_slash
+
+    def _query_side(self, batch: int, rank: int | None = None) -> slash_tables.QuerySide:
         key = (
-            "tiles",
-            self.pattern,
+            "query side",
+            self.pattern.key,
             self.cp.key,
             batch,
-            self.index.heads,
-            transpose,
-            source,
-            queries,
-            room,
+            rank,
             self.first,
             self.last,
         )
-        return once_per_mask(self.rows, key, make)
-
-    def _key_blocks(self, source: int | None) -> Tensor:
-        return (
-            self.cp.table(self.rows)[:, : self.last].flatten()
-            if source is None
-            else self.blocks(source)
-        )
-
-    def vertical_tiles(self, batch: int, transpose: bool = False) -> Tiles:
-        """Tiles of this rank's queries and the gathered verticals."""
-        if self._has_table_kernels():
-            return slash_tiles.vertical_tiles(self._query_side(batch), self.index, transpose)
-        return tiles.vertical_tiles(self.rows, self.index, self.query_blocks(), transpose)
-
-    def _has_table_kernels(self) -> bool:
-        return (
-            self.rows.start.is_cuda
-            and self.rows.slices is None
-            and isinstance(self.index, VerticalSlashIndex)
-        )
-
-    def _query_side(self, batch: int, rank: int | None = None) -> slash_tiles.QuerySide:
-        key = ("query side", self.pattern, self.cp.key, batch, rank, self.first, self.last)
         return once_per_mask(
-            self.rows,
+            self.mask,
             key,
-            lambda: slash_tiles.query_side(self.rows, self.index, self.query_blocks(rank), batch),
+            lambda: slash_tables.query_side(self.mask, self.index, self.query_blocks(rank), batch),
         )
+
+
+def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
+    """The call of an op that got this key, queries [B, Hq, S_local, D], and the index's and the
+    mask's tensors. With options.verticals_are_gathered their keys and values end `index`.
+    """
+    options: CallOptions = registry.lookup(key)
+    cp = options.cp()
+    vertical_kv = None
+    if options.verticals_are_gathered:
+        *index, vertical_kv = index
+    ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask, options.plain), cp.block_size)
+    batch, heads = q.shape[:2]
+    return AttentionCall(
+        mask=ranges,
+        index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
+        pattern=options.pattern,
+        cp=cp,
+        backend=BACKENDS[options.backend],
+        scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
+        plain=ranges.plain and not options.pattern.dynamic,
+        first=options.first,
+        last=options.last,
+        vertical_kv=vertical_kv,
+    )
+
+
+def every_nth_block(x: Tensor, dim: int, block_size: int, first: int, n: int) -> Tensor:
+    """A view of every n-th block along `dim`, which becomes two dims: blocks and their tokens."""
+    blocks = x.unflatten(dim, (-1, block_size))
+    return blocks[(slice(None),) * dim + (slice(first, None, n),)]

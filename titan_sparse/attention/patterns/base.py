@@ -1,137 +1,150 @@
-"""What a pattern and its index are: the seam between choosing blocks (patterns) and computing them (backends)."""
+"""What a pattern and its index are: the seam between choosing blocks and computing them."""
 
 import copy
 import dataclasses
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.inputs import check_tensors, ranks_of, resolve_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+from titan_sparse.attention.patterns import selection
 from titan_sparse.kernels.chunks import ChosenChunks
-
-if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
-
-_PATTERNS: dict[str, "Pattern"] = {}
 
 
 class BlockIndex:
-    """What one selection chose, for all heads and the whole (global) sequence, the same on every rank.
+    """What one selection chose, for all heads and the whole (global) sequence.
 
-    Two parts: a set of block pairs, asked for by selects(), and `verticals`, single keys that every query of their
-    document sees besides. A pair of tokens in a selected block pair is never counted again through its vertical.
+    It is the same on every rank, and has two halves: a set of block pairs, which selects() tells,
+    and `verticals`, single keys that every query of their document sees besides. A pair of tokens
+    in a selected block pair is not counted again through its vertical.
     """
 
     by_head: ClassVar[tuple[str, ...]] = ("verticals",)
     """Attributes that have the query heads as dim 1."""
     verticals: Tensor
-    """int32 [B, Hq, C], ascending global positions, filled up with the sequence length; C is 0 for block patterns."""
+    """int32 [B, Hq, C]: ascending global positions, filled up with the sequence length.
+
+    C is 0 for patterns of blocks.
+    """
 
     def __init__(self, heads: int, seq_len: int, block_size: int, verticals: Tensor):
-        self.heads, self.seq_len, self.block_size, self.verticals = (
-            heads,
-            seq_len,
-            block_size,
-            verticals,
-        )
+        self.heads = heads
+        self.seq_len = seq_len
+        self.block_size = block_size
+        self.verticals = verticals
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are computed whole."""
+        """bool [B or 1, Hq or 1, nq, nk]: which pairs of global blocks (int [nq], int [nk]) are
+        computed whole."""
         raise NotImplementedError
 
     def of_heads(self, heads: slice) -> "BlockIndex":
-        """The same for some query heads."""
-        part = copy.copy(self)
+        """The index of some of the query heads."""
+        index = copy.copy(self)
         for name in self.by_head:
-            setattr(part, name, getattr(self, name)[:, heads].contiguous())
-        part.heads = part.verticals.shape[1]
-        return part
+            setattr(index, name, getattr(self, name)[:, heads].contiguous())
+        index.heads = index.verticals.shape[1]
+        return index
 
     def with_verticals(self, verticals: Tensor) -> "BlockIndex":
-        """The same but for its verticals."""
+        """The same index with other verticals."""
         index = copy.copy(self)
         index.verticals = verticals
         return index
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose, where the mask lets all
-        of them see all keys. Only patterns with chosen_chunks() tell queries of a block apart."""
+        """bool, broadcastable to selects(): pairs of blocks that all queries of the block chose.
+
+        The mask may still hide keys. Only patterns with chosen_chunks() tell queries of a block
+        apart.
+        """
         return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q_blocks.device)
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks | None:
-        """What single queries (global positions, int [Sq]) chose inside the selected pairs of blocks; None: all."""
+        """What single queries (global positions, int [Sq]) chose inside the selected pairs of
+        blocks; None for everything."""
         return None
 
     def tensors(self) -> list[Tensor]:
-        """What a custom op passes on and activation checkpointing keeps; Pattern.index() reads it back."""
+        """What custom ops pass on and activation checkpointing keeps; Pattern.index() reads it."""
         return []
 
     def dense(self, mask: Mask) -> Tensor:
-        """bool [B, Hq, S, S] in global order: exactly the pairs attend() computes. For tests and pictures."""
+        """bool [B, Hq, S, S] in global order: exactly the pairs that attend() computes.
+
+        For tests and pictures.
+        """
         device = self.verticals.device
         blocks = torch.arange(math.ceil(self.seq_len / self.block_size), device=device)
         in_blocks = self.selects(blocks, blocks)
-        in_blocks = in_blocks.repeat_interleave(self.block_size, 2).repeat_interleave(
-            self.block_size, 3
-        )
+        in_blocks = in_blocks.repeat_interleave(self.block_size, 2)
+        in_blocks = in_blocks.repeat_interleave(self.block_size, 3)
         in_blocks = in_blocks[..., : self.seq_len, : self.seq_len]
         batch, heads = self.verticals.shape[:2]
-        in_verticals = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
-        in_verticals.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
+        # One place more takes the filling of `verticals`.
+        is_vertical = torch.zeros(batch, heads, self.seq_len + 1, dtype=torch.bool, device=device)
+        is_vertical.scatter_(2, self.verticals.long().clamp(max=self.seq_len), True)
         visible = mask.dense(self.seq_len, device)[:, None]
-        return (in_blocks | in_verticals[:, :, None, : self.seq_len]) & visible
+        return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """What is worth seeing. Subclasses are frozen dataclasses of their parameters.
 
-    A pattern's `key` names it inside custom ops, which take strings but no objects: pattern_by_key(key) gives it back.
+    `key` names a pattern inside custom ops, which take strings but no objects.
     """
 
     name: ClassVar[str]
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False
-    """Whether it works with masks of Slices too, which have no single range of keys a query."""
+    """Whether it also works with masks of Slices, which have no single range of keys a query."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
-        _PATTERNS[self.key] = self
+        selection.register_pattern(self)
 
     def __setstate__(self, state: dict) -> None:
         """Patterns that come from another process are known here too."""
         self.__dict__.update(state)
-        _PATTERNS[self.key] = self
+        selection.register_pattern(self)
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if the parameters do not fit this block size."""
+        """Raises ValueError if the parameters do not fit this block size."""
 
     def select(
         self,
         q: Tensor,
         k: Tensor,
         mask: Mask | MaskRanges,
-        cp: "ContextParallel | None" = None,
+        cp: ContextParallel | None = None,
         scale: float | None = None,
         block_size: int | None = None,
     ) -> BlockIndex:
-        """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D]; no gradient.
+        """Choose what attend() computes for these q [B, Hq, S_local, D] and k [B, Hkv, S_local, D].
 
-        Collective over `cp`. `scale` defaults to D ** -0.5, `block_size` to that of `cp`, or 128.
+        No gradient. Collective over `cp`. `scale` defaults to D ** -0.5, `block_size` to that of
+        `cp`, or 128. Raises ValueError for inputs that do not fit together.
         """
-        from titan_sparse.attention.attend import (
-            select,
-        )  # the op needs the patterns, not the other way round
-
-        return select(q, k, mask, self, cp, scale, block_size)
+        ranks = ranks_of(cp, block_size)
+        check_tensors(q, k, k)
+        ranges = resolve_mask(mask, q, ranks)
+        selection.check_pattern(self, ranges, ranks)
+        tensors = selection.select(q, k, ranges, self, ranks, scale)
+        return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
     def select_tensors(
-        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
-        """The selection itself, on this rank's shards of whole blocks; index() makes a BlockIndex of the result."""
+        """The selection itself, on this rank's shards of whole blocks.
+
+        index() makes a BlockIndex of the result.
+        """
         raise NotImplementedError
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
@@ -143,12 +156,7 @@ class Pattern:
         return 0
 
     def index(
-        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> BlockIndex:
         """The BlockIndex that select_tensors()'s result stands for."""
         raise NotImplementedError
-
-
-def pattern_by_key(key: str) -> Pattern:
-    """The pattern object whose `key` this is."""
-    return _PATTERNS[key]

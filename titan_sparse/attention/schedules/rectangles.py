@@ -1,7 +1,8 @@
-"""Dense causal attention around a ring by kernels that know no block lists: in the layouts contiguous and zigzag the
-queries of one rank and the keys of another make one rectangle without holes, or a causal square.
+"""Dense causal attention around a ring by kernels that know no block lists.
 
-It is what dense attention costs at the least: block lists take FlashAttention-4 some 10 % (docs/benchmarks.md).
+In the layouts contiguous and zigzag the queries of one rank and the keys of another make one
+rectangle without holes, or a causal square. Block lists would take FlashAttention-4 some 10 %
+longer (docs/benchmarks.md).
 """
 
 from typing import NamedTuple
@@ -9,89 +10,106 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.call import Run
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.merge import merge
 
 
 class Rectangle(NamedTuple):
-    """What queries see of a chunk: local queries from `q_start` on the local keys before `k_stop`; if `causal`, of the same
-    chunk and each query its own and earlier keys."""
+    """What queries see of a chunk: local queries from `q_start` on see local keys before `k_stop`.
+
+    If `shape` is causal, chunk and queries are of the same rank, and each query sees its own key
+    and earlier ones.
+    """
 
     q_start: int
     k_stop: int
-    causal: bool
+    shape: DenseShape
 
 
-def rectangle(run: Run, q: Tensor, source: int) -> Rectangle | None:
-    """Of this rank's queries and the keys of rank `source`; None if they make none or no kernel serves it.
+def rectangle_of(call: AttentionCall, q: Tensor, source: int) -> Rectangle | None:
+    """The rectangle of this rank's queries and the keys of rank `source`.
 
-    Zigzag: rank r has runs r and 2 W - 1 - r. All of its queries see the first run of an earlier rank and nothing else of
-    it; those of the second run see all keys of a later rank.
+    None if they make none, or if no kernel serves it.
+
+    Zigzag: rank r has runs r and 2 W - 1 - r. All of its queries see the first run of an earlier
+    rank and nothing else of it. Those of its second run see all keys of a later rank.
     """
-    layout, rank, length = run.cp.layout, run.cp.rank, q.shape[2]
-    if not run.plain or layout not in ("contiguous", "zigzag") or not run.backend.serves_causal(q):
+    layout = call.cp.layout
+    rank = call.cp.rank
+    length = q.shape[2]
+    shape = DenseShape(causal=source == rank, block_size=call.cp.block_size)
+    if not call.plain or layout not in ("contiguous", "zigzag"):
+        return None
+    if not call.backend.serves_dense(q, shape):
         return None
     if source == rank:
-        return Rectangle(0, length, True)
+        return Rectangle(0, length, shape)
     if layout == "zigzag":
-        return (
-            Rectangle(0, length // 2, False)
-            if source < rank
-            else Rectangle(length // 2, length, False)
-        )
-    return Rectangle(0, length, False) if source < rank else None
+        if source < rank:
+            return Rectangle(0, length // 2, shape)
+        return Rectangle(length // 2, length, shape)
+    return Rectangle(0, length, shape) if source < rank else None
 
 
 def forward(
-    run: Run,
-    part: Rectangle,
+    call: AttentionCall,
+    rectangle: Rectangle,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: tuple[Tensor, Tensor],
+    total: Partial | None,
     dtype: torch.dtype,
-    total: tuple[Tensor, Tensor] | None,
     into: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As a backend's forward(); `total` is of all queries and is changed in place."""
-    compute = run.backend.forward_causal if part.causal else run.backend.forward_full
-    out, lse = compute(
-        q[:, :, part.q_start :], k[:, :, : part.k_stop], v[:, :, : part.k_stop], run.scale
-    )
-    if total is None:  # the own chunk comes first, and all queries see some of it
-        return out.to(dtype) if into is None else into.copy_(out), lse
-    own = [x[:, :, part.q_start :] for x in total]
-    for x, merged in zip(own, merge(own, out, lse, dtype)):
-        x.copy_(merged)
-    return total if into is None else (into.copy_(total[0]), total[1])
+) -> Partial:
+    """As a backend's forward(). `total` is of all queries and is changed in place."""
+    k, v = kv
+    q_start = rectangle.q_start
+    k = k[:, :, : rectangle.k_stop]
+    v = v[:, :, : rectangle.k_stop]
+    out, lse = call.backend.dense_forward(q[:, :, q_start:], k, v, rectangle.shape, call.scale)
+    if total is None:
+        # The own chunk comes first, and all queries see some of it.
+        return Partial(out.to(dtype) if into is None else into.copy_(out), lse)
+    seeing_out = total.out[:, :, q_start:]
+    seeing_lse = total.lse[:, :, q_start:]
+    merged_out, merged_lse = merge((seeing_out, seeing_lse), out, lse, dtype)
+    seeing_out.copy_(merged_out)
+    seeing_lse.copy_(merged_lse)
+    if into is None:
+        return total
+    return Partial(into.copy_(total.out), total.lse)
 
 
 def backward(
-    run: Run,
-    part: Rectangle,
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dtype: torch.dtype,
+    call: AttentionCall,
+    rectangle: Rectangle,
+    queries: Queries,
+    kv: tuple[Tensor, Tensor],
     dq: Tensor | None,
+    dtype: torch.dtype,
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As a backend's backward()."""
-    compute = run.backend.backward_causal if part.causal else run.backend.backward_full
-    by_query = [x[:, :, part.q_start :] for x in (d_out, q, out.to(q.dtype), lse)]
-    d_own, *d_kv = compute(
-        by_query[0],
-        by_query[1],
-        *(x[:, :, : part.k_stop] for x in (k, v)),
-        *by_query[2:],
-        run.scale,
+    """dq, dk and dv, as a backend's backward() gives them."""
+    k, v = kv
+    q_start = rectangle.q_start
+    seeing = Queries(
+        q=queries.q[:, :, q_start:],
+        d_out=queries.d_out[:, :, q_start:],
+        out=queries.out.to(queries.q.dtype)[:, :, q_start:],
+        lse=queries.lse[:, :, q_start:],
     )
-    unseen = k.shape[2] - part.k_stop
-    dk, dv = (torch.nn.functional.pad(x.to(dtype), (0, 0, 0, unseen)) for x in d_kv)
+    d_seeing, dk, dv = call.backend.dense_backward(
+        seeing,
+        k[:, :, : rectangle.k_stop],
+        v[:, :, : rectangle.k_stop],
+        rectangle.shape,
+        call.scale,
+    )
+    unseen_keys = k.shape[2] - rectangle.k_stop
+    dk = torch.nn.functional.pad(dk.to(dtype), (0, 0, 0, unseen_keys))
+    dv = torch.nn.functional.pad(dv.to(dtype), (0, 0, 0, unseen_keys))
     if dq is None:
-        dq = d_own.to(dtype)
+        dq = d_seeing.to(dtype)
     else:
-        dq[:, :, part.q_start :] += d_own
-    return dq if into is None else into.copy_(dq), dk, dv
+        dq[:, :, q_start:] += d_seeing
+    return (dq if into is None else into.copy_(dq)), dk, dv

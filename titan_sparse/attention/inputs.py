@@ -1,0 +1,157 @@
+"""What attend() and pattern.select() are given: checked, padded, and packed for the custom ops."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank_key
+from titan_sparse.attention.masks.ranges import Mask, MaskRanges
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+class Ranks(NamedTuple):
+    """What torch.compile may know of a ContextParallel, or of its absence.
+
+    key: names the ContextParallel in custom ops (context_parallel/group.py).
+    """
+
+    key: str
+    size: int
+    block_size: int
+    layout: str = "contiguous"
+
+
+def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
+    """The ranks that share the sequence; one without `cp`, in blocks of block_size (default 128).
+
+    Raises ValueError for a block size below 1, and for one that differs from that of `cp`.
+    """
+    if cp is None:
+        size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
+        if size < 1:
+            raise ValueError(f"block_size={size}: a block holds at least one token")
+        return Ranks(one_rank_key(size), 1, size)
+    if block_size not in (None, cp.block_size):
+        raise ValueError(
+            f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out"
+        )
+    return Ranks(cp.key, cp.size, cp.block_size, cp.layout)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError for shapes and dtypes that do not fit together."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"attend() needs q [B, Hq, S, D] and k, v [B, Hkv, S, D], not {_shapes(q, k, v)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"Hq must be a multiple of Hkv and B, S, D be equal: {_shapes(q, k, v)}")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(
+            f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(list(x.shape)) for x in tensors)
+
+
+def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
+    """The mask for the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
+
+    Raises ValueError for what is no mask, and for a mask of another length or batch, or of another
+    layout.
+    """
+    seq_len = q.shape[2] * ranks.size
+    if isinstance(mask, Mask):
+        mask = mask.rows(seq_len, q.device)
+    elif not isinstance(mask, MaskRanges):
+        raise ValueError(
+            f"mask={type(mask).__name__} is no mask; write a mask of titan_sparse.attention.masks, "
+            "for example Causal(), or what its rows(seq_len) returned"
+        )
+    if mask.start.shape[1] != seq_len:
+        raise ValueError(
+            f"the mask is for {mask.start.shape[1]} tokens, q and cp make {seq_len}; "
+            f"write mask.rows({seq_len})"
+        )
+    if mask.start.shape[0] not in (1, q.shape[0]):
+        raise ValueError(
+            f"the mask is for {mask.start.shape[0]} sequences, q holds {q.shape[0]}; write a mask "
+            "for one, which holds for all, or for as many"
+        )
+    if ranks.size > 1:
+        if q.shape[2] % ranks.block_size:
+            raise ValueError(
+                f"{q.shape[2]} local tokens are not whole blocks of {ranks.block_size}; "
+                f"pad the sequence to a multiple of {ranks.block_size * ranks.size} tokens"
+            )
+        _check_table(mask.table, ranks, q.shape[2] // ranks.block_size)
+    return mask
+
+
+def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
+    """Raises ValueError if the layout needs a table of blocks that is not there, or the reverse."""
+    if ranks.layout == "balanced" and (table is None or table.shape != (ranks.size, blocks)):
+        raise ValueError(
+            'layout "balanced" needs a mask with a table of blocks: write '
+            "rows = cp.balance(mask.rows(seq_len)), "
+            "shard q, k and v with rows.table, and give attend() mask=rows"
+        )
+    if ranks.layout != "balanced" and table is not None:
+        raise ValueError(
+            f'the mask has a table of layout "balanced", cp the layout "{ranks.layout}"; '
+            'write mask=mask.rows(seq_len), or ContextParallel(..., layout="balanced")'
+        )
+
+
+# The tensors of a MaskRanges, in the order in which ops get them. The last three may be missing.
+_MASK_TENSORS = ("start", "stop", "document_start", "slices", "table")
+
+
+def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
+    """The tensors of a mask that are there, and their names with a space between."""
+    names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
+    return " ".join(names), [getattr(ranges, name) for name in names]
+
+
+def mask_of_tensors(names: str, tensors: list[Tensor], plain: bool = False) -> MaskRanges:
+    """The inverse of mask_tensors()."""
+    fields = dict.fromkeys(_MASK_TENSORS)
+    fields.update(zip(names.split(), tensors, strict=True))
+    return MaskRanges(**fields, plain=plain)
+
+
+def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tensor:
+    """x, padded along `dim` to whole blocks.
+
+    Only without context parallelism can a length be ragged.
+    """
+    missing = -x.shape[dim] % block_size
+    if missing == 0:
+        return x
+    padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
+    return torch.nn.functional.pad(x, padding, value=value)
+
+
+def mask_of_whole_blocks(ranges: MaskRanges, block_size: int) -> MaskRanges:
+    """The mask of a sequence padded to whole blocks. The padding sees nothing.
+
+    A mask with padding is no longer plain.
+    """
+    missing = -ranges.start.shape[1] % block_size
+    if missing == 0:
+        return ranges
+    # start = stop means "sees nothing". At the padded length both stay nondecreasing.
+    padded_length = ranges.start.shape[1] + missing
+    document_start = ranges.document_start
+    if document_start is not None:
+        document_start = whole_blocks(document_start, 1, block_size, -1)
+    return MaskRanges(
+        start=whole_blocks(ranges.start, 1, block_size, padded_length),
+        stop=whole_blocks(ranges.stop, 1, block_size, padded_length),
+        document_start=document_start,
+        slices=ranges.slices,
+    )

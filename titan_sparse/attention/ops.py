@@ -1,0 +1,187 @@
+"""Attention as custom ops, which torch.compile sees as one node each.
+
+select (patterns/selection.py) has no gradient. Activation checkpointing keeps the results of select
+and attend_forward (SAVED_OPS), so that index, out and lse survive recomputation and no collective
+runs twice. What may be computed twice to save memory goes through attend_recomputed, which is
+attend_forward by another name, and attend_join.
+
+Every op takes (q, k, v, index, mask, call): the tensors of the index and of the mask, and the key
+of CallOptions (call.py).
+"""
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import recorder, registry
+from titan_sparse.attention.backends.base import Queries
+from titan_sparse.attention.call import bind
+from titan_sparse.attention.inputs import whole_blocks
+from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.attention.schedules import EXECUTORS
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], mask: list[Tensor], call: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and the gathered verticals' keys and values [2, B, Hq, C, D].
+
+    The verticals are not returned again where they came as the last of `index`.
+    """
+    bound = bind(call, q, index, mask)
+    size = bound.cp.block_size
+    padded = (whole_blocks(q, 2, size), whole_blocks(k, 2, size), whole_blocks(v, 2, size))
+    q_share, k_share, v_share = bound.take(*padded)
+    out, lse, vertical_kv = EXECUTORS[bound.cp.moves].forward(bound, q_share, k_share, v_share)
+    if observer := recorder.observer():
+        observer.forward(bound, q_share, k_share)
+        if bound.last is None:
+            observer.layer(bound, q_share, k_share, lse)
+    if bound.vertical_kv is not None:
+        vertical_kv = q.new_empty(0)
+    length = q.shape[2] - bound.first * size
+    out = out[:, :, :length].to(q.dtype).contiguous()
+    return out, lse[:, :, :length].contiguous(), vertical_kv
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], mask: list[Tensor], call: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = registry.lookup(call)
+    size = options.cp().block_size
+    batch, heads, seq_len, head_dim = q.shape
+    last = seq_len if options.last is None else min(options.last * size, seq_len)
+    length = last - options.first * size
+    if options.verticals_are_gathered:
+        vertical_kv = q.new_empty(0)
+    else:
+        verticals = options.pattern.vertical_count(index)
+        vertical_kv = q.new_empty(2, batch, heads, verticals, head_dim)
+    out = q.new_empty(batch, heads, length, head_dim)
+    lse = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
+    return out, lse, vertical_kv
+
+
+@torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
+def _join(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
+    shares: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole from those of its two shares; differentiated as the whole.
+
+    shares: out of the first and of the second share, lse of both, and the verticals' keys and
+    values.
+    """
+    first_out, second_out, first_lse, second_lse, _ = shares
+    out = torch.cat([first_out, second_out], dim=2)
+    lse = torch.cat([first_lse, second_lse], dim=2)
+    if observer := recorder.observer():
+        bound = bind(call, q, index, mask)
+        size = bound.cp.block_size
+        padded_lse = whole_blocks(lse, 2, size, -torch.inf)
+        observer.layer(bound, whole_blocks(q, 2, size), whole_blocks(k, 2, size), padded_lse)
+    return out, lse
+
+
+@_join.register_fake
+def _(q, k, v, index, mask, call, shares):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: list[Tensor],
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv. results: out, lse and the verticals' keys and values, as forward gave them."""
+    out, lse, vertical_kv = results
+    bound = bind(call, q, index, mask)
+    size = bound.cp.block_size
+    queries = Queries(
+        q=whole_blocks(q, 2, size),
+        d_out=whole_blocks(d_out, 2, size),
+        out=whole_blocks(out, 2, size),
+        lse=whole_blocks(lse, 2, size, -torch.inf),
+    )
+    gradients = EXECUTORS[bound.cp.moves].backward(
+        bound, queries, whole_blocks(k, 2, size), whole_blocks(v, 2, size), vertical_kv
+    )
+    length = q.shape[2]
+    return tuple(x[:, :, :length].to(q.dtype).contiguous() for x in gradients)
+
+
+@_backward.register_fake
+def _(d_out, q, k, v, results, index, mask, call):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, index, mask, call = inputs
+    options = registry.lookup(call)
+    if options.first > 0 or options.last is not None or options.verticals_are_gathered:
+        raise ValueError(
+            "a part of attention has no gradient of its own; detach its inputs and join the parts"
+        )
+    _save(ctx, q, k, v, index, mask, call, output)
+    _, lse, vertical_kv = output
+    ctx.mark_non_differentiable(lse, vertical_kv)
+
+
+def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, index, mask, call, shares = inputs
+    out, lse = output
+    _save(ctx, q, k, v, index, mask, call, (out, lse, shares[-1]))
+    ctx.mark_non_differentiable(lse)
+
+
+def _save(ctx, q, k, v, index, mask, call, results) -> None:
+    ctx.call = call
+    ctx.index_count = len(index)
+    ctx.mask_count = len(mask)
+    ctx.save_for_backward(q, k, v, *results, *index, *mask)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
+    """Gradients of the six inputs; those of index and mask are lists of None."""
+    no_index = [None] * ctx.index_count
+    no_mask = [None] * ctx.mask_count
+    if d_out is None:
+        return None, None, None, no_index, no_mask, None
+    q, k, v, out, lse, vertical_kv, *rest = ctx.saved_tensors
+    index = rest[: ctx.index_count]
+    mask = rest[ctx.index_count :]
+    dq, dk, dv = torch.ops.titan_sparse.attend_backward(
+        d_out.contiguous(), q, k, v, [out, lse, vertical_kv], index, mask, ctx.call
+    )
+    return dq, dk, dv, no_index, no_mask, None
+
+
+def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
+    return *_differentiate(ctx, d_out), [None] * 5
+
+
+for _name in ("attend_forward", "attend_recomputed"):
+    _op = torch.library.custom_op(f"titan_sparse::{_name}", _forward, mutates_args=())
+    _op.register_fake(_fake_forward)
+    _op.register_autograd(_differentiate, setup_context=_save_forward)
+_join.register_autograd(_differentiate_joined, setup_context=_save_joined)
+
+SAVED_OPS = (
+    torch.ops.titan_sparse.select.default,
+    torch.ops.titan_sparse.attend_forward.default,
+)
+"""What activation checkpointing must keep: recomputing them would repeat collectives and selection.
+
+attend_recomputed, which attend(recomputed=...) calls for the first share of each sequence, is not
+among them."""

@@ -1,0 +1,53 @@
+"""Who watches attention calls. Nobody does unless a recording is on, which then costs nothing.
+
+The ops and schedules report here, and observe/ listens: arrows go one way.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Observer(Protocol):
+    """What a listener is told. `call` is an AttentionCall (attention/call.py)."""
+
+    def selection(self, bytes_sent: int) -> None:
+        """After a selection, with the bytes that this rank sent for it."""
+
+    def forward(self, call: Any, q: Tensor, k: Tensor) -> None:
+        """After a forward of the whole sequence or of a share of it, with padded inputs."""
+
+    def layer(self, call: Any, q: Tensor, k: Tensor, lse: Tensor) -> None:
+        """Once for each attention, after its forwards, with padded inputs and the lse
+        [B, Hq, S_local] of all rows."""
+
+
+_observer: Observer | None = None
+
+
+@contextlib.contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Report to this observer inside."""
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
+def observer() -> Observer | None:
+    """Who wants to be told of what runs now; None while nobody records.
+
+    What activation checkpointing repeats is not told again.
+    """
+    return None if _observer is None or recomputing() else _observer
+
+
+def recomputing() -> bool:
+    """Whether a forward called now repeats one for a backward: it runs inside autograd's."""
+    # torch.utils.checkpoint asks it the same way.
+    return torch._C._current_graph_task_id() != -1

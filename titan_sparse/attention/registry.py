@@ -1,0 +1,43 @@
+"""How objects reach custom ops, which take tensors and strings: by a key.
+
+Torch's own way, opaque types, is private in the versions that we support, and torch.compile wants
+such an object rebuilt from text or as an input of every graph. Here a key is a constant of the graph.
+The table holds weak references only: what it names lives as long as its owner, so that no process
+group outlives the ContextParallel that made it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+_OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def register(key: str, value: Any) -> None:
+    """Let lookup(key) find `value` for as long as somebody holds it."""
+    _OBJECTS[key] = value
+
+
+def register_owned(owned: dict[str, Any], key: str, make: Callable[[], Any]) -> str:
+    """Register make() unless `owned`, the dict in which its owner holds it, has it already.
+
+    Returns the key.
+    """
+    if key not in owned:
+        owned[key] = make()
+        register(key, owned[key])
+    return key
+
+
+def lookup(key: str) -> Any:
+    """What was registered under this key.
+
+    Raises RuntimeError if it is gone: a backward, or a compiled call, of a ContextParallel that
+    nobody holds any more.
+    """
+    value = _OBJECTS.get(key)
+    if value is None:
+        raise RuntimeError(
+            f'"{key}" is gone: keep the ContextParallel until the last backward through it'
+        )
+    return value
