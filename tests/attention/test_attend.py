@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.calls import op_arguments, select_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
@@ -174,19 +175,9 @@ def test_lower_precision(dtype, bound, pattern):
 
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, on an index made before."""
-    rows, world = p.mask.rows(p.q.shape[2])[:3], context_by_key(single_key(p.block))
-    return torch.ops.titan_sparse.attend_forward(
-        *qkv,
-        tensors,
-        *rows,
-        p.pattern.key,
-        world.key,
-        "eager",
-        p.q.shape[3] ** -0.5,
-        False,
-        None,
-        None,
-    )[0]
+    ranges = p.mask.rows(p.q.shape[2])._replace(plain=False)
+    arguments = op_arguments(tensors, ranges, p.pattern, one_rank(p.block))
+    return torch.ops.titan_sparse.attend_forward(*qkv, *arguments)[0]
 
 
 def _fixed(mask: str, pattern: str) -> tuple[Problem, list[Tensor], Tensor]:
@@ -304,17 +295,18 @@ def test_statistics_of_budgets_and_layers():
 def test_opcheck(mask, dtype, pattern):
     p = _problem((4, 2, 125, 16), mask, PATTERNS[pattern])
     p = p._replace(**{name: getattr(p, name).to(dtype) for name in "qkv"})
-    rows, names = p.mask.rows(125)[:3], (p.pattern.key, context_by_key(single_key(16)).key)
+    ranges = p.mask.rows(125)._replace(plain=False)
     ops, scale = torch.ops.titan_sparse, 8**-0.5
     if p.pattern.dynamic:
-        torch.library.opcheck(ops.select.default, (p.q, p.k, *rows, *names, scale))
+        arguments = select_arguments(ranges, p.pattern, 16, scale)
+        torch.library.opcheck(ops.select.default, (p.q, p.k, *arguments))
     index = p.pattern.select(p.q, p.k, p.mask, block_size=16).tensors()
     leaves = [x.clone().requires_grad_() for x in p.qkv]
-    rest = (index, *rows, *names, "eager", scale, False, None, None)
+    rest = op_arguments(index, ranges, p.pattern, one_rank(16), scale)
     torch.library.opcheck(ops.attend_forward.default, (*leaves, *rest))
     saved = ops.attend_forward(*p.qkv, *rest)
     result = torch.library.opcheck(
-        ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, *saved, *rest)
+        ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, list(saved), *rest)
     )
     assert set(result.values()) == {"SUCCESS"}
 

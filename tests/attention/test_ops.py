@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.attention.schedules import ring
+from titan_sparse.attention.schedules import single
 from titan_sparse.training.activation_checkpoint import checkpointed
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
@@ -125,7 +125,7 @@ def calls(monkeypatch) -> dict[str, int]:
 
         return wrapper
 
-    monkeypatch.setattr(ring, "forward", counting("forward", ring.forward))
+    monkeypatch.setattr(single, "forward", counting("forward", single.forward))
     monkeypatch.setattr(
         VerticalSlash, "select_tensors", counting("select", VerticalSlash.select_tensors)
     )

@@ -12,18 +12,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.attention.calls import op_arguments
 from tests.distributed import run_processes
 from tests.reference import attention_bytes, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.call import Run
-from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.schedules import ring
+from titan_sparse.attention.schedules import single
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.activation_checkpoint import _full_contexts, choose_recompute
 
@@ -191,7 +192,9 @@ def test_nested():
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(
-        Run, "_has_table_kernels", lambda run: isinstance(run.index, VerticalSlashIndex)
+        AttentionCall,
+        "_has_table_kernels",
+        lambda call: isinstance(call.index, VerticalSlashIndex),
     )
     rows = mask.rows(
         64
@@ -207,36 +210,27 @@ def test_triton_and_its_tables(monkeypatch, pattern, mask):
 
 def test_opcheck():
     q, k, v = (x.detach() for x in _problem())
-    pattern, rows = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)[:3]
+    pattern, ranges = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
-    rest = (
-        index,
-        *rows,
-        pattern.key,
-        context_by_key(single_key(BLOCK)).key,
-        "eager",
-        0.3,
-        False,
-        None,
-        None,
-    )
+    cp = one_rank(BLOCK)
+    whole = op_arguments(index, ranges, pattern, cp, 0.3)
+    second = op_arguments(index, ranges, pattern, cp, 0.3, (4, 10, False))
     ops = torch.ops.titan_sparse
-    torch.library.opcheck(ops.attend_forward.default, (q, k, v, *rest, 4, 10))
-    out, lse, vertical_kv = ops.attend_forward(q, k, v, *rest, 4, 10)
-    torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *rest, 0, 4, vertical_kv))
-    first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *rest, 0, 4, vertical_kv)
-    leaves, parts = (
-        [x.clone().requires_grad_() for x in (q, k, v)],
-        ([first_out, out], [first_lse, lse]),
-    )
-    result = torch.library.opcheck(ops.attend_join.default, (*leaves, *rest, *parts, vertical_kv))
+    torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
+    out, lse, vertical_kv = ops.attend_forward(q, k, v, *second)
+    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, (0, 4, True))
+    torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
+    first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    shares = [first_out, out, first_lse, lse, vertical_kv]
+    result = torch.library.opcheck(ops.attend_join.default, (*leaves, *whole, shares))
     assert (
         set(result.values()) == {"SUCCESS"}
         and nothing.numel() == 0
         and out.shape[2] == SEQ_LEN - 4 * BLOCK
     )
     with pytest.raises(ValueError, match="join"):
-        ops.attend_forward(*leaves, *rest, 4, 10)
+        ops.attend_forward(*leaves, *second)
 
 
 # What runs, and what is kept ----------------------------------------------------------------------------------------
@@ -247,15 +241,15 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
     """Blocks of queries and of keys of each attention forward that really ran, and selections."""
     seen = []
 
-    def counting(run, q, k, v, forward=ring.forward):
+    def counting(call, q, k, v, forward=single.forward):
         seen.append((q.shape[2] // BLOCK, k.shape[2] // BLOCK))
-        return forward(run, q, k, v)
+        return forward(call, q, k, v)
 
     def selecting(*args, select=VerticalSlash.select_tensors):
         seen.append("select")
         return select(*args)
 
-    monkeypatch.setattr(ring, "forward", counting)
+    monkeypatch.setattr(single, "forward", counting)
     monkeypatch.setattr(VerticalSlash, "select_tensors", selecting)
     return seen
 

@@ -155,13 +155,13 @@ def test_add(total, dtype):
 )
 def test_probe(mask, queries):
     """The kernels and the twin, which is fp32 here, on the same probe."""
-    from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+    from titan_sparse.attention.context_parallel.group import one_rank
     from titan_sparse.attention.patterns.vertical_slash.spans import find_spans
 
     q, k, _ = (
         x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 24, seed=6, dtype=torch.float32)
     )
-    cp, rows = context_by_key(single_key(SIZE)), MASKS[mask].rows(SEQ_LEN, DEVICE)
+    cp, rows = one_rank(SIZE), MASKS[mask].rows(SEQ_LEN, DEVICE)
     spans = find_spans(rows, 2, 48, SIZE)
     geometry = probe._geometry(rows, spans, cp, queries, 2, 4)
     blocks, slot = geometry.blocks, geometry.slot

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from scripts.inspect_attention import main
 from tests.reference import structured_qkv
 from tests.runs import tiny_config, train
-from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention, save
@@ -35,7 +35,7 @@ def _layer():
         q,
         k,
         inspect_layer(
-            q, k, MASK.rows(PADDED), attention, context_by_key(single_key(BLOCK)), TOKENS, seed=0
+            q, k, MASK.rows(PADDED), attention, one_rank(BLOCK), TOKENS, seed=0
         ),
     )
 
@@ -87,7 +87,7 @@ def test_masses_against_the_table_of_all_pairs():
 )
 def test_curves_against_the_table_of_all_pairs(pattern):
     q, k, _ = structured_qkv(1, 2, 1, PADDED, 8)
-    rows, cp = MASK.rows(PADDED), context_by_key(single_key(BLOCK))
+    rows, cp = MASK.rows(PADDED), one_rank(BLOCK)
     index, at = pattern.select(q, k, rows, cp), torch.tensor([3, 40, 77, 149])
     pairs = index.dense(MASK)[0][:, at]
     for head in range(2):

@@ -312,7 +312,7 @@ def test_compiles_once_for_any_number_of_slices():
 
 
 def test_opcheck():
-    from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+    from titan_sparse.attention.context_parallel.group import one_rank
 
     rows, (q, k, v) = (
         mask_and_truth("random 4")[0].rows(SEQ_LEN),
@@ -320,7 +320,7 @@ def test_opcheck():
     )
     names = (
         Dense().key,
-        context_by_key(single_key(BLOCK)).key,
+        one_rank(BLOCK).key,
         "eager",
         0.3,
         False,

@@ -12,7 +12,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import eager, triton
-from titan_sparse.attention.context_parallel.group import context_by_key, single_key
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
@@ -346,7 +346,7 @@ def test_opcheck(pattern):
     """Shapes for torch.compile, ragged and packed."""
     q, k, _ = structured_qkv(2, 4, 2, 125, 8)
     for mask in (Causal(), Documents(MIXED[1][:3])):
-        names = (pattern.key, context_by_key(single_key(BLOCK)).key)
+        names = (pattern.key, one_rank(BLOCK).key)
         arguments = (q, k, *mask.rows(125)[:3], *names, 0.3)
         torch.library.opcheck(torch.ops.titan_sparse.select.default, arguments)
 

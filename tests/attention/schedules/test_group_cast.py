@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from tests.attention.calls import bound_call
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, mask_and_truth
@@ -391,10 +392,8 @@ def _check_calls_with_other_heads() -> None:
 
 def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
     """Of the forward, dense."""
-    from titan_sparse.attention.attend import _run
-
-    rows = MASKS[mask].rows(SEQ_LEN)
-    return group_cast.stages(_run(_inputs()[0][0], [], rows, Dense().key, cp.key, "eager", 1.0))
+    ranges = MASKS[mask].rows(SEQ_LEN)
+    return group_cast.stages(bound_call(_inputs()[0][0], ranges, Dense(), cp))
 
 
 def _check_compiled_and_recomputed() -> None:

@@ -51,15 +51,19 @@ def test_equals_attention_over_tiles(name, monkeypatch):
 
     want = found()
     calls = []
-    monkeypatch.setattr(eager, "serves_causal", lambda q: True)
-    for kind in ("forward_packed", "backward_packed"):
-        inner = getattr(eager, kind)
-        monkeypatch.setattr(
-            eager, kind, lambda *x, kind=kind, inner=inner: calls.append((kind, x[-1])) or inner(*x)
-        )
+    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
+    for kind in ("dense_forward", "dense_backward"):
+
+        def counted(*inputs, kind=kind, inner=getattr(eager, kind)):
+            *_, shape, scale = inputs
+            assert shape.is_packed and scale == 8**-0.5
+            calls.append((kind, shape.window))
+            return inner(*inputs)
+
+        monkeypatch.setattr(eager, kind, counted)
     for a, b in zip(found(), want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
-    assert {kind for kind, _ in calls} == {"forward_packed", "backward_packed"}
+    assert {kind for kind, _ in calls} == {"dense_forward", "dense_backward"}
     windows = {"window": 11, "documents in a window": 9, "padded, in a window": 20}
     assert {window for _, window in calls} == {windows.get(name)}
 
@@ -75,13 +79,13 @@ def test_what_documents_and_a_window_cannot_say():
 def test_offsets():
     found = packed.find_packing(Documents([[50, 1, 40], [96]]).rows(S), 2)
     assert (
-        found.offsets.tolist() == [0, 50, 51, 91, 96, 192]
-        and found.longest == 96
-        and found.window is None
+        found.shape.offsets.tolist() == [0, 50, 51, 91, 96, 192]
+        and found.shape.longest == 96
+        and found.shape.window is None
     )
     assert found.padding.sum() == 5 and found.padding[0, -5:].all()
     one = packed.find_packing(Documents([[50, 46]]).rows(S), 3)  # a mask for all sequences
-    assert one.offsets.tolist() == [0, 50, 96, 146, 192, 242, 288] and one.padding is None
+    assert one.shape.offsets.tolist() == [0, 50, 96, 146, 192, 242, 288] and one.padding is None
 
 
 def test_arguments_of_flash_attention():

@@ -1,0 +1,41 @@
+"""What the attention ops are given, for tests that call them directly."""
+
+from torch import Tensor
+
+from titan_sparse.attention.call import AttentionCall, bind, options_key
+from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank
+from titan_sparse.attention.inputs import mask_tensors
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.patterns import Pattern
+
+
+def op_arguments(
+    index: list[Tensor],
+    ranges: MaskRanges,
+    pattern: Pattern,
+    cp: ContextParallel,
+    scale: float | None = None,
+    share: tuple[int, int | None, bool] = (0, None, False),
+) -> tuple[list[Tensor], list[Tensor], str]:
+    """(index, mask, call), which follow q, k and v. share: as options_key() takes it."""
+    names, tensors = mask_tensors(ranges)
+    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, share)
+    return index, tensors, key
+
+
+def select_arguments(
+    ranges: MaskRanges, pattern: Pattern, block_size: int, scale: float | None = None
+) -> tuple[list[Tensor], str]:
+    """(mask, call), which follow q and k in the op select, on one rank."""
+    from titan_sparse.attention.patterns.selection import _selection_key
+
+    names, tensors = mask_tensors(ranges)
+    return tensors, _selection_key(pattern.key, one_rank(block_size).key, names, scale)
+
+
+def bound_call(
+    q: Tensor, ranges: MaskRanges, pattern: Pattern, cp: ContextParallel
+) -> AttentionCall:
+    """The call of a static pattern, as ops bind it."""
+    index, tensors, key = op_arguments([], ranges, pattern, cp)
+    return bind(key, q, index, tensors)
