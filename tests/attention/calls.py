@@ -15,11 +15,12 @@ def op_arguments(
     pattern: Pattern,
     cp: ContextParallel,
     scale: float | None = None,
-    share: tuple[int, int | None, bool] = (0, None, False),
+    share: str = "whole",
+    recomputed: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor], str]:
-    """(index, mask, call), which follow q, k and v. share: as options_key() takes it."""
+    """(index, mask, call), which follow q, k and v. share, recomputed: as options_key() takes them."""
     names, tensors = mask_tensors(ranges)
-    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, share)
+    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, share, recomputed)
     return index, tensors, key
 
 

@@ -214,11 +214,11 @@ def test_opcheck():
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
     cp = one_rank(BLOCK)
     whole = op_arguments(index, ranges, pattern, cp, 0.3)
-    second = op_arguments(index, ranges, pattern, cp, 0.3, (4, 10, False))
+    second = op_arguments(index, ranges, pattern, cp, 0.3, "second", 0.4)
     ops = torch.ops.titan_sparse
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
     out, lse, vertical_kv = ops.attend_forward(q, k, v, *second)
-    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, (0, 4, True))
+    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, "first", 0.4)
     torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
     first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

@@ -2,7 +2,8 @@
 blocks), driven by a schedule (in which order keys meet queries), computed by a backend (which
 kernel)."""
 
-from titan_sparse.attention.attend import SAVED_OPS, Auxiliary, attend
+from titan_sparse.attention.attend import Auxiliary, attend
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.ops import SAVED_OPS
 
 __all__ = ["SAVED_OPS", "Auxiliary", "ContextParallel", "attend"]

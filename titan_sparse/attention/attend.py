@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.call import options_key
+from titan_sparse.attention.call import options_key, recomputed_blocks
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     Ranks,
@@ -16,12 +16,9 @@ from titan_sparse.attention.inputs import (
     resolve_mask,
 )
 from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
-from titan_sparse.attention.ops import SAVED_OPS
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.selection import check_pattern, select
-
-__all__ = ["SAVED_OPS", "Auxiliary", "attend"]
 
 
 class Auxiliary(NamedTuple):
@@ -84,9 +81,17 @@ def attend(
     boundary, blocks = _recomputed_blocks(recomputed, q, ranges, ranks)
     ops = torch.ops.titan_sparse
 
-    def key(first: int = 0, last: int | None = None, verticals_are_gathered: bool = False) -> str:
-        share = (first, last, verticals_are_gathered)
-        return options_key(pattern.key, ranks.key, backend, names, ranges.plain, scale, share)
+    def key(share: str = "whole") -> str:
+        return options_key(
+            pattern.key,
+            ranks.key,
+            backend,
+            names,
+            ranges.plain,
+            scale,
+            share,
+            0.0 if share == "whole" else recomputed,
+        )
 
     if boundary == 0:
         out, lse, _ = ops.attend_forward(q, k, v, index, tensors, key())
@@ -96,10 +101,10 @@ def attend(
         # The two shares are differentiated together, by attend_join.
         inputs = (q.detach(), k.detach(), v.detach())
         second_out, second_lse, vertical_kv = ops.attend_forward(
-            *inputs, index, tensors, key(boundary, blocks)
+            *inputs, index, tensors, key("second")
         )
         first_out, first_lse, _ = ops.attend_recomputed(
-            *inputs, [*index, vertical_kv], tensors, key(0, boundary, True)
+            *inputs, [*index, vertical_kv], tensors, key("first")
         )
         shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
         out, lse = ops.attend_join(q, k, v, index, tensors, key(), shares)
@@ -112,14 +117,13 @@ def attend(
 def _recomputed_blocks(
     recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks
 ) -> tuple[int, int]:
-    """How many local query blocks `recomputed` makes, and how many there are.
+    """call.recomputed_blocks(), checked.
 
-    Both are the same on every rank. Raises ValueError for what cannot be recomputed in part.
+    Raises ValueError for what cannot be recomputed in part.
     """
     if not 0 <= recomputed <= 1:
         raise ValueError(f"recomputed={recomputed} is no share of a sequence; write 0 to 1")
-    blocks = -(-q.shape[2] // ranks.block_size)
-    boundary = int(recomputed * blocks + 0.5)
+    boundary, blocks = recomputed_blocks(recomputed, q.shape[2], ranks.block_size)
     if boundary in (0, blocks):
         return boundary, blocks
     if not ranges.causal:

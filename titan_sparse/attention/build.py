@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from titan_sparse.attention.context_parallel import windows as schedules
+from titan_sparse.attention.context_parallel import schedule as schedules
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
@@ -39,4 +39,4 @@ def schedule_named(attention: "Attention", inter: int, intra: int) -> str:
         and attention.backward_circulates == "auto"
     ):
         return "group_cast"
-    return schedules.choose(inter, intra, attention.backward_circulates)
+    return schedules.choose(inter, intra, attention.backward_circulates).name

@@ -30,8 +30,10 @@ class CallOptions:
 
     cp: a weak reference, as the ContextParallel owns this object.
     mask: names of the mask's tensors (inputs.mask_tensors).
-    plain: the mask is causal and nothing else, and the pattern dense.
-    first, last, verticals_are_gathered: as in AttentionCall.
+    plain: the mask is causal and nothing else.
+    scale: of the scores; None for D ** -0.5.
+    share: of the queries: "whole", or "first" or "second" of the two shares between which
+    `recomputed` draws the line.
     """
 
     pattern: Pattern
@@ -40,9 +42,24 @@ class CallOptions:
     mask: str
     plain: bool
     scale: float | None
-    first: int = 0
-    last: int | None = None
-    verticals_are_gathered: bool = False
+    share: str = "whole"
+    recomputed: float = 0.0
+
+    def block_range(self, seq_len: int) -> tuple[int, int | None]:
+        """First and last + 1 local query block, of so many local tokens; the last None for the end."""
+        if self.share == "whole":
+            return 0, None
+        boundary, blocks = recomputed_blocks(self.recomputed, seq_len, self.cp().block_size)
+        return (0, boundary) if self.share == "first" else (boundary, blocks)
+
+
+def recomputed_blocks(recomputed: float, seq_len: int, block_size: int) -> tuple[int, int]:
+    """How many of a rank's query blocks a share makes, and how many there are.
+
+    seq_len: tokens of the rank. Both numbers are the same on every rank.
+    """
+    blocks = -(-seq_len // block_size)
+    return int(recomputed * blocks + 0.5), blocks
 
 
 @torch.compiler.assume_constant_result
@@ -53,20 +70,25 @@ def options_key(
     mask: str,
     plain: bool,
     scale: float | None,
-    share: tuple[int, int | None, bool] = (0, None, False),
+    share: str = "whole",
+    recomputed: float = 0.0,
 ) -> str:
-    """The key of CallOptions, for a pattern and a ContextParallel named by their keys.
-
-    share: first, last and verticals_are_gathered.
-    """
+    """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
     owner = context_of(cp)
 
     def make() -> CallOptions:
         return CallOptions(
-            pattern_of(pattern), weakref.ref(owner), backend, mask, plain, scale, *share
+            pattern_of(pattern),
+            weakref.ref(owner),
+            backend,
+            mask,
+            plain,
+            scale,
+            share,
+            recomputed,
         )
 
-    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {share}"
+    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {share} {recomputed}"
     return registry.register_owned(owner.calls, key, make)
 
 
@@ -269,13 +291,14 @@ class AttentionCall:
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
     """The call of an op that got this key, queries [B, Hq, S_local, D], and the index's and the
-    mask's tensors. With options.verticals_are_gathered their keys and values end `index`.
+    mask's tensors. For the first of two shares the verticals' keys and values end `index`.
     """
     options: CallOptions = registry.lookup(key)
     cp = options.cp()
     vertical_kv = None
-    if options.verticals_are_gathered:
+    if options.share == "first":
         *index, vertical_kv = index
+    first, last = options.block_range(q.shape[2])
     ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask, options.plain), cp.block_size)
     batch, heads = q.shape[:2]
     return AttentionCall(
@@ -286,8 +309,8 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
         backend=BACKENDS[options.backend],
         scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
         plain=ranges.plain and not options.pattern.dynamic,
-        first=options.first,
-        last=options.last,
+        first=first,
+        last=last,
         vertical_kv=vertical_kv,
     )
 

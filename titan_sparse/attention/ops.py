@@ -49,9 +49,9 @@ def _fake_forward(
     options = registry.lookup(call)
     size = options.cp().block_size
     batch, heads, seq_len, head_dim = q.shape
-    last = seq_len if options.last is None else min(options.last * size, seq_len)
-    length = last - options.first * size
-    if options.verticals_are_gathered:
+    first, last = options.block_range(seq_len)
+    length = (seq_len if last is None else min(last * size, seq_len)) - first * size
+    if options.share == "first":
         vertical_kv = q.new_empty(0)
     else:
         verticals = options.pattern.vertical_count(index)
@@ -127,8 +127,7 @@ def _(d_out, q, k, v, results, index, mask, call):
 
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, index, mask, call = inputs
-    options = registry.lookup(call)
-    if options.first > 0 or options.last is not None or options.verticals_are_gathered:
+    if registry.lookup(call).share != "whole":
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
         )

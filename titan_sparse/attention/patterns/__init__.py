@@ -1,6 +1,6 @@
 """What is worth seeing: one file a pattern."""
 
-from titan_sparse.attention.patterns.base import BlockIndex, Pattern, pattern_by_key
+from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.moba import MoBA
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
@@ -13,5 +13,4 @@ __all__ = [
     "Pattern",
     "VerticalSlash",
     "XAttention",
-    "pattern_by_key",
 ]
