@@ -11,6 +11,7 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     Ranks,
     check_tensors,
+    constant,
     mask_tensors,
     ranks_of,
     resolve_mask,
@@ -72,6 +73,8 @@ def attend(
     check_tensors(q, k, v)
     ranges = resolve_mask(mask, q, ranks)
     check_pattern(pattern, ranges, ranks)
+    if scale is not None:
+        scale = constant(scale)
     has_slices = ranges.slices is not None
     backend = backends.choose(
         backend, q.device.type, q.dtype, q.shape[-1], ranks.block_size, has_slices
@@ -90,7 +93,7 @@ def attend(
             ranges.plain,
             scale,
             share,
-            0.0 if share == "whole" else recomputed,
+            0.0 if share == "whole" else constant(recomputed),
         )
 
     if boundary == 0:

@@ -11,6 +11,15 @@ from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 DEFAULT_BLOCK_SIZE = 128
 
 
+def constant(x: float) -> float:
+    """x, as a constant of a compiled graph.
+
+    torch.compile makes a symbol of a float that changes, and a symbol cannot be part of a key.
+    """
+    numerator, denominator = x.as_integer_ratio()
+    return numerator / denominator
+
+
 class Ranks(NamedTuple):
     """What torch.compile may know of a ContextParallel, or of its absence.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.inputs import check_tensors, ranks_of, resolve_mask
+from titan_sparse.attention.inputs import check_tensors, constant, ranks_of, resolve_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns import selection
 from titan_sparse.kernels.chunks import ChosenChunks
@@ -135,6 +135,8 @@ class Pattern:
         check_tensors(q, k, k)
         ranges = resolve_mask(mask, q, ranks)
         selection.check_pattern(self, ranges, ranks)
+        if scale is not None:
+            scale = constant(scale)
         tensors = selection.select(q, k, ranges, self, ranks, scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
