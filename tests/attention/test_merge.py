@@ -12,6 +12,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, backends
 from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends.base import Partial
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.attention.merge import add, at_last, merge, results
@@ -37,37 +38,31 @@ class Rounding(types.SimpleNamespace):
             "COMPILES_BY_LENGTH",
             "refusal",
             "describe",
-            "serves_causal",
+            "serves_dense",
         )
         super().__init__(
             **{name: getattr(eager, name) for name in names}, seen={"out": [], "dq": []}
         )
 
-    def forward(self, q, k, v, tiles, scale, dtype=None, total=None, into=None):
-        out, lse = eager.forward(q, k, v, tiles, scale)
-        return self._note("out", merge(total, out.to(q.dtype), lse, dtype or q.dtype, into))
+    def forward(self, q, pieces, total, scale, dtype=None, into=None):
+        blocks, *verticals = pieces
+        dtype = dtype or q.dtype
+        out, lse = eager.forward(q, [blocks], None, scale, q.dtype)
+        if not verticals:
+            return self._note("out", Partial(*merge(total, out, lse, dtype, into)))
+        total = Partial(*merge(total, out, lse, torch.float32))
+        return self._note("out", eager.forward(q, verticals, total, scale, dtype, into))
 
-    def forward_with_verticals(
-        self, q, k, v, tiles, k2, v2, tiles2, scale, dtype=None, total=None, into=None
-    ):
-        blocks = merge(total, *eager.forward(q, k, v, tiles, scale, q.dtype), torch.float32)
-        return self._note(
-            "out", eager.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into)
-        )
-
-    def backward(self, d_out, q, k, v, out, lse, tiles, scale, dtype=None, dq=None, into=None):
-        piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
-        return self._note("dq", (add(dq, piece, dtype or q.dtype, into), dk, dv))
-
-    def backward_with_verticals(
-        self, d_out, q, k, v, out, lse, tiles, k2, v2, tiles2, scale, dtype=None, dq=None, into=None
-    ):
-        piece, dk, dv = eager.backward(d_out, q, k, v, out, lse, tiles, scale, q.dtype)
-        dq = add(dq, piece, torch.float32)
-        dq, dk2, dv2 = eager.backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq)
-        return self._note(
-            "dq", (dq.to(dtype or q.dtype) if into is None else into.copy_(dq), dk, dv, dk2, dv2)
-        )
+    def backward(self, queries, pieces, dq, scale, dtype=None, into=None):
+        blocks, *verticals = pieces
+        dtype = dtype or queries.q.dtype
+        piece_dq, gradients = eager.backward(queries, [blocks], None, scale, queries.q.dtype)
+        if not verticals:
+            return self._note("dq", (add(dq, piece_dq, dtype, into), gradients))
+        dq = add(dq, piece_dq, torch.float32)
+        dq, d_verticals = eager.backward(queries, verticals, dq, scale)
+        dq = dq.to(dtype) if into is None else into.copy_(dq)
+        return self._note("dq", (dq, gradients + d_verticals))
 
     def _note(self, name: str, result: tuple) -> tuple:
         self.seen[name].append(result[0].dtype)

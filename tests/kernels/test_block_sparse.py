@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import dense_attention, gradients
-from titan_sparse.attention.backends import eager, triton
+from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import Tiles, block_tiles, vertical_tiles
@@ -99,15 +99,26 @@ class Case:
         dq, rest = naive.backward(self.d_out.double(), self.q.double(), out, lse, pieces, *t)
         return [out, lse, dq, *(x for both in rest for x in both)]
 
+    def backend_pieces(self, dtype: torch.dtype | None = None) -> list[base.Piece]:
+        """Both pieces as backends take them, in `dtype` if given."""
+        pieces = [
+            base.Piece(self.k, self.v, self.tiles),
+            base.Piece(self.k2, self.v2, self.vertical_tiles),
+        ]
+        if dtype is None:
+            return pieces
+        return [base.Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
+
     def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
         """The same by the triton backend, blocks and verticals fused; gradients with its own out and lse unless given."""
-        args = (self.k, self.v, self.tiles, self.k2, self.v2, self.vertical_tiles, self.scale)
-        own = triton.forward_with_verticals(self.q, *args)
-        out, lse = own if out is None else (out, lse)
-        gradients = triton.backward_with_verticals(
-            self.d_out, self.q, self.k, self.v, out, lse, *args[2:]
-        )
-        return [*own, *gradients]
+        pieces = self.backend_pieces()
+        own = triton.forward(self.q, pieces, None, self.scale)
+        if out is None:
+            out, lse = own
+        queries = base.Queries(self.q, self.d_out, out, lse)
+        dq, d_pieces = triton.backward(queries, pieces, None, self.scale)
+        (dk, dv), (dk2, dv2) = d_pieces
+        return [own.out, own.lse, dq, dk, dv, dk2, dv2]
 
 
 def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
@@ -172,15 +183,12 @@ def test_pieces_alone(name):
     """forward() and backward() of the backend, piece by piece; gradients with the whole attention's out and lse."""
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
+    queries = base.Queries(case.q, case.d_out, out.float(), lse.float())
     total = torch.zeros_like(dq)
-    for number, (k, v, tiles) in enumerate(
-        [(case.k, case.v, case.tiles), (case.k2, case.v2, case.vertical_tiles)]
-    ):
+    for number, piece in enumerate(case.backend_pieces()):
         alone = case.truth(case.pieces()[number : number + 1])[:2]
-        _assert_close(list(triton.forward(case.q, k, v, tiles, case.scale)), alone, 2e-5)
-        dq_piece, *d_piece = triton.backward(
-            case.d_out, case.q, k, v, out.float(), lse.float(), tiles, case.scale
-        )
+        _assert_close(list(triton.forward(case.q, [piece], None, case.scale)), alone, 2e-5)
+        dq_piece, [d_piece] = triton.backward(queries, [piece], None, case.scale)
         total += dq_piece
         assert all(_relative(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
     assert _relative(total, dq) < 2e-5
@@ -192,42 +200,32 @@ def test_going_on_from_a_total(name):
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
     tolerance = 2e-3 if case.q.dtype == torch.float16 else 2e-5
-    parts = [(case.k, case.v, case.tiles), (case.k2, case.v2, case.vertical_tiles)]
-    total = triton.forward(case.q, *parts[0], case.scale, torch.float32)
-    got = triton.forward(case.q, *parts[1], case.scale, torch.float32, total)
-    assert got[0].data_ptr() == total[0].data_ptr() and got[0].dtype == torch.float32
+    blocks, verticals = case.backend_pieces()
+
+    def over_blocks() -> base.Partial:
+        return triton.forward(case.q, [blocks], None, case.scale, torch.float32)
+
+    total = over_blocks()
+    got = triton.forward(case.q, [verticals], total, case.scale, torch.float32)
+    assert got.out.data_ptr() == total.out.data_ptr() and got.out.dtype == torch.float32
     _assert_close(list(got), [out, lse], tolerance)
-    backward = [
-        case.d_out,
-        case.q,
-        None,
-        None,
-        out.to(case.q.dtype),
-        lse.float(),
-        None,
-        case.scale,
-        torch.float32,
-    ]
-    into, first = (
-        case.q.new_empty(case.q.shape),
-        triton.forward(case.q, *parts[0], case.scale, torch.float32),
-    )
-    other = triton.forward(case.q, *parts[1], case.scale, torch.float32, first, into)
-    assert other[0] is into
-    _assert_close([other[0].float(), other[1]], [out, lse], 2 * tolerance)
-    d_total, gradients = None, []
-    for part in parts:
-        backward[2:4], backward[6] = part[:2], part[2]
-        d_total, *d_kv = triton.backward(*backward, d_total)
-        gradients += d_kv
-    backward[2:4], backward[6] = parts[0][:2], parts[0][2]
-    rounded = triton.backward(*backward, d_total.clone(), case.q.new_empty(case.q.shape))
-    again = triton.backward(*backward, d_total.clone())
-    assert [x.dtype for x in rounded] == [
-        case.q.dtype,
-        torch.float32,
-        torch.float32,
-    ] and torch.equal(again[0].to(case.q.dtype), rounded[0])
+    into = case.q.new_empty(case.q.shape)
+    other = triton.forward(case.q, [verticals], over_blocks(), case.scale, torch.float32, into)
+    assert other.out is into
+    _assert_close([other.out.float(), other.lse], [out, lse], 2 * tolerance)
+
+    queries = base.Queries(case.q, case.d_out, out.to(case.q.dtype), lse.float())
+
+    def backward(piece: base.Piece, d_total: Tensor | None, into: Tensor | None = None):
+        return triton.backward(queries, [piece], d_total, case.scale, torch.float32, into)
+
+    d_total, d_blocks = backward(blocks, None)
+    d_total, d_verticals = backward(verticals, d_total)
+    gradients = [*d_blocks[0], *d_verticals[0]]
+    rounded, [(dk, dv)] = backward(blocks, d_total.clone(), case.q.new_empty(case.q.shape))
+    again, _ = backward(blocks, d_total.clone())
+    assert rounded.dtype == case.q.dtype and dk.dtype == dv.dtype == torch.float32
+    assert torch.equal(again.to(case.q.dtype), rounded)
     assert all(x.dtype == torch.float32 for x in (d_total, *gradients))
     assert all(
         _relative(a, b) < tolerance for a, b in zip((d_total, *gradients), (dq, *rest), strict=True)
@@ -274,16 +272,25 @@ def test_twin_is_eager(name):
     """The twin against the eager backend, both fp64."""
     case = Case(**CASES[name])
     want = case.truth(case.pieces())
+    pieces = case.backend_pieces(torch.float64)
     q, d_out = case.q.double(), case.d_out.double()
-    parts = [(p.k, p.v, t) for p, t in zip(case.pieces(), (case.tiles, case.vertical_tiles))]
-    (out_1, lse_1), (out_2, lse_2) = (eager.forward(q, *part, case.scale) for part in parts)
+    (out_1, lse_1), (out_2, lse_2) = (
+        eager.forward(q, [piece], None, case.scale) for piece in pieces
+    )
     lse = torch.logaddexp(lse_1, lse_2)
     out = sum(
         o * (x - lse.clamp(min=-1e300)).exp()[..., None]
         for o, x in ((out_1, lse_1), (out_2, lse_2))
     )
-    got = [eager.backward(d_out, q, k, v, out, lse, tiles, case.scale) for k, v, tiles in parts]
-    _assert_close([out, lse, got[0][0] + got[1][0], *got[0][1:], *got[1][1:]], want, 1e-12)
+    queries = base.Queries(q, d_out, out, lse)
+    (dq_1, [d_1]), (dq_2, [d_2]) = (
+        eager.backward(queries, [piece], None, case.scale) for piece in pieces
+    )
+    _assert_close([out, lse, dq_1 + dq_2, *d_1, *d_2], want, 1e-12)
+
+    both = eager.forward(q, pieces, None, case.scale)
+    dq, [d_blocks, d_verticals] = eager.backward(queries, pieces, None, case.scale)
+    _assert_close([both.out, both.lse, dq, *d_blocks, *d_verticals], want, 1e-12)
 
 
 def test_nothing_listed():

@@ -9,7 +9,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import triton
+from titan_sparse.attention.backends import base, triton
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.slices import block_tiles
@@ -105,8 +105,10 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
         tiles = tiles._replace(
             chosen=ChosenChunks(words.int().to(DEVICE), torch.full_like(tiles.start, 3), BLOCK + 9)
         )
-    out, lse = triton.forward(q, k, v, tiles, 0.2, torch.float32)
-    grads = triton.backward(d_out, q, k, v, out, lse, tiles, 0.2, torch.float32)
+    pieces = [base.Piece(k, v, tiles)]
+    out, lse = triton.forward(q, pieces, None, 0.2, torch.float32)
+    queries = base.Queries(q, d_out, out, lse)
+    got_dq, [d_kv] = triton.backward(queries, pieces, None, 0.2, torch.float32)
     piece = Piece(
         k.double(),
         v.double(),
@@ -122,7 +124,7 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
     want, want_lse = naive.forward(q.double(), [piece], *rest)
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), want, want_lse, [piece], *rest)
     assert want.any() and torch.equal(lse.isneginf(), want_lse.isneginf())
-    for a, b in zip((out, lse, *grads), (want, want_lse, dq, dk, dv), strict=True):
+    for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, dq, dk, dv), strict=True):
         assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
 
 

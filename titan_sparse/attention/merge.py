@@ -1,8 +1,9 @@
-"""Attention over two disjoint sets of keys from the attentions over each, gradients of queries from their parts, and where the
-results of several groups of heads are written.
+"""Sums over pieces of keys: attention over disjoint sets of keys, the gradient of the queries, and
+the memory that a result is written to.
 
-A sum over pieces is kept in fp32 (fp64), and no pass over it only widens or rounds: a first piece that comes rounded stays so,
-and the last one is written `into` the result.
+A sum over pieces is kept in fp32 (fp64 for fp64). No pass over memory only widens or rounds it: a
+first piece that arrives rounded stays rounded, and the last sum is written straight `into` the
+result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,11 @@ from torch import Tensor
 from titan_sparse.kernels import merge as merge_kernel
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: fp64 for fp64, fp32 for everything else."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def merge(
     total: tuple[Tensor, Tensor] | None,
     out: Tensor,
@@ -21,63 +27,89 @@ def merge(
     dtype: torch.dtype,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `total` and of one piece more; out in `dtype` or in the memory `into`, lse as it comes. Without a total
-    the piece alone, which is not widened: what it is merged with next reads any dtype."""
+    """(out, lse) over the keys of `total` and of one more piece, whose attention is out and lse.
+
+    total: out [B, H, S, D] and natural-log lse [B, H, S] over other keys, or None for no keys.
+    Returns out in the memory `into`, or in `dtype`, and lse in its own dtype. Without a total the
+    piece is returned alone and is not widened: the next merge reads any dtype.
+    """
     if total is None:
-        return _alone(out, dtype, into), lse
+        return _first(out, dtype, into), lse
+    total_out, total_lse = total
     if out.is_cuda and lse.dtype == torch.float32:
-        return merge_kernel.merge(*total, out, lse, dtype, into)
-    merged, merged_lse = merge_kernel.merge_naive(*total, out, lse)
-    return merged.to(dtype) if into is None else into.copy_(merged), merged_lse
+        return merge_kernel.merge(total_out, total_lse, out, lse, dtype, into)
+    merged, merged_lse = merge_kernel.merge_naive(total_out, total_lse, out, lse)
+    if into is None:
+        return merged.to(dtype), merged_lse
+    return into.copy_(merged), merged_lse
 
 
 def add(
     total: Tensor | None, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    """total + piece in the memory `into` or in `dtype`, then in total's memory where it has that dtype; without a total the
-    piece, which is not widened."""
+    """total + piece, in the memory `into` or in `dtype`.
+
+    A total that has `dtype` already may be overwritten with the sum. Without a total the piece is
+    returned alone and is not widened.
+    """
     if total is None:
-        return _alone(piece, dtype, into)
+        return _first(piece, dtype, into)
     if piece.is_cuda:
         return merge_kernel.add(total, piece, dtype, into)
-    found = merge_kernel.add_naive(total, piece, dtype)
-    return found if into is None else into.copy_(found)
+    summed = merge_kernel.add_naive(total, piece, dtype)
+    if into is None:
+        return summed
+    return into.copy_(summed)
 
 
-def _alone(x: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+def _first(piece: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """A sum of one piece: written `into`, or rounded to `dtype`, or as it is if that is wider."""
     if into is not None:
-        return into.copy_(x)
-    return x.to(dtype) if dtype.itemsize <= x.dtype.itemsize else x
+        return into.copy_(piece)
+    if dtype.itemsize > piece.dtype.itemsize:
+        return piece
+    return piece.to(dtype)
 
 
 class Results(NamedTuple):
-    """Memory for a result, in its dtype, by groups of heads; `whole` holds all where that lies in a row.
+    """Memory for a result, in the result's dtype, by groups of heads.
 
-    parts: contiguous [B, heads, S, D] of each group, or None, where what a backend returns is the result."""
+    whole: one tensor for all heads; None if the groups do not share one tensor.
+    parts: contiguous [B, heads, S, D] for each group; None where the backend's own output is the
+    result.
+    """
 
     whole: Tensor | None
     parts: list[Tensor | None]
 
     def joined(self, found: Sequence[Tensor]) -> Tensor:
-        """The whole of what was found, group by group."""
+        """The whole result, from the results of the groups."""
         if len(found) == 1:
             return found[0]
-        return torch.cat(tuple(found), dim=1) if self.whole is None else self.whole
+        if self.whole is not None:
+            # The groups have been written to their places in it.
+            return self.whole
+        return torch.cat(tuple(found), dim=1)
 
 
 def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
-    """For a result like q [B, H, S, D] of groups of heads, each of which comes from a sum over so many pieces."""
-    if len(heads) == steps == 1:
+    """Memory for a result like q [B, H, S, D].
+
+    heads: the groups of heads that are computed apart. steps: how many pieces are summed for each.
+    """
+    if len(heads) == 1 and steps == 1:
         return Results(None, [None])
-    if len(q) > 1 and len(heads) > 1:
-        return Results(
-            None,
-            [torch.empty_like(q[:, part], memory_format=torch.contiguous_format) for part in heads],
-        )
+    if len(heads) > 1 and len(q) > 1:
+        # With several sequences the heads of one group are not contiguous in the whole.
+        parts = []
+        for group in heads:
+            part = torch.empty_like(q[:, group], memory_format=torch.contiguous_format)
+            parts.append(part)
+        return Results(None, parts)
     whole = q.new_empty(q.shape)
-    return Results(whole, [whole[:, part] for part in heads])
+    return Results(whole, [whole[:, group] for group in heads])
 
 
 def at_last(steps: int, into: Tensor | None) -> Iterator[Tensor | None]:
-    """Of each step where its sum is written: nowhere in particular, but the last one's `into` the result."""
+    """Where each step writes its sum: nowhere in particular, but the last one writes `into`."""
     return iter([None] * (steps - 1) + [into])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import eager, flash, flex
+from titan_sparse.attention.backends.base import Piece, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -85,6 +86,12 @@ def _relative(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
 
 
+def _flat(gradients: tuple[Tensor, list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
+    """dq, and dk and dv of each piece, from what backward() returns."""
+    dq, d_pieces = gradients
+    return [dq, *(x for d_kv in d_pieces for x in d_kv)]
+
+
 def _check_piece(
     tiles: Tiles,
     q: Tensor,
@@ -95,9 +102,9 @@ def _check_piece(
 ) -> None:
     """Forward, and backward with the out and lse of all pieces, against the eager backend."""
     scale = q.shape[-1] ** -0.5
-    (out, lse), (want_out, want_lse) = (
-        backend.forward(q, *kv, tiles, scale) for backend in (flex, eager)
-    )
+    pieces = [Piece(*kv, tiles)]
+    out, lse = flex.forward(q, pieces, None, scale)
+    want_out, want_lse = eager.forward(q, pieces, None, scale)
     blind = want_lse == -torch.inf
     assert out.dtype == q.dtype and lse.shape == want_lse.shape
     assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), (
@@ -106,11 +113,12 @@ def _check_piece(
     assert _relative(out, want_out) <= tolerance, "out"
     assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
     out, lse = whole[0].to(q.dtype), whole[1]
-    got, want = (
-        backend.backward(d_out, q, *kv, out, lse, tiles, scale) for backend in (flex, eager)
-    )
+    queries = Queries(q, d_out, out, lse)
+    got, want = (_flat(backend.backward(queries, pieces, None, scale)) for backend in (flex, eager))
     unseen = (want[2] == 0).all(-1)
-    for name, x, y, nothing in zip(("dq", "dk", "dv"), got, want, (blind, unseen, unseen)):
+    for name, x, y, nothing in zip(
+        ("dq", "dk", "dv"), got, want, (blind, unseen, unseen), strict=True
+    ):
         assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
         assert _relative(x, y) <= tolerance, (name, _relative(x, y))
         assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
@@ -120,7 +128,7 @@ def _check(
     tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, Tensor]], tolerance: float
 ) -> None:
     scale = q.shape[-1] ** -0.5
-    pieces = [eager.forward(q, *x, t, scale) for t, x in zip(tiles, kv)]
+    pieces = [eager.forward(q, [Piece(*x, t)], None, scale) for t, x in zip(tiles, kv)]
     lse = torch.logaddexp(pieces[0][1], pieces[1][1])
     out = sum(o * (l - lse.clamp(min=-1e30)).exp()[..., None] for o, l in pieces)
     whole = (out, lse)
@@ -185,7 +193,7 @@ def test_shared_positions_uncompiled(compiled):
             mask.rows(96), index, torch.tensor([1, 4, 5]), torch.tensor([0, 2, 5]), 2, True
         )
         assert tiles.covered is None and tiles.k_positions.shape == (1, 1, 48)
-        whole = eager.forward(q, *kv[0], tiles, 0.25)
+        whole = eager.forward(q, [Piece(*kv[0], tiles)], None, 0.25)
         _check_piece(tiles, q, d_out, kv[0], whole, 1e-6)
     assert len(compiled) == 2
 
@@ -293,12 +301,12 @@ def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
     )
     for mask in _ragged(2048):
         blocks, verticals = _pieces(mask, index)
-        args, scale = (*kv[0], blocks, *kv[1], verticals), head_dim**-0.5
-        want_out, lse = eager.forward_with_verticals(q, *args, scale)
-        out, got_lse = flex.forward_with_verticals(q, *args, scale)
+        pieces, scale = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)], head_dim**-0.5
+        want_out, lse = eager.forward(q, pieces, None, scale)
+        out, got_lse = flex.forward(q, pieces, None, scale)
         assert _relative(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
-        args = (d_out, q, *kv[0], want_out.bfloat16(), lse, blocks, *kv[1], verticals, scale)
-        got, want = flex.backward_with_verticals(*args), eager.backward_with_verticals(*args)
+        queries = Queries(q, d_out, want_out.bfloat16(), lse)
+        got, want = (_flat(b.backward(queries, pieces, None, scale)) for b in (flex, eager))
         assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
         assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 

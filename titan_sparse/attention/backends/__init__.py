@@ -1,27 +1,26 @@
-"""Which kernel computes a piece of attention. A backend is a module with these functions over Tiles:
+"""Which backend computes attention: the table of backends, the choice among them, and the reason.
 
-forward(q, k, v, tiles, scale, dtype, total, into) -> out, lse       one piece: a KV chunk's blocks, or the gathered verticals;
-                                                        out in dtype; total: out and lse of other pieces, to go on from
-backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, into) -> dq, dk, dv        with the global out and lse; dq: to add to
-                                                        into: memory for out or dq, in its dtype. A first piece that a kernel
-                                                        rounds is not widened to dtype
-forward_with_verticals, backward_with_verticals             a chunk's blocks and the verticals, in the cheapest way
-serves_causal(q) -> bool, forward_causal, backward_causal, forward_full, backward_full, forward_packed, backward_packed
-                                                        dense attention without tiles, where it can
-refusal(device_type, dtype, head_dim, block_size) -> str | None          why it cannot serve a case
-describe() -> str                                       what computes, for the banner
-READS_BY_KEY: bool                                      whether backward needs Tiles.by_key
-SERVES_SLICES: bool                                     whether it takes Tiles of a mask of slices
-COMPILES_BY_LENGTH: bool                                whether a number of keys that it has not seen takes seconds to compile
+What a backend offers is in base.py.
 """
 
-from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from titan_sparse.attention.backends import eager, flash, flex, triton
+from titan_sparse.attention.backends.base import Backend
 
-BACKENDS: dict[str, ModuleType] = {"eager": eager, "flex": flex, "triton": triton}
+BACKENDS: dict[str, Backend] = {"eager": eager, "flex": flex, "triton": triton}
+
+
+class _Case(NamedTuple):
+    """The inputs that a backend has to serve. slices: whether the mask has Slices."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int
+    slices: bool
 
 
 @torch.compiler.assume_constant_result
@@ -33,31 +32,25 @@ def choose(
     block_size: int,
     slices: bool = False,
 ) -> str:
-    """The backend that `name` ("auto" or a backend) means for these inputs: the fastest that serves them. slices: whether the
-    mask has Slices.
+    """The name of the backend for these inputs. "auto" means the fastest one that serves them.
 
-    Raises ValueError for an unknown name, and if the backend asked for cannot serve them, saying why.
+    slices: whether the mask has Slices.
+
+    Raises ValueError for an unknown name, and if the named backend cannot serve the inputs; the
+    message says why.
     """
-    case = (device_type, dtype, head_dim, block_size)
+    case = _Case(device_type, dtype, head_dim, block_size, slices)
     if name == "auto":
-        return next(
-            backend for backend in _by_speed(*case[:3]) if _refusal(backend, case, slices) is None
-        )
+        # The eager backend serves everything, so the search always ends.
+        return next(backend for backend in _by_speed(case) if _refusal(backend, case) is None)
     if name not in BACKENDS:
         raise ValueError(
             f'attention.backend = "{name}" is unknown; write "auto" or one of {", ".join(BACKENDS)}'
         )
-    refused = _refusal(name, case, slices)
-    if refused:
-        raise ValueError(refused)
+    reason = _refusal(name, case)
+    if reason is not None:
+        raise ValueError(reason)
     return name
-
-
-def _refusal(name: str, case: tuple[str, torch.dtype, int, int], slices: bool) -> str | None:
-    if slices and not BACKENDS[name].SERVES_SLICES:
-        serving = [other for other, backend in BACKENDS.items() if backend.SERVES_SLICES]
-        return f'attention.backend = "{name}" does not compute masks of Slices; write "auto" or one of {", ".join(serving)}'
-    return BACKENDS[name].refusal(*case)
 
 
 def explain(
@@ -68,30 +61,48 @@ def explain(
     block_size: int,
     slices: bool = False,
 ) -> str:
-    """What choose() gives and why, for the banner."""
-    case = (device_type, dtype, head_dim, block_size)
-    chosen = choose(name, *case, slices)
+    """What choose() returns and why, for the banner. Arguments and errors as in choose()."""
+    chosen = choose(name, device_type, dtype, head_dim, block_size, slices)
+    description = BACKENDS[chosen].describe()
     if name != "auto":
-        return f"{BACKENDS[chosen].describe()}; asked for"
-    order = _by_speed(*case[:3])
-    faster = order[: order.index(chosen)]
-    refused = "".join(f"; not {other}, since {_refusal(other, case, slices)}" for other in faster)
-    lacks_flash = chosen == "triton" and not slices and flash.missing()
-    slower = f"; flex would be faster, but {flash.missing()}" if lacks_flash else ""
-    return BACKENDS[chosen].describe() + refused + slower
+        return f"{description}; asked for"
+
+    case = _Case(device_type, dtype, head_dim, block_size, slices)
+    for faster in _by_speed(case):
+        if faster == chosen:
+            break
+        description += f"; not {faster}, since {_refusal(faster, case)}"
+
+    # Triton comes before flex only where FlashAttention-4 is missing or does not fit the inputs.
+    if chosen == "triton" and not slices:
+        missing = flash.missing()
+        if missing:
+            description += f"; flex would be faster, but {missing}"
+    return description
 
 
 def has_flash_attention_4() -> bool:
-    """Whether FlashAttention-4 is installed and computes on this GPU."""
+    """Whether FlashAttention-4 is installed and runs on this GPU."""
     return flash.missing() is None
 
 
-def _by_speed(device_type: str, dtype: torch.dtype, head_dim: int) -> tuple[str, ...]:
-    """Fastest first, as measured on an H200 (docs/benchmarks.md). On the CPU kernels are for tests, by interpretation."""
-    if device_type != "cuda":
+def _by_speed(case: _Case) -> tuple[str, ...]:
+    """Names of backends, fastest first, as measured on an H200 (docs/benchmarks.md)."""
+    if case.device_type != "cuda":
+        # On the CPU the kernels run in an interpreter, which is for tests only.
         return ("eager",)
-    return (
-        ("flex", "triton", "eager")
-        if flash.serves(dtype, head_dim)
-        else ("triton", "flex", "eager")
-    )
+    if flash.serves(case.dtype, case.head_dim):
+        return ("flex", "triton", "eager")
+    return ("triton", "flex", "eager")
+
+
+def _refusal(name: str, case: _Case) -> str | None:
+    """Why a backend cannot serve these inputs, in one sentence; None if it can."""
+    backend = BACKENDS[name]
+    if case.slices and not backend.SERVES_SLICES:
+        serving = [other for other in BACKENDS if BACKENDS[other].SERVES_SLICES]
+        return (
+            f'attention.backend = "{name}" does not compute masks of Slices; '
+            f'write "auto" or one of {", ".join(serving)}'
+        )
+    return backend.refusal(case.device_type, case.dtype, case.head_dim, case.block_size)

@@ -1,27 +1,34 @@
-"""The truth: block-sparse attention in plain PyTorch, any device, fp64 to bf16.
+"""The reference: block-sparse attention in plain PyTorch, on any device, from fp64 to bf16.
 
-Query block by query block it gathers the listed KV blocks, so what is not selected is not computed, forward or
-backward. Arithmetic and results are fp32, or fp64 for fp64 inputs.
+It walks over the query blocks and gathers the listed KV blocks of each, so it does not compute what
+is not selected, neither in the forward nor in the backward. Arithmetic is fp32, or fp64 for fp64
+inputs.
 """
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.merge import merge
-from titan_sparse.attention.tiles.blocks import Tiles
+from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
+from titan_sparse.attention.merge import accumulation_dtype, merge
+from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
 READS_BY_KEY = False
-"""Whether backward reads Tiles.by_key: here it goes query block by query block throughout."""
+"""Whether backward() reads Tiles.by_key: here it walks over query blocks as well."""
 SERVES_SLICES = True
-"""Whether it takes Tiles of a mask of slices."""
+"""Whether it takes tiles of a mask of slices."""
 COMPILES_BY_LENGTH = False
-"""Whether a number of keys that it has not seen takes seconds to compile."""
+"""Whether a number of keys that it has not seen before takes seconds to compile."""
+
+_DENSE_QUERIES = 128
+"""Queries that dense attention computes at once: a block of scores, never all of them."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why this backend cannot serve a case: it serves all."""
+    """Why this backend cannot serve such inputs: it serves all of them."""
     return None
 
 
@@ -30,316 +37,386 @@ def describe() -> str:
     return "eager: plain PyTorch over the selected KV blocks"
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays fp64, everything else is computed in fp32."""
-    return torch.promote_types(dtype, torch.float32)
+def forward(
+    q: Tensor,
+    pieces: Sequence[Piece],
+    total: Partial | None,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    into: Tensor | None = None,
+) -> Partial:
+    """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`.
+
+    Returns out [B, Hq, Sq, D] in the memory `into` or in `dtype`, and natural-log lse [B, Hq, Sq];
+    both fp32 by default (fp64 for fp64). Rows that see nothing: out 0, lse -inf.
+    """
+    sum_dtype = accumulation_dtype(q.dtype)
+    for piece in pieces[:-1]:
+        out, lse = _piece_forward(q, piece, scale)
+        total = merge(total, out, lse, sum_dtype)
+
+    # Only the last sum is rounded, or written to the memory that the caller wants.
+    if dtype is None:
+        dtype = sum_dtype
+    out, lse = _piece_forward(q, pieces[-1], scale)
+    out, lse = merge(total, out, lse, dtype, into)
+    return Partial(out, lse)
 
 
-def _met(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """KV blocks that one query block meets, int64 [B, Hq, K], full ones first, and which of the K entries are real, bool
-    alike."""
-    lists, tables, real = tiles.by_query, [], []
-    for count, table in ((lists.full_count, lists.full), (lists.partial_count, lists.partial)):
-        count = count[:, :, q_block, None]
-        table = table[:, :, q_block, : int(count.max())].long()
-        tables.append(table)
-        real.append(torch.arange(table.shape[-1], device=table.device) < count)
-    return torch.cat(tables, dim=-1), torch.cat(real, dim=-1)
-
-
-def _kv_rows(table: Tensor, kv_heads: int, kv_blocks: int) -> Tensor:
-    """Rows of [B * Hkv * kv_blocks] KV blocks for the blocks [B, Hq, K] that each query head meets."""
-    batch, heads = table.shape[:2]
-    kv_head = torch.arange(heads, device=table.device) // (heads // kv_heads)
-    owner = torch.arange(batch, device=table.device)[:, None] * kv_heads + kv_head
-    return owner[..., None] * kv_blocks + table
-
-
-def _seen(tiles: Tiles, q_block: int, table: Tensor, real: Tensor) -> Tensor:
-    """bool [B, Hq, block, K * block]: pairs of one query block that are computed."""
+def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, Sq, D] and natural-log lse [B, Hq, Sq] over one piece, fp32 (fp64 for fp64)."""
+    tiles = piece.tiles
     size = tiles.block_size
-    position = _of_blocks(tiles.k_positions.expand(*table.shape[:2], -1), table, size)
-    start, stop = (
-        _bounds(tiles, q_block) if tiles.slices is None else _bounds_in_slices(tiles, q_block)
-    )
-    seen = (position[:, :, None] >= start) & (position[:, :, None] < stop)
-    seen &= real.repeat_interleave(size, dim=-1)[:, :, None]
-    if tiles.covered is not None:
-        covered = unpack(tiles.covered[:, :, q_block], tiles.k_positions.shape[-1])
-        seen &= ~_of_blocks(covered, table, size)[:, :, None]
-    if tiles.chosen is not None:
-        words, origin, tokens = tiles.chosen
-        rows = slice(q_block * size, (q_block + 1) * size)
-        # A tile that is listed as full is chosen by all of its queries: looking again changes nothing.
-        seen &= chosen_keys(ChosenChunks(words[:, :, rows], origin[:, rows], tokens), position)
-    return seen
+    dtype = accumulation_dtype(q.dtype)
+    # [B * Hkv * blocks, block, D]
+    k_blocks = _in_blocks(piece.k, size)
+    v_blocks = _in_blocks(piece.v, size)
+    # Query blocks that meet no key keep these values.
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+
+    for q_block in _busy_query_blocks(tiles):
+        queries = slice(q_block * size, (q_block + 1) * size)
+        kv_blocks, is_listed = _listed_kv_blocks(tiles, q_block)
+        # Rows of k_blocks and v_blocks: [B, Hq, K]
+        rows = _kv_rows(kv_blocks, piece.k.shape[1], piece.k.shape[2] // size)
+        keys = k_blocks[rows].to(dtype).flatten(2, 3)
+        values = v_blocks[rows].to(dtype).flatten(2, 3)
+
+        # [B, Hq, block, K * block]
+        scores = q[:, :, queries].to(dtype) @ keys.mT * scale
+        hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        lse[:, :, queries] = scores.logsumexp(-1)
+        p = (scores - _finite(lse[:, :, queries, None])).exp()
+        out[:, :, queries] = p @ values
+    return out, lse
 
 
-def _bounds(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """start and stop of the queries of one block, int32 [B, 1, block, 1]."""
-    rows = slice(q_block * tiles.block_size, (q_block + 1) * tiles.block_size)
-    return tiles.start[:, None, rows, None], tiles.stop[:, None, rows, None]
+def backward(
+    queries: Queries,
+    pieces: Sequence[Piece],
+    dq: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """dq, and (dk, dv) of each piece.
+
+    dq: what came through other keys, which is added. `dtype` is of dq and of the first piece's dk
+    and dv, by default fp32 (fp64 for fp64); those of a second piece, the verticals, are fp32 (fp64
+    for fp64). into: memory for dq.
+    """
+    sum_dtype = accumulation_dtype(queries.q.dtype)
+    if dtype is None:
+        dtype = sum_dtype
+    gradients = []
+    # The verticals first: they are added in full precision, and the blocks round the sum once.
+    for piece in reversed(pieces):
+        piece_dq, dk, dv = _piece_backward(queries, piece, scale)
+        if dq is not None:
+            piece_dq += dq
+        dq = piece_dq
+        gradients.insert(0, (dk, dv))
+
+    blocks_dk, blocks_dv = gradients[0]
+    gradients[0] = (blocks_dk.to(dtype), blocks_dv.to(dtype))
+    if into is not None:
+        return into.copy_(dq), gradients
+    return dq.to(dtype), gradients
 
 
-def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
-    """From and before which key position each query of the block sees the keys of each entry of _met(), int64
-    [B, Hq, block, K * block]: all keys of full tiles, of others those of the entry's slice."""
-    lists, size = tiles.by_query, tiles.block_size
-    full, partial = (
-        int(count[:, :, q_block].max()) for count in (lists.full_count, lists.partial_count)
-    )
-    number = lists.partial_slice[:, :, q_block, :partial].long()
-    batch = torch.arange(len(number), device=number.device)[:, None, None]
-    q_start, q_stop, k_start, k_stop, low, high = (
-        tiles.slices[batch, number].long()[:, :, None].unbind(-1)
-    )
-    query = tiles.q_positions[q_block * size : (q_block + 1) * size].long()[:, None]
-    inside = (query >= q_start) & (query < q_stop)
-    start, stop = torch.maximum(k_start, query + low), torch.minimum(k_stop, query + high + 1)
-    bounds = (start, 0), (torch.where(inside, stop, 0), torch.iinfo(torch.int32).max)
-    return tuple(
-        torch.nn.functional.pad(x, (full, 0), value=value).repeat_interleave(size, -1)
-        for x, value in bounds
-    )
+def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv through one piece, fp32 (fp64 for fp64)."""
+    q, d_out, out, lse = queries
+    tiles = piece.tiles
+    size = tiles.block_size
+    dtype = accumulation_dtype(q.dtype)
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    dk = torch.zeros(piece.k.shape, dtype=dtype, device=q.device)
+    dv = torch.zeros(piece.v.shape, dtype=dtype, device=q.device)
+    # [B * Hkv * blocks, block, D]; those of the gradients are views.
+    k_blocks = _in_blocks(piece.k, size)
+    v_blocks = _in_blocks(piece.v, size)
+    dk_blocks = _in_blocks(dk, size)
+    dv_blocks = _in_blocks(dv, size)
+    # [B, Hq, Sq, 1]
+    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+
+    for q_block in _busy_query_blocks(tiles):
+        here = slice(q_block * size, (q_block + 1) * size)
+        kv_blocks, is_listed = _listed_kv_blocks(tiles, q_block)
+        rows = _kv_rows(kv_blocks, piece.k.shape[1], piece.k.shape[2] // size)
+        # [B, Hq, block, D]
+        q_here = q[:, :, here].to(dtype)
+        d_here = d_out[:, :, here].to(dtype)
+        # [B, Hq, K * block, D]
+        keys = k_blocks[rows].to(dtype).flatten(2, 3)
+        values = v_blocks[rows].to(dtype).flatten(2, 3)
+
+        # [B, Hq, block, K * block]
+        hidden = ~_visible(tiles, q_block, kv_blocks, is_listed)
+        scores = (q_here @ keys.mT * scale).masked_fill(hidden, -torch.inf)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
+
+        dq[:, :, here] = d_scores @ keys
+        # Several query heads share a KV head, so a row may come up more than once.
+        dk_blocks.index_add_(0, rows.flatten(), _in_blocks(d_scores.mT @ q_here, size))
+        dv_blocks.index_add_(0, rows.flatten(), _in_blocks(p.mT @ d_here, size))
+    return dq, dk, dv
 
 
-def _of_blocks(x: Tensor, table: Tensor, size: int) -> Tensor:
-    """The tokens of the tabled blocks: x [B, H, Sk], table [B, H, K] -> [B, H, K * size]."""
-    index = table[..., None] * size + torch.arange(size, device=x.device)
-    return x.gather(2, index.flatten(2))
-
-
-def _blocks(x: Tensor, size: int) -> Tensor:
-    """[B, H, S, D] -> [B * H * S / size, size, D]"""
-    return x.reshape(-1, size, x.shape[-1])
-
-
-def _busy(tiles: Tiles) -> list[int]:
-    """Query blocks that meet anything."""
+def _busy_query_blocks(tiles: Tiles) -> list[int]:
+    """The query blocks that meet anything, for any sequence and head."""
     count = tiles.by_query.full_count + tiles.by_query.partial_count
     return torch.nonzero(count.amax(dim=(0, 1))).flatten().tolist()
 
 
-def serves_causal(q: Tensor) -> bool:
-    """Whether forward_causal() and its like are to be used: they hold all scores, which only tests want."""
-    return False
+def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """The KV blocks that one query block meets, int64 [B, Hq, K], full ones first.
 
-
-def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Dense causal attention: out [B, Hq, S, D] and natural-log lse [B, Hq, S]; twin of flash.py's."""
-    return _dense_forward(
-        q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    )
-
-
-def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to every key; twin of flash.py's."""
-    return _dense_forward(
-        q, k, v, scale, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    )
-
-
-def backward_causal(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_causal()."""
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
-
-
-def backward_full(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_full()."""
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    return _dense_backward(d_out, q, k, v, out, lse, scale, seen)
-
-
-def forward_packed(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Dense causal attention inside documents, as packed.Packing has them; twin of flash.py's."""
-    batch, seen = len(q), _packed_pairs(offsets, window)
-    out, lse = _dense_forward(*(_in_a_row(x) for x in (q, k, v)), scale, seen)
-    return _in_sequences(out, batch), _in_sequences(lse[..., None], batch)[..., 0]
-
-
-def backward_packed(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_packed()."""
-    inputs = [_in_a_row(x) for x in (d_out, q, k, v, out, lse[..., None])]
-    found = _dense_backward(*inputs[:-1], inputs[-1][..., 0], scale, _packed_pairs(offsets, window))
-    return tuple(_in_sequences(x, len(q)) for x in found)
-
-
-def _packed_pairs(offsets: Tensor, window: int | None) -> Tensor:
-    """bool [T, T]: which tokens see which."""
-    position = torch.arange(int(offsets[-1]), device=offsets.device)
-    document = torch.searchsorted(offsets, position.int(), right=True)
-    distance = position[:, None] - position
-    seen = (document[:, None] == document) & (distance >= 0)
-    return seen if window is None else seen & (distance < window)
-
-
-def _in_a_row(x: Tensor) -> Tensor:
-    """[B, H, S, D] -> [1, H, B * S, D]"""
-    return x.transpose(0, 1).flatten(1, 2)[None]
-
-
-def _in_sequences(x: Tensor, batch: int) -> Tensor:
-    """The inverse of _in_a_row()."""
-    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
-
-
-def _dense_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor
-) -> tuple[Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
-    scores = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
-def _dense_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    seen: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
-    p = (q @ keys.mT * scale - lse[..., None]).exp().masked_fill(~seen, 0)
-    d_scores = p * (d_out @ values.mT - (d_out * out).sum(-1, keepdim=True)) * scale
-    dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((d_scores, q), (p, d_out)))
-    return d_scores @ keys, dk, dv
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tiles,
-    scale: float,
-    out_dtype: torch.dtype | None = None,
-    total: tuple[Tensor, Tensor] | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], and over what `total` = (out, lse) is of.
-
-    Returns out [B, Hq, Sq, D] in out_dtype, or in the memory `into`, and natural-log lse [B, Hq, Sq], both fp32 (fp64 for
-    fp64) by default; 0 and -inf for rows that see nothing.
+    The second tensor, bool [B, Hq, K], says which of the K entries are real: sequences and heads
+    meet different numbers of blocks.
     """
-    dtype, size = accumulation_dtype(q.dtype), tiles.block_size
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
-    k_blocks, v_blocks = _blocks(k, size), _blocks(v, size)
-    for block in _busy(tiles):
-        table, real = _met(tiles, block)
-        rows = _kv_rows(table, k.shape[1], k.shape[2] // size)
-        here = slice(block * size, (block + 1) * size)
-        scores = q[:, :, here].to(dtype) @ k_blocks[rows].to(dtype).flatten(2, 3).mT * scale
-        scores = scores.masked_fill(~_seen(tiles, block, table, real), -torch.inf)
-        lse[:, :, here] = scores.logsumexp(-1)
-        p = (scores - _finite(lse[:, :, here, None])).exp()
-        out[:, :, here] = p @ v_blocks[rows].to(dtype).flatten(2, 3)
-    return merge(total, out, lse, out_dtype or dtype, into)
+    lists = tiles.by_query
+    numbers = []
+    is_listed = []
+    for all_counts, all_numbers in (
+        (lists.full_count, lists.full),
+        (lists.partial_count, lists.partial),
+    ):
+        # [B, Hq, 1]
+        count = all_counts[:, :, q_block, None]
+        most = int(count.max())
+        numbers.append(all_numbers[:, :, q_block, :most].long())
+        is_listed.append(torch.arange(most, device=count.device) < count)
+    return torch.cat(numbers, dim=-1), torch.cat(is_listed, dim=-1)
 
 
-def forward_with_verticals(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tiles,
-    k2: Tensor,
-    v2: Tensor,
-    tiles2: Tiles,
-    scale: float,
-    out_dtype: torch.dtype | None = None,
-    total: tuple[Tensor, Tensor] | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """forward() over blocks and over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles."""
-    return forward(
-        q, k2, v2, tiles2, scale, out_dtype, forward(q, k, v, tiles, scale, None, total), into
-    )
+def _kv_rows(kv_blocks: Tensor, kv_heads: int, blocks: int) -> Tensor:
+    """Rows of k and v in the layout of _in_blocks(), for the KV blocks [B, Hq, K] of query heads.
 
-
-def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    scale: float,
-    out_dtype: torch.dtype | None = None,
-    dq_total: Tensor | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles in out_dtype (default fp32, fp64 for fp64); dq is added to dq_total, and
-    written to the memory `into` if there is some.
-
-    out and lse are those of the whole attention, over all tiles of all chunks: with them the pieces add up exactly.
+    kv_heads, blocks: heads of k and v, and KV blocks of one of them.
     """
-    dtype, size = accumulation_dtype(q.dtype), tiles.block_size
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    k_blocks, v_blocks, dk_blocks, dv_blocks = (_blocks(x, size) for x in (k, v, dk, dv))
-    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-    for block in _busy(tiles):
-        table, real = _met(tiles, block)
-        rows = _kv_rows(table, k.shape[1], k.shape[2] // size)
-        here = slice(block * size, (block + 1) * size)
-        q_here, d_here = q[:, :, here].to(dtype), d_out[:, :, here].to(dtype)
-        keys, values = (x[rows].to(dtype).flatten(2, 3) for x in (k_blocks, v_blocks))
-        scores = (q_here @ keys.mT * scale).masked_fill(
-            ~_seen(tiles, block, table, real), -torch.inf
-        )
-        p = (scores - _finite(lse[:, :, here, None])).exp()
-        d_scores = p * (d_here @ values.mT - delta[:, :, here]) * scale
-        dq[:, :, here] = d_scores @ keys
-        dk_blocks.index_add_(0, rows.flatten(), _blocks(d_scores.mT @ q_here, size))
-        dv_blocks.index_add_(0, rows.flatten(), _blocks(p.mT @ d_here, size))
-    if dq_total is not None:
-        dq += dq_total
-    dtype = out_dtype or dtype
-    return dq.to(dtype) if into is None else into.copy_(dq), dk.to(dtype), dv.to(dtype)
+    batch, heads, _ = kv_blocks.shape
+    device = kv_blocks.device
+    kv_head = torch.arange(heads, device=device) // (heads // kv_heads)
+    # [B, Hq]: which of the B * Hkv lists of blocks a query head looks into.
+    owner = torch.arange(batch, device=device)[:, None] * kv_heads + kv_head
+    return owner[..., None] * blocks + kv_blocks
 
 
-def backward_with_verticals(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    k2: Tensor,
-    v2: Tensor,
-    tiles2: Tiles,
-    scale: float,
-    out_dtype: torch.dtype | None = None,
-    dq_total: Tensor | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """As backward() through blocks and verticals, then dk and dv of the verticals, fp32 (fp64 for fp64)."""
-    dq, dk2, dv2 = backward(d_out, q, k2, v2, out, lse, tiles2, scale, None, dq_total)
-    return *backward(d_out, q, k, v, out, lse, tiles, scale, out_dtype, dq, into), dk2, dv2
+def _visible(tiles: Tiles, q_block: int, kv_blocks: Tensor, is_listed: Tensor) -> Tensor:
+    """bool [B, Hq, block, K * block]: the pairs of one query block that are computed."""
+    size = tiles.block_size
+    batch, heads, _ = kv_blocks.shape
+    # [B, Hq, K * block]
+    all_positions = tiles.k_positions.expand(batch, heads, -1)
+    position = _tokens_of_blocks(all_positions, kv_blocks, size)
+
+    if tiles.slices is None:
+        start, stop = _bounds(tiles, q_block)
+    else:
+        start, stop = _bounds_in_slices(tiles, q_block)
+    visible = (position[:, :, None] >= start) & (position[:, :, None] < stop)
+    visible &= is_listed.repeat_interleave(size, dim=-1)[:, :, None]
+
+    if tiles.covered is not None:
+        # [B, Hq, Sk]
+        covered = unpack(tiles.covered[:, :, q_block], tiles.k_positions.shape[-1])
+        visible &= ~_tokens_of_blocks(covered, kv_blocks, size)[:, :, None]
+    if tiles.chosen is not None:
+        words, origin, chunk_tokens = tiles.chosen
+        queries = slice(q_block * size, (q_block + 1) * size)
+        chosen = ChosenChunks(words[:, :, queries], origin[:, queries], chunk_tokens)
+        # All queries of a full tile chose it, so looking again changes nothing there.
+        visible &= chosen_keys(chosen, position)
+    return visible
+
+
+def _bounds(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """start and stop of the queries of one block, int32 [B, 1, block, 1]."""
+    queries = slice(q_block * tiles.block_size, (q_block + 1) * tiles.block_size)
+    start = tiles.start[:, None, queries, None]
+    stop = tiles.stop[:, None, queries, None]
+    return start, stop
+
+
+def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
+    """start and stop as in _bounds(), for each entry of _listed_kv_blocks() on its own.
+
+    int64 [B, Hq, block, K * block]. Every key of a full tile is seen; in a partial one the entry's
+    slice decides.
+    """
+    lists = tiles.by_query
+    size = tiles.block_size
+    full = int(lists.full_count[:, :, q_block].max())
+    partial = int(lists.partial_count[:, :, q_block].max())
+
+    # Limits of the slice of each partial entry: [B, Hq, 1, K partial]
+    number = lists.partial_slice[:, :, q_block, :partial].long()
+    batch = torch.arange(len(number), device=number.device)[:, None, None]
+    limits = tiles.slices[batch, number].long()[:, :, None]
+    q_start, q_stop, k_start, k_stop, low, high = limits.unbind(-1)
+
+    # [B, Hq, block, K partial]
+    query = tiles.q_positions[q_block * size : (q_block + 1) * size].long()[:, None]
+    is_inside = (query >= q_start) & (query < q_stop)
+    start = torch.maximum(k_start, query + low)
+    stop = torch.minimum(k_stop, query + high + 1)
+    stop = torch.where(is_inside, stop, 0)
+
+    # Full entries come first, and end behind every position.
+    everywhere = torch.iinfo(torch.int32).max
+    start = torch.nn.functional.pad(start, (full, 0), value=0)
+    stop = torch.nn.functional.pad(stop, (full, 0), value=everywhere)
+    return start.repeat_interleave(size, -1), stop.repeat_interleave(size, -1)
+
+
+def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
+    """What belongs to the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
+    index = blocks[..., None] * size + torch.arange(size, device=per_token.device)
+    return per_token.gather(2, index.flatten(2))
+
+
+def _in_blocks(x: Tensor, size: int) -> Tensor:
+    """[B, H, S, D] -> [B * H * S / size, size, D]"""
+    return x.reshape(-1, size, x.shape[-1])
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """-inf would give NaN in exp(-inf - lse)."""
+    """lse without -inf, which would give NaN in exp(-inf - lse)."""
     return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+def serves_dense(q: Tensor) -> bool:
+    """Whether dense attention without tiles is the faster way: not while it rounds otherwise."""
+    return False
+
+
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
+    """Dense attention without tiles, some queries at a time over the keys up to the last of them.
+
+    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32 (fp64 for fp64).
+    """
+    if shape.offsets is not None:
+        batch = len(q)
+        q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
+    dtype = accumulation_dtype(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    # [B, Hq, Sk, D]
+    keys = k.to(dtype).repeat_interleave(group, 1)
+    values = v.to(dtype).repeat_interleave(group, 1)
+    out = q.new_empty(q.shape)
+    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+
+    for here, met in _dense_steps(q, k, shape):
+        # [B, Hq, queries, keys]
+        scores = q[:, :, here].to(dtype) @ keys[:, :, met].mT * scale
+        scores = _hide_unseen(scores, here.start, shape)
+        lse[:, :, here] = scores.logsumexp(-1)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        out[:, :, here] = p @ values[:, :, met]
+
+    if shape.offsets is not None:
+        out = _many_sequences(out, batch)
+        lse = _many_sequences(lse[..., None], batch)[..., 0]
+    return Partial(out, lse)
+
+
+def dense_backward(
+    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv through these keys, in q's dtype. Summed in fp32 (fp64 for fp64)."""
+    q, d_out, out, lse = queries
+    if shape.offsets is not None:
+        batch = len(q)
+        q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
+        k, v = _one_sequence(k), _one_sequence(v)
+        lse = _one_sequence(lse[..., None])[..., 0]
+    dtype = accumulation_dtype(q.dtype)
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    # [B, Hq, Sk, D]
+    keys = k.to(dtype).repeat_interleave(group, 1)
+    values = v.to(dtype).repeat_interleave(group, 1)
+    dq = q.new_empty(q.shape)
+    dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
+    dv = torch.zeros(v.shape, dtype=dtype, device=v.device)
+    # [B, Hq, Sq, 1]
+    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+
+    for here, met in _dense_steps(q, k, shape):
+        # [B, Hq, queries, D]
+        q_here = q[:, :, here].to(dtype)
+        d_here = d_out[:, :, here].to(dtype)
+        # [B, Hq, queries, keys]
+        scores = q_here @ keys[:, :, met].mT * scale
+        scores = _hide_unseen(scores, here.start, shape)
+        p = (scores - _finite(lse[:, :, here, None])).exp()
+        d_scores = p * (d_here @ values[:, :, met].mT - delta[:, :, here]) * scale
+
+        dq[:, :, here] = d_scores @ keys[:, :, met]
+        # [B, Hkv, group, keys, D]
+        dk_here = (d_scores.mT @ q_here).unflatten(1, (kv_heads, group))
+        dv_here = (p.mT @ d_here).unflatten(1, (kv_heads, group))
+        # Head after head, in the order in which _piece_backward() adds them.
+        for member in range(group):
+            dk[:, :, met] += dk_here[:, :, member]
+            dv[:, :, met] += dv_here[:, :, member]
+
+    dk = dk.to(q.dtype)
+    dv = dv.to(q.dtype)
+    if shape.offsets is not None:
+        dq = _many_sequences(dq, batch)
+        dk = _many_sequences(dk, batch)
+        dv = _many_sequences(dv, batch)
+    return dq, dk, dv
+
+
+def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slice, slice]]:
+    """Some queries at a time, and the keys that the last of them may see."""
+    q_len = q.shape[2]
+    k_len = k.shape[2]
+    for first in range(0, q_len, _DENSE_QUERIES):
+        last = min(first + _DENSE_QUERIES, q_len)
+        yield slice(first, last), slice(last if _is_causal(shape) else k_len)
+
+
+def _is_causal(shape: DenseShape) -> bool:
+    return shape.causal or shape.offsets is not None
+
+
+def _hide_unseen(scores: Tensor, first_query: int, shape: DenseShape) -> Tensor:
+    """Scores [B, Hq, queries, keys] of dense attention, with -inf for the pairs that are not seen.
+
+    The queries begin with `first_query`, the keys with the first one.
+    """
+    if not _is_causal(shape):
+        return scores
+    _, _, queries, keys = scores.shape
+    # [queries, 1] and [keys]
+    query = torch.arange(first_query, first_query + queries, device=scores.device)[:, None]
+    key = torch.arange(keys, device=scores.device)
+    hidden = key > query
+    if shape.window is not None:
+        hidden |= query - key >= shape.window
+    if shape.offsets is not None:
+        hidden |= _document(key, shape.offsets) != _document(query, shape.offsets)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _document(position: Tensor, offsets: Tensor) -> Tensor:
+    """The number of the document that a token is in, counted from 1."""
+    return torch.searchsorted(offsets, position.int(), right=True)
+
+
+def _one_sequence(x: Tensor) -> Tensor:
+    """[B, H, S, D] -> [1, H, B * S, D], where documents are counted through all sequences."""
+    return x.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _many_sequences(x: Tensor, batch: int) -> Tensor:
+    """The inverse of _one_sequence()."""
+    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)

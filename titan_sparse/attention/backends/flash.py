@@ -1,10 +1,16 @@
-"""FlashAttention-4 called directly, for dense attention without holes: tables of blocks would cost 10 % there."""
+"""FlashAttention-4 called directly, for dense attention without holes.
+
+Going through tables of blocks would cost 10 % there. This is no backend: flex.py calls it.
+"""
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 
 HEAD_DIMS = (64, 96, 128)
 
@@ -13,7 +19,7 @@ def missing() -> str | None:
     """Why FlashAttention-4 cannot be used here, in words; None if it can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
-    # Its block lists have other block sizes from Blackwell on, and none of them before Hopper.
+    # From Blackwell on its block lists have other block sizes; before Hopper it has none.
     if torch.cuda.get_device_capability()[0] != 9:
         return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
     if not _installed():
@@ -33,130 +39,125 @@ def _installed() -> bool:
 
 def serves(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether FlashAttention-4 is here and computes with such inputs."""
-    return dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS and missing() is None
+    if dtype not in (torch.bfloat16, torch.float16) or head_dim not in HEAD_DIMS:
+        return False
+    return missing() is None
 
 
-def forward_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Dense causal attention: out [B, Hq, S, D] in q's dtype and natural-log lse fp32 [B, Hq, S]."""
-    return _forward(q, k, v, scale, causal=True)
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
+    """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D]; Sq and Sk differ only for full shapes.
+
+    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32.
+    """
+    if shape.offsets is not None:
+        return _packed_forward(q, k, v, shape, scale)
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    # Its own output would be ordered by token, and would have to be copied.
+    out = q.new_empty(q.shape)
+    lse = _flash_attn_fwd(
+        _by_token(q),
+        _by_token(k),
+        _by_token(v),
+        softmax_scale=scale,
+        causal=shape.causal,
+        return_lse=True,
+        out=out.transpose(1, 2),
+    )[1]
+    return Partial(out, lse)
 
 
-def forward_full(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of every query to every key, of which there may be another number; as forward_causal()."""
-    return _forward(q, k, v, scale, causal=False)
-
-
-def backward_causal(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+def dense_backward(
+    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_causal(). out and lse may be those of more keys: then the gradients are these keys' part."""
-    return _backward(d_out, q, k, v, out, lse, scale, causal=True)
+    """dq, dk and dv through these keys, in q's dtype.
+
+    out and lse may be those of more keys: then the gradients are the share of these keys.
+    """
+    if shape.offsets is not None:
+        return _packed_backward(queries, k, v, shape, scale)
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = _flash_attn_bwd(
+        _by_token(queries.q),
+        _by_token(k),
+        _by_token(v),
+        _by_token(queries.out),
+        _by_token(queries.d_out),
+        queries.lse.contiguous(),
+        scale,
+        shape.causal,
+    )[:3]
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def backward_full(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_full(), as backward_causal()."""
-    return _backward(d_out, q, k, v, out, lse, scale, causal=False)
-
-
-def forward_packed(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, offsets: Tensor, longest: int, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Dense causal attention inside documents, as packed.Packing has them: out [B, Hq, S, D] and lse fp32 [B, Hq, S]."""
+def _packed_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
+    """Causal attention inside documents, as dense_forward()."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     batch, heads, length, dim = q.shape
-    out = q.new_empty(
-        heads, batch * length, dim
-    )  # as attend() wants it, where there is one sequence
+    # By head, as the caller wants it; for a single sequence the result below is a view.
+    out = q.new_empty(heads, batch * length, dim)
+    # lse: [Hq, B * S]
     lse = _flash_attn_fwd(
-        *_in_a_row(q, k, v),
+        _in_a_row(q),
+        _in_a_row(k),
+        _in_a_row(v),
         softmax_scale=scale,
         return_lse=True,
         out=out.transpose(0, 1),
-        **_documents(offsets, longest, window),
+        **_documents(shape.offsets, shape.longest, shape.window),
     )[1]
-    return tuple(x.unflatten(1, (batch, length)).transpose(0, 1) for x in (out, lse))
+    out = out.unflatten(1, (batch, length)).transpose(0, 1)
+    lse = lse.unflatten(1, (batch, length)).transpose(0, 1)
+    return Partial(out, lse)
 
 
-def backward_packed(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    offsets: Tensor,
-    longest: int,
-    window: int | None,
+def _packed_backward(
+    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of forward_packed()."""
+    """dq, dk and dv of causal attention inside documents."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    batch, _, length, _ = q.shape
-    q, k, v, out, d_out = _in_a_row(q, k, v, out, d_out)
-    lse = lse.transpose(0, 1).flatten(1).contiguous()
-    found = _flash_attn_bwd(
-        q, k, v, out, d_out, lse, scale, **_documents(offsets, longest, window)
+    batch, _, length, _ = queries.q.shape
+    # [Hq, B * S]
+    lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
+    # [B * S, H, D]
+    dq, dk, dv = _flash_attn_bwd(
+        _in_a_row(queries.q),
+        _in_a_row(k),
+        _in_a_row(v),
+        _in_a_row(queries.out),
+        _in_a_row(queries.d_out),
+        lse,
+        scale,
+        **_documents(shape.offsets, shape.longest, shape.window),
     )[:3]
-    return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in found)
+    dq = dq.unflatten(0, (batch, length)).transpose(1, 2)
+    dk = dk.unflatten(0, (batch, length)).transpose(1, 2)
+    dv = dv.unflatten(0, (batch, length)).transpose(1, 2)
+    return dq, dk, dv
 
 
-def _documents(offsets: Tensor, longest: int, window: int | None) -> dict:
-    """FlashAttention-4's arguments. A window takes the place of `causal`: so many keys back, none ahead."""
-    ranges = (
-        {"causal": True}
-        if window is None
-        else {"window_size_left": window - 1, "window_size_right": 0}
-    )
-    return ranges | {
+def _documents(offsets: Tensor, longest: int, window: int | None) -> dict[str, Any]:
+    """FlashAttention-4's arguments for packed documents, as DenseShape has them."""
+    arguments = {
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
     }
+    if window is None:
+        return arguments | {"causal": True}
+    # A window replaces `causal`: that many keys back, the query's own included, and none ahead.
+    return arguments | {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _in_a_row(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B * S, H, D] of [B, H, S, D]; views for one sequence."""
-    return tuple(x.flatten(0, 1) for x in _by_token(*tensors))
+def _by_token(x: Tensor) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D], as a view."""
+    return x.detach().transpose(1, 2)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    out = q.new_empty(q.shape)  # given, as its own would be ordered by token and copied
-    lse = _flash_attn_fwd(
-        *_by_token(q, k, v),
-        softmax_scale=scale,
-        causal=causal,
-        return_lse=True,
-        out=out.transpose(1, 2),
-    )[1]
-    return out, lse
-
-
-def _backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    q, k, v, out, d_out = _by_token(q, k, v, out, d_out)
-    return tuple(
-        x.transpose(1, 2)
-        for x in _flash_attn_bwd(q, k, v, out, d_out, lse.contiguous(), scale, causal)[:3]
-    )
-
-
-def _by_token(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[B, S, H, D] of [B, H, S, D], as views."""
-    return tuple(x.detach().transpose(1, 2) for x in tensors)
+def _in_a_row(x: Tensor) -> Tensor:
+    """[B, H, S, D] -> [B * S, H, D]; a view for a single sequence."""
+    return _by_token(x).flatten(0, 1)

@@ -1,8 +1,10 @@
-"""FlexAttention over Tiles: its two higher-order ops, compiled once a shape, as Triton or FlashAttention-4 kernels.
+"""FlexAttention over tiles: its two higher-order ops, compiled once per shape, as Triton or
+FlashAttention-4 kernels.
 
-The ops are used without the public flex_attention(), because only the backward op itself takes the out and lse of the
-whole attention, with which pieces add up exactly. They are traced with the mask's tensors as operands and given to
-inductor without Dynamo: Dynamo takes neither op in this form on every torch version, and counts shapes against a limit.
+The ops are used without the public flex_attention(): only the backward op itself takes the out and
+lse of the whole attention, with which the gradients of pieces add up exactly. They are traced with
+the mask's tensors as operands and handed to inductor without Dynamo: Dynamo does not take both ops
+in this form on every torch version, and it counts shapes against a limit.
 """
 
 import math
@@ -20,28 +22,29 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
+from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
 from titan_sparse.attention.merge import add, merge
-from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, list_width
+from titan_sparse.attention.tiles.blocks import list_width
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import unpack
 
 BLOCK_SIZE = 128
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
-"""What one unit of the op's lse is as a natural logarithm: Triton kernels count in base 2."""
+"""One unit of the op's lse as a natural logarithm: Triton kernels count in base 2."""
+
+READS_BY_KEY = True
+"""Whether backward() reads Tiles.by_key."""
+SERVES_SLICES = False
+"""Whether it takes tiles of a mask of slices."""
+COMPILES_BY_LENGTH = True
+"""Whether a number of keys that it has not seen before takes seconds to compile."""
 
 _compiled: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 _compile = torch._inductor.compile
 
 
-READS_BY_KEY = True
-"""Whether backward reads Tiles.by_key."""
-SERVES_SLICES = False
-"""Whether it takes Tiles of a mask of slices."""
-COMPILES_BY_LENGTH = True
-"""Whether a number of keys that it has not seen takes seconds to compile."""
-
-
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why this backend cannot serve such a case, None if it can."""
+    """Why this backend cannot serve such inputs, in one sentence; None if it can."""
     if device_type != "cuda":
         return 'flex needs CUDA; write attention.backend = "eager"'
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -49,172 +52,201 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
             f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
         )
     if block_size != BLOCK_SIZE:
-        return f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; write attention.block_size = {BLOCK_SIZE}"
+        return (
+            f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; "
+            f"write attention.block_size = {BLOCK_SIZE}"
+        )
     if head_dim % 16 or not 16 <= head_dim <= 256:
-        return f'flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; write attention.backend = "eager"'
+        return (
+            f"flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; "
+            'write attention.backend = "eager"'
+        )
     return None
 
 
 def describe() -> str:
-    """Which kernels compute, and why, in words for the start banner."""
+    """Which kernels compute, and why, for the banner."""
     missing = flash.missing()
     if missing:
         return f"flex: Triton kernels ({missing})"
     head_dims = ", ".join(map(str, flash.HEAD_DIMS))
-    return f"flex: FlashAttention-4 kernels for bf16 and fp16 with head_dim {head_dims}, Triton kernels otherwise"
-
-
-def serves_causal(q: Tensor) -> bool:
-    """Whether forward_causal(), forward_full() and their backwards take these inputs."""
-    return _kernel(q) == "FLASH"
+    return (
+        "flex: FlashAttention-4 kernels for bf16 and fp16 "
+        f"with head_dim {head_dims}, Triton kernels otherwise"
+    )
 
 
 def forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tiles,
+    pieces: Sequence[Piece],
+    total: Partial | None,
     scale: float,
     dtype: torch.dtype | None = None,
-    total: tuple[Tensor, Tensor] | None = None,
     into: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Hq, Sq, D] over the tiles of k, v [B, Hkv, Sk, D], all alike bf16, fp16 or fp32; with `total`
-    = (out, lse) over other keys, over both.
+) -> Partial:
+    """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`; q, k and v are
+    all bf16, fp16 or fp32.
 
-    Returns out [B, Hq, Sq, D] in the memory `into` or in dtype (default q's; without a total in q's too where dtype is wider,
-    as the kernel rounds) and natural-log lse [B, Hq, Sq], fp32; 0 and -inf for rows that see nothing.
-    The first call with a shape compiles, which takes some ten seconds. Choices of single queries are looked up by our own
-    kernels, a tile at a time.
+    Returns out [B, Hq, Sq, D] in the memory `into` or in `dtype` (default: q's), and natural-log
+    lse [B, Hq, Sq], fp32. Without a total the kernel's result, which has q's dtype, is not widened.
+    Rows that see nothing: out 0, lse -inf. The first call with a shape compiles, which takes about
+    ten seconds.
+
+    Verticals, the second piece, are left to our own kernels. FlexAttention's would look up for each
+    single pair of a vertical tile whether it is covered, which takes two to three times as long,
+    and their results would have to be merged.
     """
-    if tiles.chosen is not None:
-        return triton.forward(q, k, v, tiles, scale, dtype, total, into)
-    kernel, size = _kernel(q), tiles.block_size
-
-    def piece(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        block_mask = _block_mask(q, k, size, rest[:4], (None,) * 4)
-        options = _options(kernel, q.shape[-1])
-        return flex_attention(q, k, v, _identity, block_mask, scale, options, (), rest[4:])[:2]
-
-    tables = _tables(tiles.by_query, k.shape[2] // size)
-    out, lse = _call(
-        ("forward", kernel, scale, size), piece, q, k, v, *tables, *_operands(tiles, q.shape[1])
-    )
-    return merge(total, out, lse * LSE_UNIT[kernel], dtype or q.dtype, into)
+    if len(pieces) == 1:
+        return _blocks_forward(q, pieces[0], total, scale, dtype, into)
+    blocks, verticals = pieces
+    total = _blocks_forward(q, blocks, total, scale, torch.float32, None)
+    # Our kernel goes on from the blocks, and reads contiguous memory.
+    total = Partial(total.out.contiguous(), total.lse.contiguous())
+    if dtype is None:
+        dtype = q.dtype
+    return triton.forward(q, [verticals], total, scale, dtype, into)
 
 
-def forward_with_verticals(
+def _blocks_forward(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: Tiles,
-    k2: Tensor,
-    v2: Tensor,
-    tiles2: Tiles,
+    piece: Piece,
+    total: Partial | None,
     scale: float,
-    dtype: torch.dtype | None = None,
-    total: tuple[Tensor, Tensor] | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """forward() over blocks, then over gathered verticals k2, v2 [B, Hq, C, D] with their own tiles.
+    dtype: torch.dtype | None,
+    into: Tensor | None,
+) -> Partial:
+    """forward() over the blocks of one chunk of keys."""
+    tiles = piece.tiles
+    if tiles.chosen is not None:
+        # What single queries chose: our own kernels look that up once a tile, not once a pair.
+        return triton.forward(q, [piece], total, scale, dtype, into)
+    kernel = _kernel(q)
+    size = tiles.block_size
+    options = _options(kernel, q.shape[-1])
 
-    Columns are for our own kernels: in FlexAttention's every single pair of a vertical tile looks up whether it is
-    covered, which takes two to three times as long, and the results would have to be merged.
-    """
-    blocks = tuple(x.contiguous() for x in forward(q, k, v, tiles, scale, torch.float32, total))
-    return triton.forward(q, k2, v2, tiles2, scale, dtype or q.dtype, blocks, into)
+    def compute(*operands: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = operands[:3]
+        block_mask = _block_mask(q, k, size, by_query=operands[3:7], by_key=(None,) * 4)
+        mask_operands = operands[7:]
+        results = flex_attention(q, k, v, _identity, block_mask, scale, options, (), mask_operands)
+        return results[:2]
+
+    tables = _tables(tiles.by_query, piece.k.shape[2] // size)
+    operands = [q, piece.k, piece.v, *tables, *_mask_operands(tiles, q.shape[1])]
+    out, lse = _call(("forward", kernel, scale, size), compute, operands)
+
+    if dtype is None:
+        dtype = q.dtype
+    out, lse = merge(total, out, lse * LSE_UNIT[kernel], dtype, into)
+    return Partial(out, lse)
 
 
 def backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
+    queries: Queries,
+    pieces: Sequence[Piece],
+    dq: Tensor | None,
     scale: float,
     dtype: torch.dtype | None = None,
-    dq: Tensor | None = None,
     into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through these tiles; dq is added to the one given.
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """dq, and (dk, dv) of each piece. Needs Tiles.by_key.
 
-    out and natural-log lse are those of the whole attention, over all tiles of all chunks. Needs tiles.by_key.
-    Returns dq, in the memory `into` if there is some, dk and dv in dtype (default q's; in q's too where that is wider, as the
-    kernels round, but for a sum).
+    dq: what came through other keys, which is added. Returns dq in the memory `into` or in `dtype`
+    (default: q's). The first piece's dk and dv come in q's dtype, to which the kernels round, and
+    so does dq if nothing is added to it; the dk and dv of a second piece, the verticals, are fp32.
     """
-    if tiles.chosen is not None:
-        return triton.backward(d_out, q, k, v, out, lse, tiles, scale, dtype, dq, into)
-    by_query = _tables(tiles.by_query, k.shape[2] // tiles.block_size)
-    by_key = _tables(tiles.by_key, q.shape[2] // tiles.block_size)
-    rows = (q, out.to(q.dtype), lse.float() / LSE_UNIT[_kernel(q)], d_out.to(q.dtype))
-    dq_piece, dk, dv = _backward(
-        rows, k, v, (*by_query, *by_key), _operands(tiles, q.shape[1]), scale, tiles.block_size
-    )
-    return add(dq, dq_piece, dtype or q.dtype, into), dk, dv
-
-
-def backward_with_verticals(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Tiles,
-    k2: Tensor,
-    v2: Tensor,
-    tiles2: Tiles,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    dq: Tensor | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """dq, dk, dv as backward() through blocks and verticals, then dk and dv of the verticals, fp32."""
-    dq, dk, dv = backward(d_out, q, k, v, out, lse, tiles, scale, torch.float32, dq)
+    if len(pieces) == 1:
+        dq, dk, dv = _blocks_backward(queries, pieces[0], dq, scale, dtype, into)
+        return dq, [(dk, dv)]
+    blocks, verticals = pieces
+    dq, dk, dv = _blocks_backward(queries, blocks, dq, scale, torch.float32, None)
     dq = dq.contiguous()
-    if into is None and dq.dtype == (dtype or q.dtype):
+    if dtype is None:
+        dtype = queries.q.dtype
+    if into is None and dq.dtype == dtype:
+        # The sum may take the place of what it is added to.
         into = dq
-    dq, *d_verticals = triton.backward(
-        d_out, q, k2, v2, out, lse, tiles2, scale, torch.float32, dq, into
-    )
-    return dq, dk, dv, *d_verticals
+    dq, d_verticals = triton.backward(queries, [verticals], dq, scale, torch.float32, into)
+    return dq, [(dk, dv), d_verticals[0]]
 
 
-def _backward(
-    rows: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
-    tables: Sequence[Tensor],
-    operands: Sequence[Tensor],
+def _blocks_backward(
+    queries: Queries,
+    piece: Piece,
+    dq: Tensor | None,
     scale: float,
-    size: int,
-) -> tuple[Tensor, ...]:
-    """dq, dk and dv from rows (q, out, lse, d_out), tables by query and by key, and the mask's operands."""
-    kernel = _kernel(rows[0])
+    dtype: torch.dtype | None,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of backward() through the blocks of one chunk of keys."""
+    tiles = piece.tiles
+    if tiles.chosen is not None:
+        dq, [(dk, dv)] = triton.backward(queries, [piece], dq, scale, dtype, into)
+        return dq, dk, dv
+    q, d_out, out, lse = queries
+    kernel = _kernel(q)
+    size = tiles.block_size
+    options = _options(kernel, q.shape[-1])
 
-    def piece(*arguments: Tensor) -> tuple[Tensor, ...]:
-        q, out, lse, d_out, k, v, *rest = arguments
-        block_mask = _block_mask(q, k, size, rest[:4], rest[4:8])
-        graphs, options = _score_graphs(q), _options(kernel, q.shape[-1])
-        return flex_attention_backward(
-            q, k, v, out, lse, d_out, None, *graphs, block_mask, scale, options, (), tuple(rest[8:])
-        )[:3]
+    def compute(*operands: Tensor) -> tuple[Tensor, ...]:
+        q, out, lse, d_out, k, v = operands[:6]
+        block_mask = _block_mask(q, k, size, by_query=operands[6:10], by_key=operands[10:14])
+        mask_operands = operands[14:]
+        score_forward, score_joint = _score_graphs(q)
+        gradients = flex_attention_backward(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            d_out,
+            None,  # no gradient comes through lse
+            score_forward,
+            score_joint,
+            block_mask,
+            scale,
+            options,
+            (),
+            mask_operands,
+        )
+        return gradients[:3]
 
-    return _call(("backward", kernel, scale, size), piece, *rows, k, v, *tables, *operands)
+    by_query = _tables(tiles.by_query, piece.k.shape[2] // size)
+    by_key = _tables(tiles.by_key, q.shape[2] // size)
+    op_lse = lse.float() / LSE_UNIT[kernel]
+    operands = [q, out.to(q.dtype), op_lse, d_out.to(q.dtype), piece.k, piece.v]
+    operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
+    piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
+
+    if dtype is None:
+        dtype = q.dtype
+    return add(dq, piece_dq, dtype, into), dk, dv
 
 
-# Kernels ------------------------------------------------------------------------------------------------------------
+def serves_dense(q: Tensor) -> bool:
+    """Whether FlashAttention-4 computes dense attention of these inputs."""
+    return _kernel(q) == "FLASH"
+
+
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
+    """Dense attention by FlashAttention-4: out in q's dtype, lse fp32."""
+    return flash.dense_forward(q, k, v, shape, scale)
+
+
+def dense_backward(
+    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of dense attention by FlashAttention-4, in q's dtype."""
+    return flash.dense_backward(queries, k, v, shape, scale)
 
 
 def _kernel(q: Tensor) -> str:
-    """ "FLASH" or "TRITON", as FlexAttention names them."""
+    """ "FLASH" or "TRITON", as FlexAttention names its kernels."""
     return "FLASH" if flash.serves(q.dtype, q.shape[-1]) else "TRITON"
 
 
 def _options(kernel: str, head_dim: int) -> dict[str, Any]:
-    """The ops' kernel options, all of those that the public flex_attention() would fill in."""
+    """The ops' kernel options: all those that the public flex_attention() would fill in."""
     options = {
         "BACKEND": kernel,
         "PRESCALE_QK": False,
@@ -225,79 +257,105 @@ def _options(kernel: str, head_dim: int) -> dict[str, Any]:
         "OUTPUT_MAX": False,
     }
     if kernel == "TRITON" and head_dim == 64:
-        # By default keys come in tiles of 128, for which the mask's operands do not fit into shared memory.
-        options |= {"fwd_BLOCK_N": 64}
+        # The default is tiles of 128 keys, for which the mask's operands do not fit into shared
+        # memory.
+        options["fwd_BLOCK_N"] = 64
     return options
 
 
-# Operands of the ops ------------------------------------------------------------------------------------------------
-
-
-def _seen(
+def _is_visible(
     b: Tensor, h: Tensor, i: Tensor, j: Tensor, start: Tensor, stop: Tensor, position: Tensor
 ) -> Tensor:
-    """The mask of one pair in a partial tile: start, stop [B, Hq, Sq]; position [B, Hq, 1 or nq, Sk]."""
-    key = position[b, h, i // (start.shape[2] // position.shape[2]), j]
+    """Whether query i sees key j in a partial tile. FlexAttention calls this a mask_mod.
+
+    start, stop: [B, Hq, Sq]. position: [B, Hq, 1, Sk], or [B, Hq, nq, Sk] by query block.
+    """
+    queries_per_row = start.shape[2] // position.shape[2]
+    key = position[b, h, i // queries_per_row, j]
     return (start[b, h, i] <= key) & (key < stop[b, h, i])
 
 
-def _operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What _seen() looks up, all int32. Covered keys are nowhere, for the query block that they are covered for: one
-    look-up less in the inner loop of the kernels."""
-    shape = (len(tiles.start), heads, -1)
-    start, stop, position = (
-        x.expand(shape) for x in (tiles.start[:, None], tiles.stop[:, None], tiles.k_positions)
-    )
-    position = position[:, :, None]
+def _mask_operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """start, stop and position for _is_visible(), all int32.
+
+    Covered keys get a position that no query sees, for the query block that they are covered for:
+    that saves one look-up in the inner loop of the kernels.
+    """
+    batch = len(tiles.start)
+    # [B, Hq, Sq]
+    start = tiles.start[:, None].expand(batch, heads, -1)
+    stop = tiles.stop[:, None].expand(batch, heads, -1)
+    # [B, Hq, 1, Sk]
+    position = tiles.k_positions.expand(batch, heads, -1)[:, :, None]
     if tiles.covered is not None:
+        # [B, Hq, nq, Sk]
         covered = unpack(tiles.covered, position.shape[-1])
-        position = torch.where(covered, torch.iinfo(torch.int32).max, position)
+        nowhere = torch.iinfo(torch.int32).max
+        position = torch.where(covered, nowhere, position)
     return start, stop, position
 
 
-def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, ...]:
-    """Counts and numbers of partial tiles, then of full ones, as wide as list_width() wants them."""
-    missing = list_width(lists.partial.shape[-1], blocks) - lists.partial.shape[-1]
-    partial, full = (
-        torch.nn.functional.pad(x, (0, missing)) if missing else x
-        for x in (lists.partial, lists.full)
-    )
+def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts and numbers of partial tiles, then of full ones; as wide as list_width() says.
+
+    blocks: how many there are on the side that the numbers count.
+    """
+    partial = lists.partial
+    full = lists.full
+    missing = list_width(partial.shape[-1], blocks) - partial.shape[-1]
+    if missing:
+        partial = torch.nn.functional.pad(partial, (0, missing))
+        full = torch.nn.functional.pad(full, (0, missing))
     return lists.partial_count, partial, lists.full_count, full
 
 
 def _block_mask(
     q: Tensor, k: Tensor, size: int, by_query: Sequence[Tensor], by_key: Sequence[Tensor | None]
 ) -> tuple:
-    """What the ops take as block_mask. BlockMask lays it out, as that differs between torch versions."""
-    names = [
-        f"{side}_{what}"
-        for side in ("kv", "full_kv", "q", "full_q")
-        for what in ("num_blocks", "indices")
-    ]
-    tables = dict(zip(names, (*by_query, *by_key)))
-    lengths = (q.shape[2], k.shape[2])
-    return BlockMask(
-        seq_lengths=lengths, BLOCK_SIZE=(size, size), mask_mod=_seen, **tables
-    ).as_tuple()
+    """What the ops take as block_mask, from tables as _tables() gives them.
+
+    BlockMask puts them in order, since the order differs between torch versions.
+    """
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = by_query
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = by_key
+    block_mask = BlockMask(
+        seq_lengths=(q.shape[2], k.shape[2]),
+        kv_num_blocks=kv_num_blocks,
+        kv_indices=kv_indices,
+        full_kv_num_blocks=full_kv_num_blocks,
+        full_kv_indices=full_kv_indices,
+        q_num_blocks=q_num_blocks,
+        q_indices=q_indices,
+        full_q_num_blocks=full_q_num_blocks,
+        full_q_indices=full_q_indices,
+        BLOCK_SIZE=(size, size),
+        mask_mod=_is_visible,
+    )
+    return block_mask.as_tuple()
 
 
 def _score_graphs(q: Tensor) -> tuple[Callable, Callable]:
-    """Scores are left as they are: the forward and the joint graph that the backward op wants of that."""
-    example = (
-        q.new_zeros((), requires_grad=True),
-        *(q.new_zeros((), dtype=torch.int) for _ in range(4)),
-    )
-    return create_fw_bw_graph(_identity, example, ())
+    """The forward and the joint graph of the score function, which the backward op wants.
+
+    Scores are left as they are.
+    """
+    score = q.new_zeros((), requires_grad=True)
+    # b, h, i, j
+    indices = [q.new_zeros((), dtype=torch.int) for _ in range(4)]
+    return create_fw_bw_graph(_identity, (score, *indices), ())
 
 
 @torch.no_grad()
 def _call(
-    key: tuple, piece: Callable[..., tuple[Tensor, ...]], *operands: Tensor
+    key: tuple, compute: Callable[..., tuple[Tensor, ...]], operands: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """piece(*operands), compiled for `key` and the operands' shapes and dtypes if it is not yet."""
-    # Kernels compute addresses as if the tables were contiguous, and one layout compiles once.
-    operands = [x.detach().contiguous() for x in operands]
-    key = (*key, operands[0].device, *((x.shape, x.dtype) for x in operands))
+    """compute(*operands), compiled the first time that `key` meets these shapes and dtypes."""
+    # The kernels compute addresses as if the tables were contiguous; besides, a single layout
+    # compiles once.
+    operands = [operand.detach().contiguous() for operand in operands]
+    shapes = [(operand.shape, operand.dtype) for operand in operands]
+    key = (*key, operands[0].device, *shapes)
     if key not in _compiled:
-        _compiled[key] = _compile(make_fx(piece, tracing_mode="fake")(*operands), operands)
+        graph = make_fx(compute, tracing_mode="fake")(*operands)
+        _compiled[key] = _compile(graph, operands)
     return _compiled[key](*operands)

@@ -1,12 +1,15 @@
-"""Block-sparse attention over lists of blocks, for one piece of keys or two fused: kernels and a plain-torch twin.
+"""Block-sparse attention over lists of blocks: Triton kernels and their twin in plain PyTorch.
+
+The attention goes over one piece of keys, or over two in the same launch.
 
 forward(q, pieces, start, stop, block_size, scale) -> out, lse
-backward(d_out, q, out, lse, pieces, start, stop, block_size, scale) -> dq, [(dk, dv) of each piece]
+backward(d_out, q, out, lse, pieces, start, stop, block_size, scale, output)
+    -> dq, [(dk, dv) of each piece]
 """
 
-from . import naive
-from .backward import backward
-from .forward import forward
-from .piece import INTERPRETED, Lists, Piece
+from titan_sparse.kernels.block_sparse import naive
+from titan_sparse.kernels.block_sparse.backward import GradientOutput, backward
+from titan_sparse.kernels.block_sparse.forward import forward
+from titan_sparse.kernels.block_sparse.piece import INTERPRETED, Lists, Piece
 
-__all__ = ["INTERPRETED", "Lists", "Piece", "backward", "forward", "naive"]
+__all__ = ["INTERPRETED", "GradientOutput", "Lists", "Piece", "backward", "forward", "naive"]
