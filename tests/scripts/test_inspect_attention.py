@@ -34,9 +34,7 @@ def _layer():
     return (
         q,
         k,
-        inspect_layer(
-            q, k, MASK.rows(PADDED), attention, one_rank(BLOCK), TOKENS, seed=0
-        ),
+        inspect_layer(q, k, MASK.rows(PADDED), attention, one_rank(BLOCK), TOKENS, seed=0),
     )
 
 

@@ -51,15 +51,14 @@ def _dense(qkv: list[Tensor], d_out: Tensor, shape: DenseShape) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_causal_square_equals_tiles_to_the_bit(name, size, monkeypatch):
+def test_causal_square_equals_tiles_to_the_bit(name, size):
     """Where it takes as many queries at once as a block of the tiles has."""
     torch.set_num_threads(1)
     qkv, d_out = _problem(*CASES[name])
     if qkv[0].shape[2] % size:
         pytest.skip("tiles want whole blocks")
-    monkeypatch.setattr(eager, "_DENSE_QUERIES", size)
     want = _over_tiles(qkv, d_out, size)
-    got = _dense(qkv, d_out, DenseShape(causal=True))
+    got = _dense(qkv, d_out, DenseShape(causal=True, is_whole=True, block_size=size))
     for field, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), field
 
@@ -78,11 +77,16 @@ def _seen(shape: DenseShape, batch: int, q_len: int, k_len: int) -> Tensor:
     return seen & (document[..., :, None] == document[..., None, :])
 
 
+def _packed(offsets: list[int], window: int | None) -> DenseShape:
+    offsets = torch.tensor(offsets, dtype=torch.int32)
+    return DenseShape(True, True, is_packed=True, offsets=offsets, longest=200, window=window)
+
+
 SHAPES = {
-    "causal": DenseShape(causal=True),
-    "all keys": DenseShape(causal=False),
-    "documents": DenseShape(True, torch.tensor([0, 50, 51, 200, 400], dtype=torch.int32), 200),
-    "window": DenseShape(True, torch.tensor([0, 130, 200, 400], dtype=torch.int32), 200, 21),
+    "causal": DenseShape(causal=True, is_whole=True),
+    "all keys": DenseShape(causal=False, is_whole=True),
+    "documents": _packed([0, 50, 51, 200, 400], None),
+    "window": _packed([0, 130, 200, 400], 21),
 }
 
 
@@ -100,7 +104,7 @@ def test_dense_shapes(name):
 def test_queries_against_fewer_keys():
     """All keys of another chunk, with the out and lse of more keys."""
     (q, k, v), d_out = _problem(torch.float64, (4, 2), 2, 200)
-    shape = DenseShape(causal=False)
+    shape = DenseShape(causal=False, is_whole=False)
     first, second = (
         eager.dense_forward(q, k[:, :, keys], v[:, :, keys], shape, SCALE)
         for keys in (slice(60), slice(60, 200))

@@ -48,15 +48,24 @@ class Queries(NamedTuple):
 
 
 class DenseShape(NamedTuple):
-    """Dense attention that needs no tiles. Without `offsets` the queries see all keys, or, if
-    `causal`, a square of which they see their own key and earlier ones.
+    """Dense attention that needs no tiles.
 
-    offsets: int32 [n + 1], where each packed document begins in the tokens of all sequences, one
-    after the other, and their number; causal inside each. longest: tokens of the longest document.
-    window: keys that a query sees, its own included; None for all.
+    causal: the queries are the last ones of the keys' positions, and each sees its own key and
+    earlier ones. Otherwise all queries see all keys.
+    is_whole: there are no keys but these, so that out may be rounded to q's dtype.
+    is_packed: causal inside each of several documents.
+    block_size: tokens of a block of attend().
+
+    Of packed documents:
+    offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
+    other, and their number. longest: tokens of the longest document. window: keys that a query
+    sees, its own included; None for all.
     """
 
     causal: bool
+    is_whole: bool
+    is_packed: bool = False
+    block_size: int = 128
     offsets: Tensor | None = None
     longest: int = 0
     window: int | None = None
@@ -112,7 +121,7 @@ class Backend(Protocol):
         into: memory for dq.
         """
 
-    def serves_dense(self, q: Tensor) -> bool:
+    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         """Whether dense_forward() and dense_backward() are the faster way for these inputs."""
 
     def dense_forward(

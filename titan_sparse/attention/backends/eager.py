@@ -23,7 +23,6 @@ SERVES_SLICES = True
 COMPILES_BY_LENGTH = False
 """Whether a number of keys that it has not seen before takes seconds to compile."""
 
-_DENSE_QUERIES = 128
 """Queries that dense attention computes at once: a block of scores, never all of them."""
 
 
@@ -290,9 +289,12 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 
-def serves_dense(q: Tensor) -> bool:
-    """Whether dense attention without tiles is the faster way: not while it rounds otherwise."""
-    return False
+def serves_dense(q: Tensor, shape: DenseShape) -> bool:
+    """Whether to compute without tiles: plain causal attention, which then makes no tables.
+
+    A chunk of a longer sequence keeps its tiles, as its sums are fp32.
+    """
+    return shape.causal and shape.is_whole and not shape.is_packed
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
@@ -314,7 +316,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: flo
     for here, met in _dense_steps(q, k, shape):
         # [B, Hq, queries, keys]
         scores = q[:, :, here].to(dtype) @ keys[:, :, met].mT * scale
-        scores = _hide_unseen(scores, here.start, shape)
+        scores = _hide_unseen(scores, shape)
         lse[:, :, here] = scores.logsumexp(-1)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         out[:, :, here] = p @ values[:, :, met]
@@ -353,7 +355,7 @@ def dense_backward(
         d_here = d_out[:, :, here].to(dtype)
         # [B, Hq, queries, keys]
         scores = q_here @ keys[:, :, met].mT * scale
-        scores = _hide_unseen(scores, here.start, shape)
+        scores = _hide_unseen(scores, shape)
         p = (scores - _finite(lse[:, :, here, None])).exp()
         d_scores = p * (d_here @ values[:, :, met].mT - delta[:, :, here]) * scale
 
@@ -376,28 +378,25 @@ def dense_backward(
 
 
 def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slice, slice]]:
-    """Some queries at a time, and the keys that the last of them may see."""
+    """A block of queries at a time, and the keys that the last of them may see."""
     q_len = q.shape[2]
     k_len = k.shape[2]
-    for first in range(0, q_len, _DENSE_QUERIES):
-        last = min(first + _DENSE_QUERIES, q_len)
-        yield slice(first, last), slice(last if _is_causal(shape) else k_len)
+    for first in range(0, q_len, shape.block_size):
+        last = min(first + shape.block_size, q_len)
+        last_key = k_len - q_len + last if shape.causal else k_len
+        yield slice(first, last), slice(last_key)
 
 
-def _is_causal(shape: DenseShape) -> bool:
-    return shape.causal or shape.offsets is not None
+def _hide_unseen(scores: Tensor, shape: DenseShape) -> Tensor:
+    """Scores [B, Hq, queries, keys] of a step of dense attention, -inf for pairs that are not seen.
 
-
-def _hide_unseen(scores: Tensor, first_query: int, shape: DenseShape) -> Tensor:
-    """Scores [B, Hq, queries, keys] of dense attention, with -inf for the pairs that are not seen.
-
-    The queries begin with `first_query`, the keys with the first one.
+    The keys begin with the first one; the last of them is that of the last query.
     """
-    if not _is_causal(shape):
+    if not shape.causal:
         return scores
     _, _, queries, keys = scores.shape
     # [queries, 1] and [keys]
-    query = torch.arange(first_query, first_query + queries, device=scores.device)[:, None]
+    query = torch.arange(keys - queries, keys, device=scores.device)[:, None]
     key = torch.arange(keys, device=scores.device)
     hidden = key > query
     if shape.window is not None:

@@ -223,7 +223,7 @@ def _blocks_backward(
     return add(dq, piece_dq, dtype, into), dk, dv
 
 
-def serves_dense(q: Tensor) -> bool:
+def serves_dense(q: Tensor, shape: DenseShape) -> bool:
     """Whether FlashAttention-4 computes dense attention of these inputs."""
     return _kernel(q) == "FLASH"
 

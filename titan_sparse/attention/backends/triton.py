@@ -131,7 +131,7 @@ def _kernel_piece(piece: Piece) -> block_sparse.Piece:
     )
 
 
-def serves_dense(q: Tensor) -> bool:
+def serves_dense(q: Tensor, shape: DenseShape) -> bool:
     """Whether dense attention without tiles is the faster way: it has no kernel of its own."""
     return False
 

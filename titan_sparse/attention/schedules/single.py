@@ -10,7 +10,7 @@ from titan_sparse.attention.schedules import varlen, verticals
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S, D], lse [B, Hq, S], and the keys and values of the verticals [2, B, Hq, C, D]."""
-    square = DenseShape(causal=True, block_size=call.cp.block_size)
+    square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
     if call.plain and call.backend.serves_dense(q, square):
         out, lse = call.backend.dense_forward(q, k, v, square, call.scale)
         return out, lse, _no_verticals(q)
@@ -31,7 +31,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their dtype."""
     q = queries.q
-    square = DenseShape(causal=True, block_size=call.cp.block_size)
+    square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
     if call.plain and call.backend.serves_dense(q, square):
         return call.backend.dense_backward(queries, k, v, square, call.scale)
     if packing := varlen.packing_of(call, q):

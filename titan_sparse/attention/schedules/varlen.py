@@ -33,7 +33,7 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
         return None
     if call.plain or call.is_partial:
         return None
-    if not call.backend.serves_dense(q, DenseShape(causal=True, is_packed=True)):
+    if not call.backend.serves_dense(q, DenseShape(causal=True, is_whole=True, is_packed=True)):
         return None
     return once_per_mask(call.mask, ("packing", len(q)), lambda: find_packing(call.mask, len(q)))
 
@@ -69,6 +69,7 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
     offsets = torch.nn.functional.pad(offsets, (0, 1), value=begins.numel()).int()
     shape = DenseShape(
         causal=True,
+        is_whole=True,
         is_packed=True,
         offsets=offsets,
         longest=int(offsets.diff().max()),
