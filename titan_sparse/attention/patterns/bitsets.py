@@ -24,7 +24,9 @@ class BlockSets(BlockIndex):
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         # [B, Hq, nq, words]
         words = self.words[:, :, q_blocks.long()]
-        return chosen_bits(words, k_blocks.expand(1, 1, len(q_blocks), -1))
+        # [1, 1, nq, nk]
+        numbers = k_blocks.expand(1, 1, len(q_blocks), -1)
+        return chosen_bits(words, numbers)
 
     def tensors(self) -> list[Tensor]:
         return [self.words]
@@ -33,6 +35,7 @@ class BlockSets(BlockIndex):
 def no_verticals(like: Tensor) -> Tensor:
     """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0], on the device of `like` [B, Hq, ...]."""
     batch, heads = like.shape[:2]
+    # [B, Hq, 0]
     return like.new_empty(batch, heads, 0, dtype=torch.int32)
 
 

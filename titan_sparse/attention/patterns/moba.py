@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
@@ -76,10 +77,14 @@ class MoBAIndex(BlockIndex):
         # [B, nq, T]: a query block touches one long document or two.
         touching = spans_of_blocks(spans, q_blocks, self.block_size)
         for number, slot in enumerate(touching.unbind(-1)):
+            # [B, nq]
             known = slot.clamp(min=0)
             document_start = spans.start.gather(1, known)
             first_block = spans.first_block.gather(1, known)
+            # [B, nq, nk]
             inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block[..., None])
+
+            # [B, Hq, nq, nk]
             words = self.any_words[:, :, q_blocks, number]
             in_first, in_last = self._touched_bits(words, document_start, k_blocks)
             selected = selected | ((in_first | in_last) & inside[:, None])
@@ -87,8 +92,11 @@ class MoBAIndex(BlockIndex):
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         q_blocks = q_blocks.long()
-        # Where a block touches two documents, the mask does not let all of its queries see all keys.
+        # [B, nq], of the first query. Where a block touches two documents, the mask does not let all
+        # of its queries see all keys anyway.
         document_start = self.origin[:, q_blocks * self.block_size]
+
+        # [B, Hq, nq, nk]
         words = self.all_words[:, :, q_blocks]
         in_first, in_last = self._touched_bits(words, document_start, k_blocks.long())
         return in_first & in_last
@@ -100,28 +108,42 @@ class MoBAIndex(BlockIndex):
 
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
-        # [B, nq, nk], from the document's start on; a block has no more tokens than a chunk, so it touches at most two.
+        # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk, so
+        # that it touches two chunks at most.
         first_key = k_blocks * self.block_size - document_start[..., None]
         last_key = first_key + self.block_size - 1
+
+        # [B, nq, nk]
         first_chunk = first_key.clamp(min=0) // self.chunk
         last_chunk = last_key.clamp(min=0) // self.chunk
+
+        # [B, Hq, nq, nk]
         in_first = chosen_bits(words, first_chunk[:, None])
         in_last = chosen_bits(words, last_chunk[:, None])
         return in_first, in_last
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks:
+        # [B, Hq, Sq, W]
         words = self.words[:, :, q_positions]
+        # [B, Sq]
         origin = self.origin[:, q_positions]
         return ChosenChunks(words, origin, self.chunk)
 
     def tensors(self) -> list[Tensor]:
-        return [self.words, self.any_words, self.all_words]
+        return [
+            self.words,
+            self.any_words,
+            self.all_words,
+        ]
 
     def dense(self, mask: Mask) -> Tensor:
-        position = torch.arange(self.seq_len, device=self.words.device)
+        device = self.words.device
+        position = torch.arange(self.seq_len, device=device)
         # [B, Hq, S, S]
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
-        return chosen & mask.dense(self.seq_len, position.device)[:, None]
+        # [Bm, 1, S, S]
+        visible = mask.dense(self.seq_len, device)[:, None]
+        return chosen & visible
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
@@ -140,28 +162,38 @@ class MoBAIndex(BlockIndex):
         for part_owned, part in zip(owned, parts):
             part_owned[part + 1] = 1
         owned_before = owned.cumsum(1) * self.block_size
-        owns = torch.nn.functional.pad(owned[:, 1:], (0, 1))
+        owns = F.pad(owned[:, 1:], (0, 1))
 
         def tokens_before(position: Tensor) -> Tensor:
             """int64 [parts, ...]: tokens of each part in front of the positions int64 [...]."""
             block = position // self.block_size
-            return owned_before[:, block] + owns[:, block] * (position % self.block_size)
+            in_block = position % self.block_size
+            # Of the block that holds the position, the tokens in front of it.
+            return owned_before[:, block] + owns[:, block] * in_block
 
         total = torch.zeros(batch, heads, part_count, dtype=torch.float64, device=device)
         chunk_start = torch.arange(chunk_count, device=device) * self.chunk
         step = max(1, _CHUNK_ELEMENTS // (chunk_count * part_count * self.block_size))
         for step_blocks in q_blocks.split(step):
-            position = token_positions(step_blocks, self.block_size)  # [m]
+            # [m]
+            position = token_positions(step_blocks, self.block_size)
+            # [Bm, m, 1]
             start = ranges.start[:, position, None].long()
             stop = ranges.stop[:, position, None].long()
+
             # [B, m, chunks]: each chunk, as far as the mask shows it to the query.
             begin = self.origin[:, position, None] + chunk_start
             low = torch.minimum(torch.maximum(begin, start), stop)
             high = torch.maximum(torch.minimum(begin + self.chunk, stop), low)
-            # [parts, B, m, chunks] -> [B, m chunks, parts]
+
+            # [parts, B, m, chunks]
             seen = tokens_before(high) - tokens_before(low)
+            # [B, m chunks, parts]
             seen = seen.movedim(0, -1).flatten(1, 2).double()
-            chosen = unpack(self.words[:, :, position], chunk_count).flatten(2).double()
+            # [B, Hq, m chunks]
+            chosen = unpack(self.words[:, :, position], chunk_count)
+            chosen = chosen.flatten(2).double()
+            # [B, Hq, parts]
             total += chosen @ seen
         return total
 
@@ -238,17 +270,25 @@ class MoBA(Pattern):
         offset = chunks.offset[:, None, tokens, None]
         own = chunks.own[:, None, tokens, None]
 
-        # [B, Hq, m, n]: the gate, and the best of the earlier chunks of the document.
+        # [B, Hkv, G, m, D] @ [B, Hkv, 1, D, n]
         q_by_group = q.unflatten(1, (kv_heads, -1)).to(means.dtype)
-        gate = (q_by_group @ means[:, :, None].mT).flatten(1, 2)
+        gate = q_by_group @ means[:, :, None].mT
+        # [B, Hq, m, n]
+        gate = gate.flatten(1, 2)
+
+        # [B, 1, m, n]: the earlier chunks of the query's document.
         number = torch.arange(count, device=q.device)
         past = (number >= offset) & (number < offset + own)
+        # [B, Hq, m, n]
         best = _largest(gate.masked_fill(~past, -torch.inf), self.top_k - 1)
 
-        # [B, Hq, m, C]: the same, with chunks counted from the document's start, and its own chunk.
-        chunk = torch.arange(-(-seq_len // self.chunk_size), device=q.device)
-        number_of_chunk = (offset + chunk).clamp(max=count - 1).expand(-1, best.shape[1], -1, -1)
-        return (best.gather(3, number_of_chunk) & (chunk < own)) | (chunk == own)
+        # [B, Hq, m, C]: the same, with chunks counted from the document's start.
+        most_chunks = -(-seq_len // self.chunk_size)
+        chunk = torch.arange(most_chunks, device=q.device)
+        number = (offset + chunk).clamp(max=count - 1)
+        number = number.expand(-1, best.shape[1], -1, -1)
+        is_best = best.gather(3, number) & (chunk < own)
+        return is_best | (chunk == own)
 
     def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
         """The documents that have a whole chunk."""
@@ -268,6 +308,7 @@ class MoBA(Pattern):
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         blocks = seq_len // block_size
+        # W: one bit for each chunk of the longest document that fits.
         words = -(-seq_len // (32 * self.chunk_size))
         touching = min(slots(seq_len, self.chunk_size, packed), 2)
         return [
@@ -346,14 +387,14 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     own_blocks = cp.blocks(ranges)
     position = token_positions(own_blocks, size)  # [S_local]
     two_chunks = slot[:, own_blocks, None] + torch.arange(2, device=device)
-    padded_begin = torch.nn.functional.pad(begin, (0, 1), value=seq_len)
+    padded_begin = F.pad(begin, (0, 1), value=seq_len)
     chunk_begin = lookup(padded_begin, two_chunks.clamp(max=most_chunks))[..., None]
     token = position.view(-1, 1, size)
     in_chunk = (chunk_begin <= token) & (token < chunk_begin + chunk)
 
     # Of this rank's queries, [B, S_local]: their span, and their own chunk in the document.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len)[:, position]
-    query_offset = torch.nn.functional.pad(offset, (0, 1)).gather(1, token_span)
+    query_offset = F.pad(offset, (0, 1)).gather(1, token_span)
     query_origin = _document_origin(ranges)[:, position].expand(batch, -1)
     # [B, n_local, block, T]
     touching = spans_of_blocks(spans, own_blocks, size)
@@ -380,31 +421,44 @@ def _mean_keys(
     """
     _, kv_heads, _, dim = k.shape
     dtype = torch.promote_types(k.dtype, torch.float32)
-    # [B, Hkv, n_local, 2, D], for each block the sums over the two chunks that it can touch.
+
+    # [B, Hkv, n_local, block, D]
     k_blocks = k.unflatten(2, (-1, cp.block_size)).to(dtype)
+    # [B, Hkv, n_local, 2, D]: for each block the sums over the two chunks that it can touch.
     sums = chunks.weight[:, None].to(dtype) @ k_blocks
-    sums = gather_blocks(sums, cp, ranges)  # [B, Hkv, blocks, 2, D]
+    # [B, Hkv, blocks, 2, D]
+    sums = gather_blocks(sums, cp, ranges)
 
     # [B, n, blocks a chunk]: the blocks that each chunk touches.
     blocks_a_chunk = -(-chunk // cp.block_size) + 1
     block = chunks.first[..., None] + torch.arange(blocks_a_chunk, device=k.device)
     valid = (block <= chunks.last[..., None]) & chunks.exists[..., None]
     block = block.where(valid, 0)
-    # Whether the chunk is the first or the second one that the block touches.
+    # [B, n, blocks a chunk], 0 or 1: the chunk is the first or the second one that the block touches.
     number = torch.arange(block.shape[1], device=k.device)[:, None]
     which = (number - lookup(chunks.slot, block)).clamp(0, 1)
 
+    # [B, Hkv, n * blocks a chunk, D]
+    entry = (block * 2 + which).flatten(1)
+    entry = entry[:, None, :, None].expand(-1, kv_heads, -1, dim)
+    block_sums = sums.flatten(2, 3).gather(2, entry)
+
     # [B, Hkv, n, blocks a chunk, D]
-    entry = (block * 2 + which).flatten(1)[:, None, :, None].expand(-1, kv_heads, -1, dim)
-    block_sums = sums.flatten(2, 3).gather(2, entry).unflatten(2, block.shape[1:])
-    return (block_sums * valid[:, None, ..., None]).sum(3) / chunk
+    block_sums = block_sums.unflatten(2, block.shape[1:])
+    block_sums = block_sums * valid[:, None, ..., None]
+    # [B, Hkv, n, D]
+    return block_sums.sum(3) / chunk
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:
     """bool like gate [..., n]: the `count` largest elements above -inf, equal ones in order of position."""
     if count == 0:
         return torch.zeros_like(gate, dtype=torch.bool)
+
+    # [..., 1]: the smallest element that is among the largest.
     least = gate.topk(min(count, gate.shape[-1])).values[..., -1:]
+
+    # [..., n]: what is above it, and of what is equal to it the first ones.
     above = gate > least
     equal = (gate == least) & (gate > -torch.inf)
     left = count - above.sum(-1, keepdim=True)
@@ -416,8 +470,16 @@ def _pack_by_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, 
 
     chosen: bool [B, Hq, m size, C], of each query. member: bool [B, m, size, T], the queries of each document.
     """
+    # [B, Hq, m, size, C]
     chosen = chosen.unflatten(2, (-1, size))
+
+    # T times [B, Hq, m, C]
     any_chosen = []
     for in_document in member.unbind(-1):
-        any_chosen.append((chosen & in_document[:, None, ..., None]).any(3))
-    return pack(chosen), pack(torch.stack(any_chosen, dim=3)), pack(chosen.all(3))
+        # [B, 1, m, size, 1]
+        in_document = in_document[:, None, ..., None]
+        any_chosen.append((chosen & in_document).any(3))
+
+    # [B, Hq, m, T, C]
+    any_chosen = torch.stack(any_chosen, dim=3)
+    return pack(chosen), pack(any_chosen), pack(chosen.all(3))

@@ -11,6 +11,7 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -150,14 +151,16 @@ class XAttention(Pattern):
 
             # [B, G, m, visible]
             selected = picked.any(3) | cells.dense[:, None, part, :visible]
-            selected = torch.nn.functional.pad(selected, (0, block_count - visible))
+            selected = F.pad(selected, (0, block_count - visible))
             chosen.append(pack(selected))
         return torch.cat(chosen, dim=2)
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         blocks = seq_len // block_size
-        return [q.new_empty(batch, heads, blocks, -(-blocks // 32), dtype=torch.int32)]
+        words = -(-blocks // 32)
+        # [B, Hq, blocks, words]
+        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
 
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
@@ -202,7 +205,9 @@ def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: i
 
     def of_own_blocks(values: Tensor) -> Tensor:
         """[B, n_local, ...]: this rank's part of values in global order, [B, cells] or [B, cells, stride]."""
-        return values.reshape(batch, blocks, -1)[:, own_blocks]
+        # [B, blocks, ...]
+        by_block = values.reshape(batch, blocks, -1)
+        return by_block[:, own_blocks]
 
     # A cell across a border is the first span's for queries, the last one's for keys: [B, cells] each.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
@@ -238,9 +243,12 @@ def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: i
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Dot products of rows, [B, n, L] and [B, m, L] -> [B, n, m], fp32 (fp64 for fp64)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        # Summed in fp32, and not rounded to 16 bits afterwards.
         return torch.bmm(a, b.mT, out_dtype=torch.float32)
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype).mT
+    a = a.to(dtype)
+    b = b.to(dtype)
+    return a @ b.mT
 
 
 def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: int) -> Tensor:
@@ -251,19 +259,28 @@ def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: 
     count = scores.shape[-1]
     stride = cells.keys.shape[2] // cells.number.shape[1]
     key_cell = torch.arange(count, device=scores.device)
+
     # [B, m, cells a block, key cells]: in the same document, not later, and not all of it before the mask's start.
     seen = cells.span[:, part, :, None] == cells.key_span[:, None, None, :count]
     seen &= key_cell <= cells.number[part, :, None]
     seen &= (key_cell + 1) * stride > cells.start[:, part, :, None]
 
+    # [B, G, m, cells a block, key cells]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
     # Cells that see nothing have a finite maximum too, so that their weights are 0, not NaN.
-    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.clamp(min=torch.finfo(scores.dtype).min)
     weight = (scores - largest).exp()
+
+    # [B, G, m, cells a block, 1]
     total = weight.sum(-1, keepdim=True)
+    # [B, G, m, cells a block, visible]
     block_weight = weight.unflatten(-1, (visible, per_block)).sum(-1)
-    share = block_weight / torch.where(total > 0, total, 1)  # [B, G, m, cells a block, visible]
-    return cells.slot[:, None, part].mT.to(share.dtype) @ share
+    share = block_weight / torch.where(total > 0, total, 1)
+
+    # [B, 1, m, T, cells a block] @ [B, G, m, cells a block, visible]
+    in_span = cells.slot[:, None, part].mT
+    return in_span.to(share.dtype) @ share
 
 
 def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
@@ -271,11 +288,18 @@ def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
 
     The target is the threshold's share of the sum of all; equal elements are taken in order of position.
     """
-    # The forced ones come first, at their own mass.
+    # [..., n]: the forced ones come first.
     ranked = mass.masked_fill(forced.expand_as(mass), torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
+
+    # In this order, each at its own mass: what all before it hold together.
     sorted_mass = mass.gather(-1, order)
     up_to = sorted_mass.cumsum(-1)
-    before = torch.nn.functional.pad(up_to[..., :-1], (1, 0))
-    wanted = (before < threshold * up_to[..., -1:]) & (sorted_mass > 0)
-    return torch.zeros_like(wanted).scatter_(-1, order, wanted) | forced
+    before = F.pad(up_to[..., :-1], (1, 0))
+
+    # [..., 1]
+    target = threshold * up_to[..., -1:]
+    wanted = (before < target) & (sorted_mass > 0)
+    # Back in order of position.
+    picked = torch.zeros_like(wanted).scatter_(-1, order, wanted)
+    return picked | forced

@@ -1,6 +1,7 @@
 """mask ∩ pattern for one (query rank, KV chunk), in plain torch: the block tables that a backend computes on."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
@@ -96,11 +97,14 @@ def vertical_tiles(
 
 def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
     """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally wide."""
+    # counts [B, H, n], numbers [B, H, n, K of each]
     full_count, full = _list(full)
     partial_count, partial = _list(partial)
+
+    # [B, H, n, K]
     width = max(full.shape[-1], partial.shape[-1])
-    full = torch.nn.functional.pad(full, (0, width - full.shape[-1]))
-    partial = torch.nn.functional.pad(partial, (0, width - partial.shape[-1]))
+    full = F.pad(full, (0, width - full.shape[-1]))
+    partial = F.pad(partial, (0, width - partial.shape[-1]))
     return BlockLists(full_count, full, partial_count, partial)
 
 
@@ -109,15 +113,19 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
 
     K is the largest count; on a GPU it is m, so that the host does not wait for the selection.
     """
+    # [B, H, n]
     count = listed.sum(-1, dtype=torch.int32)
     if listed.is_cuda:
         numbers = []
         for rows in listed.flatten(0, 2).split(_ROWS):
             numbers.append(compact(rows, listed.shape[-1], 0))
         return count, torch.cat(numbers).view(listed.shape)
+
     widest = max(int(count.max()), 1) if count.numel() else 1
-    # A stable sort of the flags brings the listed numbers to the front, in ascending order.
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :widest]
+    # [B, H, n, m]: a stable sort of the flags brings the listed numbers to the front, ascending.
+    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    # [B, H, n, K]
+    order = order[..., :widest]
     inside = torch.arange(widest, device=listed.device) < count[..., None]
     return count, torch.where(inside, order, 0).int().contiguous()
 
@@ -127,7 +135,8 @@ def list_width(most: int, blocks: int) -> int:
 
     Widths that followed the data would compile kernels again and again.
     """
-    return min(blocks, max(32, 1 << (most - 1).bit_length()))
+    power_of_two = 1 << (most - 1).bit_length()
+    return min(blocks, max(32, power_of_two))
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
@@ -156,21 +165,27 @@ def with_room(tiles: Tiles, blocks: int) -> Tiles:
     # No query sees so late a position.
     nowhere = torch.iinfo(torch.int32).max
     added = (0, missing * tiles.block_size)
-    positions = torch.nn.functional.pad(tiles.k_positions, added, value=nowhere)
+    positions = F.pad(tiles.k_positions, added, value=nowhere)
     return tiles._replace(by_key=by_key, k_positions=positions)
 
 
 def _with_zero_blocks(field: Tensor, missing: int) -> Tensor:
     """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
     batch, heads = field.shape[:2]
-    zeros = field.new_zeros((batch, heads, missing, *field.shape[3:]))
+    # [B, Hq, missing] or [B, Hq, missing, K]
+    shape = (batch, heads, missing, *field.shape[3:])
+    zeros = field.new_zeros(shape)
     return torch.cat([field, zeros], dim=2)
 
 
 def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
-    start = ranges.start[:, q_positions].expand(batch, -1).contiguous()
-    stop = ranges.stop[:, q_positions].expand(batch, -1).contiguous()
+    # [Bm, Sq]
+    start = ranges.start[:, q_positions]
+    stop = ranges.stop[:, q_positions]
+    # [B, Sq]
+    start = start.expand(batch, -1).contiguous()
+    stop = stop.expand(batch, -1).contiguous()
     return start, stop
 
 
@@ -182,12 +197,17 @@ def covered_verticals(index: BlockIndex, selected: Tensor) -> Tensor:
     batch, heads, _ = index.verticals.shape
     queries, blocks = selected.shape[2:]
     # [B, Hq, C]: what fills up the list lies behind the last block.
-    block = (index.verticals.long() // index.block_size).clamp(max=blocks - 1)
+    block = index.verticals.long() // index.block_size
+    block = block.clamp(max=blocks - 1)
+    # [B, Hq, nq, C]
     block = block[:, :, None].expand(-1, -1, queries, -1)
-    return selected.expand(batch, heads, -1, -1).gather(3, block)
+    # [B, Hq, nq, blocks]
+    selected = selected.expand(batch, heads, -1, -1)
+    return selected.gather(3, block)
 
 
 def all_blocks(index: BlockIndex) -> Tensor:
     """int64 [blocks]: all blocks of the sequence."""
+    # The last block may be cut short.
     blocks = -(-index.seq_len // index.block_size)
     return torch.arange(blocks, device=index.verticals.device)

@@ -41,7 +41,9 @@ class KeySide(NamedTuple):
 
 def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
     """For global blocks int [nk]."""
-    positions = token_positions(k_blocks, block_size).int().view(1, 1, -1)
+    positions = token_positions(k_blocks, block_size)
+    # [1, 1, Sk]
+    positions = positions.int().view(1, 1, -1)
     return KeySide(k_blocks.int(), positions)
 
 

@@ -72,10 +72,11 @@ def _lists(
     """
     batch, heads, lines = whole.shape[:3]
     shape = (batch, heads, lines)
+    # [full tiles]
     full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
     full_count, [full] = _table(full_line, [full_block], shape)
 
-    # By line, then by block of the other side. Blocks are numbered below 2**24.
+    # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
     order = (line * (1 << 24) + other).argsort(stable=True)
     line = line[order]
     other = other[order]
@@ -85,6 +86,8 @@ def _lists(
     if sequence is not None:
         numbers = torch.arange(batch, device=line.device)[:, None, None]
         on = on & (sequence[order] == numbers)
+
+    # One entry for each cut that a head of a sequence computes, [entries].
     b, h, cut = on.nonzero().unbind(-1)
     partial_line = (b * heads + h) * lines + line[cut]
     values = [other[cut], slice_number[cut]]
@@ -101,6 +104,7 @@ def _table(
     """
     batch, heads, lines = shape
     total = batch * heads * lines
+    # Entries of each line, [total], and the place of each entry in its line, [entries].
     count = torch.bincount(line, minlength=total)
     place = within_runs(count)
     width = max(1, int(count.max())) if total else 1

@@ -6,6 +6,7 @@ On a GPU, fp32 masses go to titan_sparse/kernels/budget.py, which sorts nothing;
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.kernels import budget as kernels
@@ -47,7 +48,7 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     n = segments.bounds.shape[1]
     row_segment = segments.segment.long()[segments.sequence]  # [N, L]
     # [N, n + 1, 5]: the last segment is that of elements without one.
-    bounds = torch.nn.functional.pad(segments.bounds.long(), (0, 0, 0, 1))[segments.sequence]
+    bounds = F.pad(segments.bounds.long(), (0, 0, 0, 1))[segments.sequence]
 
     # By mass, then stably by segment: each segment's elements lie together, the largest first. All [N, L].
     by_mass = mass.sort(dim=-1, descending=True, stable=True).indices

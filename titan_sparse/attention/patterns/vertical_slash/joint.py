@@ -18,6 +18,7 @@ On a GPU, fp32 masses go to titan_sparse/kernels/joint.py, which sorts nothing; 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments
@@ -66,7 +67,7 @@ def incidence(
 
     # [B, S + E]; diagonals are segments n .. 2 n - 1 there.
     span = torch.where(segment < 2 * n, segment % n, n)
-    bounds = torch.nn.functional.pad(segments.bounds.long(), (0, 0, 0, 1))
+    bounds = F.pad(segments.bounds.long(), (0, 0, 0, 1))
     begin = bounds[..., 0].gather(1, segment)
     always = bounds[..., 4].gather(1, segment)
     place = torch.arange(count, device=device)

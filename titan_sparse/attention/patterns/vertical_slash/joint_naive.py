@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments
@@ -68,18 +69,25 @@ class Incidence(NamedTuple):
             in_slot = self.slot[:, :, None] == numbers[:, None]  # [N, K, T, b]
             tiles = (values[:, :, None] * in_slot[:, :, :, None]).sum(-1)
         # The tile behind the last stands for none.
-        tiles = torch.nn.functional.pad(tiles.flatten(1), (0, 1))
-        return tiles.gather(1, self.tile).unflatten(1, (-1, back)).sum(-1)
+        tiles = F.pad(tiles.flatten(1), (0, 1))
+        # [N, E, U]
+        tiles = tiles.gather(1, self.tile).unflatten(1, (-1, back))
+        return tiles.sum(-1)
 
     def of_verticals(self, values: Tensor) -> Tensor:
         """Values of diagonals, [N, E], by vertical and block back, [N, K, U, b]; 0 where there is no diagonal."""
         _, _, touching, back = self.diagonal.shape
-        values = torch.nn.functional.pad(values, (0, 1))
-        tiles = values.gather(1, self.diagonal.flatten(1)).view(len(values), -1, touching, back)
+        # [N, E + 1]
+        values = F.pad(values, (0, 1))
+        # [N, K, T, U] -> [N, K, U, T]
+        tiles = values.gather(1, self.diagonal.flatten(1))
+        tiles = tiles.view(len(values), -1, touching, back).mT
+
+        # [N, K, U, b]
         if touching == 1:
-            return tiles.mT.expand(-1, -1, -1, self.slot.shape[2])
-        slot = self.slot[:, :, None].expand(-1, -1, back, -1)  # [N, K, U, b]
-        return tiles.mT.gather(3, slot)
+            return tiles.expand(-1, -1, -1, self.slot.shape[2])
+        slot = self.slot[:, :, None].expand(-1, -1, back, -1)
+        return tiles.gather(3, slot)
 
 
 class _Problem(NamedTuple):
@@ -112,14 +120,16 @@ def smallest_union_naive(
     second, second_short = _verticals_beside(problem, without_last)
     # [N, n] -> [N, S + E]
     cheaper = (_cost(problem, second) < _cost(problem, first)) & ~second_short
-    takes_second = torch.nn.functional.pad(cheaper, (0, 1)).gather(1, incidence.segment)
+    takes_second = F.pad(cheaper, (0, 1)).gather(1, incidence.segment)
     selected = torch.where(takes_second, second, first)
     return selected, torch.cat([short, short & wants_more], dim=1)
 
 
 def mass_scale(most_mass: float) -> float:
     """Units in a mass of 1, chosen so that sums of them are exact in fp64."""
-    return 2.0 ** (52 - math.ceil(math.log2(most_mass)))
+    # fp64 has 53 bits.
+    bits_before_the_point = math.ceil(math.log2(most_mass))
+    return 2.0 ** (52 - bits_before_the_point)
 
 
 def _problem(
@@ -155,7 +165,9 @@ def _problem(
 def _span_sums(values: Tensor, bounds: Tensor) -> Tensor:
     """Sums of integers or bools [N, L] over each span's elements, int64 [N, n]; bounds: [N, n, 5]."""
     length = values.shape[1]
-    up_to = torch.nn.functional.pad(values.long().cumsum(-1), (1, 0))
+    # [N, L + 1]: the sum of all elements in front of each position.
+    up_to = F.pad(values.long().cumsum(-1), (1, 0))
+    # [N, n]
     begin = bounds[..., 0].clamp(0, length)
     stop = bounds[..., 1].clamp(0, length)
     return up_to.gather(1, stop) - up_to.gather(1, begin)
@@ -176,30 +188,42 @@ class _PriceOrder(NamedTuple):
     def before(self, values: Tensor) -> Tensor:
         """int64 [N, L]: sum of the values before each element in its span; values [N, L] in this order."""
         values = values.long()
+        # [N, L]
         up_to = values.cumsum(-1) - values
+        # [N, n + 1] -> [N, L]: the sum in front of each span.
         first = self.first.clamp(max=values.shape[1] - 1)
         base = up_to.gather(1, first).gather(1, self.span)
         return up_to - base
 
     def of_spans(self, values: Tensor) -> Tensor:
         """Values of spans [N, n] at each element, [N, L]; 0 for those in no span."""
-        return torch.nn.functional.pad(values, (0, 1)).gather(1, self.span)
+        # [N, n + 1]
+        values = F.pad(values, (0, 1))
+        return values.gather(1, self.span)
 
     def by_position(self, values: Tensor) -> Tensor:
         """Values [N, L] of this order, in order of position."""
-        return torch.zeros_like(values).scatter_(1, self.place, values)
+        # place is a permutation, so every position is written.
+        by_position = torch.zeros_like(values)
+        return by_position.scatter_(1, self.place, values)
 
 
 def _order(price: Tensor, span: Tensor, n: int) -> _PriceOrder:
     """price: [N, L], -1 or more. span: int64 [N, L], n for none."""
+    # [N, L], what is in no span last.
     price = price.masked_fill(span == n, -2)
     place = price.sort(dim=-1, descending=True, stable=True).indices
     span = span.gather(1, place)
+
     if n > 1:
+        # Stably, so that prices still descend in each span.
         by_span = span.sort(dim=-1, stable=True)
         place = place.gather(1, by_span.indices)
         span = by_span.values
-    numbers = torch.arange(n + 1, device=span.device).expand(len(span), -1).contiguous()
+
+    # [N, n + 1]
+    numbers = torch.arange(n + 1, device=span.device)
+    numbers = numbers.expand(len(span), -1).contiguous()
     return _PriceOrder(place, span, torch.searchsorted(span, numbers))
 
 
@@ -230,13 +254,16 @@ def _diagonals(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     before = order.before(gain)
     rank = order.before(is_diagonal)
 
-    needed = order.of_spans(_span_sums(whole, problem.diagonals) - problem.spare)
+    # Diagonals are wanted while what comes before them does not reach the target.
+    total = _span_sums(whole, problem.diagonals)
+    needed = order.of_spans(total - problem.spare)
     least = order.of_spans(problem.diagonals[..., 2])
     most = order.of_spans(problem.diagonals[..., 3])
     wanted = (before < needed) & (gain > 0) & is_diagonal
     wanted_without_last = wanted & (before + gain < needed)
     floor = is_diagonal & (rank < least) & (order.span < n)
 
+    # [N, S + E], in order of position, of which the diagonals count, [N, E].
     on = order.by_position((wanted & (rank < most)) | floor) | incidence.always
     on_without_last = order.by_position((wanted_without_last & (rank < most)) | floor)
     on_without_last = on_without_last | incidence.always
@@ -263,7 +290,8 @@ def _replacing_prices(problem: _Problem, whole: Tensor) -> tuple[Tensor, Tensor]
     mass = problem.mass
     incidence = problem.incidence
     block_size = mass.shape[3]
-    # A vertical's cost is shared out among its diagonals by the mass that they hold of it, as integers.
+    # [N, K, U, b]: a vertical's cost is shared out among its diagonals by the mass that they hold of
+    # it, as integers.
     vertical_mass = mass.sum(2, keepdim=True).clamp(min=1).double()
     cost_per_mass = VERTICAL_COST * _COST_UNITS / block_size / vertical_mass
     cost = (mass * cost_per_mass).long()
@@ -288,17 +316,23 @@ def _verticals(problem: _Problem, mass: Tensor, spare: Tensor) -> tuple[Tensor, 
     n = spare.shape[1]
     always, _ = incidence.split(incidence.always)
     span, _ = incidence.split(incidence.segment)
+
+    # Verticals span by span, the largest first, those that are always on last.
     mass = mass.to(problem.dtype)
     order = _order(mass.masked_fill(always, -1), span, n)
 
+    # [N, S], in this order.
     units = mass.long()
     gain = units.gather(1, order.place)
     rank = order.before(torch.ones_like(units))
     needed = order.of_spans(_span_sums(units, problem.verticals) - spare)
     wanted = (order.before(gain) < needed) & (gain > 0)
+
+    # [N, S]: within the bounds on the count.
     least = order.of_spans(problem.verticals[..., 2])
     most = order.of_spans(problem.verticals[..., 3])
     chosen = (wanted | (rank < least)) & (rank < most) & (order.span < n)
+    # In order of position again.
     left_out = order.by_position(wanted & (rank >= most))
     return order.by_position(chosen), _span_sums(left_out, problem.verticals) > 0
 
@@ -309,15 +343,20 @@ def _verticals_beside(problem: _Problem, on: Tensor) -> tuple[Tensor, Tensor]:
     Returns both together, bool [N, S + E], and whether the cap on verticals kept a span below its target, bool [N, n].
     """
     incidence = problem.incidence
+    # [N, K, U, b]: the mass that these diagonals do not hold.
     left = problem.mass * ~incidence.of_verticals(on)
-    chosen, short = _verticals(problem, left.sum(2).flatten(1), problem.spare)
+    # [N, S]
+    left = left.sum(2).flatten(1)
+    chosen, short = _verticals(problem, left, problem.spare)
     always, _ = incidence.split(incidence.always)
+    # [N, S + E]
     return torch.cat([chosen | always, on], dim=1), short
 
 
 def _cost(problem: _Problem, selected: Tensor) -> Tensor:
     """float64 [N, n]: what each span's selection, bool [N, S + E], costs a block of queries, times the block's size."""
     verticals, diagonals = problem.incidence.split(selected)
+    # [N, n]
     vertical_count = _span_sums(verticals, problem.verticals).double()
     diagonal_count = _span_sums(diagonals, problem.diagonals).double()
     block_size = problem.incidence.slot.shape[2]

@@ -8,6 +8,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -97,7 +98,7 @@ class VerticalSlashIndex(BlockIndex):
         spans = self.spans
         slot = spans_of_blocks(spans, q_blocks, self.block_size)
         # [B, nq, 2]: two spans even where a sequence has room for one.
-        slot = torch.nn.functional.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
+        slot = F.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
         known = slot.clamp(min=0)
         offset = lookup(spans.offset, known).where(slot >= 0, -1)
         first_block = lookup(spans.first_block, known)

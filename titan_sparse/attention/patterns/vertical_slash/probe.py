@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -95,7 +96,7 @@ def probe_masses(
     # One exchange for both: [ranks, N, elements], padded so that every rank gets equally many pairs.
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([vertical.flatten(2), tile.flatten(2)], dim=-1).flatten(0, 1)
-    pooled = torch.nn.functional.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
+    pooled = F.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs)))
     # [N, ranks, elements]: now of all ranks' keys, for this rank's pairs.
     by_pair = received.transpose(0, 1)
@@ -105,7 +106,7 @@ def probe_masses(
     vertical_masses = vertical_masses.reshape(pairs, -1, *vertical.shape[3:])[:, geometry.order]
     # [N, K, T, U] -> [N, K T U + 1]: the last entry is the tile that stands for none.
     tile_masses = tile_masses.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
-    tile_masses = torch.nn.functional.pad(tile_masses, (0, 1))
+    tile_masses = F.pad(tile_masses, (0, 1))
     # Gathered, not scattered: with atomic additions a diagonal's mass would depend on their order.
     diagonal_tiles = tile_masses.gather(1, geometry.tile)
     back = tile.shape[4]
@@ -359,7 +360,7 @@ def _block_masses(
         mass = (scores - row_lse).exp()  # [B, Hq, m, T, P, b]
         # [B, 1, m, T, P, U]: in which block each row lies.
         row_back = probe.block_back[sequence, span].long().clamp(max=back - 1)
-        row_block = torch.nn.functional.one_hot(row_back, back).to(mass.dtype)[:, None]
+        row_block = F.one_hot(row_back, back).to(mass.dtype)[:, None]
         if split:
             verticals.append((row_block.mT @ mass).sum(3))
         else:

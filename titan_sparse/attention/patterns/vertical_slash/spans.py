@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -49,18 +50,26 @@ class Spans(NamedTuple):
 
 def slots(seq_len: int, dense_below: int, packed: bool) -> int:
     """The most spans that a sequence can have."""
-    return max(1, seq_len // dense_below) if packed else 1
+    if not packed:
+        return 1
+    return max(1, seq_len // dense_below)
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
     """Length of the list of all spans' block diagonals: neighboring spans share at most one block."""
-    return -(-seq_len // block_size) + n - 1
+    blocks = -(-seq_len // block_size)
+    return blocks + n - 1
 
 
 def spans_of_mask(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
     """find_spans(), remembered for the mask: all layers and all patterns with the same limit share the result."""
+    # Nothing else decides the spans.
     key = ("spans", batch, dense_below, block_size)
-    return once_per_mask(ranges, key, lambda: find_spans(ranges, batch, dense_below, block_size))
+    return once_per_mask(
+        ranges,
+        key,
+        lambda: find_spans(ranges, batch, dense_below, block_size),
+    )
 
 
 def once_per_selection(
@@ -76,7 +85,9 @@ def once_per_selection(
     It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size, and on `shape`: the
     batch size and, where it matters, the number of heads. `name` tells the results of one selection apart.
     """
-    return once_per_mask(ranges, (name, pattern, cp.key, shape), compute)
+    # cp.key stands for the ranks, the layout and the block size.
+    key = (name, pattern, cp.key, shape)
+    return once_per_mask(ranges, key, compute)
 
 
 def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
@@ -105,19 +116,28 @@ def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int
 
 def _tokens(ranges: MaskRanges) -> Tensor:
     """int64 [Bm, 1]: tokens that see anything, which padding does not."""
-    return (ranges.start < ranges.stop).sum(-1, keepdim=True)
+    # [Bm, S]
+    real = ranges.start < ranges.stop
+    return real.sum(-1, keepdim=True)
 
 
 def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, Tensor]:
     """Start and stop of the documents of at least `dense_below` tokens, int64 [Bm, n] each."""
     batch, seq_len = document_start.shape
     n = slots(seq_len, dense_below, packed=True)
-    # All [Bm, S]. A document's last token knows the length: it is where the next token's start differs.
+    # [Bm, S]
     position = torch.arange(seq_len, device=document_start.device).expand(document_start.shape)
-    next_start = torch.nn.functional.pad(document_start[:, 1:], (0, 1), value=-2)
+    next_start = F.pad(document_start[:, 1:], (0, 1), value=-2)
+
+    # [Bm, S]: a document's last token knows the length.
     ends_document = (document_start != next_start) & (document_start >= 0)
-    ends_long_document = ends_document & (position - document_start + 1 >= dense_below)
-    slot = torch.where(ends_long_document, ends_long_document.long().cumsum(-1) - 1, n)
+    is_long = position - document_start + 1 >= dense_below
+    ends_long_document = ends_document & is_long
+
+    # [Bm, S]: the number of each long document, at its last token; n elsewhere.
+    number = ends_long_document.long().cumsum(-1) - 1
+    slot = torch.where(ends_long_document, number, n)
+
     # [Bm, n + 1], the last slot collects all other tokens and is cut off.
     empty = torch.full((batch, n + 1), seq_len, device=document_start.device)
     start = empty.scatter(1, slot, document_start.long())[:, :n]
@@ -137,23 +157,28 @@ def _dense_from(ranges: MaskRanges, start: Tensor, stop: Tensor, block_size: int
     document_block = ranges.document_start.long() // block_size
     first_block = torch.where(in_short_document, document_block, blocks)
     # [Bm, blocks, block_size]
+    # The last block may be cut short.
     missing = blocks * block_size - seq_len
-    first_block = torch.nn.functional.pad(first_block, (0, missing), value=blocks)
+    first_block = F.pad(first_block, (0, missing), value=blocks)
     first_block = first_block.view(len(first_block), blocks, block_size)
     return first_block.amin(-1)
 
 
 def lookup(values: Tensor, slot: Tensor) -> Tensor:
     """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
-    return values.gather(1, slot.flatten(1)).view_as(slot)
+    # [B, ...] -> [B, slots looked up]
+    flat = slot.flatten(1)
+    return values.gather(1, flat).view_as(slot)
 
 
 def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
     """int64 [B, S]: the slot of the span that holds each token, n for none. start, stop: [B, n]."""
     n = start.shape[1]
     # [B, S]; spans are in order, so the first one that ends behind a token is the only candidate.
-    position = torch.arange(seq_len, device=start.device).expand(len(start), -1).contiguous()
+    position = torch.arange(seq_len, device=start.device)
+    position = position.expand(len(start), -1).contiguous()
     slot = torch.searchsorted(stop, position, right=True)
+    # The token may still lie before that span.
     slot_start = start.gather(1, slot.clamp(max=n - 1))
     inside = (slot < n) & (slot_start <= position)
     return torch.where(inside, slot, n)
@@ -163,12 +188,17 @@ def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:
     """int64 [B, m, T]: the slots of the spans that touch each of m global blocks (int [m]), -1 for none; T = min(n, 2)."""
     batch, n = spans.start.shape
     # [B, m]
-    block_start = (blocks.long() * block_size).expand(batch, -1).contiguous()
+    block_start = blocks.long() * block_size
+    block_start = block_start.expand(batch, -1).contiguous()
     first = torch.searchsorted(spans.stop, block_start, right=True)
+
     # [B, m, T]: the first span that ends behind the block's start, and the one after it.
     candidates = torch.stack([first + i for i in range(min(n, 2))], dim=-1)
     known = candidates.clamp(max=n - 1)
     start = lookup(spans.start, known)
     stop = lookup(spans.stop, known)
-    touches = (start < stop) & (start < block_start[..., None] + block_size)
+
+    # Unused slots are empty spans.
+    block_stop = block_start[..., None] + block_size
+    touches = (start < stop) & (start < block_stop)
     return torch.where(touches & (candidates < n), candidates, -1)
