@@ -130,11 +130,7 @@ class MoBAIndex(BlockIndex):
         return ChosenChunks(words, origin, self.chunk)
 
     def tensors(self) -> list[Tensor]:
-        return [
-            self.words,
-            self.any_words,
-            self.all_words,
-        ]
+        return [self.words, self.any_words, self.all_words]
 
     def dense(self, mask: Mask) -> Tensor:
         device = self.words.device

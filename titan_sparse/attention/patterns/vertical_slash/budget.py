@@ -46,9 +46,11 @@ def smallest_sets(
 def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tuple[Tensor, Tensor]:
     """The twin of kernels.smallest_sets(): by sorting, sums in fp64."""
     n = segments.bounds.shape[1]
-    row_segment = segments.segment.long()[segments.sequence]  # [N, L]
+    # [N, L]
+    row_segment = segments.segment.long()[segments.sequence]
     # [N, n + 1, 5]: the last segment is that of elements without one.
-    bounds = F.pad(segments.bounds.long(), (0, 0, 0, 1))[segments.sequence]
+    bounds = F.pad(segments.bounds.long(), (0, 0, 0, 1))
+    bounds = bounds[segments.sequence]
 
     # By mass, then stably by segment: each segment's elements lie together, the largest first. All [N, L].
     by_mass = mass.sort(dim=-1, descending=True, stable=True).indices
@@ -56,16 +58,20 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     order = by_mass.gather(1, by_segment.indices)
     segment = by_segment.values
 
+    # [N, L]: where each element's segment begins and ends in this order.
     first = torch.searchsorted(segment, segment)
     last = torch.searchsorted(segment, segment, right=True) - 1
     rank = torch.arange(mass.shape[1], device=mass.device) - first
     sorted_mass = mass.gather(1, order).double()
     up_to = sorted_mass.cumsum(-1)
     base = (up_to - sorted_mass).gather(1, first)
-    # The total is read off the same running sum, so that elements without mass never look as if they were missing.
-    target = recall * (up_to.gather(1, last) - base)
+    # The total is read off the same running sum, so that elements without mass never look as if they
+    # were missing.
+    total = up_to.gather(1, last) - base
+    target = recall * total
     wanted = (up_to - sorted_mass - base < target) & (sorted_mass > 0)
 
+    # [N, L]: the bounds of each element's segment.
     begin = bounds[..., 0].gather(1, segment)
     least = bounds[..., 2].gather(1, segment)
     most = bounds[..., 3].gather(1, segment)
@@ -73,6 +79,7 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     chosen = (wanted | (rank < least)) & (rank < most)
     chosen |= order < begin + always
     chosen &= segment < n
+    # In order of position again.
     selected = torch.zeros_like(chosen).scatter_(1, order, chosen)
 
     # [N, n + 1]: how many wanted elements the cap left out.
@@ -93,7 +100,9 @@ def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
     # [N, L]
     rank = selected.long().cumsum(-1) - 1
     slot = torch.where(selected & (rank < capacity), rank, capacity)
+    # [L]
     position = torch.arange(selected.shape[1], dtype=torch.int32, device=selected.device)
+
     # [N, capacity + 1]: the last slot takes what is not selected, or does not fit, and is cut off.
     shape = (len(selected), capacity + 1)
     positions = torch.full(shape, fill, dtype=torch.int32, device=selected.device)

@@ -55,6 +55,7 @@ class Incidence(NamedTuple):
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Of verticals [., S] and of diagonals [., E], from [., S + E]."""
+        # S = K b
         vertical_count = self.slot[0].numel()
         return values.tensor_split([vertical_count], dim=1)
 

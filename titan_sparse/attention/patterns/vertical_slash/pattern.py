@@ -70,20 +70,28 @@ class VerticalSlashIndex(BlockIndex):
         batch, heads = self.slashes.shape[:2]
         q_blocks = q_blocks.long()
         k_blocks = k_blocks.long()
-        delta = q_blocks[:, None] - k_blocks  # [nq, nk]
+        # [nq, nk]
+        delta = q_blocks[:, None] - k_blocks
         past = delta >= 0
         # [B, 1, nq, nk]: short documents are seen whole.
-        selected = (k_blocks >= spans.dense_from[:, q_blocks, None])[:, None] & past
-        # A query block touches one span or two: [B, nq] each.
-        for slot in spans_of_blocks(spans, q_blocks, self.block_size).unbind(-1):
+        dense_from = spans.dense_from[:, q_blocks, None]
+        selected = (k_blocks >= dense_from)[:, None] & past
+
+        # [B, nq, T]: a query block touches one span or two.
+        touching = spans_of_blocks(spans, q_blocks, self.block_size)
+        for slot in touching.unbind(-1):
+            # [B, nq, 1]
             known = slot.clamp(min=0)
             first_block = spans.first_block.gather(1, known)[..., None]
             offset = spans.offset.gather(1, known)[..., None]
+            # [B, nq, nk]
             inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block)
-            # [B, nq, nk], the diagonal of each pair of blocks.
+            # [B, nq, nk] -> [B, Hq, nq * nk]: the diagonal of each pair of blocks.
             entry = torch.where(inside, offset + delta, 0)
             entry = entry.view(batch, 1, -1).expand(-1, heads, -1)
-            on = self.slashes.gather(2, entry).view(batch, heads, *delta.shape)
+            # [B, Hq, nq, nk]
+            on = self.slashes.gather(2, entry)
+            on = on.view(batch, heads, *delta.shape)
             selected = selected | (on & inside[:, None])
         return selected
 
@@ -100,10 +108,15 @@ class VerticalSlashIndex(BlockIndex):
         # [B, nq, 2]: two spans even where a sequence has room for one.
         slot = F.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
         known = slot.clamp(min=0)
-        offset = lookup(spans.offset, known).where(slot >= 0, -1)
+        offset = lookup(spans.offset, known)
+        offset = offset.where(slot >= 0, -1)
         first_block = lookup(spans.first_block, known)
+
+        # [B, nq, 4]
         fields = torch.stack([offset, first_block], dim=-1).flatten(2)
-        return torch.cat([fields, spans.dense_from[:, q_blocks, None]], dim=-1).int()
+        # [B, nq, 1]
+        dense_from = spans.dense_from[:, q_blocks, None]
+        return torch.cat([fields, dense_from], dim=-1).int()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +305,7 @@ class VerticalSlash(Pattern):
         batch, heads = q.shape[:2]
         diagonals = entries(seq_len, block_size, slots(seq_len, self.dense_below, packed))
         capacity = self.vertical_capacity(seq_len, block_size, packed)
+        # As select_tensors() returns them.
         slashes = q.new_empty(batch, heads, diagonals, dtype=torch.bool)
         verticals = q.new_empty(batch, heads, capacity, dtype=torch.int32)
         capped = q.new_empty(batch, heads, 2, dtype=torch.bool)
@@ -324,12 +338,14 @@ class VerticalSlash(Pattern):
         slashes = self.max_slashes + self.min_slashes + self.local_diagonals + 1
         if not packed:
             return min(blocks, slashes)
+        # A document that begins anywhere in a block touches one block more.
         short_documents = -(-self.dense_below // block_size) + 1
         return min(blocks, 2 * slashes + short_documents)
 
 
 def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) -> Tensor:
     """int64 [B, n, 5], as Segments holds them."""
+    # [B, n]
     least = torch.full_like(begin, least)
     always = torch.full_like(begin, always)
     return torch.stack([begin, stop, least, most, always], dim=-1)
@@ -340,7 +356,10 @@ def _share(most: int, least: int, spans: Spans) -> Tensor:
 
     Padding does not count as length: the number of ranks, which padding depends on, does not change the selection.
     """
+    # [B, n]
     length = spans.stop - spans.start
+    # [B, 1], not 0 where all is padding.
     tokens = spans.tokens.clamp(min=1)
+    # [B, n], rounded up.
     share = (most * length + spans.tokens - 1) // tokens
     return torch.maximum(share, torch.full_like(length, least))

@@ -90,25 +90,33 @@ def probe_masses(
     lse = _normaliser(probe, k, geometry, cp)
     # vertical [B, Hq, n_local, V, b], tile [B, Hq, n_local, T, U]: of this rank's keys, for all heads.
     vertical, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size, split)
+    # What one head of one sequence holds on this rank.
     vertical_elements = vertical[0, 0].numel()
     tile_elements = tile[0, 0].numel()
 
     # One exchange for both: [ranks, N, elements], padded so that every rank gets equally many pairs.
     pairs = -(-batch * heads // cp.size)
-    pooled = torch.cat([vertical.flatten(2), tile.flatten(2)], dim=-1).flatten(0, 1)
+    pooled = torch.cat([vertical.flatten(2), tile.flatten(2)], dim=-1)
+    pooled = pooled.flatten(0, 1)
     pooled = F.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs)))
     # [N, ranks, elements]: now of all ranks' keys, for this rank's pairs.
     by_pair = received.transpose(0, 1)
     vertical_masses, tile_masses = by_pair.split([vertical_elements, tile_elements], dim=-1)
 
-    # [N, K, V, b]
-    vertical_masses = vertical_masses.reshape(pairs, -1, *vertical.shape[3:])[:, geometry.order]
-    # [N, K, T, U] -> [N, K T U + 1]: the last entry is the tile that stands for none.
-    tile_masses = tile_masses.reshape(pairs, -1, *tile.shape[3:])[:, geometry.order].flatten(1)
-    tile_masses = F.pad(tile_masses, (0, 1))
-    # Gathered, not scattered: with atomic additions a diagonal's mass would depend on their order.
+    # [N, K, V, b], in global order.
+    vertical_masses = vertical_masses.reshape(pairs, -1, *vertical.shape[3:])
+    vertical_masses = vertical_masses[:, geometry.order]
+    # [N, K, T, U], in global order.
+    tile_masses = tile_masses.reshape(pairs, -1, *tile.shape[3:])
+    tile_masses = tile_masses[:, geometry.order]
+
+    # [N, K T U + 1]: the last entry is the tile that stands for none.
+    tile_masses = F.pad(tile_masses.flatten(1), (0, 1))
+    # [N, E U]. Gathered, not scattered: with atomic additions a diagonal's mass would depend on
+    # their order.
     diagonal_tiles = tile_masses.gather(1, geometry.tile)
+    # [N, E, U] -> [N, E]
     back = tile.shape[4]
     diagonal_masses = diagonal_tiles.unflatten(1, (-1, back)).sum(-1)
     return vertical_masses, diagonal_masses
@@ -117,13 +125,15 @@ def probe_masses(
 def sequences_of_pairs(batch: int, heads: int, cp: ContextParallel, device: torch.device) -> Tensor:
     """int64 [N]: the sequence of each (sequence, head) pair that this rank chooses for."""
     pairs = -(-batch * heads // cp.size)
+    # [N]. The last ranks may have pairs too many; they choose for the last one again.
     pair = torch.arange(pairs, device=device) + cp.rank * pairs
-    # The last ranks may have pairs too many; they choose for the last one again.
-    return pair.clamp(max=batch * heads - 1) // heads
+    pair = pair.clamp(max=batch * heads - 1)
+    return pair // heads
 
 
 def blocks_back(queries: int, block_size: int) -> int:
     """Query blocks that the last `queries` queries can lie in."""
+    # As many as if the first of them were the last token of its block.
     return (queries + block_size - 2) // block_size + 1
 
 
@@ -160,14 +170,19 @@ def _geometry(
     slot = spans_of_blocks(spans, blocks, cp.block_size)
 
     # All [B, n, P]. A row before the span's start sees nothing; its position only has to be a legal one.
-    position = spans.stop[..., None] - queries + torch.arange(queries, device=device)
-    exists = (position >= spans.start[..., None]) & (spans.start < spans.stop)[..., None]
+    row = torch.arange(queries, device=device)
+    position = spans.stop[..., None] - queries + row
+    used = (spans.start < spans.stop)[..., None]
+    exists = (position >= spans.start[..., None]) & used
     position = position.clamp(min=0, max=seq_len - 1)
     start = lookup(ranges.start.expand(batch, -1), position)
     stop = lookup(ranges.stop.expand(batch, -1), position)
-    block_back = (spans.last_block[..., None] - position // cp.block_size).clamp(min=0).int()
+    block_back = spans.last_block[..., None] - position // cp.block_size
+    block_back = block_back.clamp(min=0).int()
 
-    local = cp.local_position(position.flatten(1), ranges)  # [B, n P]
+    # [B, n P]
+    local = cp.local_position(position.flatten(1), ranges)
+    # [N, n]
     spans_of_pairs = spans.of_sequences(sequences_of_pairs(batch, heads, cp, device))
     back = blocks_back(queries, cp.block_size)
     return Geometry(
@@ -190,15 +205,22 @@ def _runs(slot: Tensor, n: int) -> Tensor:
     slot: int64 [B, n_local, T], the spans that touch each local block, -1 for none.
     """
     batch, local = slot.shape[:2]
-    # Both [B, n_local T].
-    block = torch.arange(local, device=slot.device)[:, None].expand_as(slot).flatten(1)
+    # [n_local, 1] -> [B, n_local T]
+    block = torch.arange(local, device=slot.device)[:, None]
+    block = block.expand_as(slot).flatten(1)
+    # [B, n_local T]
     span = torch.where(slot >= 0, slot, n).flatten(1)
-    # [B, n + 1]: the last column is that of no span.
-    no_first = torch.full((batch, n + 1), local, device=slot.device)
-    no_last = torch.full((batch, n + 1), -1, device=slot.device)
+
+    # [B, n + 1]: the last entry collects the blocks that no span touches, and is cut off.
+    shape = (batch, n + 1)
+    no_first = torch.full(shape, local, device=slot.device)
+    no_last = torch.full(shape, -1, device=slot.device)
     first = no_first.scatter_reduce(1, span, block, "amin")
     last = no_last.scatter_reduce(1, span, block, "amax")
-    return torch.stack([first, last + 1], dim=-1)[:, :n].int().contiguous()
+
+    # [B, n, 2]
+    run = torch.stack([first, last + 1], dim=-1)[:, :n]
+    return run.int().contiguous()
 
 
 def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
@@ -210,21 +232,32 @@ def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) ->
     device = spans.start.device
     rows, n = spans.start.shape
     count = entries(blocks * block_size, block_size, n)
-    # All [N, E]: each entry's span, and how far it is from that span's first diagonal.
-    entry = torch.arange(count, device=device).expand(rows, -1).contiguous()
+
+    # [N, E]: the span of each entry.
+    entry = torch.arange(count, device=device)
+    entry = entry.expand(rows, -1).contiguous()
     span = torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
     known = span.clamp(max=n - 1)
+    # [N, E]
     last_block = spans.last_block.gather(1, known)
     first_block = spans.first_block.gather(1, known)
     offset = spans.offset.gather(1, known)
 
-    # [N, E, U]: the key block that the diagonal meets in the probe's row of blocks, `back` blocks before the last.
+    # [N, E]: the key block that the diagonal meets in the span's last row of blocks.
+    block = last_block - (entry - offset)
+    # [N, E, U]: and in each of the U last rows of blocks.
     blocks_before_last = torch.arange(back, device=device)
-    block = (last_block - entry + offset)[..., None] - blocks_before_last
-    # [N, K, T]: slots that touch a block are consecutive, so the span's place among them is a difference.
+    block = block[..., None] - blocks_before_last
+
+    # [N, K, T]
     touching = spans_of_blocks(spans, torch.arange(blocks, device=device), block_size)
     slots = touching.shape[-1]
-    slot = known[..., None] - lookup(touching[..., 0], block.clamp(0, blocks - 1))
+    # [N, E, U]: spans that touch a block are consecutive, so that the span's place among them is a
+    # difference.
+    first_slot = lookup(touching[..., 0], block.clamp(0, blocks - 1))
+    slot = known[..., None] - first_slot
+
+    # [N, E, U]
     valid = (span < n)[..., None] & (block >= first_block[..., None])
     tile = (block * slots + slot) * back + blocks_before_last
     return torch.where(valid, tile, blocks * slots * back).flatten(1)
@@ -235,11 +268,19 @@ def _gather_probe(
 ) -> Probe:
     """The probe's rows of q [B, Hq, S_local, D], on every rank."""
     batch, heads, _, dim = q.shape
-    # [B, Hq, n P, D]: each row is held by one rank and is 0 elsewhere, so that the sum over ranks is exact.
+    # [B, Hq, n P, D]
     row = geometry.local[:, None, :, None].expand(-1, heads, -1, dim)
     held = q.gather(2, row) * geometry.mine[:, None, :, None]
-    probe_q = cp.all_reduce(held).view(batch, heads, -1, queries, dim)
-    return Probe(probe_q, geometry.start, geometry.stop, geometry.block_back, scale)
+    # Each row is held by one rank and is 0 elsewhere, so that the sum over ranks is exact.
+    held = cp.all_reduce(held)
+    # [B, Hq, n, P, D]
+    return Probe(
+        q=held.view(batch, heads, -1, queries, dim),
+        start=geometry.start,
+        stop=geometry.stop,
+        block_back=geometry.block_back,
+        scale=scale,
+    )
 
 
 def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel) -> Tensor:
@@ -252,9 +293,12 @@ def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel
     else:
         block_lse = _block_lse(probe, k, blocks, slot, cp.block_size)
         local_lse = _span_lse(block_lse, slot, probe.q.shape[2])
+
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
-    return all_lse.logsumexp(0) if len(all_lse) > 1 else all_lse[0]
+    if len(all_lse) == 1:
+        return all_lse[0]
+    return all_lse.logsumexp(0)
 
 
 def _pooled(
@@ -271,8 +315,9 @@ def _pooled(
     V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
     """
     if k.is_cuda and k.dtype != torch.float64:
+        queries = probe.q.shape[3]
+        back = blocks_back(queries, block_size)
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
-        back = blocks_back(probe.q.shape[3], block_size)
         return kernels.block_masses(*inputs, lse, probe.block_back, back, split)
     return _block_masses(probe, lse, k, blocks, slot, block_size, split)
 
@@ -294,24 +339,38 @@ def _scores(
     kv_heads = k.shape[1]
     touching = slot.shape[-1]
     dtype = torch.promote_types(probe.q.dtype, torch.float32)
-    # [B, Hkv, 1, n_local, 1, b, D]: like the scores, but heads are divided in KV heads and their groups.
+    # [B, Hkv, 1, n_local, 1, b, D]: KV heads beside their groups, as the scores are computed.
     k_blocks = k.view(batch, kv_heads, -1, 1, block_size, dim)[:, :, None]
-    q_spans = probe.q.transpose(1, 2)  # [B, n, Hq, P, D]
+    # [B, n, Hq, P, D]
+    q_spans = probe.q.transpose(1, 2)
     sequence = torch.arange(batch, device=k.device)[:, None, None]
     in_block = torch.arange(block_size, device=k.device)
-    step = max(1, _CHUNK_ELEMENTS // (batch * heads * touching * queries * block_size))
+
+    block_elements = batch * heads * touching * queries * block_size
+    step = max(1, _CHUNK_ELEMENTS // block_elements)
     for first in range(0, len(blocks), step):
         last = min(first + step, len(blocks))
-        span = slot[:, first:last].clamp(min=0)  # [B, m, T]
-        # [B, m, T, Hq, P, D] -> [B, Hkv, G, m, T, P, D]
-        q = q_spans[sequence, span].permute(0, 3, 1, 2, 4, 5).unflatten(1, (kv_heads, -1))
+        # [B, m, T]
+        span = slot[:, first:last].clamp(min=0)
+
+        # [B, m, T, Hq, P, D] -> [B, Hq, m, T, P, D] -> [B, Hkv, G, m, T, P, D]
+        q = q_spans[sequence, span].permute(0, 3, 1, 2, 4, 5)
+        q = q.unflatten(1, (kv_heads, -1)).to(dtype)
+        # [B, Hkv, 1, m, 1, b, D]
         keys = k_blocks[:, :, :, first:last].to(dtype)
-        scores = (q.to(dtype) * probe.scale @ keys.transpose(-1, -2)).flatten(1, 2)
-        # [m, 1, 1, b] against [B, m, T, P, 1]
-        position = (blocks[first:last, None] * block_size + in_block)[:, None, None]
+        # [B, Hkv, G, m, T, P, b] -> [B, Hq, m, T, P, b]
+        scores = q * probe.scale @ keys.transpose(-1, -2)
+        scores = scores.flatten(1, 2)
+
+        # [m, 1, 1, b]
+        position = blocks[first:last, None] * block_size + in_block
+        position = position[:, None, None]
+        # [B, m, T, P, 1]
         start = probe.start[sequence, span][..., None]
         stop = probe.stop[sequence, span][..., None]
+        # [B, m, T, 1, 1]
         touched = (slot[:, first:last] >= 0)[..., None, None]
+        # [B, m, T, P, b]
         seen = (position >= start) & (position < stop) & touched
         yield first, last, scores.masked_fill(~seen[:, None], -torch.inf)
 
@@ -326,13 +385,21 @@ def _block_lse(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size
 
 def _span_lse(block_lse: Tensor, slot: Tensor, n: int) -> Tensor:
     """Twin of kernels.span_lse(): [B, Hq, n, P] from [B, Hq, n_local, T, P]."""
-    lse = block_lse.flatten(2, 3)  # [B, Hq, n_local T, P]
+    # [B, Hq, n_local T, P]
+    lse = block_lse.flatten(2, 3)
     batch, heads, _, queries = lse.shape
-    # What touches no span is -inf, so it may be added to any.
-    span = slot.long().clamp(min=0).flatten(1)[:, None, :, None].expand_as(lse)
+    # [B, Hq, n_local T, P]: what touches no span is -inf, so that it may be added to any.
+    span = slot.long().clamp(min=0).flatten(1)
+    span = span[:, None, :, None].expand_as(lse)
+
+    # [B, Hq, n, P], finite also for rows that see nothing.
     nothing = lse.new_full((batch, heads, n, queries), -torch.inf)
-    largest = nothing.scatter_reduce(2, span, lse, "amax").clamp(min=torch.finfo(lse.dtype).min)
+    largest = nothing.scatter_reduce(2, span, lse, "amax")
+    largest = largest.clamp(min=torch.finfo(lse.dtype).min)
+
+    # [B, Hq, n_local T, P]
     weight = (lse - largest.gather(2, span)).exp()
+    # [B, Hq, n, P]
     total = torch.zeros_like(largest).scatter_add(2, span, weight)
     return largest + total.log()
 
@@ -349,21 +416,31 @@ def _block_masses(
     """Twin of kernels.block_masses(): what _pooled() returns."""
     batch, _, _, queries, _ = probe.q.shape
     back = blocks_back(queries, block_size)
-    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(1, 2)  # [B, n, Hq, P]
+    # [B, n, Hq, P], finite also for rows that see nothing: their masses are 0, not NaN.
+    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
+    finite_lse = finite_lse.transpose(1, 2)
     sequence = torch.arange(batch, device=k.device)[:, None, None]
     verticals = []
     tiles = []
     for first, last, scores in _scores(probe, k, blocks, slot, block_size):
-        span = slot[:, first:last].clamp(min=0)  # [B, m, T]
-        # [B, m, T, Hq, P] -> [B, Hq, m, T, P, 1]
-        row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)[..., None]
-        mass = (scores - row_lse).exp()  # [B, Hq, m, T, P, b]
-        # [B, 1, m, T, P, U]: in which block each row lies.
-        row_back = probe.block_back[sequence, span].long().clamp(max=back - 1)
+        # [B, m, T]
+        span = slot[:, first:last].clamp(min=0)
+        # [B, m, T, Hq, P] -> [B, Hq, m, T, P]
+        row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)
+        # [B, Hq, m, T, P, b]
+        mass = (scores - row_lse[..., None]).exp()
+
+        # [B, m, T, P], and one-hot [B, 1, m, T, P, U]: in which block each row lies.
+        row_back = probe.block_back[sequence, span].long()
+        row_back = row_back.clamp(max=back - 1)
         row_block = F.one_hot(row_back, back).to(mass.dtype)[:, None]
+
+        # [B, Hq, m, V, b]: a vertical is in one span at most, the others hold no mass of it.
         if split:
             verticals.append((row_block.mT @ mass).sum(3))
         else:
             verticals.append(mass.sum(dim=(3, 4))[..., None, :])
-        tiles.append((mass.sum(-1)[..., None, :] @ row_block).squeeze(-2))
+        # [B, Hq, m, T, 1, P] @ [B, 1, m, T, P, U] -> [B, Hq, m, T, U]
+        row_mass = mass.sum(-1)[..., None, :]
+        tiles.append((row_mass @ row_block).squeeze(-2))
     return torch.cat(verticals, dim=2), torch.cat(tiles, dim=2)

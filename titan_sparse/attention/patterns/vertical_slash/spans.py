@@ -40,6 +40,7 @@ class Spans(NamedTuple):
     @property
     def diagonals(self) -> Tensor:
         """int64 [B, n]: block diagonals of each span, 0 for an unused slot."""
+        # The blocks that a span touches.
         count = self.last_block - self.first_block + 1
         return torch.where(self.start < self.stop, count, 0)
 
