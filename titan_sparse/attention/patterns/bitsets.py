@@ -12,7 +12,8 @@ from titan_sparse.kernels.chunks import chosen_bits
 class BlockSets(BlockIndex):
     """For every head and query block any set of key blocks.
 
-    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/bits.py) of query block a: a meets key block c.
+    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/bits.py) of query block a: a
+        meets key block c.
     """
 
     by_head = ("verticals", "words")
@@ -33,7 +34,9 @@ class BlockSets(BlockIndex):
 
 
 def no_verticals(like: Tensor) -> Tensor:
-    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0], on the device of `like` [B, Hq, ...]."""
+    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0], on the device of `like`
+    [B, Hq, ...].
+    """
     batch, heads = like.shape[:2]
     # [B, Hq, 0]
     return like.new_empty(batch, heads, 0, dtype=torch.int32)

@@ -1,8 +1,10 @@
-"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189): every query chooses chunks of keys for itself.
+"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189): every query chooses chunks
+of keys for itself.
 
-Chunks are counted from the beginning of a document. A query sees its own chunk, causally, and those of the earlier
-chunks whose mean key has the largest product with it. A block of queries computes the union of what its queries chose.
-Inside a tile that not all of them chose, each query keeps to its own choice (kernels/chunks.py).
+Chunks are counted from the beginning of a document. A query sees its own chunk, causally, and those
+of the earlier chunks whose mean key has the largest product with it. A block of queries computes
+the union of what its queries chose. Inside a tile that not all of them chose, each query keeps to
+its own choice (kernels/chunks.py).
 """
 
 import dataclasses
@@ -36,11 +38,12 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class MoBAIndex(BlockIndex):
-    """Chunks chosen by every query, and what follows for blocks of queries; bits as in kernels/bits.py.
+    """Chunks chosen by every query, and what follows for blocks of queries; bits as in
+    kernels/bits.py.
 
     words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
-    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, apart for each of the (at most
-        two) long documents that it touches.
+    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, apart for
+        each of the (at most two) long documents that it touches.
     all_words: int32 [B, Hq, blocks, W], the chunks chosen by all queries of the block.
     origin: int32 [B, S], where each query's chunks are counted from.
     chunk: tokens of a chunk.
@@ -92,8 +95,8 @@ class MoBAIndex(BlockIndex):
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
         q_blocks = q_blocks.long()
-        # [B, nq], of the first query. Where a block touches two documents, the mask does not let all
-        # of its queries see all keys anyway.
+        # [B, nq], of the first query. Where a block touches two documents, the mask does not let
+        # all of its queries see all keys anyway.
         document_start = self.origin[:, q_blocks * self.block_size]
 
         # [B, Hq, nq, nk]
@@ -104,12 +107,13 @@ class MoBAIndex(BlockIndex):
     def _touched_bits(
         self, words: Tensor, document_start: Tensor, k_blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The bits of the first and of the last chunk that each key block touches, bool [B, Hq, nq, nk] each.
+        """The bits of the first and of the last chunk that each key block touches, bool [B, Hq, nq,
+        nk] each.
 
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
-        # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk, so
-        # that it touches two chunks at most.
+        # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk,
+        # so that it touches two chunks at most.
         first_key = k_blocks * self.block_size - document_start[..., None]
         last_key = first_key + self.block_size - 1
 
@@ -142,17 +146,19 @@ class MoBAIndex(BlockIndex):
         return chosen & visible
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
+        """Pairs of tokens computed for the queries of these blocks on each part of the keys,
+        float64 [B, Hq, parts].
 
-        parts: global blocks int64 [n] each, such as the rows of a layout's table. Exact: the chosen chunks are
-        intersected with what the mask shows each query.
+        parts: global blocks int64 [n] each, such as the rows of a layout's table. Exact: the chosen
+        chunks are intersected with what the mask shows each query.
         """
         device = q_blocks.device
         part_count = len(parts)
         chunk_count = self.words.shape[-1] * 32
         batch, heads = self.words.shape[:2]
 
-        # For every part: whether it has a block [parts, blocks + 1], and its tokens in front of the block.
+        # For every part: whether it has a block [parts, blocks + 1], and its tokens in front of the
+        # block.
         blocks = self.seq_len // self.block_size
         owned = torch.zeros(part_count, blocks + 1, dtype=torch.int64, device=device)
         for part_owned, part in zip(owned, parts):
@@ -259,7 +265,8 @@ class MoBA(Pattern):
     ) -> Tensor:
         """bool [B, Hq, m, C]: the chunks of its own document that each query sees.
 
-        q: [B, Hq, m, D], the queries `tokens` of this rank. means: [B, Hkv, n, D], of the chunks of all documents.
+        q: [B, Hq, m, D], the queries `tokens` of this rank. means: [B, Hkv, n, D], of the chunks of
+            all documents.
         """
         kv_heads, count = means.shape[1:3]
         # [B, 1, m, 1]: the document's first chunk, and the query's own one counted from there.
@@ -327,16 +334,20 @@ class MoBA(Pattern):
 
 
 class Chunks(NamedTuple):
-    """What the gate needs to know of the mask and the layout, the same for every layer; int64 unless said otherwise.
+    """What the gate needs to know of the mask and the layout, the same for every layer; int64
+    unless said otherwise.
 
     n whole chunks of all long documents, document by document.
     first, last: [B, n], the blocks that a chunk begins and ends in.
     exists: bool [B, n].
     slot: [B, blocks], the first chunk that a block touches or that comes after it.
-    weight: bool [B, n_local, 2, block], which tokens of this rank's blocks are in chunk slot, and in chunk slot + 1.
-    offset: [B, S_local], where the chunks of the document begin that each of this rank's queries is in.
+    weight: bool [B, n_local, 2, block], which tokens of this rank's blocks are in chunk slot, and
+        in chunk slot + 1.
+    offset: [B, S_local], where the chunks of the document begin that each of this rank's queries is
+        in.
     own: [B, S_local], the number of each query's own chunk in the document.
-    member: bool [B, n_local, block, T], in which of the long documents that touch the block a query is.
+    member: bool [B, n_local, block, T], in which of the long documents that touch the block a query
+        is.
     """
 
     first: Tensor
@@ -379,7 +390,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     block_begin = torch.arange(0, seq_len, size, device=device).expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
 
-    # Which tokens of this rank's blocks are in the two chunks that a block can touch, [B, n_local, 2, block].
+    # Which tokens of this rank's blocks are in the two chunks that a block can touch, [B, n_local,
+    # 2, block].
     own_blocks = cp.blocks(ranges)
     position = token_positions(own_blocks, size)  # [S_local]
     two_chunks = slot[:, own_blocks, None] + torch.arange(2, device=device)
@@ -410,10 +422,11 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
 def _mean_keys(
     k: Tensor, chunks: Chunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64), from k [B, Hkv, S_local, D].
+    """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64), from k [B, Hkv, S_local,
+    D].
 
-    Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in global order on
-    every rank, so that the number of ranks does not change the result.
+    Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
+    global order on every rank, so that the number of ranks does not change the result.
     """
     _, kv_heads, _, dim = k.shape
     dtype = torch.promote_types(k.dtype, torch.float32)
@@ -430,7 +443,8 @@ def _mean_keys(
     block = chunks.first[..., None] + torch.arange(blocks_a_chunk, device=k.device)
     valid = (block <= chunks.last[..., None]) & chunks.exists[..., None]
     block = block.where(valid, 0)
-    # [B, n, blocks a chunk], 0 or 1: the chunk is the first or the second one that the block touches.
+    # [B, n, blocks a chunk], 0 or 1: the chunk is the first or the second one that the block
+    # touches.
     number = torch.arange(block.shape[1], device=k.device)[:, None]
     which = (number - lookup(chunks.slot, block)).clamp(0, 1)
 
@@ -447,7 +461,9 @@ def _mean_keys(
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:
-    """bool like gate [..., n]: the `count` largest elements above -inf, equal ones in order of position."""
+    """bool like gate [..., n]: the `count` largest elements above -inf, equal ones in order of
+    position.
+    """
     if count == 0:
         return torch.zeros_like(gate, dtype=torch.bool)
 
@@ -464,7 +480,8 @@ def _largest(gate: Tensor, count: int) -> Tensor:
 def _pack_by_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The words of MoBAIndex by blocks: [B, Hq, m, size, W], [B, Hq, m, T, W] and [B, Hq, m, W].
 
-    chosen: bool [B, Hq, m size, C], of each query. member: bool [B, m, size, T], the queries of each document.
+    chosen: bool [B, Hq, m size, C], of each query. member: bool [B, m, size, T], the queries of
+        each document.
     """
     # [B, Hq, m, size, C]
     chosen = chosen.unflatten(2, (-1, size))

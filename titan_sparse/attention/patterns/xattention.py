@@ -1,10 +1,12 @@
 """XAttention (Xu et al. 2025, arXiv 2503.16428): block pairs scored by sums along antidiagonals.
 
-Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its antidiagonal, which is one
-dot product of all the cell's keys with all its queries in reverse order. The softmax is taken over the cells of a row and
-summed up by blocks: each query block takes the fewest key blocks that hold the threshold's share. In a packed sequence
-each document is scored by itself. A cell across the border of two documents counts as the first one's for queries, and
-as the last one's for keys. What is left out that way is seen in a query's own block alone, which is always on.
+Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its
+antidiagonal, which is one dot product of all the cell's keys with all its queries in reverse order.
+The softmax is taken over the cells of a row and summed up by blocks: each query block takes the
+fewest key blocks that hold the threshold's share. In a packed sequence each document is scored by
+itself. A cell across the border of two documents counts as the first one's for queries, and as the
+last one's for keys. What is left out that way is seen in a query's own block alone, which is always
+on.
 """
 
 import dataclasses
@@ -38,8 +40,8 @@ class XAttention(Pattern):
     """Parameters of the selection. Blocks are those of attention; the paper has block_size 128.
 
     stride: tokens of a cell, a divisor of block_size.
-    threshold: share of each query block's score to reach, in (0, 1]. The first block of the document and the query's
-        own are always on, and they count (as in the authors' code).
+    threshold: share of each query block's score to reach, in (0, 1]. The first block of the
+        document and the query's own are always on, and they count (as in the authors' code).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
@@ -61,7 +63,9 @@ class XAttention(Pattern):
         super().__post_init__()
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if cells do not fill blocks, or a block could touch three selected documents."""
+        """ValueError if cells do not fill blocks, or a block could touch three selected
+        documents.
+        """
         if block_size % self.stride:
             raise ValueError(
                 f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
@@ -120,8 +124,8 @@ class XAttention(Pattern):
     ) -> Tensor:
         """int32 [B, G, n_local, words]: the blocks chosen by the query heads of one KV head.
 
-        q: [B, G, S_local, D]. key_cells: [B, cells, stride D], of all ranks. own_blocks: this rank's. scale: of the
-        sums along antidiagonals.
+        q: [B, G, S_local, D]. key_cells: [B, cells, stride D], of all ranks. own_blocks: this
+        rank's. scale: of the sums along antidiagonals.
         """
         batch, group, _, dim = q.shape
         per_block = cp.block_size // self.stride
@@ -170,10 +174,12 @@ class XAttention(Pattern):
 
 
 class Cells(NamedTuple):
-    """What scoring needs to know of the mask and the layout, the same for every layer; T = 1 or 2 spans touch a block.
+    """What scoring needs to know of the mask and the layout, the same for every layer; T = 1 or 2
+    spans touch a block.
 
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
-    span: int64 [B, n_local, cells a block], the span of each of this rank's query cells, -1 for none.
+    span: int64 [B, n_local, cells a block], the span of each of this rank's query cells, -1 for
+        none.
     key_span: int64 [B, all cells], the span of each key cell, -2 for none.
     start: int32 like span, the first key that the cell sees.
     number: int64 [n_local, cells a block], global number of each cell.
@@ -204,12 +210,15 @@ def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: i
     own_blocks = cp.blocks(ranges)
 
     def of_own_blocks(values: Tensor) -> Tensor:
-        """[B, n_local, ...]: this rank's part of values in global order, [B, cells] or [B, cells, stride]."""
+        """[B, n_local, ...]: this rank's part of values in global order, [B, cells] or [B, cells,
+        stride].
+        """
         # [B, blocks, ...]
         by_block = values.reshape(batch, blocks, -1)
         return by_block[:, own_blocks]
 
-    # A cell across a border is the first span's for queries, the last one's for keys: [B, cells] each.
+    # A cell across a border is the first span's for queries, the last one's for keys: [B, cells]
+    # each.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
     known = token_span < span_count
     query_span = token_span[..., 0].where(known[..., 0], -1)
@@ -219,7 +228,8 @@ def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: i
     per_block = size // stride
     number = own_blocks[:, None] * per_block + torch.arange(per_block, device=device)
 
-    # [B, n_local, T], and [B, n_local, T, blocks]: the first block of the document and the query's own.
+    # [B, n_local, T], and [B, n_local, T, blocks]: the first block of the document and the query's
+    # own.
     touching = spans_of_blocks(spans, own_blocks, size)
     first_block = lookup(spans.first_block, touching.clamp(min=0))
     block = torch.arange(blocks, device=device)
@@ -252,15 +262,18 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: int) -> Tensor:
-    """Softmax over the key cells seen, summed by blocks and by the span of the query cells: [B, G, m, T, visible].
+    """Softmax over the key cells seen, summed by blocks and by the span of the query cells: [B, G,
+    m, T, visible].
 
-    scores: [B, G, m, cells a block, key cells], of the query blocks `part` with all cells of `visible` blocks.
+    scores: [B, G, m, cells a block, key cells], of the query blocks `part` with all cells of
+        `visible` blocks.
     """
     count = scores.shape[-1]
     stride = cells.keys.shape[2] // cells.number.shape[1]
     key_cell = torch.arange(count, device=scores.device)
 
-    # [B, m, cells a block, key cells]: in the same document, not later, and not all of it before the mask's start.
+    # [B, m, cells a block, key cells]: in the same document, not later, and not all of it before
+    # the mask's start.
     seen = cells.span[:, part, :, None] == cells.key_span[:, None, None, :count]
     seen &= key_cell <= cells.number[part, :, None]
     seen &= (key_cell + 1) * stride > cells.start[:, part, :, None]
@@ -284,9 +297,11 @@ def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: 
 
 
 def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
-    """bool like mass [..., n]: the elements forced, and the fewest others that reach the target together with them.
+    """bool like mass [..., n]: the elements forced, and the fewest others that reach the target
+    together with them.
 
-    The target is the threshold's share of the sum of all; equal elements are taken in order of position.
+    The target is the threshold's share of the sum of all; equal elements are taken in order of
+    position.
     """
     # [..., n]: the forced ones come first.
     ranked = mass.masked_fill(forced.expand_as(mass), torch.inf)

@@ -1,4 +1,6 @@
-"""mask ∩ pattern for one (query rank, KV chunk), in plain torch: the block tables that a backend computes on."""
+"""mask ∩ pattern for one (query rank, KV chunk), in plain torch: the block tables that a backend
+computes on.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +26,11 @@ def block_tiles(
     batch: int,
     transpose: bool,
 ) -> Tiles:
-    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk].
+    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers
+    int [nq], [nk].
 
-    With `transpose` by_key is made too. Sequences and heads that are alike share their lists' memory.
+    With `transpose` by_key is made too. Sequences and heads that are alike share their lists'
+    memory.
     """
     size = index.block_size
     q_positions = token_positions(q_blocks, size)
@@ -61,7 +65,8 @@ def block_tiles(
 def vertical_tiles(
     ranges: MaskRanges, index: BlockIndex, q_blocks: Tensor, transpose: bool
 ) -> Tiles:
-    """Tiles between this rank's query blocks and the gathered verticals, which are cut into blocks as they come.
+    """Tiles between this rank's query blocks and the gathered verticals, which are cut into blocks
+    as they come.
 
     A vertical inside a block that the query block meets anyway is marked as covered.
     """
@@ -96,7 +101,9 @@ def vertical_tiles(
 
 
 def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
-    """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally wide."""
+    """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally
+    wide.
+    """
     # counts [B, H, n], numbers [B, H, n, K of each]
     full_count, full = _list(full)
     partial_count, partial = _list(partial)
@@ -131,7 +138,8 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_width(most: int, blocks: int) -> int:
-    """Width of lists of at most `most` out of `blocks`: a power of two, or all blocks where that is less.
+    """Width of lists of at most `most` out of `blocks`: a power of two, or all blocks where that is
+    less.
 
     Widths that followed the data would compile kernels again and again.
     """
@@ -140,7 +148,9 @@ def list_width(most: int, blocks: int) -> int:
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
-    """Lists of B sequences and Hq heads from those of one, where they are alike; they share their memory."""
+    """Lists of B sequences and Hq heads from those of one, where they are alike; they share their
+    memory.
+    """
     if lists is None:
         return None
     fields = []
@@ -152,7 +162,9 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
 
 
 def with_room(tiles: Tiles, blocks: int) -> Tiles:
-    """Tiles of as many KV blocks; no query meets those that are added. As given where there are as many already."""
+    """Tiles of as many KV blocks; no query meets those that are added. As given where there are as
+    many already.
+    """
     missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
     if missing <= 0:
         return tiles

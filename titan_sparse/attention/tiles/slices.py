@@ -30,7 +30,8 @@ def block_tiles(
     selected = index.selects(q_blocks, k_blocks)
     whole = whole_tiles(ranges, q_blocks, k_blocks, size)[:, None] & selected
 
-    # int64 [cuts]: the cuts between these blocks, with the places of their blocks in q_blocks and k_blocks.
+    # int64 [cuts]: the cuts between these blocks, with the places of their blocks in q_blocks and
+    # k_blocks.
     cuts = cut_tiles(ranges, size)
     which, q, k = _of_blocks(cuts, q_blocks, k_blocks, total_blocks)
     slice_number = cuts.slice[which]
@@ -64,11 +65,13 @@ def _lists(
     other: Tensor,
     slice_number: Tensor,
 ) -> BlockLists:
-    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side, with the m of the other side.
+    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side, with the m of the other
+    side.
 
-    whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects. selected: likewise, all
-    tiles that the index selects. line, other, slice_number: int64 [cuts], the two blocks of each cut and the slice that
-    cuts them. sequence: int64 [cuts], of each cut; None where all sequences have them.
+    whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
+    selected: likewise, all tiles that the index selects. line, other, slice_number: int64 [cuts],
+    the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
+    None where all sequences have them.
     """
     batch, heads, lines = whole.shape[:3]
     shape = (batch, heads, lines)
@@ -98,7 +101,8 @@ def _lists(
 def _table(
     line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Counts int32 [B, H, n], and for each of `values` a table int32 [B, H, n, K] of those with the same line.
+    """Counts int32 [B, H, n], and for each of `values` a table int32 [B, H, n, K] of those with the
+    same line.
 
     line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
     """

@@ -1,6 +1,8 @@
-"""How many verticals or diagonals are enough: the smallest sets whose mass reaches the recall target.
+"""How many verticals or diagonals are enough: the smallest sets whose mass reaches the recall
+target.
 
-On a GPU, fp32 masses go to titan_sparse/kernels/budget.py, which sorts nothing; the plain-torch twins are here.
+On a GPU, fp32 masses go to titan_sparse/kernels/budget.py, which sorts nothing; the plain-torch
+twins are here.
 """
 
 from typing import NamedTuple
@@ -13,12 +15,13 @@ from titan_sparse.kernels import budget as kernels
 
 
 class Segments(NamedTuple):
-    """What is chosen from: n runs of neighbors among the L elements of each of B sequences; N rows of masses.
+    """What is chosen from: n runs of neighbors among the L elements of each of B sequences; N rows
+    of masses.
 
     sequence: int32 [N], the sequence of each row.
     segment: int32 [B, L], the segment of each element, n for none.
-    bounds: int32 [B, n, 5]: the segment's first position, the one behind its last, the least and the most elements
-        chosen, and how many of its first elements are always on.
+    bounds: int32 [B, n, 5]: the segment's first position, the one behind its last, the least and
+        the most elements chosen, and how many of its first elements are always on.
     """
 
     sequence: Tensor
@@ -29,12 +32,15 @@ class Segments(NamedTuple):
 def smallest_sets(
     mass: Tensor, segments: Segments, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """For each segment of each row, the fewest elements that hold `recall` of its mass (MTraining, B.1 i).
+    """For each segment of each row, the fewest elements that hold `recall` of its mass (MTraining,
+    B.1 i).
 
-    mass: float [N, L], not negative, at most most_mass in a segment. The element that crosses the target is included.
-    Equal masses are taken in order of position, so that every rank and world size chooses the same. Of the two bounds
-    on the count the most wins. Elements that are always on are chosen in addition.
-    Returns selected bool [N, L] and capped bool [N, n]: whether the most kept a segment below its target.
+    mass: float [N, L], not negative, at most most_mass in a segment. The element that crosses the
+    target is included. Equal masses are taken in order of position, so that every rank and world
+    size chooses the same. Of the two bounds on the count the most wins. Elements that are always on
+    are chosen in addition.
+    Returns selected bool [N, L] and capped bool [N, n]: whether the most kept a segment below its
+    target.
     """
     if mass.is_cuda and mass.dtype == torch.float32:
         return kernels.smallest_sets(
@@ -52,7 +58,8 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     bounds = F.pad(segments.bounds.long(), (0, 0, 0, 1))
     bounds = bounds[segments.sequence]
 
-    # By mass, then stably by segment: each segment's elements lie together, the largest first. All [N, L].
+    # By mass, then stably by segment: each segment's elements lie together, the largest first. All
+    # [N, L].
     by_mass = mass.sort(dim=-1, descending=True, stable=True).indices
     by_segment = row_segment.gather(1, by_mass).sort(dim=-1, stable=True)
     order = by_mass.gather(1, by_segment.indices)
@@ -65,8 +72,8 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     sorted_mass = mass.gather(1, order).double()
     up_to = sorted_mass.cumsum(-1)
     base = (up_to - sorted_mass).gather(1, first)
-    # The total is read off the same running sum, so that elements without mass never look as if they
-    # were missing.
+    # The total is read off the same running sum, so that elements without mass never look as if
+    # they were missing.
     total = up_to.gather(1, last) - base
     target = recall * total
     wanted = (up_to - sorted_mass - base < target) & (sorted_mass > 0)
@@ -89,7 +96,9 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending, filled up with `fill`."""
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending, filled up with
+    `fill`.
+    """
     if selected.is_cuda:
         return kernels.compact(selected, capacity, fill)
     return compact_naive(selected, capacity, fill)

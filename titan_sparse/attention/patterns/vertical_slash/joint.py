@@ -1,20 +1,24 @@
-"""The cheapest union of verticals and block diagonals whose mass reaches the recall target (budget = "joint").
+"""The cheapest union of verticals and block diagonals whose mass reaches the recall target (budget
+= "joint").
 
-MTraining's budgets (B.1) let verticals, and diagonals, each reach the target alone; together they hold more than was
-asked for. Here mass counts once, whoever computes it. It is weighed against the time that it costs a block of queries:
-1 for a diagonal, VERTICAL_COST / block_size for a vertical. If costs were counted over the whole sequence instead,
-verticals near its end would cost next to nothing, and the choice would hold the probe's mass with verticals that no
-other query wants (docs/patterns.md).
+MTraining's budgets (B.1) let verticals, and diagonals, each reach the target alone; together they
+hold more than was asked for. Here mass counts once, whoever computes it. It is weighed against the
+time that it costs a block of queries: 1 for a diagonal, VERTICAL_COST / block_size for a vertical.
+If costs were counted over the whole sequence instead, verticals near its end would cost next to
+nothing, and the choice would hold the probe's mass with verticals that no other query wants
+(docs/patterns.md).
 
-For each vertical the probe tells which diagonals hold its mass too: one for each block that the probe's rows lie in,
-so mostly one. Call mass for cost a price. A vertical pays at prices below its own. Take a diagonal of mass D and cost 1
-and the verticals that it covers, as far as they pay: of mass P and cost Q together. The diagonal replaces them at the
-price (D - P) / (1 - Q) and below. Verticals and diagonals are taken from the highest price down until the target is
-reached. Then the verticals are chosen again, beside the diagonals found. Where the probe lies in one block, that is the
-optimum of the linear relaxation, except for the last element. Over several blocks a vertical's cost is shared out among
-the diagonals that hold its mass, which is close.
+For each vertical the probe tells which diagonals hold its mass too: one for each block that the
+probe's rows lie in, so mostly one. Call mass for cost a price. A vertical pays at prices below its
+own. Take a diagonal of mass D and cost 1 and the verticals that it covers, as far as they pay: of
+mass P and cost Q together. The diagonal replaces them at the price (D - P) / (1 - Q) and below.
+Verticals and diagonals are taken from the highest price down until the target is reached. Then the
+verticals are chosen again, beside the diagonals found. Where the probe lies in one block, that is
+the optimum of the linear relaxation, except for the last element. Over several blocks a vertical's
+cost is shared out among the diagonals that hold its mass, which is close.
 
-On a GPU, fp32 masses go to titan_sparse/kernels/joint.py, which sorts nothing; the plain-torch twin is joint_naive.py.
+On a GPU, fp32 masses go to titan_sparse/kernels/joint.py, which sorts nothing; the plain-torch twin
+is joint_naive.py.
 """
 
 import torch
@@ -44,14 +48,16 @@ def incidence(
 ) -> Incidence:
     """Which diagonals each vertical meets.
 
-    segments: n spans' verticals, then their diagonals. back: U, blocks that the probe's rows lie in.
+    segments: n spans' verticals, then their diagonals. back: U, blocks that the probe's rows lie
+        in.
     """
     n = spans.start.shape[1]
     device = spans.start.device
     count = segments.segment.shape[1]  # S + E
     segment = segments.segment.long()
 
-    # touching: [B, K, T], spans at each block. delta: [B, K, T, U], how far apart it is from the probe's blocks.
+    # touching: [B, K, T], spans at each block. delta: [B, K, T, U], how far apart it is from the
+    # probe's blocks.
     block = torch.arange(seq_len // block_size, device=device)
     touching = spans_of_blocks(spans, block, block_size)
     known = touching.clamp(min=0)
@@ -61,7 +67,8 @@ def incidence(
     met = (touching >= 0)[..., None] & (delta >= 0)
     diagonal = torch.where(met, offset[..., None] + delta, count - seq_len)
 
-    # [B, K, b]: slots that touch a block are consecutive, so a vertical's place among them is a difference.
+    # [B, K, b]: slots that touch a block are consecutive, so a vertical's place among them is a
+    # difference.
     vertical_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, block_size))
     slot = vertical_span - touching[:, :, :1]
 
@@ -89,14 +96,16 @@ def incidence(
 def smallest_union(
     verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """For each span of each row, the verticals and diagonals of least cost that hold `recall` of its mass together.
+    """For each span of each row, the verticals and diagonals of least cost that hold `recall` of
+    its mass together.
 
-    verticals: float [N, K, U, b], masses by block back, at most most_mass in a span. of: which diagonals hold them too.
-    Elements that are always on count as held; the bounds on counts are on what comes in addition. Equal prices are
-    taken in order of position and sums are integers, so that every run and world size chooses the same. Units are
-    most_mass * 2**-52 (or up to twice as much).
-    Returns selected bool [N, S + E] and capped bool [N, 2 n]: whether the cap on verticals, and the cap on diagonals,
-    kept a span below its target.
+    verticals: float [N, K, U, b], masses by block back, at most most_mass in a span. of: which
+    diagonals hold them too. Elements that are always on count as held; the bounds on counts are on
+    what comes in addition. Equal prices are taken in order of position and sums are integers, so
+    that every run and world size chooses the same. Units are most_mass * 2**-52 (or up to twice as
+    much).
+    Returns selected bool [N, S + E] and capped bool [N, 2 n]: whether the cap on verticals, and the
+    cap on diagonals, kept a span below its target.
     """
     if verticals.is_cuda and verticals.dtype == torch.float32:
         return smallest_union_by_kernels(verticals, segments, of, recall, most_mass)

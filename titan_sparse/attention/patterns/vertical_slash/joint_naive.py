@@ -1,8 +1,8 @@
 """The plain-torch twin of titan_sparse/kernels/joint.py: the cheapest union, by sorting.
 
-joint.py says what is chosen, and what a price is. Below, N rows of masses (sequence and head) are looked at together.
-K blocks of b tokens, S = K b verticals, T spans at a block, U blocks that the probe's rows lie in, n spans, and E
-diagonals of all spans.
+joint.py says what is chosen, and what a price is. Below, N rows of masses (sequence and head) are
+looked at together. K blocks of b tokens, S = K b verticals, T spans at a block, U blocks that the
+probe's rows lie in, n spans, and E diagonals of all spans.
 """
 
 import math
@@ -15,9 +15,11 @@ from torch import Tensor
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments
 
 VERTICAL_COST = 2.0
-"""Time of a pair of tokens in gathered verticals over that of a pair in blocks, forward and backward.
+"""Time of a pair of tokens in gathered verticals over that of a pair in blocks, forward and
+backward.
 
-At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with Triton's kernels, 2.4 with flex's."""
+At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with Triton's kernels,
+2.4 with flex's."""
 ROUNDS = 3
 """Of the search for each diagonal's price: more than two changed no choice that was tried."""
 _COST_UNITS = 2.0**32
@@ -25,14 +27,17 @@ _COST_UNITS = 2.0**32
 
 
 class Incidence(NamedTuple):
-    """Which diagonals a vertical meets in the probe's rows; the same for every layer. Of B sequences.
+    """Which diagonals a vertical meets in the probe's rows; the same for every layer. Of B
+    sequences.
 
-    tile: int64 [B, E U], the tiles (block, span touching it, blocks back) that make up each diagonal, K T U for none.
+    tile: int64 [B, E U], the tiles (block, span touching it, blocks back) that make up each
+        diagonal, K T U for none.
     diagonal: int64 [B, K, T, U], the diagonal of each tile, E for none.
     slot: int64 [B, K, b], which of its block's spans holds a vertical.
     segment: int64 [B, S + E], the span of each vertical and diagonal, n for none.
     always: bool [B, S + E], what is always on.
-    free_verticals: int32 [B, n, 5], bounds as in Segments, of each span's verticals that are not always on.
+    free_verticals: int32 [B, n, 5], bounds as in Segments, of each span's verticals that are not
+        always on.
     """
 
     tile: Tensor
@@ -60,7 +65,9 @@ class Incidence(NamedTuple):
         return values.tensor_split([vertical_count], dim=1)
 
     def diagonal_sums(self, values: Tensor) -> Tensor:
-        """Sums over each diagonal's verticals, [N, E], of values by vertical and block back, [N, K, U, b]."""
+        """Sums over each diagonal's verticals, [N, E], of values by vertical and block back, [N, K,
+        U, b].
+        """
         _, _, touching, back = self.diagonal.shape
         # [N, K, T, U]
         if touching == 1:
@@ -76,7 +83,9 @@ class Incidence(NamedTuple):
         return tiles.sum(-1)
 
     def of_verticals(self, values: Tensor) -> Tensor:
-        """Values of diagonals, [N, E], by vertical and block back, [N, K, U, b]; 0 where there is no diagonal."""
+        """Values of diagonals, [N, E], by vertical and block back, [N, K, U, b]; 0 where there is
+        no diagonal.
+        """
         _, _, touching, back = self.diagonal.shape
         # [N, E + 1]
         values = F.pad(values, (0, 1))
@@ -112,7 +121,9 @@ class _Problem(NamedTuple):
 def smallest_union_naive(
     verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """The twin of kernels.smallest_union(); arguments and result as those of joint.smallest_union()."""
+    """The twin of kernels.smallest_union(); arguments and result as those of
+    joint.smallest_union().
+    """
     incidence = of.of_rows(segments.sequence.long())
     problem = _problem(verticals, segments, incidence, recall, most_mass)
     # Two sets of diagonals, and the verticals that reach the target beside each.
@@ -164,7 +175,9 @@ def _problem(
 
 
 def _span_sums(values: Tensor, bounds: Tensor) -> Tensor:
-    """Sums of integers or bools [N, L] over each span's elements, int64 [N, n]; bounds: [N, n, 5]."""
+    """Sums of integers or bools [N, L] over each span's elements, int64 [N, n]; bounds: [N, n,
+    5].
+    """
     length = values.shape[1]
     # [N, L + 1]: the sum of all elements in front of each position.
     up_to = F.pad(values.long().cumsum(-1), (1, 0))
@@ -187,7 +200,9 @@ class _PriceOrder(NamedTuple):
     first: Tensor
 
     def before(self, values: Tensor) -> Tensor:
-        """int64 [N, L]: sum of the values before each element in its span; values [N, L] in this order."""
+        """int64 [N, L]: sum of the values before each element in its span; values [N, L] in this
+        order.
+        """
         values = values.long()
         # [N, L]
         up_to = values.cumsum(-1) - values
@@ -231,8 +246,8 @@ def _order(price: Tensor, span: Tensor, n: int) -> _PriceOrder:
 def _diagonals(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     """The diagonals above the price at which the target is reached.
 
-    Returns bool [N, E] with the diagonal that crosses the target, the same without it, and bool [N, n], whether a cap
-    kept some out. No more verticals count than the cap on them lets in.
+    Returns bool [N, E] with the diagonal that crosses the target, the same without it, and bool [N,
+    n], whether a cap kept some out. No more verticals count than the cap on them lets in.
     """
     mass = problem.mass
     incidence = problem.incidence
@@ -284,15 +299,16 @@ def _vertical_prices(mass: Tensor) -> Tensor:
 def _replacing_prices(problem: _Problem, whole: Tensor) -> tuple[Tensor, Tensor]:
     """The price at which each diagonal begins to replace the verticals that it covers.
 
-    whole: int64 [N, E], masses of the diagonals. Returns bool [N, K, U, b], which verticals pay before the diagonals
-    that cover them do, and the prices fp32 [N, E], at and below which the diagonals are cheaper.
+    whole: int64 [N, E], masses of the diagonals. Returns bool [N, K, U, b], which verticals pay
+    before the diagonals that cover them do, and the prices fp32 [N, E], at and below which the
+    diagonals are cheaper.
     Newton's method, from above: the gain (D - P) - price (1 - Q) is concave in the price.
     """
     mass = problem.mass
     incidence = problem.incidence
     block_size = mass.shape[3]
-    # [N, K, U, b]: a vertical's cost is shared out among its diagonals by the mass that they hold of
-    # it, as integers.
+    # [N, K, U, b]: a vertical's cost is shared out among its diagonals by the mass that they hold
+    # of it, as integers.
     vertical_mass = mass.sum(2, keepdim=True).clamp(min=1).double()
     cost_per_mass = VERTICAL_COST * _COST_UNITS / block_size / vertical_mass
     cost = (mass * cost_per_mass).long()
@@ -310,8 +326,9 @@ def _replacing_prices(problem: _Problem, whole: Tensor) -> tuple[Tensor, Tensor]
 def _verticals(problem: _Problem, mass: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
     """The fewest verticals that hold all of these masses but spare.
 
-    mass: int64 [N, S]. spare: int64 [N, n]. Returns bool [N, S], and whether the cap kept a span below that, bool
-    [N, n]. Masses are rounded to the probe's dtype; those that are then equal are taken in order of position.
+    mass: int64 [N, S]. spare: int64 [N, n]. Returns bool [N, S], and whether the cap kept a span
+    below that, bool [N, n]. Masses are rounded to the probe's dtype; those that are then equal are
+    taken in order of position.
     """
     incidence = problem.incidence
     n = spare.shape[1]
@@ -341,7 +358,8 @@ def _verticals(problem: _Problem, mass: Tensor, spare: Tensor) -> tuple[Tensor, 
 def _verticals_beside(problem: _Problem, on: Tensor) -> tuple[Tensor, Tensor]:
     """The fewest verticals that reach the target beside the diagonals `on`, bool [N, E].
 
-    Returns both together, bool [N, S + E], and whether the cap on verticals kept a span below its target, bool [N, n].
+    Returns both together, bool [N, S + E], and whether the cap on verticals kept a span below its
+    target, bool [N, n].
     """
     incidence = problem.incidence
     # [N, K, U, b]: the mass that these diagonals do not hold.
@@ -355,7 +373,9 @@ def _verticals_beside(problem: _Problem, on: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cost(problem: _Problem, selected: Tensor) -> Tensor:
-    """float64 [N, n]: what each span's selection, bool [N, S + E], costs a block of queries, times the block's size."""
+    """float64 [N, n]: what each span's selection, bool [N, S + E], costs a block of queries, times
+    the block's size.
+    """
     verticals, diagonals = problem.incidence.split(selected)
     # [N, n]
     vertical_count = _span_sums(verticals, problem.verticals).double()

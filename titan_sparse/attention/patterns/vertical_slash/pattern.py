@@ -1,7 +1,9 @@
-"""Vertical-slash selection (MTraining, section 4 and appendix B.1): per sequence, or document when packed, and query head.
+"""Vertical-slash selection (MTraining, section 4 and appendix B.1): per sequence, or document when
+packed, and query head.
 
-The last `probe` queries of a span look at all its keys. Verticals are the single keys, and slashes the block diagonals,
-that carry the target share of the attention mass seen there. A slash is one entry of a 1-D list per head, never a mask.
+The last `probe` queries of a span look at all its keys. Verticals are the single keys, and slashes
+the block diagonals, that carry the target share of the attention mass seen there. A slash is one
+entry of a 1-D list per head, never a mask.
 """
 
 import dataclasses
@@ -41,9 +43,11 @@ from titan_sparse.attention.patterns.vertical_slash.spans import (
 class VerticalSlashIndex(BlockIndex):
     """Block diagonals per span (slashes) and single keys (verticals), for every query head.
 
-    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the diagonal of block pairs delta apart in span d.
+    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the diagonal of block pairs delta
+        apart in span d.
     verticals: int32 [B, Hq, C].
-    capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget short.
+    capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget
+        short.
     most_blocks: bound on the KV blocks that a query block meets.
     """
 
@@ -99,9 +103,11 @@ class VerticalSlashIndex(BlockIndex):
         return [self.slashes, self.verticals, self.capped]
 
     def block_spans(self, q_blocks: Tensor) -> Tensor:
-        """int32 [B, nq, 5], what selects() looks up for each query block, as kernels/block_tables.py takes it.
+        """int32 [B, nq, 5], what selects() looks up for each query block, as
+        kernels/block_tables.py takes it.
 
-        That is offset (-1 for no span) and first block of the two spans that it touches, then its dense_from.
+        That is offset (-1 for no span) and first block of the two spans that it touches, then its
+        dense_from.
         """
         spans = self.spans
         slot = spans_of_blocks(spans, q_blocks, self.block_size)
@@ -124,14 +130,16 @@ class VerticalSlash(Pattern):
     """Parameters of the selection; counts are per query head.
 
     recall: share of the probe's attention mass to reach, in (0, 1].
-    budget: "independent", verticals and slashes each have to reach the recall alone (the paper); "joint", the cheapest
-        union of both has to reach it, those that are always on included (joint.py).
+    budget: "independent", verticals and slashes each have to reach the recall alone (the paper);
+        "joint", the cheapest union of both has to reach it, those that are always on included
+        (joint.py).
     probe: last queries of each span that are looked at; 0 means block_size.
     sinks: first tokens of each span that are always verticals.
     local_diagonals: nearest block diagonals, which are always on.
-    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local diagonals not counted.
-        max_slashes = 0 means no cap, max_columns = 0 no verticals but the sinks. A document in a packed sequence gets
-        its share of the maxima by length (at least the minimum).
+    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local
+        diagonals not counted. max_slashes = 0 means no cap, max_columns = 0 no verticals but the
+        sinks. A document in a packed sequence gets its share of the maxima by length (at least the
+        minimum).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
@@ -186,7 +194,9 @@ class VerticalSlash(Pattern):
         return -(-min(most, seq_len) // block_size) * block_size
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if a block could touch three selected documents, or the probe be longer than a document."""
+        """ValueError if a block could touch three selected documents, or the probe be longer than a
+        document.
+        """
         queries = self.probe_queries(block_size)
         least = max(block_size, queries)
         if self.dense_below < least:
@@ -204,7 +214,8 @@ class VerticalSlash(Pattern):
         queries = self.probe_queries(block_size)
         joint = self.budget == "joint"
 
-        # Masses of N (sequence, head) pairs, this rank's share: verticals [N, K, V, b], diagonals [N, E].
+        # Masses of N (sequence, head) pairs, this rank's share: verticals [N, K, V, b], diagonals
+        # [N, E].
         spans = self._spans(ranges, batch, block_size)
         geometry = probe_geometry(ranges, spans, self, cp, queries, (batch, heads))
         verticals, diagonals = probe_masses(q, k, geometry, cp, queries, scale, split=joint)
@@ -251,7 +262,9 @@ class VerticalSlash(Pattern):
         cp: ContextParallel,
         shape: tuple[int, int],
     ) -> Incidence:
-        """Which diagonals a vertical meets, remembered for the mask; shape: batch size and query heads."""
+        """Which diagonals a vertical meets, remembered for the mask; shape: batch size and query
+        heads.
+        """
         seq_len = ranges.start.shape[1]
         back = blocks_back(self.probe_queries(cp.block_size), cp.block_size)
         return once_per_selection(
@@ -264,7 +277,8 @@ class VerticalSlash(Pattern):
         )
 
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
-        """What is chosen from in a row of masses [S + E]: each span's verticals, then its diagonals, 2 n segments.
+        """What is chosen from in a row of masses [S + E]: each span's verticals, then its
+        diagonals, 2 n segments.
 
         diagonals: E. sequence: int64 [N], of each row.
         """
@@ -282,7 +296,8 @@ class VerticalSlash(Pattern):
         if self.max_slashes:
             most_slashes = _share(self.max_slashes, self.min_slashes, spans)
         else:
-            # No cap must not be shared out: a short span can touch more diagonals than its part of the list's length.
+            # No cap must not be shared out: a short span can touch more diagonals than its part of
+            # the list's length.
             most_slashes = spans.diagonals
         first_diagonal = seq_len + spans.offset
         vertical_bounds = _bounds(
@@ -327,10 +342,11 @@ class VerticalSlash(Pattern):
         )
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """A bound, known without looking, on the KV blocks that one query block can meet by slashes.
+        """A bound, known without looking, on the KV blocks that one query block can meet by
+        slashes.
 
-        It counts the cap of each span that the block may touch (two in a packed sequence) and short documents. All
-        blocks where there is no cap.
+        It counts the cap of each span that the block may touch (two in a packed sequence) and short
+        documents. All blocks where there is no cap.
         """
         blocks = -(-seq_len // block_size)
         if not self.max_slashes:
@@ -352,9 +368,11 @@ def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) 
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:
-    """A budget's cap for each span, int64 [B, n]: all of it for an unpacked sequence, else in proportion to length.
+    """A budget's cap for each span, int64 [B, n]: all of it for an unpacked sequence, else in
+    proportion to length.
 
-    Padding does not count as length: the number of ranks, which padding depends on, does not change the selection.
+    Padding does not count as length: the number of ranks, which padding depends on, does not change
+    the selection.
     """
     # [B, n]
     length = spans.stop - spans.start

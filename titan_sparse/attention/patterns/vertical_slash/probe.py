@@ -1,8 +1,10 @@
-"""What the probe sees: attention mass of a span's last queries by key vertical and by block diagonal.
+"""What the probe sees: attention mass of a span's last queries by key vertical and by block
+diagonal.
 
-MTraining, section 4 and appendix B.1. There are four collectives, and none of them waits for the host: the probe's
-queries go to all ranks, the softmax normalizers are gathered, the pooled masses are exchanged so that each rank holds
-all keys for its share of the heads, and (in the caller) the choices are gathered.
+MTraining, section 4 and appendix B.1. There are four collectives, and none of them waits for the
+host: the probe's queries go to all ranks, the softmax normalizers are gathered, the pooled masses
+are exchanged so that each rank holds all keys for its share of the heads, and (in the caller) the
+choices are gathered.
 """
 
 from collections.abc import Hashable, Iterator
@@ -44,7 +46,8 @@ class Probe(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What a probe needs to know of spans and layout, the same for every layer; int32 where a kernel reads it.
+    """What a probe needs to know of spans and layout, the same for every layer; int32 where a
+    kernel reads it.
 
     blocks: int32 [n_local], the global blocks of this rank.
     slot: int32 [B, n_local, T], the spans that touch them, -1 for none.
@@ -77,24 +80,29 @@ def probe_masses(
     scale: float,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention masses that the probe gives to verticals and to block diagonals, for this rank's share of the heads.
+    """Attention masses that the probe gives to verticals and to block diagonals, for this rank's
+    share of the heads.
 
-    q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. geometry: probe_geometry() for `queries` queries.
-    Collective over cp. Each rank gets N = ceil(B Hq / ranks) (sequence, head) pairs; sequences_of_pairs() tells their
-    sequences. Returns the masses of verticals [N, K, V, block_size] and of diagonals [N, E], in fp32 (fp64 for fp64
-    inputs). split: masses of verticals come apart for each of the V = blocks_back() blocks that the probe's rows lie
-    in, 0 being the span's last; else V = 1.
+    q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. geometry: probe_geometry() for
+    `queries` queries.
+    Collective over cp. Each rank gets N = ceil(B Hq / ranks) (sequence, head) pairs;
+    sequences_of_pairs() tells their sequences. Returns the masses of verticals [N, K, V,
+    block_size] and of diagonals [N, E], in fp32 (fp64 for fp64 inputs). split: masses of verticals
+    come apart for each of the V = blocks_back() blocks that the probe's rows lie in, 0 being the
+    span's last; else V = 1.
     """
     batch, heads = q.shape[:2]
     probe = _gather_probe(q, geometry, cp, queries, scale)
     lse = _normaliser(probe, k, geometry, cp)
-    # vertical [B, Hq, n_local, V, b], tile [B, Hq, n_local, T, U]: of this rank's keys, for all heads.
+    # vertical [B, Hq, n_local, V, b], tile [B, Hq, n_local, T, U]: of this rank's keys, for all
+    # heads.
     vertical, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size, split)
     # What one head of one sequence holds on this rank.
     vertical_elements = vertical[0, 0].numel()
     tile_elements = tile[0, 0].numel()
 
-    # One exchange for both: [ranks, N, elements], padded so that every rank gets equally many pairs.
+    # One exchange for both: [ranks, N, elements], padded so that every rank gets equally many
+    # pairs.
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([vertical.flatten(2), tile.flatten(2)], dim=-1)
     pooled = pooled.flatten(0, 1)
@@ -169,7 +177,8 @@ def _geometry(
     blocks = cp.blocks(ranges)
     slot = spans_of_blocks(spans, blocks, cp.block_size)
 
-    # All [B, n, P]. A row before the span's start sees nothing; its position only has to be a legal one.
+    # All [B, n, P]. A row before the span's start sees nothing; its position only has to be a legal
+    # one.
     row = torch.arange(queries, device=device)
     position = spans.stop[..., None] - queries + row
     used = (spans.start < spans.stop)[..., None]
@@ -224,10 +233,13 @@ def _runs(slot: Tensor, n: int) -> Tensor:
 
 
 def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
-    """int64 [N, E U]: entry e of the list of all spans' diagonals is the sum of tiles U e .. U e + U - 1 of these.
+    """int64 [N, E U]: entry e of the list of all spans' diagonals is the sum of tiles U e .. U e +
+    U - 1 of these.
 
-    Tiles are numbered (key block, span touching it, probe blocks back); the one behind the last stands for none.
-    spans: of N rows. blocks: K, of the sequence. back: U, query blocks that the probe's rows lie in.
+    Tiles are numbered (key block, span touching it, probe blocks back); the one behind the last
+    stands for none.
+    spans: of N rows. blocks: K, of the sequence. back: U, query blocks that the probe's rows lie
+        in.
     """
     device = spans.start.device
     rows, n = spans.start.shape
@@ -284,7 +296,9 @@ def _gather_probe(
 
 
 def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel) -> Tensor:
-    """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see nothing."""
+    """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see
+    nothing.
+    """
     blocks = geometry.blocks
     slot = geometry.slot
     if k.is_cuda and k.dtype != torch.float64:
@@ -310,7 +324,8 @@ def _pooled(
     block_size: int,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Masses of this rank's keys: by vertical [B, Hq, n_local, V, b], by tile and block back [B, Hq, n_local, T, U].
+    """Masses of this rank's keys: by vertical [B, Hq, n_local, V, b], by tile and block back [B,
+    Hq, n_local, T, U].
 
     V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
     """
@@ -333,7 +348,8 @@ def _scores(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Scores of the probe's rows, some local blocks at a time.
 
-    Yields first and last of m local blocks, and their scores [B, Hq, m, T, P, b], -inf where nothing is seen.
+    Yields first and last of m local blocks, and their scores [B, Hq, m, T, P, b], -inf where
+    nothing is seen.
     """
     batch, heads, _, queries, dim = probe.q.shape
     kv_heads = k.shape[1]

@@ -1,8 +1,9 @@
-"""Which documents a selection is made for, in arrays of fixed size so that nothing waits for the device.
+"""Which documents a selection is made for, in arrays of fixed size so that nothing waits for the
+device.
 
-An unpacked sequence is one span, always selected. In a packed one, every document of at least `dense_below` tokens is
-a span with a selection of its own; shorter documents are computed whole. At most two spans touch a block, because
-dense_below >= block_size.
+An unpacked sequence is one span, always selected. In a packed one, every document of at least
+`dense_below` tokens is a span with a selection of its own; shorter documents are computed whole. At
+most two spans touch a block, because dense_below >= block_size.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,8 +25,10 @@ class Spans(NamedTuple):
 
     start, stop: [B, n], global tokens.
     first_block, last_block: [B, n].
-    offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see `entries`).
-    dense_from: [B, blocks], the first block that a query block sees whole because of short documents; `blocks` if none.
+    offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see
+        `entries`).
+    dense_from: [B, blocks], the first block that a query block sees whole because of short
+        documents; `blocks` if none.
     tokens: [B, 1], tokens of the sequence that are not padding.
     """
 
@@ -57,13 +60,17 @@ def slots(seq_len: int, dense_below: int, packed: bool) -> int:
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
-    """Length of the list of all spans' block diagonals: neighboring spans share at most one block."""
+    """Length of the list of all spans' block diagonals: neighboring spans share at most one
+    block.
+    """
     blocks = -(-seq_len // block_size)
     return blocks + n - 1
 
 
 def spans_of_mask(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
-    """find_spans(), remembered for the mask: all layers and all patterns with the same limit share the result."""
+    """find_spans(), remembered for the mask: all layers and all patterns with the same limit share
+    the result.
+    """
     # Nothing else decides the spans.
     key = ("spans", batch, dense_below, block_size)
     return once_per_mask(
@@ -83,8 +90,9 @@ def once_per_selection(
 ) -> T:
     """compute(), remembered for the mask: geometry that is the same in every layer.
 
-    It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size, and on `shape`: the
-    batch size and, where it matters, the number of heads. `name` tells the results of one selection apart.
+    It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size,
+    and on `shape`: the batch size and, where it matters, the number of heads. `name` tells the
+    results of one selection apart.
     """
     # cp.key stands for the ranks, the layout and the block size.
     key = (name, pattern, cp.key, shape)
@@ -186,7 +194,9 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
 
 
 def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:
-    """int64 [B, m, T]: the slots of the spans that touch each of m global blocks (int [m]), -1 for none; T = min(n, 2)."""
+    """int64 [B, m, T]: the slots of the spans that touch each of m global blocks (int [m]), -1 for
+    none; T = min(n, 2).
+    """
     batch, n = spans.start.shape
     # [B, m]
     block_start = blocks.long() * block_size
