@@ -34,8 +34,9 @@ class BlockSets(BlockIndex):
 
 
 def no_verticals(like: Tensor) -> Tensor:
-    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0], on the device of `like`
-    [B, Hq, ...].
+    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0].
+
+    like: [B, Hq, ...].
     """
     batch, heads = like.shape[:2]
     # [B, Hq, 0]

@@ -1,10 +1,9 @@
-"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189): every query chooses chunks
-of keys for itself.
+"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189).
 
-Chunks are counted from the beginning of a document. A query sees its own chunk, causally, and those
-of the earlier chunks whose mean key has the largest product with it. A block of queries computes
-the union of what its queries chose. Inside a tile that not all of them chose, each query keeps to
-its own choice (kernels/chunks.py).
+Every query chooses chunks of keys for itself. Chunks are counted from the beginning of a document.
+A query sees its own chunk, causally, and those of the earlier chunks whose mean key has the largest
+product with it. A block of queries computes the union of what its queries chose. Inside a tile that
+not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 """
 
 import dataclasses
@@ -38,8 +37,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class MoBAIndex(BlockIndex):
-    """Chunks chosen by every query, and what follows for blocks of queries; bits as in
-    kernels/bits.py.
+    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/bits.py.
 
     words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
     any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, apart for
@@ -107,9 +105,9 @@ class MoBAIndex(BlockIndex):
     def _touched_bits(
         self, words: Tensor, document_start: Tensor, k_blocks: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The bits of the first and of the last chunk that each key block touches, bool [B, Hq, nq,
-        nk] each.
+        """The bits of the first and of the last chunk that each key block touches.
 
+        bool [B, Hq, nq, nk] each.
         words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
         """
         # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk,
@@ -146,8 +144,7 @@ class MoBAIndex(BlockIndex):
         return chosen & visible
 
     def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Pairs of tokens computed for the queries of these blocks on each part of the keys,
-        float64 [B, Hq, parts].
+        """float64 [B, Hq, parts]: pairs of tokens computed for these queries, by part of the keys.
 
         parts: global blocks int64 [n] each, such as the rows of a layout's table. Exact: the chosen
         chunks are intersected with what the mask shows each query.
@@ -334,9 +331,9 @@ class MoBA(Pattern):
 
 
 class Chunks(NamedTuple):
-    """What the gate needs to know of the mask and the layout, the same for every layer; int64
-    unless said otherwise.
+    """What the gate needs to know of the mask and the layout; int64 unless said otherwise.
 
+    It is the same for every layer.
     n whole chunks of all long documents, document by document.
     first, last: [B, n], the blocks that a chunk begins and ends in.
     exists: bool [B, n].
@@ -422,9 +419,9 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
 def _mean_keys(
     k: Tensor, chunks: Chunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64), from k [B, Hkv, S_local,
-    D].
+    """Mean key of every whole chunk, [B, Hkv, n, D], from k [B, Hkv, S_local, D].
 
+    In fp32 (fp64 for fp64).
     Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
     global order on every rank, so that the number of ranks does not change the result.
     """
@@ -461,8 +458,9 @@ def _mean_keys(
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:
-    """bool like gate [..., n]: the `count` largest elements above -inf, equal ones in order of
-    position.
+    """bool like gate [..., n]: the `count` largest elements above -inf.
+
+    Equal ones are taken in order of position.
     """
     if count == 0:
         return torch.zeros_like(gate, dtype=torch.bool)

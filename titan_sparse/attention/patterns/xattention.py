@@ -63,9 +63,7 @@ class XAttention(Pattern):
         super().__post_init__()
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if cells do not fill blocks, or a block could touch three selected
-        documents.
-        """
+        """ValueError if cells do not fill blocks, or a block could touch three documents."""
         if block_size % self.stride:
             raise ValueError(
                 f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
@@ -174,9 +172,9 @@ class XAttention(Pattern):
 
 
 class Cells(NamedTuple):
-    """What scoring needs to know of the mask and the layout, the same for every layer; T = 1 or 2
-    spans touch a block.
+    """What scoring needs to know of the mask and the layout, the same for every layer.
 
+    T = 1 or 2 spans touch a block.
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
     span: int64 [B, n_local, cells a block], the span of each of this rank's query cells, -1 for
         none.
@@ -210,9 +208,7 @@ def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: i
     own_blocks = cp.blocks(ranges)
 
     def of_own_blocks(values: Tensor) -> Tensor:
-        """[B, n_local, ...]: this rank's part of values in global order, [B, cells] or [B, cells,
-        stride].
-        """
+        """This rank's part [B, n_local, ...] of values [B, cells] or [B, cells, stride]."""
         # [B, blocks, ...]
         by_block = values.reshape(batch, blocks, -1)
         return by_block[:, own_blocks]
@@ -262,9 +258,9 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: int) -> Tensor:
-    """Softmax over the key cells seen, summed by blocks and by the span of the query cells: [B, G,
-    m, T, visible].
+    """Softmax over the key cells seen, summed by blocks: [B, G, m, T, visible].
 
+    It is also summed over the query cells of each of the T spans that touch the query block.
     scores: [B, G, m, cells a block, key cells], of the query blocks `part` with all cells of
         `visible` blocks.
     """
@@ -297,8 +293,7 @@ def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: 
 
 
 def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
-    """bool like mass [..., n]: the elements forced, and the fewest others that reach the target
-    together with them.
+    """bool like mass [..., n]: the forced elements and the fewest others that reach the target.
 
     The target is the threshold's share of the sum of all; equal elements are taken in order of
     position.

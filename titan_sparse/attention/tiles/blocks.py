@@ -1,5 +1,6 @@
-"""mask ∩ pattern for one (query rank, KV chunk), in plain torch: the block tables that a backend
-computes on.
+"""mask ∩ pattern for one (query rank, KV chunk), in plain torch.
+
+The result is the tables of blocks that a backend computes on.
 """
 
 import torch
@@ -26,9 +27,9 @@ def block_tiles(
     batch: int,
     transpose: bool,
 ) -> Tiles:
-    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers
-    int [nq], [nk].
+    """Tiles between this rank's query blocks and a chunk's KV blocks.
 
+    q_blocks, k_blocks: global block numbers, int [nq] and [nk].
     With `transpose` by_key is made too. Sequences and heads that are alike share their lists'
     memory.
     """
@@ -65,9 +66,9 @@ def block_tiles(
 def vertical_tiles(
     ranges: MaskRanges, index: BlockIndex, q_blocks: Tensor, transpose: bool
 ) -> Tiles:
-    """Tiles between this rank's query blocks and the gathered verticals, which are cut into blocks
-    as they come.
+    """Tiles between this rank's query blocks and the gathered verticals.
 
+    Verticals are cut into blocks in the order in which they come.
     A vertical inside a block that the query block meets anyway is marked as covered.
     """
     size = index.block_size
@@ -101,8 +102,9 @@ def vertical_tiles(
 
 
 def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
-    """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally
-    wide.
+    """Lists from bool tables [B, H, n, m] of full and of partial tiles.
+
+    Both lists come out equally wide.
     """
     # counts [B, H, n], numbers [B, H, n, K of each]
     full_count, full = _list(full)
@@ -138,9 +140,9 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_width(most: int, blocks: int) -> int:
-    """Width of lists of at most `most` out of `blocks`: a power of two, or all blocks where that is
-    less.
+    """Width of lists of at most `most` out of `blocks`.
 
+    A power of two, or all blocks where that is less.
     Widths that followed the data would compile kernels again and again.
     """
     power_of_two = 1 << (most - 1).bit_length()
@@ -148,8 +150,9 @@ def list_width(most: int, blocks: int) -> int:
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
-    """Lists of B sequences and Hq heads from those of one, where they are alike; they share their
-    memory.
+    """Lists of B sequences and Hq heads from those of one, where they are alike.
+
+    They share their memory.
     """
     if lists is None:
         return None
@@ -162,8 +165,9 @@ def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | No
 
 
 def with_room(tiles: Tiles, blocks: int) -> Tiles:
-    """Tiles of as many KV blocks; no query meets those that are added. As given where there are as
-    many already.
+    """Tiles of as many KV blocks; no query meets those that are added.
+
+    The tiles as given where there are as many already.
     """
     missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
     if missing <= 0:

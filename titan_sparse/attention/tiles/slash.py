@@ -1,5 +1,4 @@
-"""Tiles of a vertical-slash index made by kernels: the GPU's way to what blocks.py says in plain
-torch.
+"""Tiles of a vertical-slash index made by kernels: the GPU's way to what blocks.py says.
 
 No [blocks, blocks] mask is made and the host waits for nothing: the lists are as wide as the
 index's bound says.
@@ -52,8 +51,9 @@ def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
 def query_side(
     ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
 ) -> QuerySide:
-    """For this rank's query blocks, global numbers int [nq]; depends on the mask, the pattern and
-    the layout only.
+    """For this rank's query blocks, global numbers int [nq].
+
+    It depends on the mask, the pattern and the layout only.
     """
     q_positions = token_positions(q_blocks, index.block_size)
     reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]

@@ -65,9 +65,9 @@ def _lists(
     other: Tensor,
     slice_number: Tensor,
 ) -> BlockLists:
-    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side, with the m of the other
-    side.
+    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side.
 
+    The other side has m blocks.
     whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
     selected: likewise, all tiles that the index selects. line, other, slice_number: int64 [cuts],
     the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
@@ -101,9 +101,9 @@ def _lists(
 def _table(
     line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Counts int32 [B, H, n], and for each of `values` a table int32 [B, H, n, K] of those with the
-    same line.
+    """Counts int32 [B, H, n] and a table int32 [B, H, n, K] for each of `values`.
 
+    A line of a table holds the values with the same line.
     line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
     """
     batch, heads, lines = shape

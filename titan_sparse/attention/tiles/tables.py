@@ -1,5 +1,6 @@
-"""The tables of blocks that a backend computes on: the contract between masks and patterns, and
-backends.
+"""The tables of blocks that a backend computes on.
+
+They are the contract between masks and patterns on one side and backends on the other.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""How many verticals or diagonals are enough: the smallest sets whose mass reaches the recall
-target.
+"""How many verticals or diagonals are enough: the smallest sets that reach the recall.
 
 On a GPU, fp32 masses go to titan_sparse/kernels/budget.py, which sorts nothing; the plain-torch
 twins are here.
@@ -15,9 +14,9 @@ from titan_sparse.kernels import budget as kernels
 
 
 class Segments(NamedTuple):
-    """What is chosen from: n runs of neighbors among the L elements of each of B sequences; N rows
-    of masses.
+    """What is chosen from: n runs of neighbors among the L elements of each of B sequences.
 
+    There are N rows of masses.
     sequence: int32 [N], the sequence of each row.
     segment: int32 [B, L], the segment of each element, n for none.
     bounds: int32 [B, n, 5]: the segment's first position, the one behind its last, the least and
@@ -32,9 +31,9 @@ class Segments(NamedTuple):
 def smallest_sets(
     mass: Tensor, segments: Segments, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """For each segment of each row, the fewest elements that hold `recall` of its mass (MTraining,
-    B.1 i).
+    """For each segment of each row, the fewest elements that hold `recall` of its mass.
 
+    MTraining, appendix B.1 i.
     mass: float [N, L], not negative, at most most_mass in a segment. The element that crosses the
     target is included. Equal masses are taken in order of position, so that every rank and world
     size chooses the same. Of the two bounds on the count the most wins. Elements that are always on
@@ -96,8 +95,9 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
 
 
 def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
-    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending, filled up with
-    `fill`.
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending.
+
+    What is left of the capacity is filled up with `fill`.
     """
     if selected.is_cuda:
         return kernels.compact(selected, capacity, fill)

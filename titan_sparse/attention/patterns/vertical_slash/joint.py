@@ -1,12 +1,12 @@
-"""The cheapest union of verticals and block diagonals whose mass reaches the recall target (budget
-= "joint").
+"""budget = "joint": the cheapest verticals and diagonals that hold the target together.
 
-MTraining's budgets (B.1) let verticals, and diagonals, each reach the target alone; together they
-hold more than was asked for. Here mass counts once, whoever computes it. It is weighed against the
-time that it costs a block of queries: 1 for a diagonal, VERTICAL_COST / block_size for a vertical.
-If costs were counted over the whole sequence instead, verticals near its end would cost next to
-nothing, and the choice would hold the probe's mass with verticals that no other query wants
-(docs/patterns.md).
+That is the union of verticals and block diagonals of least cost whose mass reaches the recall
+target. MTraining's budgets (B.1) let verticals, and diagonals, each reach the target alone;
+together they hold more than was asked for. Here mass counts once, whoever computes it. It is
+weighed against the time that it costs a block of queries: 1 for a diagonal, VERTICAL_COST /
+block_size for a vertical. If costs were counted over the whole sequence instead, verticals near its
+end would cost next to nothing, and the choice would hold the probe's mass with verticals that no
+other query wants (docs/patterns.md).
 
 For each vertical the probe tells which diagonals hold its mass too: one for each block that the
 probe's rows lie in, so mostly one. Call mass for cost a price. A vertical pays at prices below its
@@ -96,9 +96,9 @@ def incidence(
 def smallest_union(
     verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """For each span of each row, the verticals and diagonals of least cost that hold `recall` of
-    its mass together.
+    """For each span of each row, the cheapest union of verticals and diagonals.
 
+    It is the one of least cost that holds `recall` of the span's mass.
     verticals: float [N, K, U, b], masses by block back, at most most_mass in a span. of: which
     diagonals hold them too. Elements that are always on count as held; the bounds on counts are on
     what comes in addition. Equal prices are taken in order of position and sums are integers, so

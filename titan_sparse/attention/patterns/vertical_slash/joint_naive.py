@@ -27,9 +27,9 @@ _COST_UNITS = 2.0**32
 
 
 class Incidence(NamedTuple):
-    """Which diagonals a vertical meets in the probe's rows; the same for every layer. Of B
-    sequences.
+    """Which diagonals each vertical meets in the probe's rows, the same for every layer.
 
+    Of B sequences.
     tile: int64 [B, E U], the tiles (block, span touching it, blocks back) that make up each
         diagonal, K T U for none.
     diagonal: int64 [B, K, T, U], the diagonal of each tile, E for none.
@@ -65,9 +65,7 @@ class Incidence(NamedTuple):
         return values.tensor_split([vertical_count], dim=1)
 
     def diagonal_sums(self, values: Tensor) -> Tensor:
-        """Sums over each diagonal's verticals, [N, E], of values by vertical and block back, [N, K,
-        U, b].
-        """
+        """Sums [N, E] over each diagonal's verticals, of values by block back [N, K, U, b]."""
         _, _, touching, back = self.diagonal.shape
         # [N, K, T, U]
         if touching == 1:
@@ -83,8 +81,9 @@ class Incidence(NamedTuple):
         return tiles.sum(-1)
 
     def of_verticals(self, values: Tensor) -> Tensor:
-        """Values of diagonals, [N, E], by vertical and block back, [N, K, U, b]; 0 where there is
-        no diagonal.
+        """Values of diagonals, [N, E], by vertical and block back, [N, K, U, b].
+
+        0 where there is no diagonal.
         """
         _, _, touching, back = self.diagonal.shape
         # [N, E + 1]
@@ -121,9 +120,7 @@ class _Problem(NamedTuple):
 def smallest_union_naive(
     verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
 ) -> tuple[Tensor, Tensor]:
-    """The twin of kernels.smallest_union(); arguments and result as those of
-    joint.smallest_union().
-    """
+    """The twin of kernels.smallest_union(); called like joint.smallest_union()."""
     incidence = of.of_rows(segments.sequence.long())
     problem = _problem(verticals, segments, incidence, recall, most_mass)
     # Two sets of diagonals, and the verticals that reach the target beside each.
@@ -175,8 +172,9 @@ def _problem(
 
 
 def _span_sums(values: Tensor, bounds: Tensor) -> Tensor:
-    """Sums of integers or bools [N, L] over each span's elements, int64 [N, n]; bounds: [N, n,
-    5].
+    """int64 [N, n]: sums of integers or bools [N, L] over the elements of each span.
+
+    bounds: [N, n, 5].
     """
     length = values.shape[1]
     # [N, L + 1]: the sum of all elements in front of each position.
@@ -200,8 +198,9 @@ class _PriceOrder(NamedTuple):
     first: Tensor
 
     def before(self, values: Tensor) -> Tensor:
-        """int64 [N, L]: sum of the values before each element in its span; values [N, L] in this
-        order.
+        """int64 [N, L]: sum of the values before each element in its span.
+
+        values: [N, L], in this order.
         """
         values = values.long()
         # [N, L]
@@ -373,8 +372,9 @@ def _verticals_beside(problem: _Problem, on: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cost(problem: _Problem, selected: Tensor) -> Tensor:
-    """float64 [N, n]: what each span's selection, bool [N, S + E], costs a block of queries, times
-    the block's size.
+    """float64 [N, n]: what each span's selection costs a block of queries, times the block's size.
+
+    selected: bool [N, S + E].
     """
     verticals, diagonals = problem.incidence.split(selected)
     # [N, n]

@@ -1,9 +1,9 @@
-"""Vertical-slash selection (MTraining, section 4 and appendix B.1): per sequence, or document when
-packed, and query head.
+"""Vertical-slash selection (MTraining, section 4 and appendix B.1).
 
-The last `probe` queries of a span look at all its keys. Verticals are the single keys, and slashes
-the block diagonals, that carry the target share of the attention mass seen there. A slash is one
-entry of a 1-D list per head, never a mask.
+Every query head selects for itself, per sequence, or per document in a packed sequence. The last
+`probe` queries of a span look at all its keys. Verticals are the single keys, and slashes the block
+diagonals, that carry the target share of the attention mass seen there. A slash is one entry of a
+1-D list per head, never a mask.
 """
 
 import dataclasses
@@ -103,9 +103,9 @@ class VerticalSlashIndex(BlockIndex):
         return [self.slashes, self.verticals, self.capped]
 
     def block_spans(self, q_blocks: Tensor) -> Tensor:
-        """int32 [B, nq, 5], what selects() looks up for each query block, as
-        kernels/block_tables.py takes it.
+        """int32 [B, nq, 5]: what selects() looks up for each query block.
 
+        In the form that kernels/block_tables.py takes.
         That is offset (-1 for no span) and first block of the two spans that it touches, then its
         dense_from.
         """
@@ -194,9 +194,7 @@ class VerticalSlash(Pattern):
         return -(-min(most, seq_len) // block_size) * block_size
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if a block could touch three selected documents, or the probe be longer than a
-        document.
-        """
+        """ValueError if a block could touch three spans, or the probe be longer than a document."""
         queries = self.probe_queries(block_size)
         least = max(block_size, queries)
         if self.dense_below < least:
@@ -262,8 +260,9 @@ class VerticalSlash(Pattern):
         cp: ContextParallel,
         shape: tuple[int, int],
     ) -> Incidence:
-        """Which diagonals a vertical meets, remembered for the mask; shape: batch size and query
-        heads.
+        """Which diagonals each vertical meets, remembered for the mask.
+
+        shape: batch size and query heads.
         """
         seq_len = ranges.start.shape[1]
         back = blocks_back(self.probe_queries(cp.block_size), cp.block_size)
@@ -277,9 +276,9 @@ class VerticalSlash(Pattern):
         )
 
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
-        """What is chosen from in a row of masses [S + E]: each span's verticals, then its
-        diagonals, 2 n segments.
+        """What is chosen from in a row of masses [S + E], in 2 n segments.
 
+        These are each span's verticals, then each span's diagonals.
         diagonals: E. sequence: int64 [N], of each row.
         """
         n = spans.start.shape[1]
@@ -342,8 +341,7 @@ class VerticalSlash(Pattern):
         )
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """A bound, known without looking, on the KV blocks that one query block can meet by
-        slashes.
+        """Bound, known without looking, on the KV blocks that a query block can meet by slashes.
 
         It counts the cap of each span that the block may touch (two in a packed sequence) and short
         documents. All blocks where there is no cap.
@@ -368,9 +366,9 @@ def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) 
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:
-    """A budget's cap for each span, int64 [B, n]: all of it for an unpacked sequence, else in
-    proportion to length.
+    """int64 [B, n]: each span's part of a budget's cap.
 
+    It is all of the cap for an unpacked sequence, else in proportion to length.
     Padding does not count as length: the number of ranks, which padding depends on, does not change
     the selection.
     """

@@ -1,5 +1,4 @@
-"""What the probe sees: attention mass of a span's last queries by key vertical and by block
-diagonal.
+"""What the probe sees: attention mass of a span's last queries, by vertical and by diagonal.
 
 MTraining, section 4 and appendix B.1. There are four collectives, and none of them waits for the
 host: the probe's queries go to all ranks, the softmax normalizers are gathered, the pooled masses
@@ -46,9 +45,9 @@ class Probe(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What a probe needs to know of spans and layout, the same for every layer; int32 where a
-    kernel reads it.
+    """What a probe needs to know of spans and layout, the same for every layer.
 
+    int32 where a kernel reads it.
     blocks: int32 [n_local], the global blocks of this rank.
     slot: int32 [B, n_local, T], the spans that touch them, -1 for none.
     run: int32 [B, n, 2], the first local block that touches a span and the one behind the last.
@@ -80,9 +79,9 @@ def probe_masses(
     scale: float,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention masses that the probe gives to verticals and to block diagonals, for this rank's
-    share of the heads.
+    """Attention masses that the probe gives to verticals and to block diagonals.
 
+    For this rank's share of the heads.
     q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. geometry: probe_geometry() for
     `queries` queries.
     Collective over cp. Each rank gets N = ceil(B Hq / ranks) (sequence, head) pairs;
@@ -233,9 +232,9 @@ def _runs(slot: Tensor, n: int) -> Tensor:
 
 
 def tiles_of_diagonals(spans: Spans, blocks: int, back: int, block_size: int) -> Tensor:
-    """int64 [N, E U]: entry e of the list of all spans' diagonals is the sum of tiles U e .. U e +
-    U - 1 of these.
+    """int64 [N, E U]: the tiles that make up each diagonal.
 
+    Entry e of the list of all spans' diagonals is the sum of tiles U e .. U e + U - 1 of these.
     Tiles are numbered (key block, span touching it, probe blocks back); the one behind the last
     stands for none.
     spans: of N rows. blocks: K, of the sequence. back: U, query blocks that the probe's rows lie
@@ -296,8 +295,9 @@ def _gather_probe(
 
 
 def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel) -> Tensor:
-    """Log of the softmax sum over all ranks' keys, [B, Hq, n, P]; -inf for rows that see
-    nothing.
+    """Log of the softmax sum over all ranks' keys, [B, Hq, n, P].
+
+    -inf for rows that see nothing.
     """
     blocks = geometry.blocks
     slot = geometry.slot
@@ -324,9 +324,9 @@ def _pooled(
     block_size: int,
     split: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Masses of this rank's keys: by vertical [B, Hq, n_local, V, b], by tile and block back [B,
-    Hq, n_local, T, U].
+    """Masses of this rank's keys, by vertical and by tile.
 
+    By vertical: [B, Hq, n_local, V, b]. By tile and block back: [B, Hq, n_local, T, U].
     V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
     """
     if k.is_cuda and k.dtype != torch.float64:

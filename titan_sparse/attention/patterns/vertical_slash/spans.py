@@ -1,9 +1,9 @@
-"""Which documents a selection is made for, in arrays of fixed size so that nothing waits for the
-device.
+"""Spans: the documents that a selection is made for.
 
-An unpacked sequence is one span, always selected. In a packed one, every document of at least
-`dense_below` tokens is a span with a selection of its own; shorter documents are computed whole. At
-most two spans touch a block, because dense_below >= block_size.
+They are arrays of fixed size, so that nothing waits for the device. An unpacked sequence is one
+span, always selected. In a packed one, every document of at least `dense_below` tokens is a span
+with a selection of its own; shorter documents are computed whole. At most two spans touch a block,
+because dense_below >= block_size.
 """
 
 from collections.abc import Callable, Hashable
@@ -60,16 +60,18 @@ def slots(seq_len: int, dense_below: int, packed: bool) -> int:
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
-    """Length of the list of all spans' block diagonals: neighboring spans share at most one
-    block.
+    """Length of the list of all spans' block diagonals.
+
+    Neighboring spans share at most one block.
     """
     blocks = -(-seq_len // block_size)
     return blocks + n - 1
 
 
 def spans_of_mask(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
-    """find_spans(), remembered for the mask: all layers and all patterns with the same limit share
-    the result.
+    """find_spans(), remembered for the mask.
+
+    All layers, and all patterns with the same limit, share the result.
     """
     # Nothing else decides the spans.
     key = ("spans", batch, dense_below, block_size)
@@ -194,8 +196,9 @@ def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
 
 
 def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:
-    """int64 [B, m, T]: the slots of the spans that touch each of m global blocks (int [m]), -1 for
-    none; T = min(n, 2).
+    """int64 [B, m, T]: the slots of the spans that touch each of m global blocks, -1 for none.
+
+    blocks: int [m]. T = min(n, 2).
     """
     batch, n = spans.start.shape
     # [B, m]
