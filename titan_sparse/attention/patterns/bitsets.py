@@ -1,22 +1,19 @@
 """Explicit sets of block pairs, as bits: 32 MiB for 16 heads at 524,288 tokens in blocks of 128."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.kernels.chunks import chosen_bits
-
-if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 
 class BlockSets(BlockIndex):
     """For every head and query block any set of key blocks.
 
-    words: int32 [B, Hq, blocks, ceil(blocks / 32)], bit c (kernels/bits.py) of query block a: a meets key block c.
+    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/bits.py) of query block a: a
+        meets key block c.
     """
 
     by_head = ("verticals", "words")
@@ -26,21 +23,31 @@ class BlockSets(BlockIndex):
         self.words = words
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        # [B, Hq, nq, words]
+        words = self.words[:, :, q_blocks.long()]
+        # [1, 1, nq, nk]
         numbers = k_blocks.expand(1, 1, len(q_blocks), -1)
-        return chosen_bits(self.words[:, :, q_blocks.long()], numbers)
+        return chosen_bits(words, numbers)
 
     def tensors(self) -> list[Tensor]:
         return [self.words]
 
 
 def no_verticals(like: Tensor) -> Tensor:
-    """BlockIndex.verticals of a pattern without: int32 [B, Hq, 0], of a tensor [B, Hq, ...]."""
-    return like.new_empty(*like.shape[:2], 0, dtype=torch.int32)
+    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0].
+
+    like: [B, Hq, ...].
+    """
+    batch, heads = like.shape[:2]
+    # [B, Hq, 0]
+    return like.new_empty(batch, heads, 0, dtype=torch.int32)
 
 
-def gather_blocks(x: Tensor, cp: "ContextParallel", rows: MaskRanges) -> Tensor:
+def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
     """All ranks' blocks [B, H, n_local, ...] in global order [B, H, blocks, ...], on every rank."""
     if cp.size == 1:
         return x
-    every = cp.all_gather(x).movedim(0, 2).flatten(2, 3)
-    return every[:, :, torch.argsort(cp.table(rows).flatten())]
+    # [ranks, B, H, n_local, ...] -> [B, H, ranks * n_local, ...], rank by rank.
+    by_rank = cp.all_gather(x).movedim(0, 2).flatten(2, 3)
+    global_order = torch.argsort(cp.table(ranges).flatten())
+    return by_rank[:, :, global_order]

@@ -14,9 +14,9 @@ class DenseIndex(BlockIndex):
     """Selects every pair of blocks; no verticals."""
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        return torch.ones(
-            1, 1, len(q_blocks), len(k_blocks), dtype=torch.bool, device=q_blocks.device
-        )
+        # [1, 1, nq, nk]
+        shape = (1, 1, len(q_blocks), len(k_blocks))
+        return torch.ones(shape, dtype=torch.bool, device=q_blocks.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,10 @@ class Dense(Pattern):
     takes_slices: ClassVar[bool] = True
 
     def index(
-        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> DenseIndex:
-        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=rows.start.device)
-        return DenseIndex(heads, rows.start.shape[1], block_size, verticals)
+        seq_len = ranges.start.shape[1]
+        device = ranges.start.device
+        # [B, Hq, 0]
+        verticals = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
+        return DenseIndex(heads, seq_len, block_size, verticals)

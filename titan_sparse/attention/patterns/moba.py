@@ -1,45 +1,50 @@
-"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189): every query chooses chunks of keys for itself.
+"""MoBA, mixture of block attention (Lu et al. 2025, arXiv 2502.13189).
 
-Chunks are counted from the beginning of a document. A query sees its own chunk, causally, and those of the earlier ones
-whose mean key has the largest product with it. A block of queries computes the union of what its queries chose; inside a
-tile that not all of them chose each query keeps to its own choice (kernels/chunks.py).
+Every query chooses chunks of keys for itself. Chunks are counted from the beginning of a document.
+A query sees its own chunk, causally, and those of the earlier chunks whose mean key has the largest
+product with it. A block of queries computes the union of what its queries chose. Inside a tile that
+not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.bitsets import gather_blocks, no_verticals
 from titan_sparse.attention.patterns.vertical_slash.spans import (
     Spans,
-    find_spans,
+    lookup,
+    once_per_selection,
     slots,
     span_of_tokens,
     spans_of_blocks,
+    spans_of_mask,
 )
 from titan_sparse.kernels.bits import pack, unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys
-
-if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 _CHUNK_ELEMENTS = 1 << 24
 """Gates held at a time, some of them as int64."""
 
 
 class MoBAIndex(BlockIndex):
-    """Chunks chosen by every query, and what follows for blocks of queries; bits as kernels/bits.py has them.
+    """Chunks chosen by every query, and by blocks of queries; bits as in kernels/bits.py.
 
-    words: int32 [B, Hq, S, W], bit c: the query sees chunk c of its document. any_words: int32 [B, Hq, blocks, T, W],
-    those chosen by any query of the block in each of the (at most two) long documents that it touches. all_words: int32
-    [B, Hq, blocks, W], chosen by all. origin: int32 [B, S], where each query's chunks are counted from. chunk: tokens.
+    words: int32 [B, Hq, S, W]; bit c: the query sees chunk c of its document.
+    any_words: int32 [B, Hq, blocks, T, W], the chunks chosen by any query of the block, apart for
+        each of the (at most two) long documents that it touches.
+    all_words: int32 [B, Hq, blocks, W], the chunks chosen by all queries of the block.
+    origin: int32 [B, S], where each query's chunks are counted from.
+    chunk: tokens of a chunk.
     """
 
     by_head = ("verticals", "words", "any_words", "all_words")
@@ -55,88 +60,150 @@ class MoBAIndex(BlockIndex):
         block_size: int,
     ):
         super().__init__(words.shape[1], origin.shape[1], block_size, no_verticals(words))
-        self.words, self.any_words, self.all_words = words, any_words, all_words
-        self.origin, self.spans, self.chunk = origin, spans, chunk
+        self.words = words
+        self.any_words = any_words
+        self.all_words = all_words
+        self.origin = origin
+        self.spans = spans
+        self.chunk = chunk
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        q_blocks, k_blocks = q_blocks.long(), k_blocks.long()
-        past = q_blocks[:, None] >= k_blocks
-        selected = ((k_blocks >= self.spans.dense_from[:, q_blocks, None]) & past)[:, None]
-        for number, slot in enumerate(
-            spans_of_blocks(self.spans, q_blocks, self.block_size).unbind(-1)
-        ):
+        spans = self.spans
+        q_blocks = q_blocks.long()
+        k_blocks = k_blocks.long()
+        past = q_blocks[:, None] >= k_blocks  # [nq, nk]
+        # [B, 1, nq, nk]: short documents are seen whole.
+        dense_from = spans.dense_from[:, q_blocks, None]
+        selected = ((k_blocks >= dense_from) & past)[:, None]
+        # [B, nq, T]: a query block touches one long document or two.
+        touching = spans_of_blocks(spans, q_blocks, self.block_size)
+        for number, slot in enumerate(touching.unbind(-1)):
+            # [B, nq]
             known = slot.clamp(min=0)
-            begin, first = (x.gather(1, known) for x in (self.spans.start, self.spans.first_block))
-            inside = (slot >= 0)[..., None] & past & (k_blocks >= first[..., None])
-            here, beyond = self._touched(self.any_words[:, :, q_blocks, number], begin, k_blocks)
-            selected = selected | ((here | beyond) & inside[:, None])
+            document_start = spans.start.gather(1, known)
+            first_block = spans.first_block.gather(1, known)
+            # [B, nq, nk]
+            inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block[..., None])
+
+            # [B, Hq, nq, nk]
+            words = self.any_words[:, :, q_blocks, number]
+            in_first, in_last = self._touched_bits(words, document_start, k_blocks)
+            selected = selected | ((in_first | in_last) & inside[:, None])
         return selected
 
     def selects_for_all(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        begin = self.origin[:, q_blocks.long() * self.block_size]
-        here, beyond = self._touched(self.all_words[:, :, q_blocks.long()], begin, k_blocks.long())
-        return here & beyond
+        q_blocks = q_blocks.long()
+        # [B, nq], of the first query. Where a block touches two documents, the mask does not let
+        # all of its queries see all keys anyway.
+        document_start = self.origin[:, q_blocks * self.block_size]
 
-    def _touched(self, words: Tensor, begin: Tensor, k_blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """bool [B, Hq, nq, nk] twice: the bits of the first and of the last chunk that each key block touches, of chunks
-        counted from `begin` [B, nq]."""
-        first = k_blocks * self.block_size - begin[..., None]
-        ends = (first, first + self.block_size - 1)
-        return tuple(chosen_bits(words, (x.clamp(min=0) // self.chunk)[:, None]) for x in ends)
+        # [B, Hq, nq, nk]
+        words = self.all_words[:, :, q_blocks]
+        in_first, in_last = self._touched_bits(words, document_start, k_blocks.long())
+        return in_first & in_last
+
+    def _touched_bits(
+        self, words: Tensor, document_start: Tensor, k_blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The bits of the first and of the last chunk that each key block touches.
+
+        bool [B, Hq, nq, nk] each.
+        words: int32 [B, Hq, nq, W]. document_start: [B, nq], where the chunks are counted from.
+        """
+        # [B, nq, nk], counted from the document's start. A block has no more tokens than a chunk,
+        # so that it touches two chunks at most.
+        first_key = k_blocks * self.block_size - document_start[..., None]
+        last_key = first_key + self.block_size - 1
+
+        # [B, nq, nk]
+        first_chunk = first_key.clamp(min=0) // self.chunk
+        last_chunk = last_key.clamp(min=0) // self.chunk
+
+        # [B, Hq, nq, nk]
+        in_first = chosen_bits(words, first_chunk[:, None])
+        in_last = chosen_bits(words, last_chunk[:, None])
+        return in_first, in_last
 
     def chosen_chunks(self, q_positions: Tensor) -> ChosenChunks:
-        return ChosenChunks(self.words[:, :, q_positions], self.origin[:, q_positions], self.chunk)
+        # [B, Hq, Sq, W]
+        words = self.words[:, :, q_positions]
+        # [B, Sq]
+        origin = self.origin[:, q_positions]
+        return ChosenChunks(words, origin, self.chunk)
 
     def tensors(self) -> list[Tensor]:
         return [self.words, self.any_words, self.all_words]
 
     def dense(self, mask: Mask) -> Tensor:
-        position = torch.arange(self.seq_len, device=self.words.device)
+        device = self.words.device
+        position = torch.arange(self.seq_len, device=device)
+        # [B, Hq, S, S]
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
-        return chosen & mask.dense(self.seq_len, position.device)[:, None]
+        # [Bm, 1, S, S]
+        visible = mask.dense(self.seq_len, device)[:, None]
+        return chosen & visible
 
-    def pairs(self, rows: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """Pairs of tokens computed for the queries of these blocks on each part of the keys, float64 [B, Hq, parts].
+    def pairs(self, ranges: MaskRanges, q_blocks: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """float64 [B, Hq, parts]: pairs of tokens computed for these queries, by part of the keys.
 
-        parts: global blocks int64 [n], such as the rows of a layout's table. Exact: chosen chunks cut with what the mask
-        shows each query.
+        parts: global blocks int64 [n] each, such as the rows of a layout's table. Exact: the chosen
+        chunks are intersected with what the mask shows each query.
         """
-        ranks, width = len(parts), self.words.shape[-1] * 32
-        owned = torch.zeros(
-            ranks, self.seq_len // self.block_size + 1, dtype=torch.int64, device=q_blocks.device
-        )
-        for own, part in zip(owned, parts):
-            own[part + 1] = 1
-        before, mine = (
-            owned.cumsum(1) * self.block_size,
-            torch.nn.functional.pad(owned[:, 1:], (0, 1)),
-        )
-        tokens_before = lambda p: (
-            before[:, p // self.block_size] + mine[:, p // self.block_size] * (p % self.block_size)
-        )
-        total = torch.zeros(
-            *self.words.shape[:2], ranks, dtype=torch.float64, device=q_blocks.device
-        )
-        step = max(1, _CHUNK_ELEMENTS // (width * ranks * self.block_size))
-        for some in q_blocks.split(step):
-            position = token_positions(some, self.block_size)
-            start, stop = (x[:, position, None].long() for x in (rows.start, rows.stop))
-            begin = (
-                self.origin[:, position, None]
-                + torch.arange(width, device=q_blocks.device) * self.chunk
-            )
+        device = q_blocks.device
+        part_count = len(parts)
+        chunk_count = self.words.shape[-1] * 32
+        batch, heads = self.words.shape[:2]
+
+        # For every part: whether it has a block [parts, blocks + 1], and its tokens in front of the
+        # block.
+        blocks = self.seq_len // self.block_size
+        owned = torch.zeros(part_count, blocks + 1, dtype=torch.int64, device=device)
+        for part_owned, part in zip(owned, parts):
+            part_owned[part + 1] = 1
+        owned_before = owned.cumsum(1) * self.block_size
+        owns = F.pad(owned[:, 1:], (0, 1))
+
+        def tokens_before(position: Tensor) -> Tensor:
+            """int64 [parts, ...]: tokens of each part in front of the positions int64 [...]."""
+            block = position // self.block_size
+            in_block = position % self.block_size
+            # Of the block that holds the position, the tokens in front of it.
+            return owned_before[:, block] + owns[:, block] * in_block
+
+        total = torch.zeros(batch, heads, part_count, dtype=torch.float64, device=device)
+        chunk_start = torch.arange(chunk_count, device=device) * self.chunk
+        step = max(1, _CHUNK_ELEMENTS // (chunk_count * part_count * self.block_size))
+        for step_blocks in q_blocks.split(step):
+            # [m]
+            position = token_positions(step_blocks, self.block_size)
+            # [Bm, m, 1]
+            start = ranges.start[:, position, None].long()
+            stop = ranges.stop[:, position, None].long()
+
+            # [B, m, chunks]: each chunk, as far as the mask shows it to the query.
+            begin = self.origin[:, position, None] + chunk_start
             low = torch.minimum(torch.maximum(begin, start), stop)
             high = torch.maximum(torch.minimum(begin + self.chunk, stop), low)
-            seen = (tokens_before(high) - tokens_before(low)).movedim(0, -1).flatten(1, 2).double()
-            chosen = unpack(self.words[:, :, position], width).flatten(2).double()
+
+            # [parts, B, m, chunks]
+            seen = tokens_before(high) - tokens_before(low)
+            # [B, m chunks, parts]
+            seen = seen.movedim(0, -1).flatten(1, 2).double()
+            # [B, Hq, m chunks]
+            chosen = unpack(self.words[:, :, position], chunk_count)
+            chosen = chosen.flatten(2).double()
+            # [B, Hq, parts]
             total += chosen @ seen
         return total
 
 
 @dataclasses.dataclass(frozen=True)
 class MoBA(Pattern):
-    """Parameters of the gate. chunk_size: tokens of a chunk, no fewer than of a block. top_k: chunks that a query sees,
-    its own among them. Documents of fewer tokens than a chunk are dense. Raises ValueError for values out of range.
+    """Parameters of the gate.
+
+    chunk_size: tokens of a chunk, no fewer than of a block.
+    top_k: chunks that a query sees, its own among them.
+    Documents of fewer tokens than a chunk are dense. Raises ValueError for values out of range.
     """
 
     chunk_size: int = 4096
@@ -159,79 +226,125 @@ class MoBA(Pattern):
             )
 
     def select_tensors(
-        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
+        # The largest products are the same for any scale, so that it is not needed.
         batch, heads = q.shape[:2]
-        seq_len, size = rows.start.shape[1], cp.block_size
-        chunks = self._chunks(rows, batch, cp)
-        means = _mean_keys(k, chunks, cp, self.chunk_size, rows)
-        step = max(
-            1,
-            _CHUNK_ELEMENTS
-            // (batch * heads * size * max(means.shape[2], -(-seq_len // self.chunk_size))),
-        )
-        found = []
+        seq_len = ranges.start.shape[1]
+        size = cp.block_size
+        chunks = self._chunks(ranges, batch, cp)
+        means = _mean_keys(k, chunks, cp, self.chunk_size, ranges)  # [B, Hkv, n, D]
+
+        # Some of this rank's query blocks at a time.
+        most_chunks = max(means.shape[2], -(-seq_len // self.chunk_size))
+        step = max(1, _CHUNK_ELEMENTS // (batch * heads * size * most_chunks))
+        words = []
+        any_words = []
+        all_words = []
         for first in range(0, seq_len // cp.size // size, step):
-            some = slice(first * size, (first + step) * size)
-            chosen = self._choose(q[:, :, some], means, chunks, some, seq_len)
-            found.append(
-                _of_queries_and_blocks(chosen, chunks.member[:, first : first + step], size)
-            )
-        words, any_words, all_words = (
-            gather_blocks(torch.cat(x, dim=2), cp, rows) for x in zip(*found)
-        )
-        return [words.flatten(2, 3), any_words, all_words]
+            last = first + step
+            tokens = slice(first * size, last * size)
+            chosen = self._choose(q[:, :, tokens], means, chunks, tokens, seq_len)
+            packed = _pack_by_blocks(chosen, chunks.member[:, first:last], size)
+            words.append(packed[0])
+            any_words.append(packed[1])
+            all_words.append(packed[2])
+
+        gathered_words = gather_blocks(torch.cat(words, dim=2), cp, ranges)
+        return [
+            gathered_words.flatten(2, 3),
+            gather_blocks(torch.cat(any_words, dim=2), cp, ranges),
+            gather_blocks(torch.cat(all_words, dim=2), cp, ranges),
+        ]
 
     def _choose(
-        self, q: Tensor, means: Tensor, chunks: "Chunks", some: slice, seq_len: int
+        self, q: Tensor, means: Tensor, chunks: "Chunks", tokens: slice, seq_len: int
     ) -> Tensor:
-        """bool [B, Hq, n, C]: the chunks of its own document that each of n queries sees. means: [B, Hkv, chunks, D]."""
-        offset, own = (x[:, None, some, None] for x in (chunks.offset, chunks.own))
-        number = torch.arange(means.shape[2], device=q.device)
+        """bool [B, Hq, m, C]: the chunks of its own document that each query sees.
+
+        q: [B, Hq, m, D], the queries `tokens` of this rank. means: [B, Hkv, n, D], of the chunks of
+            all documents.
+        """
+        kv_heads, count = means.shape[1:3]
+        # [B, 1, m, 1]: the document's first chunk, and the query's own one counted from there.
+        offset = chunks.offset[:, None, tokens, None]
+        own = chunks.own[:, None, tokens, None]
+
+        # [B, Hkv, G, m, D] @ [B, Hkv, 1, D, n]
+        q_by_group = q.unflatten(1, (kv_heads, -1)).to(means.dtype)
+        gate = q_by_group @ means[:, :, None].mT
+        # [B, Hq, m, n]
+        gate = gate.flatten(1, 2)
+
+        # [B, 1, m, n]: the earlier chunks of the query's document.
+        number = torch.arange(count, device=q.device)
         past = (number >= offset) & (number < offset + own)
-        gate = q.unflatten(1, (means.shape[1], -1)).to(means.dtype) @ means[:, :, None].mT
-        top = _largest(gate.flatten(1, 2).masked_fill(~past, -torch.inf), self.top_k - 1)
-        chunk = torch.arange(-(-seq_len // self.chunk_size), device=q.device)
-        at = (offset + chunk).clamp(max=means.shape[2] - 1).expand(-1, top.shape[1], -1, -1)
-        return (top.gather(3, at) & (chunk < own)) | (chunk == own)
+        # [B, Hq, m, n]
+        best = _largest(gate.masked_fill(~past, -torch.inf), self.top_k - 1)
 
-    def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
-        key = ("spans", batch, self.chunk_size, block_size)
-        return once_per_mask(
-            rows, key, lambda: find_spans(rows, batch, self.chunk_size, block_size)
+        # [B, Hq, m, C]: the same, with chunks counted from the document's start.
+        most_chunks = -(-seq_len // self.chunk_size)
+        chunk = torch.arange(most_chunks, device=q.device)
+        number = (offset + chunk).clamp(max=count - 1)
+        number = number.expand(-1, best.shape[1], -1, -1)
+        is_best = best.gather(3, number) & (chunk < own)
+        return is_best | (chunk == own)
+
+    def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
+        """The documents that have a whole chunk."""
+        return spans_of_mask(ranges, batch, self.chunk_size, block_size)
+
+    def _chunks(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "Chunks":
+        spans = self._spans(ranges, batch, cp.block_size)
+        return once_per_selection(
+            ranges,
+            "chunks",
+            self,
+            cp,
+            (batch,),
+            lambda: _find_chunks(ranges, spans, cp, self.chunk_size),
         )
-
-    def _chunks(self, rows: MaskRanges, batch: int, cp: "ContextParallel") -> "Chunks":
-        key = ("moba", self.key, cp.key, batch)
-        spans = self._spans(rows, batch, cp.block_size)
-        return once_per_mask(rows, key, lambda: _find_chunks(rows, spans, cp, self.chunk_size))
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
-        blocks, words = seq_len // block_size, -(-seq_len // (32 * self.chunk_size))
+        blocks = seq_len // block_size
+        # W: one bit for each chunk of the longest document that fits.
+        words = -(-seq_len // (32 * self.chunk_size))
         touching = min(slots(seq_len, self.chunk_size, packed), 2)
-        shapes = ((seq_len, words), (blocks, touching, words), (blocks, words))
-        return [q.new_empty(batch, heads, *shape, dtype=torch.int32) for shape in shapes]
+        return [
+            q.new_empty(batch, heads, seq_len, words, dtype=torch.int32),
+            q.new_empty(batch, heads, blocks, touching, words, dtype=torch.int32),
+            q.new_empty(batch, heads, blocks, words, dtype=torch.int32),
+        ]
 
     def index(
-        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> MoBAIndex:
+        words, any_words, all_words = tensors
         origin = once_per_mask(
-            rows, ("origin", batch), lambda: _origin(rows).expand(batch, -1).contiguous()
+            ranges,
+            ("origin", batch),
+            lambda: _document_origin(ranges).expand(batch, -1).contiguous(),
         )
-        return MoBAIndex(
-            *tensors, origin, self._spans(rows, batch, block_size), self.chunk_size, block_size
-        )
+        spans = self._spans(ranges, batch, block_size)
+        return MoBAIndex(words, any_words, all_words, origin, spans, self.chunk_size, block_size)
 
 
 class Chunks(NamedTuple):
-    """What the gate needs to know of the mask and the layout, for every layer the same; int64 unless said otherwise.
+    """What the gate needs to know of the mask and the layout; int64 unless said otherwise.
 
-    n whole chunks of all long documents, document by document. first, last: [B, n], their blocks. exists: bool [B, n].
-    slot: [B, blocks], the first chunk that a block touches or that comes after it. weight: bool [B, n_local, 2, block],
-    which tokens of this rank's blocks are in chunk slot, slot + 1. Of this rank's queries, [B, S_local]: offset, where
-    their document's chunks begin; own, the number of their own chunk in the document. member: bool [B, n_local, block, T],
-    in which of the long documents that touch the block a query is.
+    It is the same for every layer.
+    n whole chunks of all long documents, document by document.
+    first, last: [B, n], the blocks that a chunk begins and ends in.
+    exists: bool [B, n].
+    slot: [B, blocks], the first chunk that a block touches or that comes after it.
+    weight: bool [B, n_local, 2, block], which tokens of this rank's blocks are in chunk slot, and
+        in chunk slot + 1.
+    offset: [B, S_local], where the chunks of the document begin that each of this rank's queries is
+        in.
+    own: [B, S_local], the number of each query's own chunk in the document.
+    member: bool [B, n_local, block, T], in which of the long documents that touch the block a query
+        is.
     """
 
     first: Tensor
@@ -244,93 +357,140 @@ class Chunks(NamedTuple):
     member: Tensor
 
 
-def _origin(rows: MaskRanges) -> Tensor:
+def _document_origin(ranges: MaskRanges) -> Tensor:
     """int32 [Bm, S], where each token's document begins; 0 for padding."""
-    return (
-        torch.zeros_like(rows.start)
-        if rows.document_start is None
-        else rows.document_start.clamp(min=0).int()
-    )
+    if ranges.document_start is None:
+        return torch.zeros_like(ranges.start)
+    return ranges.document_start.clamp(min=0).int()
 
 
-def _find_chunks(rows: MaskRanges, spans: Spans, cp: "ContextParallel", chunk: int) -> Chunks:
-    seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
-    own = cp.blocks(rows)
-    position = token_positions(own, size)
-    count = (spans.stop - spans.start) // chunk
-    offset = count.cumsum(-1) - count
-    number = (
-        torch.arange(max(1, seq_len // chunk), device=device).expand(len(count), -1).contiguous()
-    )
-    span = torch.searchsorted(offset + count, number, right=True)
-    exists, span = span < count.shape[1], span.clamp(max=count.shape[1] - 1)
-    begin = spans.start.gather(1, span) + (number - offset.gather(1, span)) * chunk
+def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: int) -> Chunks:
+    """chunk: tokens of a chunk."""
+    seq_len = ranges.start.shape[1]
+    size = cp.block_size
+    device = ranges.start.device
+    batch, span_count = spans.start.shape
+
+    # Chunks of all spans, one after the other: [B, spans], then [B, n].
+    chunks_of_span = (spans.stop - spans.start) // chunk
+    offset = chunks_of_span.cumsum(-1) - chunks_of_span
+    most_chunks = max(1, seq_len // chunk)
+    number = torch.arange(most_chunks, device=device).expand(batch, -1).contiguous()
+    span = torch.searchsorted(offset + chunks_of_span, number, right=True)
+    exists = span < span_count
+    span = span.clamp(max=span_count - 1)
+    number_in_span = number - offset.gather(1, span)
+    begin = spans.start.gather(1, span) + number_in_span * chunk
     begin = begin.where(exists, seq_len)
-    block_begin = torch.arange(0, seq_len, size, device=device).expand(len(count), -1).contiguous()
+
+    # [B, blocks]
+    block_begin = torch.arange(0, seq_len, size, device=device).expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
-    touched = (slot[:, own, None] + torch.arange(2, device=device)).clamp(max=number.shape[1])
-    from_ = (
-        torch.nn.functional.pad(begin, (0, 1), value=seq_len)
-        .gather(1, touched.flatten(1))
-        .view(*touched.shape, 1)
-    )
+
+    # Which tokens of this rank's blocks are in the two chunks that a block can touch, [B, n_local,
+    # 2, block].
+    own_blocks = cp.blocks(ranges)
+    position = token_positions(own_blocks, size)  # [S_local]
+    two_chunks = slot[:, own_blocks, None] + torch.arange(2, device=device)
+    padded_begin = F.pad(begin, (0, 1), value=seq_len)
+    chunk_begin = lookup(padded_begin, two_chunks.clamp(max=most_chunks))[..., None]
     token = position.view(-1, 1, size)
+    in_chunk = (chunk_begin <= token) & (token < chunk_begin + chunk)
+
+    # Of this rank's queries, [B, S_local]: their span, and their own chunk in the document.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len)[:, position]
-    member = (
-        token_span.unflatten(1, (-1, size))[..., None]
-        == spans_of_blocks(spans, own, size)[:, :, None]
-    )
-    own_offset = torch.nn.functional.pad(offset, (0, 1)).gather(1, token_span)
+    query_offset = F.pad(offset, (0, 1)).gather(1, token_span)
+    query_origin = _document_origin(ranges)[:, position].expand(batch, -1)
+    # [B, n_local, block, T]
+    touching = spans_of_blocks(spans, own_blocks, size)
+    member = token_span.unflatten(1, (-1, size))[..., None] == touching[:, :, None]
     return Chunks(
-        begin // size,
-        (begin + chunk - 1) // size,
-        exists,
-        slot,
-        (from_ <= token) & (token < from_ + chunk),
-        own_offset,
-        (position - _origin(rows)[:, position].expand(len(count), -1)) // chunk,
-        member,
+        first=begin // size,
+        last=(begin + chunk - 1) // size,
+        exists=exists,
+        slot=slot,
+        weight=in_chunk,
+        offset=query_offset,
+        own=(position - query_origin) // chunk,
+        member=member,
     )
 
 
 def _mean_keys(
-    k: Tensor, chunks: Chunks, cp: "ContextParallel", chunk: int, rows: MaskRanges
+    k: Tensor, chunks: Chunks, cp: ContextParallel, chunk: int, ranges: MaskRanges
 ) -> Tensor:
-    """Mean key of every whole chunk, [B, Hkv, n, D], fp32 (fp64 for fp64).
+    """Mean key of every whole chunk, [B, Hkv, n, D], from k [B, Hkv, S_local, D].
 
-    What is summed within blocks, on the rank that owns them, is summed up over blocks in global order on every rank: the
-    number of ranks does not change the result.
+    In fp32 (fp64 for fp64).
+    Keys are summed within blocks on the rank that owns them. These sums are added up over blocks in
+    global order on every rank, so that the number of ranks does not change the result.
     """
+    _, kv_heads, _, dim = k.shape
     dtype = torch.promote_types(k.dtype, torch.float32)
-    sums = chunks.weight[:, None].to(dtype) @ k.unflatten(2, (-1, cp.block_size)).to(dtype)
-    sums = gather_blocks(sums, cp, rows)
-    block = chunks.first[..., None] + torch.arange(-(-chunk // cp.block_size) + 1, device=k.device)
+
+    # [B, Hkv, n_local, block, D]
+    k_blocks = k.unflatten(2, (-1, cp.block_size)).to(dtype)
+    # [B, Hkv, n_local, 2, D]: for each block the sums over the two chunks that it can touch.
+    sums = chunks.weight[:, None].to(dtype) @ k_blocks
+    # [B, Hkv, blocks, 2, D]
+    sums = gather_blocks(sums, cp, ranges)
+
+    # [B, n, blocks a chunk]: the blocks that each chunk touches.
+    blocks_a_chunk = -(-chunk // cp.block_size) + 1
+    block = chunks.first[..., None] + torch.arange(blocks_a_chunk, device=k.device)
     valid = (block <= chunks.last[..., None]) & chunks.exists[..., None]
     block = block.where(valid, 0)
+    # [B, n, blocks a chunk], 0 or 1: the chunk is the first or the second one that the block
+    # touches.
     number = torch.arange(block.shape[1], device=k.device)[:, None]
-    which = (number - chunks.slot.gather(1, block.flatten(1)).view_as(block)).clamp(0, 1)
-    at = (block * 2 + which).flatten(1)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-    parts = sums.flatten(2, 3).gather(2, at).unflatten(2, block.shape[1:])
-    return (parts * valid[:, None, ..., None]).sum(3) / chunk
+    which = (number - lookup(chunks.slot, block)).clamp(0, 1)
+
+    # [B, Hkv, n * blocks a chunk, D]
+    entry = (block * 2 + which).flatten(1)
+    entry = entry[:, None, :, None].expand(-1, kv_heads, -1, dim)
+    block_sums = sums.flatten(2, 3).gather(2, entry)
+
+    # [B, Hkv, n, blocks a chunk, D]
+    block_sums = block_sums.unflatten(2, block.shape[1:])
+    block_sums = block_sums * valid[:, None, ..., None]
+    # [B, Hkv, n, D]
+    return block_sums.sum(3) / chunk
 
 
 def _largest(gate: Tensor, count: int) -> Tensor:
-    """bool like gate [..., n]: the `count` largest elements above -inf, equal ones in order of position."""
+    """bool like gate [..., n]: the `count` largest elements above -inf.
+
+    Equal ones are taken in order of position.
+    """
     if count == 0:
         return torch.zeros_like(gate, dtype=torch.bool)
+
+    # [..., 1]: the smallest element that is among the largest.
     least = gate.topk(min(count, gate.shape[-1])).values[..., -1:]
-    above, equal = gate > least, (gate == least) & (gate > -torch.inf)
+
+    # [..., n]: what is above it, and of what is equal to it the first ones.
+    above = gate > least
+    equal = (gate == least) & (gate > -torch.inf)
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))
 
 
-def _of_queries_and_blocks(
-    chosen: Tensor, member: Tensor, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The words of MoBAIndex by blocks, [B, Hq, n, size, W], [B, Hq, n, T, W] and [B, Hq, n, W], from the choices
-    [B, Hq, n size, C] and `member` [B, n, size, T]."""
+def _pack_by_blocks(chosen: Tensor, member: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The words of MoBAIndex by blocks: [B, Hq, m, size, W], [B, Hq, m, T, W] and [B, Hq, m, W].
+
+    chosen: bool [B, Hq, m size, C], of each query. member: bool [B, m, size, T], the queries of
+        each document.
+    """
+    # [B, Hq, m, size, C]
     chosen = chosen.unflatten(2, (-1, size))
-    any_chosen = torch.stack(
-        [(chosen & m[:, None, ..., None]).any(3) for m in member.unbind(-1)], dim=3
-    )
+
+    # T times [B, Hq, m, C]
+    any_chosen = []
+    for in_document in member.unbind(-1):
+        # [B, 1, m, size, 1]
+        in_document = in_document[:, None, ..., None]
+        any_chosen.append((chosen & in_document).any(3))
+
+    # [B, Hq, m, T, C]
+    any_chosen = torch.stack(any_chosen, dim=3)
     return pack(chosen), pack(any_chosen), pack(chosen.all(3))

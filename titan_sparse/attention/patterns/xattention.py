@@ -1,32 +1,35 @@
 """XAttention (Xu et al. 2025, arXiv 2503.16428): block pairs scored by sums along antidiagonals.
 
-Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its antidiagonal, which is one
-dot product of all the cell's keys with all its queries in reverse order. Softmax over the cells of a row, summed up by
-blocks: each query block takes the fewest key blocks that hold the threshold's share. In a packed sequence each document is
-scored by itself. A cell across the border of two documents counts as the first one's for queries, the last one's for keys:
-what is left out that way is seen in a query's own block alone, which is always on.
+Queries and keys are cut into cells of `stride` tokens. A pair of cells scores the sum over its
+antidiagonal, which is one dot product of all the cell's keys with all its queries in reverse order.
+The softmax is taken over the cells of a row and summed up by blocks: each query block takes the
+fewest key blocks that hold the threshold's share. In a packed sequence each document is scored by
+itself. A cell across the border of two documents counts as the first one's for queries, and as the
+last one's for keys. What is left out that way is seen in a query's own block alone, which is always
+on.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks
 from titan_sparse.attention.patterns.vertical_slash.spans import (
     Spans,
-    find_spans,
+    lookup,
+    once_per_selection,
     span_of_tokens,
     spans_of_blocks,
+    spans_of_mask,
 )
 from titan_sparse.kernels.bits import pack
-
-if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""
@@ -36,8 +39,9 @@ _CHUNK_ELEMENTS = 1 << 26
 class XAttention(Pattern):
     """Parameters of the selection. Blocks are those of attention; the paper has block_size 128.
 
-    stride: tokens of a cell, a divisor of block_size. threshold: share of each query block's score to reach, in (0, 1];
-    the first block of the document and the query's own are on in any case and count (as in the authors' code).
+    stride: tokens of a cell, a divisor of block_size.
+    threshold: share of each query block's score to reach, in (0, 1]. The first block of the
+        document and the query's own are always on, and they count (as in the authors' code).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
@@ -59,7 +63,7 @@ class XAttention(Pattern):
         super().__post_init__()
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if cells do not fill blocks, or a block could touch three selected documents."""
+        """ValueError if cells do not fill blocks, or a block could touch three documents."""
         if block_size % self.stride:
             raise ValueError(
                 f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
@@ -72,100 +76,115 @@ class XAttention(Pattern):
             )
 
     def select_tensors(
-        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
         batch, heads = q.shape[:2]
-        group = heads // k.shape[1]
-        key = ("xattention", self.key, cp.key, batch)
-        cells = once_per_mask(
-            rows,
-            key,
-            lambda: _cells(rows, self._spans(rows, batch, cp.block_size), cp, self.stride),
+        kv_heads, _, dim = k.shape[1:]
+        group = heads // kv_heads
+        cells = once_per_selection(
+            ranges,
+            "cells",
+            self,
+            cp,
+            (batch,),
+            lambda: _find_cells(
+                ranges,
+                spans_of_mask(ranges, batch, self.dense_below, cp.block_size),
+                cp,
+                self.stride,
+            ),
         )
-        blocks = once_per_mask(rows, ("own blocks", cp.key), lambda: cp.blocks(rows).tolist())
+        # On the host, so that no layer but the first waits for the device.
+        own_blocks = once_per_mask(
+            ranges, ("own blocks", cp.key), lambda: cp.blocks(ranges).tolist()
+        )
         chosen = []
-        for head in range(k.shape[1]):
-            own = (
-                k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
-                * cells.keys[:, None, :, :, None]
-            )
-            keys = gather_blocks(own, cp, rows).view(batch, -1, self.stride * k.shape[3])
+        # Keys of all ranks are gathered for one KV head at a time, to save memory.
+        for head in range(kv_heads):
+            # [B, 1, n_local, block, D] -> [B, cells, stride D]
+            k_blocks = k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
+            k_blocks = k_blocks * cells.keys[:, None, :, :, None]
+            key_cells = gather_blocks(k_blocks, cp, ranges).view(batch, -1, self.stride * dim)
+            q_group = q[:, head * group : (head + 1) * group]
             chosen.append(
-                self._of_head(
-                    q[:, head * group : (head + 1) * group],
-                    keys,
-                    cells,
-                    blocks,
-                    cp,
-                    scale / self.stride,
-                )
+                self._choose(q_group, key_cells, cells, own_blocks, cp, scale / self.stride)
             )
-        return [gather_blocks(torch.cat(chosen, dim=1), cp, rows)]
+        return [gather_blocks(torch.cat(chosen, dim=1), cp, ranges)]
 
-    def _of_head(
+    def _choose(
         self,
         q: Tensor,
-        keys: Tensor,
+        key_cells: Tensor,
         cells: "Cells",
-        blocks: list[int],
-        cp: "ContextParallel",
+        own_blocks: list[int],
+        cp: ContextParallel,
         scale: float,
     ) -> Tensor:
-        """int32 [B, G, n_local, words], the blocks chosen by the query heads q [B, G, S_local, D] of one KV head, from
-        the key cells [B, cells, stride D] of all ranks. blocks: this rank's."""
+        """int32 [B, G, n_local, words]: the blocks chosen by the query heads of one KV head.
+
+        q: [B, G, S_local, D]. key_cells: [B, cells, stride D], of all ranks. own_blocks: this
+        rank's. scale: of the sums along antidiagonals.
+        """
         batch, group, _, dim = q.shape
-        per_block, count = (
-            cp.block_size // self.stride,
-            keys.shape[1] // (cp.block_size // self.stride),
-        )
-        step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * keys.shape[1]))
-        q_blocks = q.unflatten(2, (-1, cp.block_size))
+        per_block = cp.block_size // self.stride
+        block_count = key_cells.shape[1] // per_block
+        step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * key_cells.shape[1]))
+        q_blocks = q.unflatten(2, (-1, cp.block_size))  # [B, G, n_local, block, D]
         chosen = []
-        for first in range(0, len(blocks), step):
-            some = slice(first, first + step)
-            visible = max(blocks[some]) + 1
-            reversed_cells = (
-                q_blocks[:, :, some] * cells.queries[:, None, some, :, None]
-            ).unflatten(3, (-1, self.stride))
-            reversed_cells = reversed_cells.flip(4).reshape(batch, -1, self.stride * dim)
-            scores = (
-                _products(reversed_cells, keys[:, : visible * per_block]).unflatten(
-                    1, (group, -1, per_block)
-                )
-                * scale
-            )
-            mass = _masses(scores, cells, some, visible, per_block)
-            picked = _fewest(mass, cells.forced[:, None, some, :, :visible], self.threshold)
-            picked = (picked & cells.exists[:, None, some, :, None]).any(3) | cells.dense[
-                :, None, some, :visible
-            ]
-            chosen.append(pack(torch.nn.functional.pad(picked, (0, count - visible))))
+        for first in range(0, len(own_blocks), step):
+            part = slice(first, first + step)
+            # Blocks of the future are never chosen, so they are not scored.
+            visible = max(own_blocks[part]) + 1
+
+            # [B, G m cells, stride D]: m query blocks, the tokens of each cell in reverse order.
+            q_part = q_blocks[:, :, part] * cells.queries[:, None, part, :, None]
+            query_cells = q_part.unflatten(3, (-1, self.stride)).flip(4)
+            query_cells = query_cells.reshape(batch, -1, self.stride * dim)
+
+            # [B, G, m, cells a block, key cells]
+            scores = _products(query_cells, key_cells[:, : visible * per_block])
+            scores = scores.unflatten(1, (group, -1, per_block)) * scale
+
+            # [B, G, m, T, visible]: for each span that touches the query block.
+            mass = _masses(scores, cells, part, visible, per_block)
+            forced = cells.forced[:, None, part, :, :visible]
+            picked = _fewest(mass, forced, self.threshold)
+            picked &= cells.exists[:, None, part, :, None]
+
+            # [B, G, m, visible]
+            selected = picked.any(3) | cells.dense[:, None, part, :visible]
+            selected = F.pad(selected, (0, block_count - visible))
+            chosen.append(pack(selected))
         return torch.cat(chosen, dim=2)
 
-    def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
-        key = ("spans", batch, self.dense_below, block_size)
-        return once_per_mask(
-            rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size)
-        )
-
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
+        batch, heads = q.shape[:2]
         blocks = seq_len // block_size
-        return [q.new_empty(*q.shape[:2], blocks, -(-blocks // 32), dtype=torch.int32)]
+        words = -(-blocks // 32)
+        # [B, Hq, blocks, words]
+        return [q.new_empty(batch, heads, blocks, words, dtype=torch.int32)]
 
     def index(
-        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> BlockSets:
-        return BlockSets(*tensors, rows.start.shape[1], block_size)
+        [words] = tensors
+        return BlockSets(words, ranges.start.shape[1], block_size)
 
 
 class Cells(NamedTuple):
-    """What scoring needs to know of the mask and the layout, for every layer the same; T = 1 or 2 spans touch a block.
+    """What scoring needs to know of the mask and the layout, the same for every layer.
 
-    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell. span, key_span: int64
-    [B, n_local, cells a block], [B, all cells], the span of a cell, -1 and -2 for none. start: int32 like span, first key
-    that the cell sees. number: int64 [n_local, cells a block], global. slot: bool [B, n_local, cells a block, T], which of
-    the block's spans the cell belongs to. exists: bool [B, n_local, T]. forced: bool [B, n_local, T, blocks], blocks
-    always on. dense: bool [B, n_local, blocks], those on for short documents.
+    T = 1 or 2 spans touch a block.
+    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
+    span: int64 [B, n_local, cells a block], the span of each of this rank's query cells, -1 for
+        none.
+    key_span: int64 [B, all cells], the span of each key cell, -2 for none.
+    start: int32 like span, the first key that the cell sees.
+    number: int64 [n_local, cells a block], global number of each cell.
+    slot: bool [B, n_local, cells a block, T], which of the block's spans the cell belongs to.
+    exists: bool [B, n_local, T], whether there is such a span.
+    forced: bool [B, n_local, T, blocks], blocks that are always on.
+    dense: bool [B, n_local, blocks], those that are on for short documents.
     """
 
     keys: Tensor
@@ -180,69 +199,117 @@ class Cells(NamedTuple):
     dense: Tensor
 
 
-def _cells(rows: MaskRanges, spans: Spans, cp: "ContextParallel", stride: int) -> Cells:
-    seq_len, size, device = rows.start.shape[1], cp.block_size, rows.start.device
-    batch, own = len(spans.start), cp.blocks(rows)
-    token = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
-    known = token < spans.start.shape[1]
-    first, last = token[..., 0].where(known[..., 0], -1), token[..., -1].where(known[..., -1], -2)
-    of_blocks = lambda x: x.reshape(batch, seq_len // size, -1)[:, own]
-    number = own[:, None] * (size // stride) + torch.arange(size // stride, device=device)
-    touching = spans_of_blocks(spans, own, size)
-    block = torch.arange(seq_len // size, device=device)
-    first_block = spans.first_block.gather(1, touching.clamp(min=0).flatten(1)).view_as(touching)
+def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: int) -> Cells:
+    seq_len = ranges.start.shape[1]
+    size = cp.block_size
+    device = ranges.start.device
+    batch, span_count = spans.start.shape
+    blocks = seq_len // size
+    own_blocks = cp.blocks(ranges)
+
+    def of_own_blocks(values: Tensor) -> Tensor:
+        """This rank's part [B, n_local, ...] of values [B, cells] or [B, cells, stride]."""
+        # [B, blocks, ...]
+        by_block = values.reshape(batch, blocks, -1)
+        return by_block[:, own_blocks]
+
+    # A cell across a border is the first span's for queries, the last one's for keys: [B, cells]
+    # each.
+    token_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
+    known = token_span < span_count
+    query_span = token_span[..., 0].where(known[..., 0], -1)
+    key_span = token_span[..., -1].where(known[..., -1], -2)
+    own_query_span = of_own_blocks(query_span)
+    cell_start = ranges.start.expand(batch, -1).unflatten(1, (-1, stride))[..., 0]
+    per_block = size // stride
+    number = own_blocks[:, None] * per_block + torch.arange(per_block, device=device)
+
+    # [B, n_local, T], and [B, n_local, T, blocks]: the first block of the document and the query's
+    # own.
+    touching = spans_of_blocks(spans, own_blocks, size)
+    first_block = lookup(spans.first_block, touching.clamp(min=0))
+    block = torch.arange(blocks, device=device)
+    is_first = block == first_block[..., None]
+    is_own = block == own_blocks[:, None, None]
+    is_dense = block >= spans.dense_from[:, own_blocks, None]
     return Cells(
-        of_blocks(token == last[..., None]),
-        of_blocks(token == first[..., None]),
-        of_blocks(first),
-        last,
-        of_blocks(rows.start.expand(batch, -1).unflatten(1, (-1, stride))[..., 0]),
-        number,
-        of_blocks(first)[..., None] == touching[:, :, None],
-        touching >= 0,
-        (block == first_block[..., None]) | (block == own[:, None, None]),
-        (block >= spans.dense_from[:, own, None]) & (block <= own[:, None]),
+        keys=of_own_blocks(token_span == key_span[..., None]),
+        queries=of_own_blocks(token_span == query_span[..., None]),
+        span=own_query_span,
+        key_span=key_span,
+        start=of_own_blocks(cell_start),
+        number=number,
+        slot=own_query_span[..., None] == touching[:, :, None],
+        exists=touching >= 0,
+        forced=is_first | is_own,
+        dense=is_dense & (block <= own_blocks[:, None]),
     )
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """Dot products of rows, [B, n, L] and [B, m, L] -> [B, n, m], fp32 (fp64 for fp64)."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        # Summed in fp32, and not rounded to 16 bits afterwards.
         return torch.bmm(a, b.mT, out_dtype=torch.float32)
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype).mT
+    a = a.to(dtype)
+    b = b.to(dtype)
+    return a @ b.mT
 
 
-def _masses(scores: Tensor, cells: Cells, some: slice, visible: int, per_block: int) -> Tensor:
-    """Softmax of the scores [B, G, n, cells a block, key cells] over the cells seen, summed by blocks and by the span of
-    the query cells: [B, G, n, T, visible blocks]."""
-    key_cell = torch.arange(scores.shape[-1], device=scores.device)
-    seen = cells.span[:, some, :, None] == cells.key_span[:, None, None, : scores.shape[-1]]
-    seen &= (key_cell <= cells.number[some, :, None]) & (
-        (key_cell + 1) * _stride(cells) > cells.start[:, some, :, None]
-    )
+def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: int) -> Tensor:
+    """Softmax over the key cells seen, summed by blocks: [B, G, m, T, visible].
+
+    It is also summed over the query cells of each of the T spans that touch the query block.
+    scores: [B, G, m, cells a block, key cells], of the query blocks `part` with all cells of
+        `visible` blocks.
+    """
+    count = scores.shape[-1]
+    stride = cells.keys.shape[2] // cells.number.shape[1]
+    key_cell = torch.arange(count, device=scores.device)
+
+    # [B, m, cells a block, key cells]: in the same document, not later, and not all of it before
+    # the mask's start.
+    seen = cells.span[:, part, :, None] == cells.key_span[:, None, None, :count]
+    seen &= key_cell <= cells.number[part, :, None]
+    seen &= (key_cell + 1) * stride > cells.start[:, part, :, None]
+
+    # [B, G, m, cells a block, key cells]
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weight = (scores - top).exp()
+    # Cells that see nothing have a finite maximum too, so that their weights are 0, not NaN.
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.clamp(min=torch.finfo(scores.dtype).min)
+    weight = (scores - largest).exp()
+
+    # [B, G, m, cells a block, 1]
     total = weight.sum(-1, keepdim=True)
-    share = weight.unflatten(-1, (visible, per_block)).sum(-1) / torch.where(total > 0, total, 1)
-    return cells.slot[:, None, some].mT.to(share.dtype) @ share
+    # [B, G, m, cells a block, visible]
+    block_weight = weight.unflatten(-1, (visible, per_block)).sum(-1)
+    share = block_weight / torch.where(total > 0, total, 1)
 
-
-def _stride(cells: Cells) -> int:
-    return cells.keys.shape[2] // cells.number.shape[1]
+    # [B, 1, m, T, cells a block] @ [B, G, m, cells a block, visible]
+    in_span = cells.slot[:, None, part].mT
+    return in_span.to(share.dtype) @ share
 
 
 def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
-    """bool like mass [..., n]: the elements forced, and the fewest others with which their sum reaches the threshold's
-    share of all; equal ones in order of position."""
-    order = (
-        mass.masked_fill(forced.expand_as(mass), torch.inf)
-        .sort(dim=-1, descending=True, stable=True)
-        .indices
-    )
-    in_order = mass.gather(-1, order)
-    up_to = in_order.cumsum(-1)
-    before = torch.nn.functional.pad(up_to[..., :-1], (1, 0))
-    wanted = (before < threshold * up_to[..., -1:]) & (in_order > 0)
-    return torch.zeros_like(wanted).scatter_(-1, order, wanted) | forced
+    """bool like mass [..., n]: the forced elements and the fewest others that reach the target.
+
+    The target is the threshold's share of the sum of all; equal elements are taken in order of
+    position.
+    """
+    # [..., n]: the forced ones come first.
+    ranked = mass.masked_fill(forced.expand_as(mass), torch.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+
+    # In this order, each at its own mass: what all before it hold together.
+    sorted_mass = mass.gather(-1, order)
+    up_to = sorted_mass.cumsum(-1)
+    before = F.pad(up_to[..., :-1], (1, 0))
+
+    # [..., 1]
+    target = threshold * up_to[..., -1:]
+    wanted = (before < target) & (sorted_mass > 0)
+    # Back in order of position.
+    picked = torch.zeros_like(wanted).scatter_(-1, order, wanted)
+    return picked | forced

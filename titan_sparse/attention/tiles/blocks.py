@@ -1,6 +1,10 @@
-"""mask ∩ pattern for one (query rank, KV chunk): the block tables that a backend computes on."""
+"""mask ∩ pattern for one (query rank, KV chunk), in plain torch.
+
+The result is the tables of blocks that a backend computes on.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
@@ -15,125 +19,190 @@ _ROWS = 1 << 15
 """Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""
 
 
-def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K].
-
-    K is the largest count; on a GPU it is m, so that the host does not wait for the selection.
-    """
-    count = listed.sum(-1, dtype=torch.int32)
-    if listed.is_cuda:
-        rows = listed.flatten(0, 2)
-        numbers = [compact(part, listed.shape[-1], 0) for part in rows.split(_ROWS)]
-        return count, torch.cat(numbers).view(listed.shape)
-    widest = max(int(count.max()), 1) if count.numel() else 1
-    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :widest]
-    inside = torch.arange(widest, device=listed.device) < count[..., None]
-    return count, torch.where(inside, order, 0).int().contiguous()
-
-
-def list_width(most: int, blocks: int) -> int:
-    """Width of lists of at most `most` out of `blocks`: widths that followed the data would compile kernels anew all
-    the time, so they are powers of two, or all blocks where that is less."""
-    return min(blocks, max(32, 1 << (most - 1).bit_length()))
-
-
-def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
-    """Lists from bool tables [B, H, n, m] of full and of partial tiles; both lists come out equally wide."""
-    (full_count, full), (partial_count, partial) = _list(full), _list(partial)
-    width = max(full.shape[-1], partial.shape[-1])
-    full, partial = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (full, partial))
-    return BlockLists(full_count, full, partial_count, partial)
-
-
 def block_tiles(
-    rows: MaskRanges,
+    ranges: MaskRanges,
     index: BlockIndex,
     q_blocks: Tensor,
     k_blocks: Tensor,
     batch: int,
     transpose: bool,
 ) -> Tiles:
-    """Tiles between this rank's query blocks and a chunk's KV blocks, both as global block numbers int [nq], [nk].
+    """Tiles between this rank's query blocks and a chunk's KV blocks.
 
-    With `transpose` by_key is made too. Sequences and heads that are alike share their lists' memory.
+    q_blocks, k_blocks: global block numbers, int [nq] and [nk].
+    With `transpose` by_key is made too. Sequences and heads that are alike share their lists'
+    memory.
     """
     size = index.block_size
-    q_positions, k_positions = token_positions(q_blocks, size), token_positions(k_blocks, size)
-    reach = block_reach(rows, q_positions, size)
+    q_positions = token_positions(q_blocks, size)
+    k_positions = token_positions(k_blocks, size)
+
+    # [Bm, nq, nk]: every query of the block sees every key of the block.
+    reach = block_reach(ranges, q_positions, size)
     begin = k_blocks * size
     whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
+
+    # [B or 1, Hq or 1, nq, nk]
     listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
     full = listed & whole[:, None] & index.selects_for_all(q_blocks, k_blocks)
     partial = listed & ~full
-    by_query, by_key = (
-        block_lists(full, partial),
-        block_lists(full.mT, partial.mT) if transpose else None,
-    )
+    by_query = for_all(block_lists(full, partial), batch, index.heads)
+    by_key = None
+    if transpose:
+        by_key = for_all(block_lists(full.mT, partial.mT), batch, index.heads)
+    start, stop = query_ranges(ranges, q_positions, batch)
     return Tiles(
-        *(for_all(x, batch, index.heads) for x in (by_query, by_key)),
-        *query_ranges(rows, q_positions, batch),
-        k_positions.int().view(1, 1, -1),
-        None,
-        size,
-        index.chosen_chunks(q_positions),
+        by_query=by_query,
+        by_key=by_key,
+        start=start,
+        stop=stop,
+        k_positions=k_positions.int().view(1, 1, -1),
+        covered=None,
+        block_size=size,
+        chosen=index.chosen_chunks(q_positions),
     )
+
+
+def vertical_tiles(
+    ranges: MaskRanges, index: BlockIndex, q_blocks: Tensor, transpose: bool
+) -> Tiles:
+    """Tiles between this rank's query blocks and the gathered verticals.
+
+    Verticals are cut into blocks in the order in which they come.
+    A vertical inside a block that the query block meets anyway is marked as covered.
+    """
+    size = index.block_size
+    verticals = index.verticals
+    q_positions = token_positions(q_blocks, size)
+    reach = block_reach(ranges, q_positions, size)
+    reach = Reach._make(edge[:, None, :, None] for edge in reach)  # [Bm, 1, nq, 1]
+
+    # [B, Hq, 1, n]: verticals ascend, so the first and the last one of a block bound it.
+    vertical_blocks = verticals.unflatten(-1, (-1, size))[:, :, None]
+    first = vertical_blocks[..., 0]
+    last = vertical_blocks[..., -1]
+    # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
+    covered = covered_verticals(index, index.selects(q_blocks, all_blocks(index)))
+    any_covered = covered.unflatten(-1, (-1, size)).any(-1)
+    any_seen = (reach.first <= last) & (reach.last > first)
+    all_seen = (reach.all_first <= first) & (reach.all_last > last)
+    whole = all_seen & ~any_covered
+    full = any_seen & whole
+    partial = any_seen & ~whole
+    start, stop = query_ranges(ranges, q_positions, len(verticals))
+    return Tiles(
+        by_query=block_lists(full, partial),
+        by_key=block_lists(full.mT, partial.mT) if transpose else None,
+        start=start,
+        stop=stop,
+        k_positions=verticals,
+        covered=pack(covered),
+        block_size=size,
+    )
+
+
+def block_lists(full: Tensor, partial: Tensor) -> BlockLists:
+    """Lists from bool tables [B, H, n, m] of full and of partial tiles.
+
+    Both lists come out equally wide.
+    """
+    # counts [B, H, n], numbers [B, H, n, K of each]
+    full_count, full = _list(full)
+    partial_count, partial = _list(partial)
+
+    # [B, H, n, K]
+    width = max(full.shape[-1], partial.shape[-1])
+    full = F.pad(full, (0, width - full.shape[-1]))
+    partial = F.pad(partial, (0, width - partial.shape[-1]))
+    return BlockLists(full_count, full, partial_count, partial)
+
+
+def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, H, n, m] -> counts int32 [B, H, n] and ascending numbers int32 [B, H, n, K].
+
+    K is the largest count; on a GPU it is m, so that the host does not wait for the selection.
+    """
+    # [B, H, n]
+    count = listed.sum(-1, dtype=torch.int32)
+    if listed.is_cuda:
+        numbers = []
+        for rows in listed.flatten(0, 2).split(_ROWS):
+            numbers.append(compact(rows, listed.shape[-1], 0))
+        return count, torch.cat(numbers).view(listed.shape)
+
+    widest = max(int(count.max()), 1) if count.numel() else 1
+    # [B, H, n, m]: a stable sort of the flags brings the listed numbers to the front, ascending.
+    order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    # [B, H, n, K]
+    order = order[..., :widest]
+    inside = torch.arange(widest, device=listed.device) < count[..., None]
+    return count, torch.where(inside, order, 0).int().contiguous()
+
+
+def list_width(most: int, blocks: int) -> int:
+    """Width of lists of at most `most` out of `blocks`.
+
+    A power of two, or all blocks where that is less.
+    Widths that followed the data would compile kernels again and again.
+    """
+    power_of_two = 1 << (most - 1).bit_length()
+    return min(blocks, max(32, power_of_two))
 
 
 def for_all(lists: BlockLists | None, batch: int, heads: int) -> BlockLists | None:
-    """Lists of B sequences and Hq heads from those of one, where they are alike; they share their memory."""
-    return lists and BlockLists(
-        *(x if x is None else x.expand(batch, heads, *x.shape[2:]) for x in lists)
-    )
+    """Lists of B sequences and Hq heads from those of one, where they are alike.
+
+    They share their memory.
+    """
+    if lists is None:
+        return None
+    fields = []
+    for field in lists:
+        if field is not None:
+            field = field.expand((batch, heads, *field.shape[2:]))
+        fields.append(field)
+    return BlockLists._make(fields)
 
 
 def with_room(tiles: Tiles, blocks: int) -> Tiles:
-    """Tiles of as many KV blocks; those that are added are met by nobody. As given where there are as many already."""
+    """Tiles of as many KV blocks; no query meets those that are added.
+
+    The tiles as given where there are as many already.
+    """
     missing = blocks - tiles.k_positions.shape[-1] // tiles.block_size
     if missing <= 0:
         return tiles
-    by_key = tiles.by_key and BlockLists(
-        *(x if x is None else _with_rows(x, missing) for x in tiles.by_key)
-    )
+    by_key = tiles.by_key
+    if by_key is not None:
+        fields = []
+        for field in by_key:
+            fields.append(None if field is None else _with_zero_blocks(field, missing))
+        by_key = BlockLists._make(fields)
+    # No query sees so late a position.
     nowhere = torch.iinfo(torch.int32).max
-    positions = torch.nn.functional.pad(
-        tiles.k_positions, (0, missing * tiles.block_size), value=nowhere
-    )
+    added = (0, missing * tiles.block_size)
+    positions = F.pad(tiles.k_positions, added, value=nowhere)
     return tiles._replace(by_key=by_key, k_positions=positions)
 
 
-def _with_rows(x: Tensor, missing: int) -> Tensor:
+def _with_zero_blocks(field: Tensor, missing: int) -> Tensor:
     """Zeros behind dim 2 of counts [B, Hq, n] or lists [B, Hq, n, K]."""
-    return torch.cat([x, x.new_zeros(*x.shape[:2], missing, *x.shape[3:])], dim=2)
+    batch, heads = field.shape[:2]
+    # [B, Hq, missing] or [B, Hq, missing, K]
+    shape = (batch, heads, missing, *field.shape[3:])
+    zeros = field.new_zeros(shape)
+    return torch.cat([field, zeros], dim=2)
 
 
-def vertical_tiles(rows: MaskRanges, index: BlockIndex, q_blocks: Tensor, transpose: bool) -> Tiles:
-    """Tiles between this rank's query blocks and the gathered verticals, which are cut into blocks as they come.
-
-    A vertical inside a block that the query block meets anyway is marked as covered.
-    """
-    size, verticals = index.block_size, index.verticals
-    q_positions = token_positions(q_blocks, size)
-    reach = Reach(*(x[:, None, :, None] for x in block_reach(rows, q_positions, size)))
-    runs = verticals.unflatten(-1, (-1, size))[:, :, None]
-    covered = covered_verticals(index, index.selects(q_blocks, all_blocks(index)))
-    reached = (reach.first <= runs[..., -1]) & (reach.last > runs[..., 0])
-    whole = (reach.all_first <= runs[..., 0]) & (reach.all_last > runs[..., -1])
-    whole = whole & ~covered.unflatten(-1, (-1, size)).any(-1)
-    full, partial = reached & whole, reached & ~whole
-    by_key = block_lists(full.mT, partial.mT) if transpose else None
-    return Tiles(
-        block_lists(full, partial),
-        by_key,
-        *query_ranges(rows, q_positions, len(verticals)),
-        verticals,
-        pack(covered),
-        size,
-    )
-
-
-def query_ranges(rows: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+def query_ranges(ranges: MaskRanges, q_positions: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and stop of this rank's queries, int32 [B, Sq]."""
-    return tuple(x[:, q_positions].expand(batch, -1).contiguous() for x in (rows.start, rows.stop))
+    # [Bm, Sq]
+    start = ranges.start[:, q_positions]
+    stop = ranges.stop[:, q_positions]
+    # [B, Sq]
+    start = start.expand(batch, -1).contiguous()
+    stop = stop.expand(batch, -1).contiguous()
+    return start, stop
 
 
 def covered_verticals(index: BlockIndex, selected: Tensor) -> Tensor:
@@ -142,11 +211,19 @@ def covered_verticals(index: BlockIndex, selected: Tensor) -> Tensor:
     selected: bool, what index.selects() says of nq query blocks and all key blocks.
     """
     batch, heads, _ = index.verticals.shape
-    block = (index.verticals.long() // index.block_size).clamp(max=selected.shape[-1] - 1)
+    queries, blocks = selected.shape[2:]
+    # [B, Hq, C]: what fills up the list lies behind the last block.
+    block = index.verticals.long() // index.block_size
+    block = block.clamp(max=blocks - 1)
+    # [B, Hq, nq, C]
+    block = block[:, :, None].expand(-1, -1, queries, -1)
+    # [B, Hq, nq, blocks]
     selected = selected.expand(batch, heads, -1, -1)
-    return selected.gather(3, block[:, :, None].expand(-1, -1, selected.shape[2], -1))
+    return selected.gather(3, block)
 
 
 def all_blocks(index: BlockIndex) -> Tensor:
     """int64 [blocks]: all blocks of the sequence."""
-    return torch.arange(-(-index.seq_len // index.block_size), device=index.verticals.device)
+    # The last block may be cut short.
+    blocks = -(-index.seq_len // index.block_size)
+    return torch.arange(blocks, device=index.verticals.device)

@@ -1,6 +1,7 @@
-"""Tiles of a vertical-slash index made by kernels: the GPU's way to what tiles.py says in plain torch.
+"""Tiles of a vertical-slash index made by kernels: the GPU's way to what blocks.py says.
 
-No [blocks, blocks] mask is made and the host waits for nothing: the lists are as wide as the index's bound says.
+No [blocks, blocks] mask is made and the host waits for nothing: the lists are as wide as the
+index's bound says.
 """
 
 from typing import NamedTuple
@@ -10,21 +11,18 @@ from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.reach import block_reach
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
-from titan_sparse.attention.tiles.blocks import (
-    BlockLists,
-    Tiles,
-    block_reach,
-    list_width,
-    query_ranges,
-)
+from titan_sparse.attention.tiles.blocks import list_width, query_ranges
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels import block_tables
 
 
 class QuerySide(NamedTuple):
-    """What tiles need to know of this rank's query blocks, for every layer the same.
+    """What tiles need to know of this rank's query blocks, the same for every layer.
 
-    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them. blocks: int32 [nq].
+    spans: int32 [B, nq, 5], reach: int32 [B, nq, 4], as block_tables.slash_lists() takes them.
+    blocks: int32 [nq].
     start, stop: int32 [B, Sq].
     """
 
@@ -44,53 +42,89 @@ class KeySide(NamedTuple):
 
 def key_side(k_blocks: Tensor, block_size: int) -> KeySide:
     """For global blocks int [nk]."""
-    return KeySide(k_blocks.int(), token_positions(k_blocks, block_size).int().view(1, 1, -1))
+    positions = token_positions(k_blocks, block_size)
+    # [1, 1, Sk]
+    positions = positions.int().view(1, 1, -1)
+    return KeySide(k_blocks.int(), positions)
 
 
 def query_side(
-    rows: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
+    ranges: MaskRanges, index: VerticalSlashIndex, q_blocks: Tensor, batch: int
 ) -> QuerySide:
-    """For this rank's query blocks, global numbers int [nq]; depends on the mask, the pattern and the layout only."""
+    """For this rank's query blocks, global numbers int [nq].
+
+    It depends on the mask, the pattern and the layout only.
+    """
     q_positions = token_positions(q_blocks, index.block_size)
-    reach = (
-        torch.stack(block_reach(rows, q_positions, index.block_size), dim=-1)
-        .expand(batch, -1, -1)
-        .int()
-        .contiguous()
-    )
+    reach = torch.stack(block_reach(ranges, q_positions, index.block_size), dim=-1)  # [Bm, nq, 4]
+    start, stop = query_ranges(ranges, q_positions, batch)
     return QuerySide(
-        index.block_spans(q_blocks), reach, q_blocks.int(), *query_ranges(rows, q_positions, batch)
+        spans=index.block_spans(q_blocks),
+        reach=reach.expand(batch, -1, -1).int().contiguous(),
+        blocks=q_blocks.int(),
+        start=start,
+        stop=stop,
     )
 
 
 def block_tiles(
     side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool
 ) -> Tiles:
-    """As tiles.block_tiles()."""
-    size = index.block_size
-    common = (index.slashes, side.spans, side.reach, side.blocks, keys.blocks, size)
-    by_query = BlockLists(
-        *block_tables.slash_lists(*common, list_width(index.most_blocks, len(keys.blocks)), False)
-    )
+    """Like blocks.block_tiles()."""
+    by_query = _slash_lists(side, index, keys, len(keys.blocks), by_key=False)
     by_key = None
     if transpose:
-        by_key = BlockLists(
-            *block_tables.slash_lists(
-                *common, list_width(index.most_blocks, len(side.blocks)), True
-            )
-        )
-    return Tiles(by_query, by_key, side.start, side.stop, keys.positions, None, size)
+        by_key = _slash_lists(side, index, keys, len(side.blocks), by_key=True)
+    return Tiles(
+        by_query=by_query,
+        by_key=by_key,
+        start=side.start,
+        stop=side.stop,
+        k_positions=keys.positions,
+        covered=None,
+        block_size=index.block_size,
+    )
+
+
+def _slash_lists(
+    side: QuerySide, index: VerticalSlashIndex, keys: KeySide, others: int, by_key: bool
+) -> BlockLists:
+    """Lists for the blocks of one side; others: blocks of the other side."""
+    full_count, full, partial_count, partial = block_tables.slash_lists(
+        index.slashes,
+        side.spans,
+        side.reach,
+        side.blocks,
+        keys.blocks,
+        index.block_size,
+        list_width(index.most_blocks, others),
+        by_key,
+    )
+    return BlockLists(full_count, full, partial_count, partial)
 
 
 def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
-    """As tiles.vertical_tiles()."""
-    size, verticals = index.block_size, index.verticals
+    """Like blocks.vertical_tiles()."""
+    size = index.block_size
+    verticals = index.verticals
     covered, kind = block_tables.covered_verticals(
         index.slashes, side.spans, side.reach, side.blocks, verticals, size
     )
-    # As wide as the table: verticals make few tiles, so one of its sides is short.
-    by_query, by_key = (
-        BlockLists(*block_tables.kind_lists(kind, by_key)) if by_key <= transpose else None
-        for by_key in (False, True)
+    return Tiles(
+        by_query=_kind_lists(kind, by_key=False),
+        by_key=_kind_lists(kind, by_key=True) if transpose else None,
+        start=side.start,
+        stop=side.stop,
+        k_positions=verticals,
+        covered=covered,
+        block_size=size,
     )
-    return Tiles(by_query, by_key, side.start, side.stop, verticals, covered, size)
+
+
+def _kind_lists(kind: Tensor, by_key: bool) -> BlockLists:
+    """Lists of the tiles whose kinds block_tables.covered_verticals() gives.
+
+    They are as wide as the table: verticals make few tiles, so one of its sides is short.
+    """
+    full_count, full, partial_count, partial = block_tables.kind_lists(kind, by_key)
+    return BlockLists(full_count, full, partial_count, partial)

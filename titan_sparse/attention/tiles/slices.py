@@ -8,34 +8,51 @@ from titan_sparse.attention.masks.classification import _of_blocks, cut_tiles, w
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.slices import within_runs
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, for_all, query_ranges
+from titan_sparse.attention.tiles.blocks import for_all, query_ranges
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 
 
 def block_tiles(
-    rows: MaskRanges,
+    ranges: MaskRanges,
     index: BlockIndex,
     q_blocks: Tensor,
     k_blocks: Tensor,
     batch: int,
     transpose: bool,
 ) -> Tiles:
-    """As tiles.block_tiles(), for a mask of slices and an index without columns. Sequences and heads that are alike
-    share their lists' memory."""
-    size, selected = index.block_size, index.selects(q_blocks, k_blocks)
-    whole = whole_tiles(rows, q_blocks, k_blocks, size)[:, None] & selected
-    cuts = cut_tiles(rows, size)
-    which, q, k = _of_blocks(cuts, q_blocks, k_blocks, -(-rows.start.shape[1] // size))
-    sequence, number = cuts.sequence[which] if len(rows.slices) > 1 else None, cuts.slice[which]
-    by_query = _lists(whole, selected, sequence, q, k, number)
-    by_key = _lists(whole.mT, selected.mT, sequence, k, q, number) if transpose else None
+    """Like blocks.block_tiles(), for a mask of slices and an index without verticals.
+
+    Sequences and heads that are alike share their lists' memory.
+    """
+    size = index.block_size
+    total_blocks = -(-ranges.start.shape[1] // size)
+    # bool [B or 1, Hq or 1, nq, nk]
+    selected = index.selects(q_blocks, k_blocks)
+    whole = whole_tiles(ranges, q_blocks, k_blocks, size)[:, None] & selected
+
+    # int64 [cuts]: the cuts between these blocks, with the places of their blocks in q_blocks and
+    # k_blocks.
+    cuts = cut_tiles(ranges, size)
+    which, q, k = _of_blocks(cuts, q_blocks, k_blocks, total_blocks)
+    slice_number = cuts.slice[which]
+    sequence = cuts.sequence[which] if len(ranges.slices) > 1 else None
+
+    by_query = _lists(whole, selected, sequence, q, k, slice_number)
+    by_key = None
+    if transpose:
+        by_key = _lists(whole.mT, selected.mT, sequence, k, q, slice_number)
     q_positions = token_positions(q_blocks, size)
+    k_positions = token_positions(k_blocks, size)
+    start, stop = query_ranges(ranges, q_positions, batch)
     return Tiles(
-        *(for_all(x, batch, index.heads) for x in (by_query, by_key)),
-        *query_ranges(rows, q_positions, batch),
-        token_positions(k_blocks, size).int().view(1, 1, -1),
-        None,
-        size,
-        slices=rows.slices.expand(batch, -1, -1),
+        by_query=for_all(by_query, batch, index.heads),
+        by_key=for_all(by_key, batch, index.heads),
+        start=start,
+        stop=stop,
+        k_positions=k_positions.int().view(1, 1, -1),
+        covered=None,
+        block_size=size,
+        slices=ranges.slices.expand(batch, -1, -1),
         q_positions=q_positions.int(),
     )
 
@@ -44,36 +61,60 @@ def _lists(
     whole: Tensor,
     selected: Tensor,
     sequence: Tensor | None,
-    row: Tensor,
+    line: Tensor,
     other: Tensor,
-    number: Tensor,
+    slice_number: Tensor,
 ) -> BlockLists:
-    """BlockLists [B or 1, Hq or 1, n, K] from whole tiles bool [.., .., n, m], and from cuts of the blocks (row,
-    other) by slice `number` where `selected` [.., .., n, m]. sequence: of each cut, None for all."""
-    shape = whole.shape[:3]
-    lines, blocks = whole.flatten(0, 2).nonzero().unbind(-1)
-    full_count, (full,) = _table(lines, [blocks], shape)
-    order = (row * (1 << 24) + other).argsort(stable=True)
-    row, other, number = (x[order] for x in (row, other, number))
-    on = selected[..., row, other].expand(*shape[:2], -1)
+    """BlockLists [B or 1, Hq or 1, n, K] for the n blocks of one side.
+
+    The other side has m blocks.
+    whole: bool [B or 1, Hq or 1, n, m], tiles that the mask sees whole and the index selects.
+    selected: likewise, all tiles that the index selects. line, other, slice_number: int64 [cuts],
+    the two blocks of each cut and the slice that cuts them. sequence: int64 [cuts], of each cut;
+    None where all sequences have them.
+    """
+    batch, heads, lines = whole.shape[:3]
+    shape = (batch, heads, lines)
+    # [full tiles]
+    full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
+    full_count, [full] = _table(full_line, [full_block], shape)
+
+    # [cuts], by line, then by block of the other side. Blocks are numbered below 2**24.
+    order = (line * (1 << 24) + other).argsort(stable=True)
+    line = line[order]
+    other = other[order]
+    slice_number = slice_number[order]
+    # [B or 1, Hq or 1, cuts]
+    on = selected[..., line, other].expand(batch, heads, -1)
     if sequence is not None:
-        on = on & (sequence[order] == torch.arange(shape[0], device=row.device)[:, None, None])
-    b, h, entry = on.nonzero().unbind(-1)
-    line = (b * shape[1] + h) * shape[2] + row[entry]
-    partial_count, (partial, partial_slice) = _table(line, [other[entry], number[entry]], shape)
+        numbers = torch.arange(batch, device=line.device)[:, None, None]
+        on = on & (sequence[order] == numbers)
+
+    # One entry for each cut that a head of a sequence computes, [entries].
+    b, h, cut = on.nonzero().unbind(-1)
+    partial_line = (b * heads + h) * lines + line[cut]
+    values = [other[cut], slice_number[cut]]
+    partial_count, [partial, partial_slice] = _table(partial_line, values, shape)
     return BlockLists(full_count, full, partial_count, partial, partial_slice)
 
 
 def _table(
     line: Tensor, values: list[Tensor], shape: tuple[int, int, int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Counts int32 [B, H, n] and, for each of `values`, a table [B, H, n, K] of those with the same `line`
-    (ascending)."""
-    lines = shape[0] * shape[1] * shape[2]
-    count = torch.bincount(line, minlength=lines)
+    """Counts int32 [B, H, n] and a table int32 [B, H, n, K] for each of `values`.
+
+    A line of a table holds the values with the same line.
+    line: int64 [entries], ascending, of B H n. values: int64 [entries] each.
+    """
+    batch, heads, lines = shape
+    total = batch * heads * lines
+    # Entries of each line, [total], and the place of each entry in its line, [entries].
+    count = torch.bincount(line, minlength=total)
     place = within_runs(count)
-    width = max(1, int(count.max())) if lines else 1
-    tables = [torch.zeros(lines, width, dtype=torch.int32, device=line.device) for _ in values]
-    for table, value in zip(tables, values):
+    width = max(1, int(count.max())) if total else 1
+    tables = []
+    for value in values:
+        table = torch.zeros(total, width, dtype=torch.int32, device=line.device)
         table[line, place] = value.int()
-    return count.int().view(shape), [table.view(*shape, width) for table in tables]
+        tables.append(table.view(batch, heads, lines, width))
+    return count.int().view(shape), tables

@@ -1,43 +1,53 @@
-"""Vertical-slash selection (MTraining, section 4 and appendix B.1): per sequence, or document when packed, and query head.
+"""Vertical-slash selection (MTraining, section 4 and appendix B.1).
 
-The last `probe` queries of a span look at all its keys. Verticals are the key verticals, slashes the block diagonals, that
-carry the target share of the attention mass seen there. A slash is one entry of a 1-D list per head, never a mask.
+Every query head selects for itself, per sequence, or per document in a packed sequence. The last
+`probe` queries of a span look at all its keys. Verticals are the single keys, and slashes the block
+diagonals, that carry the target share of the attention mass seen there. A slash is one entry of a
+1-D list per head, never a mask.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.vertical_slash.budget import Segments, compact, smallest_sets
-from titan_sparse.attention.patterns.vertical_slash.joint import incidence, smallest_union
+from titan_sparse.attention.patterns.vertical_slash.joint import (
+    Incidence,
+    incidence,
+    smallest_union,
+)
 from titan_sparse.attention.patterns.vertical_slash.probe import (
     blocks_back,
+    probe_geometry,
     probe_masses,
     sequences_of_pairs,
 )
 from titan_sparse.attention.patterns.vertical_slash.spans import (
     Spans,
     entries,
-    find_spans,
+    lookup,
+    once_per_selection,
     slots,
     span_of_tokens,
     spans_of_blocks,
+    spans_of_mask,
 )
-
-if TYPE_CHECKING:
-    from titan_sparse.attention.context_parallel.group import ContextParallel
 
 
 class VerticalSlashIndex(BlockIndex):
-    """Block diagonals per span (slashes) and key verticals (verticals), for every query head.
+    """Block diagonals per span (slashes) and single keys (verticals), for every query head.
 
-    slashes: bool [B, Hq, E], entry spans.offset[d] + delta is the diagonal of block pairs delta apart in span d.
-    verticals: int32 [B, Hq, C]. capped: bool [B, Hq, 2], whether the cap on verticals, on slashes kept a budget short.
+    slashes: bool [B, Hq, E]; entry spans.offset[d] + delta is the diagonal of block pairs delta
+        apart in span d.
+    verticals: int32 [B, Hq, C].
+    capped: bool [B, Hq, 2], whether the cap on verticals, and the cap on slashes, kept a budget
+        short.
     most_blocks: bound on the KV blocks that a query block meets.
     """
 
@@ -54,29 +64,38 @@ class VerticalSlashIndex(BlockIndex):
         most_blocks: int,
     ):
         super().__init__(verticals.shape[1], seq_len, block_size, verticals)
-        self.slashes, self.capped, self.spans, self.most_blocks = (
-            slashes,
-            capped,
-            spans,
-            most_blocks,
-        )
+        self.slashes = slashes
+        self.capped = capped
+        self.spans = spans
+        self.most_blocks = most_blocks
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        q_blocks, k_blocks = q_blocks.long(), k_blocks.long()
-        delta = q_blocks[:, None] - k_blocks
-        selected = (k_blocks >= self.spans.dense_from[:, q_blocks, None])[:, None] & (delta >= 0)
+        spans = self.spans
         batch, heads = self.slashes.shape[:2]
-        for slot in spans_of_blocks(self.spans, q_blocks, self.block_size).unbind(-1):
+        q_blocks = q_blocks.long()
+        k_blocks = k_blocks.long()
+        # [nq, nk]
+        delta = q_blocks[:, None] - k_blocks
+        past = delta >= 0
+        # [B, 1, nq, nk]: short documents are seen whole.
+        dense_from = spans.dense_from[:, q_blocks, None]
+        selected = (k_blocks >= dense_from)[:, None] & past
+
+        # [B, nq, T]: a query block touches one span or two.
+        touching = spans_of_blocks(spans, q_blocks, self.block_size)
+        for slot in touching.unbind(-1):
+            # [B, nq, 1]
             known = slot.clamp(min=0)
-            inside = (
-                (slot >= 0)[..., None]
-                & (delta >= 0)
-                & (k_blocks >= self.spans.first_block.gather(1, known)[..., None])
-            )
-            entry = torch.where(inside, self.spans.offset.gather(1, known)[..., None] + delta, 0)
-            on = self.slashes.gather(2, entry.view(batch, 1, -1).expand(-1, heads, -1)).view(
-                batch, heads, *delta.shape
-            )
+            first_block = spans.first_block.gather(1, known)[..., None]
+            offset = spans.offset.gather(1, known)[..., None]
+            # [B, nq, nk]
+            inside = (slot >= 0)[..., None] & past & (k_blocks >= first_block)
+            # [B, nq, nk] -> [B, Hq, nq * nk]: the diagonal of each pair of blocks.
+            entry = torch.where(inside, offset + delta, 0)
+            entry = entry.view(batch, 1, -1).expand(-1, heads, -1)
+            # [B, Hq, nq, nk]
+            on = self.slashes.gather(2, entry)
+            on = on.view(batch, heads, *delta.shape)
             selected = selected | (on & inside[:, None])
         return selected
 
@@ -84,28 +103,43 @@ class VerticalSlashIndex(BlockIndex):
         return [self.slashes, self.verticals, self.capped]
 
     def block_spans(self, q_blocks: Tensor) -> Tensor:
-        """int32 [B, nq, 5], what selects() looks up for each query block, as kernels/block_tables.py takes it."""
-        slot = spans_of_blocks(self.spans, q_blocks, self.block_size)
-        slot = torch.nn.functional.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
-        known = slot.clamp(min=0).flatten(1)
-        offset, first = (
-            x.gather(1, known).view_as(slot) for x in (self.spans.offset, self.spans.first_block)
-        )
-        fields = torch.stack([offset.where(slot >= 0, -1), first], dim=-1).flatten(2)
-        return torch.cat([fields, self.spans.dense_from[:, q_blocks, None]], dim=-1).int()
+        """int32 [B, nq, 5]: what selects() looks up for each query block.
+
+        In the form that kernels/block_tables.py takes.
+        That is offset (-1 for no span) and first block of the two spans that it touches, then its
+        dense_from.
+        """
+        spans = self.spans
+        slot = spans_of_blocks(spans, q_blocks, self.block_size)
+        # [B, nq, 2]: two spans even where a sequence has room for one.
+        slot = F.pad(slot, (0, 2 - slot.shape[-1]), value=-1)
+        known = slot.clamp(min=0)
+        offset = lookup(spans.offset, known)
+        offset = offset.where(slot >= 0, -1)
+        first_block = lookup(spans.first_block, known)
+
+        # [B, nq, 4]
+        fields = torch.stack([offset, first_block], dim=-1).flatten(2)
+        # [B, nq, 1]
+        dense_from = spans.dense_from[:, q_blocks, None]
+        return torch.cat([fields, dense_from], dim=-1).int()
 
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlash(Pattern):
     """Parameters of the selection; counts are per query head.
 
-    recall: share of the probe's attention mass to reach, in (0, 1]. budget: "independent", verticals and slashes each have to
-    reach it alone (the paper); "joint", the union of least cost has to, always-on ones included (joint.py).
+    recall: share of the probe's attention mass to reach, in (0, 1].
+    budget: "independent", verticals and slashes each have to reach the recall alone (the paper);
+        "joint", the cheapest union of both has to reach it, those that are always on included
+        (joint.py).
     probe: last queries of each span that are looked at; 0 means block_size.
-    sinks: first tokens of each span that are always verticals. local_diagonals: nearest block diagonals always on.
-    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local diagonals not counted;
-    max_slashes = 0 means no cap, max_columns = 0 no verticals but the sinks. Of the maxima a document in a packed sequence
-    gets its share by length (at least the minimum).
+    sinks: first tokens of each span that are always verticals.
+    local_diagonals: nearest block diagonals, which are always on.
+    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local
+        diagonals not counted. max_slashes = 0 means no cap, max_columns = 0 no verticals but the
+        sinks. A document in a packed sequence gets its share of the maxima by length (at least the
+        minimum).
     dense_below: documents of a packed sequence with fewer tokens are computed whole.
     Raises ValueError for values out of range.
     """
@@ -125,7 +159,8 @@ class VerticalSlash(Pattern):
     def __post_init__(self) -> None:
         if not 0 < self.recall <= 1:
             raise ValueError(
-                f"VerticalSlash(recall={self.recall}): a share of the attention mass, above 0, at most 1"
+                f"VerticalSlash(recall={self.recall}): a share of the attention mass, above 0, "
+                "at most 1"
             )
         if self.local_diagonals < 1:
             raise ValueError(
@@ -135,12 +170,12 @@ class VerticalSlash(Pattern):
             raise ValueError(
                 f'VerticalSlash(budget="{self.budget}"): write "independent" or "joint"'
             )
-        counts = [f.name for f in dataclasses.fields(self) if f.name not in ("recall", "budget")]
-        negative = [name for name in counts if getattr(self, name) < 0]
-        if negative:
-            raise ValueError(
-                f"VerticalSlash({negative[0]}={getattr(self, negative[0])}): write 0 or more"
-            )
+        for field in dataclasses.fields(self):
+            if field.name in ("recall", "budget"):
+                continue
+            count = getattr(self, field.name)
+            if count < 0:
+                raise ValueError(f"VerticalSlash({field.name}={count}): write 0 or more")
         if self.min_columns > self.max_columns or 0 < self.max_slashes < self.min_slashes:
             raise ValueError("VerticalSlash: the minimum of a budget is above its maximum")
         super().__post_init__()
@@ -150,141 +185,197 @@ class VerticalSlash(Pattern):
         return self.probe or block_size
 
     def vertical_capacity(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """Columns that a head can have at the most, rounded up to whole blocks."""
+        """The most verticals that a head can have, rounded up to whole blocks."""
         n = slots(seq_len, self.dense_below, packed)
-        most = self.max_columns + n * self.sinks + (n * (self.min_columns + 1) if packed else 0)
+        most = self.max_columns + n * self.sinks
+        if packed:
+            # Shares of the maximum are rounded up, or up to the minimum.
+            most += n * (self.min_columns + 1)
         return -(-min(most, seq_len) // block_size) * block_size
 
     def check_block_size(self, block_size: int) -> None:
-        """ValueError if a block could touch three selected documents, or the probe be longer than a document."""
-        if self.dense_below < max(block_size, self.probe_queries(block_size)):
+        """ValueError if a block could touch three spans, or the probe be longer than a document."""
+        queries = self.probe_queries(block_size)
+        least = max(block_size, queries)
+        if self.dense_below < least:
             raise ValueError(
-                f"vertical_slash.dense_below = {self.dense_below} must be at least block_size ({block_size}) and probe "
-                f"({self.probe_queries(block_size)}); write dense_below = "
-                f"{max(block_size, self.probe_queries(block_size))} or more"
+                f"vertical_slash.dense_below = {self.dense_below} must be at least block_size "
+                f"({block_size}) and probe ({queries}); write dense_below = {least} or more"
             )
 
     def select_tensors(
-        self, q: Tensor, k: Tensor, rows: MaskRanges, cp: "ContextParallel", scale: float
+        self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
         batch, heads = q.shape[:2]
-        seq_len, block_size = rows.start.shape[1], cp.block_size
-        spans, queries = self._spans(rows, batch, block_size), self.probe_queries(block_size)
+        seq_len = ranges.start.shape[1]
+        block_size = cp.block_size
+        queries = self.probe_queries(block_size)
         joint = self.budget == "joint"
-        verticals, diagonals = probe_masses(
-            q, k, rows, spans, self.key, cp, queries, scale, split=joint
-        )
-        segments = once_per_mask(
-            rows,
-            ("segments", self.key, cp.key, batch, heads),
+
+        # Masses of N (sequence, head) pairs, this rank's share: verticals [N, K, V, b], diagonals
+        # [N, E].
+        spans = self._spans(ranges, batch, block_size)
+        geometry = probe_geometry(ranges, spans, self, cp, queries, (batch, heads))
+        verticals, diagonals = probe_masses(q, k, geometry, cp, queries, scale, split=joint)
+        entry_count = diagonals.shape[1]
+
+        # selected: bool [N, S + E], capped: bool [N, 2 n].
+        segments = once_per_selection(
+            ranges,
+            "segments",
+            self,
+            cp,
+            (batch, heads),
             lambda: self._segments(
-                spans, seq_len, diagonals.shape[1], sequences_of_pairs(batch, heads, cp, q.device)
+                spans, seq_len, entry_count, sequences_of_pairs(batch, heads, cp, q.device)
             ),
         )
         if joint:
-            of = once_per_mask(
-                rows,
-                ("incidence", self.key, cp.key, batch, heads),
-                lambda: incidence(
-                    spans, segments, seq_len, blocks_back(queries, block_size), block_size
-                ),
-            )
-            selected, capped = smallest_union(verticals, segments, of, self.recall, queries)
+            incidence = self._incidence(ranges, spans, segments, cp, (batch, heads))
+            selected, capped = smallest_union(verticals, segments, incidence, self.recall, queries)
         else:
-            selected, capped = smallest_sets(
-                torch.cat([verticals.flatten(1), diagonals], dim=1), segments, self.recall, queries
-            )
-        capacity = self.vertical_capacity(seq_len, block_size, rows.document_start is not None)
+            mass = torch.cat([verticals.flatten(1), diagonals], dim=1)
+            selected, capped = smallest_sets(mass, segments, self.recall, queries)
+
+        # One gather for everything chosen, int32 [N, C + E + 2] a rank.
+        capacity = self.vertical_capacity(seq_len, block_size, ranges.document_start is not None)
         verticals = compact(selected[:, :seq_len], capacity, seq_len)
-        mine = torch.cat(
-            [verticals, selected[:, seq_len:].int(), capped.unflatten(1, (2, -1)).any(-1).int()],
-            dim=1,
-        )
-        every = cp.all_gather(mine).flatten(0, 1)[: batch * heads].view(batch, heads, -1)
-        verticals, slashes, capped = every.split([capacity, diagonals.shape[1], 2], dim=-1)
+        slashes = selected[:, seq_len:].int()
+        capped = capped.unflatten(1, (2, -1)).any(-1).int()
+        chosen = torch.cat([verticals, slashes, capped], dim=1)
+        # The last ranks may have chosen for pairs that do not exist.
+        all_chosen = cp.all_gather(chosen).flatten(0, 1)[: batch * heads]
+        all_chosen = all_chosen.view(batch, heads, -1)
+        verticals, slashes, capped = all_chosen.split([capacity, entry_count, 2], dim=-1)
         return [slashes.bool(), verticals.contiguous(), capped.bool()]
 
-    def _spans(self, rows: MaskRanges, batch: int, block_size: int) -> Spans:
-        key = ("spans", batch, self.dense_below, block_size)
-        return once_per_mask(
-            rows, key, lambda: find_spans(rows, batch, self.dense_below, block_size)
+    def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
+        return spans_of_mask(ranges, batch, self.dense_below, block_size)
+
+    def _incidence(
+        self,
+        ranges: MaskRanges,
+        spans: Spans,
+        segments: Segments,
+        cp: ContextParallel,
+        shape: tuple[int, int],
+    ) -> Incidence:
+        """Which diagonals each vertical meets, remembered for the mask.
+
+        shape: batch size and query heads.
+        """
+        seq_len = ranges.start.shape[1]
+        back = blocks_back(self.probe_queries(cp.block_size), cp.block_size)
+        return once_per_selection(
+            ranges,
+            "incidence",
+            self,
+            cp,
+            shape,
+            lambda: incidence(spans, segments, seq_len, back, cp.block_size),
         )
 
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
-        """What is chosen from in a row of probe_masses(): each span's verticals, then its diagonals, 2 n segments."""
+        """What is chosen from in a row of masses [S + E], in 2 n segments.
+
+        These are each span's verticals, then each span's diagonals.
+        diagonals: E. sequence: int64 [N], of each row.
+        """
         n = spans.start.shape[1]
-        vertical = span_of_tokens(spans.start, spans.stop, seq_len)
-        entry = (
-            torch.arange(diagonals, device=spans.start.device)
-            .expand(len(vertical), -1)
-            .contiguous()
-        )
-        diagonal = n + torch.searchsorted(spans.offset + spans.diagonals, entry, right=True)
-        # No cap must not be shared out: a short span can touch more diagonals than its part of the list's length.
-        most = (
-            _share(self.max_slashes, self.min_slashes, spans)
-            if self.max_slashes
-            else spans.diagonals
-        )
-        begin = seq_len + spans.offset
+        # [B, S]: the segment of each vertical is its span.
+        vertical_segment = span_of_tokens(spans.start, spans.stop, seq_len)
+        vertical_segment = vertical_segment.where(vertical_segment < n, 2 * n)
+        # [B, E]: those of the diagonals come after them.
+        entry = torch.arange(diagonals, device=spans.start.device)
+        entry = entry.expand(len(vertical_segment), -1).contiguous()
+        first_behind = spans.offset + spans.diagonals
+        diagonal_segment = n + torch.searchsorted(first_behind, entry, right=True)
+
         most_verticals = _share(self.max_columns, self.min_columns, spans)
-        bounds = torch.cat(
-            [
-                _bounds(spans.start, spans.stop, self.min_columns, most_verticals, self.sinks),
-                _bounds(
-                    begin, begin + spans.diagonals, self.min_slashes, most, self.local_diagonals
-                ),
-            ],
-            dim=1,
-        ).clamp(max=seq_len + diagonals)
-        segment = torch.cat([vertical.where(vertical < n, 2 * n), diagonal], dim=1)
+        if self.max_slashes:
+            most_slashes = _share(self.max_slashes, self.min_slashes, spans)
+        else:
+            # No cap must not be shared out: a short span can touch more diagonals than its part of
+            # the list's length.
+            most_slashes = spans.diagonals
+        first_diagonal = seq_len + spans.offset
+        vertical_bounds = _bounds(
+            spans.start, spans.stop, self.min_columns, most_verticals, self.sinks
+        )
+        diagonal_bounds = _bounds(
+            first_diagonal,
+            first_diagonal + spans.diagonals,
+            self.min_slashes,
+            most_slashes,
+            self.local_diagonals,
+        )
+        # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
+        bounds = torch.cat([vertical_bounds, diagonal_bounds], dim=1)
+        bounds = bounds.clamp(max=seq_len + diagonals)
+        segment = torch.cat([vertical_segment, diagonal_segment], dim=1)
         return Segments(sequence.int(), segment.int(), bounds.int())
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
         diagonals = entries(seq_len, block_size, slots(seq_len, self.dense_below, packed))
         capacity = self.vertical_capacity(seq_len, block_size, packed)
-        return [
-            q.new_empty(batch, heads, diagonals, dtype=torch.bool),
-            q.new_empty(batch, heads, capacity, dtype=torch.int32),
-            q.new_empty(batch, heads, 2, dtype=torch.bool),
-        ]
+        # As select_tensors() returns them.
+        slashes = q.new_empty(batch, heads, diagonals, dtype=torch.bool)
+        verticals = q.new_empty(batch, heads, capacity, dtype=torch.int32)
+        capped = q.new_empty(batch, heads, 2, dtype=torch.bool)
+        return [slashes, verticals, capped]
 
     def vertical_count(self, tensors: list[Tensor]) -> int:
-        return tensors[1].shape[-1]
+        _, verticals, _ = tensors
+        return verticals.shape[-1]
 
     def index(
-        self, tensors: list[Tensor], rows: MaskRanges, batch: int, heads: int, block_size: int
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> VerticalSlashIndex:
-        spans = self._spans(rows, batch, block_size)
-        most_blocks = self.most_blocks(
-            rows.start.shape[1], block_size, rows.document_start is not None
+        slashes, verticals, capped = tensors
+        seq_len = ranges.start.shape[1]
+        spans = self._spans(ranges, batch, block_size)
+        most_blocks = self.most_blocks(seq_len, block_size, ranges.document_start is not None)
+        return VerticalSlashIndex(
+            slashes, verticals, capped, spans, seq_len, block_size, most_blocks
         )
-        return VerticalSlashIndex(*tensors, spans, rows.start.shape[1], block_size, most_blocks)
 
     def most_blocks(self, seq_len: int, block_size: int, packed: bool) -> int:
-        """A bound, known without looking, on the KV blocks that one query block can meet by slashes: both spans that it
-        may touch at their cap, and short documents. All blocks where there is no cap."""
+        """Bound, known without looking, on the KV blocks that a query block can meet by slashes.
+
+        It counts the cap of each span that the block may touch (two in a packed sequence) and short
+        documents. All blocks where there is no cap.
+        """
         blocks = -(-seq_len // block_size)
         if not self.max_slashes:
             return blocks
         slashes = self.max_slashes + self.min_slashes + self.local_diagonals + 1
-        short = -(-self.dense_below // block_size) + 1 if packed else 0
-        return min(blocks, (2 if packed else 1) * slashes + short)
+        if not packed:
+            return min(blocks, slashes)
+        # A document that begins anywhere in a block touches one block more.
+        short_documents = -(-self.dense_below // block_size) + 1
+        return min(blocks, 2 * slashes + short_documents)
 
 
 def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) -> Tensor:
     """int64 [B, n, 5], as Segments holds them."""
-    return torch.stack(
-        [begin, stop, torch.full_like(begin, least), most, torch.full_like(begin, always)], dim=-1
-    )
+    # [B, n]
+    least = torch.full_like(begin, least)
+    always = torch.full_like(begin, always)
+    return torch.stack([begin, stop, least, most, always], dim=-1)
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:
-    """A budget's cap for each span, int64 [N, n]: all of it for an unpacked sequence, else in proportion to length.
+    """int64 [B, n]: each span's part of a budget's cap.
 
-    Padding does not count as length, so that the number of ranks it depends on does not change the selection.
+    It is all of the cap for an unpacked sequence, else in proportion to length.
+    Padding does not count as length: the number of ranks, which padding depends on, does not change
+    the selection.
     """
+    # [B, n]
     length = spans.stop - spans.start
-    share = (most * length + spans.tokens - 1) // spans.tokens.clamp(min=1)
+    # [B, 1], not 0 where all is padding.
+    tokens = spans.tokens.clamp(min=1)
+    # [B, n], rounded up.
+    share = (most * length + spans.tokens - 1) // tokens
     return torch.maximum(share, torch.full_like(length, least))

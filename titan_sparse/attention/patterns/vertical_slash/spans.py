@@ -1,24 +1,34 @@
-"""Which documents a selection is made for, in arrays of fixed size so that nothing waits for the device.
+"""Spans: the documents that a selection is made for.
 
-An unpacked sequence is one span, always selected. In a packed one every document of at least `dense_below` tokens is a
-span with a selection of its own; shorter ones are computed whole. Spans touch a block at most two at a time, because
-dense_below >= block_size.
+They are arrays of fixed size, so that nothing waits for the device. An unpacked sequence is one
+span, always selected. In a packed one, every document of at least `dense_below` tokens is a span
+with a selection of its own; shorter documents are computed whole. At most two spans touch a block,
+because dense_below >= block_size.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
+
+T = TypeVar("T")
 
 
 class Spans(NamedTuple):
-    """n slots per sequence, int64; unused ones have start = stop = sequence length.
+    """n slots per sequence, int64; unused slots have start = stop = sequence length.
 
-    start, stop: [B, n] global tokens. first_block, last_block: [B, n].
-    offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see `entries`).
-    dense_from: [B, blocks], the first block that a query block sees whole because of short documents; `blocks` if none.
+    start, stop: [B, n], global tokens.
+    first_block, last_block: [B, n].
+    offset: [B, n], where the span's block diagonals begin in the list of all diagonals (see
+        `entries`).
+    dense_from: [B, blocks], the first block that a query block sees whole because of short
+        documents; `blocks` if none.
     tokens: [B, 1], tokens of the sequence that are not padding.
     """
 
@@ -33,88 +43,176 @@ class Spans(NamedTuple):
     @property
     def diagonals(self) -> Tensor:
         """int64 [B, n]: block diagonals of each span, 0 for an unused slot."""
-        return torch.where(self.start < self.stop, self.last_block - self.first_block + 1, 0)
+        # The blocks that a span touches.
+        count = self.last_block - self.first_block + 1
+        return torch.where(self.start < self.stop, count, 0)
+
+    def of_sequences(self, sequence: Tensor) -> "Spans":
+        """The spans of the sequences int [N], one row each: all fields become [N, ...]."""
+        return Spans._make(field[sequence] for field in self)
 
 
 def slots(seq_len: int, dense_below: int, packed: bool) -> int:
-    """How many spans a sequence can have at the most."""
-    return max(1, seq_len // dense_below) if packed else 1
+    """The most spans that a sequence can have."""
+    if not packed:
+        return 1
+    return max(1, seq_len // dense_below)
 
 
 def entries(seq_len: int, block_size: int, n: int) -> int:
-    """Length of the list of all spans' block diagonals: neighbours share at most one block."""
-    return -(-seq_len // block_size) + n - 1
+    """Length of the list of all spans' block diagonals.
+
+    Neighboring spans share at most one block.
+    """
+    blocks = -(-seq_len // block_size)
+    return blocks + n - 1
 
 
-def find_spans(rows: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
-    """The spans of a resolved mask, [batch, n]."""
-    start, stop = (
-        _unpacked(rows)
-        if rows.document_start is None
-        else _long_documents(rows.document_start, dense_below)
+def spans_of_mask(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
+    """find_spans(), remembered for the mask.
+
+    All layers, and all patterns with the same limit, share the result.
+    """
+    # Nothing else decides the spans.
+    key = ("spans", batch, dense_below, block_size)
+    return once_per_mask(
+        ranges,
+        key,
+        lambda: find_spans(ranges, batch, dense_below, block_size),
     )
-    first_block, last_block = start // block_size, (stop - 1).clamp(min=0) // block_size
-    count = torch.where(start < stop, last_block - first_block + 1, 0)
-    offset = count.cumsum(-1) - count
-    dense_from = _dense_from(rows, start, stop, block_size)
-    fields = (start, stop, first_block, last_block, offset, dense_from, _tokens(rows))
-    return Spans(*(x.expand(batch, -1).contiguous() for x in fields))
 
 
-def _tokens(rows: MaskRanges) -> Tensor:
-    return (rows.start < rows.stop).sum(-1, keepdim=True)
+def once_per_selection(
+    ranges: MaskRanges,
+    name: str,
+    pattern: Hashable,
+    cp: ContextParallel,
+    shape: tuple[int, ...],
+    compute: Callable[[], T],
+) -> T:
+    """compute(), remembered for the mask: geometry that is the same in every layer.
+
+    It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size,
+    and on `shape`: the batch size and, where it matters, the number of heads. `name` tells the
+    results of one selection apart.
+    """
+    # cp.key stands for the ranks, the layout and the block size.
+    key = (name, pattern, cp.key, shape)
+    return once_per_mask(ranges, key, compute)
 
 
-def _unpacked(rows: MaskRanges) -> tuple[Tensor, Tensor]:
-    stop = _tokens(rows)
-    return torch.zeros_like(stop), stop
+def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:
+    """The spans of a resolved mask, [batch, n]."""
+    # [Bm, n]
+    if ranges.document_start is None:
+        stop = _tokens(ranges)
+        start = torch.zeros_like(stop)
+    else:
+        start, stop = _long_documents(ranges.document_start, dense_below)
+    first_block = start // block_size
+    last_block = (stop - 1).clamp(min=0) // block_size
+    diagonals = torch.where(start < stop, last_block - first_block + 1, 0)
+    spans = Spans(
+        start=start,
+        stop=stop,
+        first_block=first_block,
+        last_block=last_block,
+        offset=diagonals.cumsum(-1) - diagonals,
+        dense_from=_dense_from(ranges, start, stop, block_size),
+        tokens=_tokens(ranges),
+    )
+    # searchsorted() wants contiguous memory.
+    return Spans._make(field.expand(batch, -1).contiguous() for field in spans)
+
+
+def _tokens(ranges: MaskRanges) -> Tensor:
+    """int64 [Bm, 1]: tokens that see anything, which padding does not."""
+    # [Bm, S]
+    real = ranges.start < ranges.stop
+    return real.sum(-1, keepdim=True)
 
 
 def _long_documents(document_start: Tensor, dense_below: int) -> tuple[Tensor, Tensor]:
-    seq_len = document_start.shape[1]
+    """Start and stop of the documents of at least `dense_below` tokens, int64 [Bm, n] each."""
+    batch, seq_len = document_start.shape
     n = slots(seq_len, dense_below, packed=True)
+    # [Bm, S]
     position = torch.arange(seq_len, device=document_start.device).expand(document_start.shape)
-    following = torch.nn.functional.pad(document_start[:, 1:], (0, 1), value=-2)
-    long = (
-        (document_start != following)
-        & (document_start >= 0)
-        & (position - document_start + 1 >= dense_below)
-    )
-    slot = torch.where(long, long.long().cumsum(-1) - 1, n)
-    empty = torch.full((len(document_start), n + 1), seq_len, device=document_start.device)
+    next_start = F.pad(document_start[:, 1:], (0, 1), value=-2)
+
+    # [Bm, S]: a document's last token knows the length.
+    ends_document = (document_start != next_start) & (document_start >= 0)
+    is_long = position - document_start + 1 >= dense_below
+    ends_long_document = ends_document & is_long
+
+    # [Bm, S]: the number of each long document, at its last token; n elsewhere.
+    number = ends_long_document.long().cumsum(-1) - 1
+    slot = torch.where(ends_long_document, number, n)
+
+    # [Bm, n + 1], the last slot collects all other tokens and is cut off.
+    empty = torch.full((batch, n + 1), seq_len, device=document_start.device)
     start = empty.scatter(1, slot, document_start.long())[:, :n]
     stop = empty.scatter(1, slot, position + 1)[:, :n]
     return start.contiguous(), stop.contiguous()
 
 
-def _dense_from(rows: MaskRanges, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
-    seq_len = rows.start.shape[1]
+def _dense_from(ranges: MaskRanges, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
+    """int64 [Bm, blocks], as Spans.dense_from; start, stop: [Bm, n], the spans."""
+    seq_len = ranges.start.shape[1]
     blocks = -(-seq_len // block_size)
-    if rows.document_start is None:
-        return torch.full((1, blocks), blocks, device=rows.start.device)
+    if ranges.document_start is None:
+        return torch.full((1, blocks), blocks, device=ranges.start.device)
+    # [Bm, S]
     in_span = span_of_tokens(start, stop, seq_len) < start.shape[1]
-    short = (rows.document_start >= 0) & ~in_span
-    first = torch.where(short, rows.document_start.long() // block_size, blocks)
-    first = torch.nn.functional.pad(first, (0, blocks * block_size - seq_len), value=blocks)
-    return first.view(len(first), blocks, block_size).amin(-1)
+    in_short_document = (ranges.document_start >= 0) & ~in_span
+    document_block = ranges.document_start.long() // block_size
+    first_block = torch.where(in_short_document, document_block, blocks)
+    # [Bm, blocks, block_size]
+    # The last block may be cut short.
+    missing = blocks * block_size - seq_len
+    first_block = F.pad(first_block, (0, missing), value=blocks)
+    first_block = first_block.view(len(first_block), blocks, block_size)
+    return first_block.amin(-1)
+
+
+def lookup(values: Tensor, slot: Tensor) -> Tensor:
+    """values [B, n] at the slots int64 [B, ...] of the same sequence: shaped like `slot`."""
+    # [B, ...] -> [B, slots looked up]
+    flat = slot.flatten(1)
+    return values.gather(1, flat).view_as(slot)
 
 
 def span_of_tokens(start: Tensor, stop: Tensor, seq_len: int) -> Tensor:
-    """int64 [B, S]: the slot of the span that holds each token, n for none."""
+    """int64 [B, S]: the slot of the span that holds each token, n for none. start, stop: [B, n]."""
     n = start.shape[1]
-    position = torch.arange(seq_len, device=start.device).expand(len(start), -1).contiguous()
+    # [B, S]; spans are in order, so the first one that ends behind a token is the only candidate.
+    position = torch.arange(seq_len, device=start.device)
+    position = position.expand(len(start), -1).contiguous()
     slot = torch.searchsorted(stop, position, right=True)
-    inside = (slot < n) & (start.gather(1, slot.clamp(max=n - 1)) <= position)
+    # The token may still lie before that span.
+    slot_start = start.gather(1, slot.clamp(max=n - 1))
+    inside = (slot < n) & (slot_start <= position)
     return torch.where(inside, slot, n)
 
 
 def spans_of_blocks(spans: Spans, blocks: Tensor, block_size: int) -> Tensor:
-    """int64 [B, m, min(n, 2)]: the slots of the spans that touch each of m global blocks (int [m]), -1 for none."""
+    """int64 [B, m, T]: the slots of the spans that touch each of m global blocks, -1 for none.
+
+    blocks: int [m]. T = min(n, 2).
+    """
     batch, n = spans.start.shape
-    begin = (blocks.long() * block_size).expand(batch, -1).contiguous()
-    first = torch.searchsorted(spans.stop, begin, right=True)
+    # [B, m]
+    block_start = blocks.long() * block_size
+    block_start = block_start.expand(batch, -1).contiguous()
+    first = torch.searchsorted(spans.stop, block_start, right=True)
+
+    # [B, m, T]: the first span that ends behind the block's start, and the one after it.
     candidates = torch.stack([first + i for i in range(min(n, 2))], dim=-1)
-    flat = candidates.clamp(max=n - 1).flatten(1)
-    touches = (spans.start.gather(1, flat) < spans.stop.gather(1, flat)).view_as(candidates)
-    touches &= spans.start.gather(1, flat).view_as(candidates) < begin[..., None] + block_size
+    known = candidates.clamp(max=n - 1)
+    start = lookup(spans.start, known)
+    stop = lookup(spans.stop, known)
+
+    # Unused slots are empty spans.
+    block_stop = block_start[..., None] + block_size
+    touches = (start < stop) & (start < block_stop)
     return torch.where(touches & (candidates < n), candidates, -1)

@@ -1,5 +1,9 @@
-"""Vertical-slash selection against a brute-force reading of its specification, document by document, head by head."""
+"""Vertical-slash selection against a brute-force reading of its specification.
 
+Document by document, and head by head.
+"""
+
+import dataclasses
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -27,7 +31,9 @@ class Selection(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One selection problem. documents: the lengths per sequence if packed; else `valid` tokens per sequence."""
+    """One selection problem. documents: the lengths per sequence if packed; else `valid` tokens per
+    sequence.
+    """
 
     shape: tuple[int, int, int, int]
     block: int
@@ -40,31 +46,42 @@ class Case(NamedTuple):
         """(start, stop) of every document; an unpacked sequence is one."""
         if self.documents is None:
             return [(0, self.shape[3] if self.valid is None else self.valid[sequence])]
-        lengths = self.documents[sequence % len(self.documents)]
-        return [(sum(lengths[:n]), sum(lengths[: n + 1])) for n in range(len(lengths))]
-
-
-# The specification, in plain loops ----------------------------------------------------------------------------------
+        spans = []
+        start = 0
+        for length in self.documents[sequence % len(self.documents)]:
+            spans.append((start, start + length))
+            start += length
+        return spans
 
 
 def _smallest(
     mass: list[float], recall: float, least: int, most: int
 ) -> tuple[set[int], bool, Fraction]:
-    """Fewest elements that reach the recall, crossing one included; whether the cap cut them; the share they hold."""
+    """Fewest elements that reach the recall, crossing one included; whether the cap cut them; the
+    share they hold.
+    """
     exact = [Fraction(m) for m in mass]
     order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
-    total, running, count = sum(exact), Fraction(0), 0
-    while running < Fraction(recall) * total:
+    target = Fraction(recall) * sum(exact)
+    running = Fraction(0)
+    count = 0
+    while running < target:
         running += exact[order[count]]
         count += 1
     chosen = set(order[: min(max(count, least), most)])
-    return chosen, count > most, sum(exact[e] for e in chosen) / total if total else Fraction(1)
+    if not sum(exact):
+        return chosen, count > most, Fraction(1)
+    share = sum(exact[element] for element in chosen) / sum(exact)
+    return chosen, count > most, share
 
 
 def _masses(
     q: Tensor, k: Tensor, seen: Tensor, span: Span, probe: int, block: int
 ) -> tuple[list[float], list[float]]:
-    """Attention mass per token, and per block diagonal, of the span's last queries: dense softmax, pair by pair."""
+    """Attention mass per token, and per block diagonal, of the span's last queries.
+
+    By a dense softmax, pair by pair.
+    """
     start, stop = span
     verticals = [0.0] * (stop - start)
     diagonals = [0.0] * ((stop - 1) // block - start // block + 1)
@@ -78,34 +95,40 @@ def _masses(
 
 
 def _cap(most: int, least: int, span: Span, case: Case, tokens: int) -> int:
-    """A packed document's share of the cap by length, of the tokens that are not padding; all of it if unpacked."""
+    """A packed document's share of the cap by length; all of it if unpacked.
+
+    tokens: of the sequence, padding not counted.
+    """
     if case.documents is None:
         return most
-    return max(-(-most * (span[1] - span[0]) // tokens), least)
+    start, stop = span
+    share = -(-most * (stop - start) // tokens)
+    return max(share, least)
 
 
 def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> Selection:
-    pattern, block = case.pattern, case.block
-    first, last = span[0] // block, (span[1] - 1) // block
+    pattern = case.pattern
+    block = case.block
+    start, stop = span
+    first = start // block
+    last = (stop - 1) // block
     every = {(i, j) for i in range(first, last + 1) for j in range(first, i + 1)}
-    if case.documents is not None and span[1] - span[0] < pattern.dense_below:
+    if case.documents is not None and stop - start < pattern.dense_below:
         return Selection(set(), every, (False, False), [])
     verticals, diagonals = _masses(q, k, seen, span, pattern.probe or block, block)
     tokens = int(seen.any(-1).sum())
-    most = (
-        _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens)
-        if pattern.max_slashes
-        else len(diagonals)
-    )
+    most = len(diagonals)
+    if pattern.max_slashes:
+        most = _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens)
     most_verticals = _cap(pattern.max_columns, pattern.min_columns, span, case, tokens)
     kept, vertical_capped, vertical_share = _smallest(
         verticals, pattern.recall, pattern.min_columns, most_verticals
     )
     on, slash_capped, slash_share = _smallest(diagonals, pattern.recall, pattern.min_slashes, most)
-    kept |= set(range(min(pattern.sinks, span[1] - span[0])))
+    kept |= set(range(min(pattern.sinks, stop - start)))
     on |= set(range(pattern.local_diagonals))
     return Selection(
-        {span[0] + j for j in kept},
+        {start + j for j in kept},
         {(i, j) for i, j in every if i - j in on},
         (vertical_capped, slash_capped),
         [(vertical_share, slash_share, Fraction(pattern.recall))],
@@ -113,13 +136,21 @@ def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> 
 
 
 def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -> Selection:
-    parts = [_select_span(q, k, seen, span, case) for span in spans if span[0] < span[1]]
-    return Selection(
-        set().union(*(p.verticals for p in parts)),
-        set().union(*(p.pairs for p in parts)),
-        tuple(any(p.capped[n] for p in parts) for n in (0, 1)),
-        sum((p.reached for p in parts), []),
-    )
+    verticals = set()
+    pairs = set()
+    verticals_capped = False
+    slashes_capped = False
+    reached = []
+    for span in spans:
+        if span[0] == span[1]:
+            continue
+        of_span = _select_span(q, k, seen, span, case)
+        verticals |= of_span.verticals
+        pairs |= of_span.pairs
+        verticals_capped |= of_span.capped[0]
+        slashes_capped |= of_span.capped[1]
+        reached += of_span.reached
+    return Selection(verticals, pairs, (verticals_capped, slashes_capped), reached)
 
 
 def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
@@ -129,9 +160,6 @@ def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
         chosen[i * block : (i + 1) * block, j * block : (j + 1) * block] = True
     chosen[:, sorted(selection.verticals)] = True
     return chosen & seen
-
-
-# Comparison ---------------------------------------------------------------------------------------------------------
 
 
 def _check_verticals(got: Tensor, want: set[int], seq_len: int) -> None:
@@ -144,17 +172,20 @@ def _check_verticals(got: Tensor, want: set[int], seq_len: int) -> None:
 def _check(case: Case, q: Tensor, k: Tensor) -> list[Selection]:
     batch, heads, kv_heads, seq_len = case.shape
     index = case.pattern.select(q, k, case.mask, block_size=case.block)
-    seen, dense, found = case.mask.dense(seq_len).expand(batch, -1, -1), index.dense(case.mask), []
+    seen = case.mask.dense(seq_len).expand(batch, -1, -1)
+    dense = index.dense(case.mask)
+    selections = []
     blocks = torch.arange(-(-seq_len // case.block))
     assert not index.selects(blocks, blocks).triu(1).any(), "a block of the future is selected"
     for b in range(batch):
         for h in range(heads):
-            want = _select(q[b, h], k[b, h * kv_heads // heads], seen[b], case.spans(b), case)
+            k_head = k[b, h * kv_heads // heads]
+            want = _select(q[b, h], k_head, seen[b], case.spans(b), case)
             _check_verticals(index.verticals[b, h], want.verticals, seq_len)
             assert tuple(index.capped[b, h].tolist()) == want.capped, (b, h)
             assert torch.equal(dense[b, h], _dense(want, seen[b], case.block)), (b, h)
-            found.append(want)
-    return found
+            selections.append(want)
+    return selections
 
 
 def _inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -309,9 +340,6 @@ def test_selection_is_the_specification_for_any_lengths(
     _check(case, *_inputs(case, seed))
 
 
-# Properties ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recall", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize(
     "mask, documents", [(Causal(), None), (Documents(MIXED), MIXED)], ids=["causal", "packed"]
@@ -334,43 +362,42 @@ def test_caps_are_respected_and_reported():
 
 
 def test_equal_bounds_are_fixed_budgets():
-    """MInference's budgets: so many verticals and diagonals whatever they hold, beside the sinks and the local diagonals."""
-    q, k = structured_qkv(1, 4, 2, 320, 8, seed=3)[:2]
-    chosen = [
-        VerticalSlash(
-            recall=recall,
-            sinks=5,
-            local_diagonals=2,
-            min_columns=20,
-            max_columns=20,
-            min_slashes=4,
-            max_slashes=4,
-            dense_below=16,
-        ).select(q, k, Causal(), block_size=16)
-        for recall in (0.1, 1.0)
-    ]
-    assert torch.equal(chosen[0].verticals, chosen[1].verticals) and torch.equal(
-        chosen[0].slashes, chosen[1].slashes
+    """MInference's budgets: so many verticals and diagonals whatever they hold, beside the sinks
+    and the local diagonals.
+    """
+    q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=3)
+    pattern = VerticalSlash(
+        recall=0.1,
+        sinks=5,
+        local_diagonals=2,
+        min_columns=20,
+        max_columns=20,
+        min_slashes=4,
+        max_slashes=4,
+        dense_below=16,
     )
-    verticals, slashes = (chosen[0].verticals < 320).sum(-1), chosen[0].slashes.sum(-1)
-    assert (
-        (verticals >= 20).all()
-        and (verticals <= 25).all()
-        and (slashes >= 4).all()
-        and (slashes <= 6).all()
-    )
-    assert (chosen[0].verticals[..., :5] == torch.arange(5)).all() and chosen[0].slashes[
-        ..., :2
-    ].all()
+    index = pattern.select(q, k, Causal(), block_size=16)
+    other = dataclasses.replace(pattern, recall=1.0).select(q, k, Causal(), block_size=16)
+    assert torch.equal(index.verticals, other.verticals)
+    assert torch.equal(index.slashes, other.slashes)
+
+    verticals = (index.verticals < 320).sum(-1)
+    assert (verticals >= 20).all() and (verticals <= 25).all()
+    assert (index.verticals[..., :5] == torch.arange(5)).all()
+    slashes = index.slashes.sum(-1)
+    assert (slashes >= 4).all() and (slashes <= 6).all()
+    assert index.slashes[..., :2].all()
 
 
 def test_a_dominant_vertical_is_selected_alone():
-    """One key that holds more than the recall of the mass: that vertical, the sinks, the local diagonal, nothing else."""
-    seq_len, vertical = 96, 21
-    q, k = (
-        torch.ones(1, 2, seq_len, 8, dtype=torch.float64),
-        torch.zeros(1, 1, seq_len, 8, dtype=torch.float64),
-    )
+    """One key that holds more than the recall of the mass.
+
+    That vertical, the sinks and the local diagonal are selected, nothing else.
+    """
+    seq_len = 96
+    vertical = 21
+    q = torch.ones(1, 2, seq_len, 8, dtype=torch.float64)
+    k = torch.zeros(1, 1, seq_len, 8, dtype=torch.float64)
     k[:, :, vertical] = 4.0
     pattern = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, dense_below=16)
     case = Case((1, 2, 1, seq_len), 16, Causal(), pattern)
@@ -402,7 +429,8 @@ def test_what_lies_after_or_outside_the_span_changes_nothing():
     other_q, other_k = q.clone(), k.clone()
     other_q[:, :, :70] += 3
     other_k[:, :, :70] -= 5
-    other_q[:, :, 130:], other_k[:, :, 130:] = 1e4, -1e4
+    other_q[:, :, 130:] = 1e4
+    other_k[:, :, 130:] = -1e4
     after = pattern.select(other_q, other_k, mask, block_size=16)
     assert torch.equal(before.dense(mask)[:, :, 70:], after.dense(mask)[:, :, 70:])
     assert not torch.equal(before.dense(mask), after.dense(mask))
@@ -410,17 +438,17 @@ def test_what_lies_after_or_outside_the_span_changes_nothing():
 
 def test_selection_has_no_gradient():
     case = CASES["gqa"]
-    q, k = (x.requires_grad_() for x in _inputs(case))
-    assert not any(
-        x.requires_grad for x in case.pattern.select(q, k, case.mask, block_size=16).tensors()
-    )
-
-
-# Packed documents' caps ---------------------------------------------------------------------------------------------
+    q, k = _inputs(case)
+    q.requires_grad_()
+    k.requires_grad_()
+    index = case.pattern.select(q, k, case.mask, block_size=16)
+    assert not any(x.requires_grad for x in index.tensors())
 
 
 def test_no_cap_on_slashes_is_no_cap_for_a_packed_document():
-    """A document across many blocks for its length may want more diagonals than its part of the sequence's."""
+    """A document across many blocks for its length may want more diagonals than its part of the
+    sequence's.
+    """
     lengths = [15, 50, 63]
     case = Case(
         (1, 2, 1, 128),
@@ -446,17 +474,20 @@ def test_padding_known_from_another_mask_ends_the_span():
     """Documents & Causal(valid): the probe is the last queries that see something."""
     q, k, _ = structured_qkv(1, 2, 1, 128, 8)
     pattern = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=16)
-    masks = Documents([128]) & Causal(valid=(100,)), Documents([100])
-    first, second = (pattern.select(q, k, mask, block_size=16).dense(mask) for mask in masks)
+    padded = Documents([128]) & Causal(valid=(100,))
+    shorter = Documents([100])
+    first = pattern.select(q, k, padded, block_size=16).dense(padded)
+    second = pattern.select(q, k, shorter, block_size=16).dense(shorter)
     assert torch.equal(first, second)
 
 
 def test_patterns_on_one_mask_do_not_share_what_is_remembered():
-    """Two patterns with other spans, on the very same rows: each as on rows of its own."""
+    """Two patterns with other spans, on the very same ranges: each as on ranges of its own."""
     q, k, _ = structured_qkv(1, 2, 1, 192, 8)
     mask = Documents([70, 50, 72])
     shared = mask.rows(192)
     for dense_below in (65, 71, 65):
         pattern = VerticalSlash(recall=0.6, sinks=1, local_diagonals=1, dense_below=dense_below)
         together = pattern.select(q, k, shared, block_size=16).dense(mask)
-        assert torch.equal(together, pattern.select(q, k, mask, block_size=16).dense(mask))
+        alone = pattern.select(q, k, mask, block_size=16).dense(mask)
+        assert torch.equal(together, alone)
