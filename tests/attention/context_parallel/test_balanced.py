@@ -142,6 +142,21 @@ def _check_table(rows: MaskRanges, ranks: int, size: int) -> Tensor:
     return table
 
 
+@pytest.mark.parametrize(
+    "mask, table",
+    [
+        # 19 and 17 tiles: with so few blocks, work may differ a little to save keys.
+        (Causal(), [[0, 2, 6, 7], [1, 3, 4, 5]]),
+        # Each document stays on a rank.
+        (Documents([4 * BLOCK, 4 * BLOCK]), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (Documents([BLOCK] * 8), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ],
+    ids=["causal", "two documents", "eight documents"],
+)
+def test_eight_blocks_on_two_ranks(mask, table):
+    assert block_table(mask.rows(8 * BLOCK), 2, BLOCK).tolist() == table
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=8), min_size=1, max_size=3),

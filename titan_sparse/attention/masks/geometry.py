@@ -204,8 +204,10 @@ def padded_table(sequences: list[Tensor]) -> Tensor:
 
     N is a power of two, 16 or more, so that few sizes are compiled anew.
     """
-    most = max((len(slices) for slices in sequences), default=0)
-    size = max(16, 1 << (most - 1).bit_length())
+    most = max([0, *[len(slices) for slices in sequences]])
+    size = 16
+    while size < most:
+        size *= 2
     table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
     table[..., 5] = -1  # low > high: holds nothing
     for padded, slices in zip(table, sequences):
