@@ -13,7 +13,7 @@ from torch import Tensor
 from scripts import plan as script
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
-from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut
+from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut_into_chunks
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import (
     Causal,
@@ -84,7 +84,7 @@ def _check_cut(
     rows: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
 ) -> None:
     costs, sequences = Costs(partial=130), len(seen)
-    chunks = cut(rows, ranks, size, costs)
+    chunks = cut_into_chunks(rows, ranks, size, costs)
     work, needs = _truth(seen, size, costs, partial)
     bounds, count = torch.from_numpy(chunks.bounds), len(chunks.work)
     assert (
@@ -142,6 +142,21 @@ def _check_table(rows: MaskRanges, ranks: int, size: int) -> Tensor:
     return table
 
 
+@pytest.mark.parametrize(
+    "mask, table",
+    [
+        # 19 and 17 tiles: with so few blocks, work may differ a little to save keys.
+        (Causal(), [[0, 2, 6, 7], [1, 3, 4, 5]]),
+        # Each document stays on a rank.
+        (Documents([4 * BLOCK, 4 * BLOCK]), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (Documents([BLOCK] * 8), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    ],
+    ids=["causal", "two documents", "eight documents"],
+)
+def test_eight_blocks_on_two_ranks(mask, table):
+    assert block_table(mask.rows(8 * BLOCK), 2, BLOCK).tolist() == table
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=8), min_size=1, max_size=3),
@@ -184,8 +199,8 @@ def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch, seed):
     table = _check_table(rows, 8, BLOCK)
     assert degree(pairs_of_ranks(rows, table, BLOCK)) < 1.01
     assert degree(pairs_of_ranks(rows, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
-    monkeypatch.setattr(balanced, "_NEAR", 0)
-    monkeypatch.setattr(balanced, "_NEAR_OF_REST", 0)
+    monkeypatch.setattr(balanced, "_SLACK_PERCENT", 0)
+    monkeypatch.setattr(balanced, "_SLACK_PERCENT_OF_REST", 0)
     plain = block_table(rows, 8, BLOCK)  # longest processing time first, and no more
     assert degree(pairs_of_ranks(rows, plain, BLOCK)) < 1.01
     assert 2 * incoming_blocks(rows, table, BLOCK).sum() < incoming_blocks(rows, plain, BLOCK).sum()

@@ -37,6 +37,38 @@ SIZES = [1, 2, 3, 8]
 # Layouts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "layout, cp, table",
+    [
+        ("contiguous", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("contiguous", 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("contiguous", 4, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("zigzag", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("zigzag", 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ("zigzag", 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+        ("striped", 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ("striped", 2, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("striped", 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_eight_blocks(layout, cp, table):
+    assert LAYOUTS[layout](cp, 8).tolist() == table
+    assert block_ids(layout, cp, 8 * 16, 16).tolist() == table
+
+
+def test_three_ranks_in_zigzag():
+    assert zigzag(3, 6).tolist() == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_twelve_tokens_are_taken_and_restored():
+    tokens = torch.arange(12)
+    table = block_ids("striped", 2, 12, 2)
+    shards = [take_blocks(tokens, 0, blocks, 2) for blocks in table]
+    assert shards[0].tolist() == [0, 1, 4, 5, 8, 9]
+    assert shards[1].tolist() == [2, 3, 6, 7, 10, 11]
+    assert restore_blocks(torch.cat(shards), 0, table, 2).tolist() == list(range(12))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("runs", [1, 3])

@@ -8,7 +8,7 @@ import torch
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.backends import eager
-from titan_sparse.attention.masks.memo import _known, once_per_mask
+from titan_sparse.attention.masks.memo import _entries, once_per_mask
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.tiles import blocks as tiles
@@ -26,13 +26,13 @@ def test_once_per_mask():
 
 
 def test_nothing_outlives_its_mask():
-    before = len(_known)
+    before = len(_entries)
     rows = Causal().rows(8)
     once_per_mask(rows, "a", lambda: torch.zeros(1))
-    assert len(_known) == before + 1
+    assert len(_entries) == before + 1
     del rows
     gc.collect()
-    assert len(_known) == before
+    assert len(_entries) == before
 
 
 def test_inference_mode():

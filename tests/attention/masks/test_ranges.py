@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,11 +149,35 @@ def test_document_starts():
         (lambda: Causal(valid=(3, 38)).rows(SEQ_LEN), "valid"),
         (lambda: Causal(valid=(-1,)).rows(SEQ_LEN), "valid"),
         (lambda: (Documents([3]) & Documents([2, 1])).rows(SEQ_LEN), "finer"),
+        (lambda: SlidingWindow(1.5), "window=1.5.* whole number"),
+        (lambda: SlidingWindow("8"), "window='8'.* whole number"),
+        (lambda: SlidingWindow(None), "window=None.* whole number"),
+        (lambda: Documents([3.7]), "whole number of tokens, not 3.7"),
+        (lambda: Documents([[3], [2, 1.0]]), "whole number of tokens, not 1.0"),
+        (lambda: Documents(["3"]), "whole number of tokens, not '3'"),
+        (lambda: Documents(torch.tensor([3.0, 2.0])), "whole number of tokens"),
     ],
 )
 def test_refusals(make, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as error:
         make()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("other", [3, None, "causal", torch.ones(2, 2), Causal().rows(4)])
+def test_only_masks_intersect(other):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Causal() & other
+    with pytest.raises(TypeError, match="unsupported operand"):
+        other & Causal()
+
+
+def test_whole_numbers_of_other_libraries_are_lengths():
+    want = Documents([3, 2])
+    for lengths in (np.array([3, 2]), torch.tensor([3, 2]), [np.int32(3), torch.tensor(2)]):
+        assert Documents(lengths).lengths == want.lengths
+    window = SlidingWindow(np.int64(4)).dense(SEQ_LEN)
+    assert torch.equal(window, SlidingWindow(4).dense(SEQ_LEN))
 
 
 def test_masks_for_other_batches_do_not_intersect():

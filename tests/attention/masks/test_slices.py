@@ -14,9 +14,10 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.masks import classification as slice_tiles
 from titan_sparse.attention.masks import slices
+from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
-from titan_sparse.attention.masks.slices import Slices, area, slices_of_rows
+from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -115,7 +116,7 @@ ROWS = [
 )
 def test_rows_as_slices_and_intersections(mask):
     rows = mask.rows(SEQ_LEN)
-    same = Slices.of_diagonals(slices_of_rows(rows.start[0], rows.stop[0]))
+    same = Slices.of_diagonals(slices_of_ranges(rows.start[0], rows.stop[0]))
     assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)

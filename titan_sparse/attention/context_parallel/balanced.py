@@ -1,12 +1,18 @@
-"""Layout "balanced": which rank owns which blocks, as follows from the mask. Pure integers, no process groups.
+"""Layout "balanced": which rank owns which blocks, worked out from the mask. No process groups.
 
-A sequence is cut into chunks of a few blocks, which are dealt to the ranks, to each equally many. The largest come first and
-go to a rank that has least to do (longest processing time first). Of the ranks that are near enough to that, the one takes
-the chunk that has the fewest keys still to fetch for it: most of a short document stays on one rank. How near is near
-enough shrinks with the work that is left, which can still even out what this makes uneven. MagiAttention deals out chunks by
-their areas alone (its blog, "dispatch"); here it is by time, and keys count.
+1. The sequence is cut into chunks of a few blocks (cut_into_chunks). For each chunk we know how long
+   its queries take to compute and which chunks' keys they see.
+2. The chunks are dealt to the ranks, equally many to each (deal_chunks). The chunk with the most work
+   comes first. It goes to a rank that would be done soon: longest processing time first.
+3. Several ranks may be done almost equally soon. Of those, the one takes the chunk that has the fewest
+   keys to fetch for it. So most of a short document stays on one rank. How much later than the best
+   rank still counts as "almost" shrinks with the work that is left, because the work that is left can
+   still even out what this makes uneven.
 
-Nothing but integers, so that every rank comes to the same table without asking the others.
+MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). Here it is by time, and
+keys count.
+
+All numbers are integers, so every rank comes to the same table without asking the others.
 """
 
 from typing import NamedTuple
@@ -16,37 +22,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel import layouts
-from titan_sparse.attention.masks import classification as slice_tiles
-from titan_sparse.attention.masks.classification import Runs
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.context_parallel.layouts import count_blocks
+from titan_sparse.attention.masks.base import MaskRanges
+from titan_sparse.attention.masks.classification import Runs, classified
 
-_CHUNKS_PER_RANK, _LEAST_CHUNKS_PER_RANK, _CHUNKS = 64, 8, 1024
-"""Chunks of a rank; fewer where all ranks together would have more than _CHUNKS, each of which takes the planner some
-microseconds. 64 leave the busiest rank within one percent of the mean for ragged documents, and a chunk of a million tokens
-on 8 ranks is still 2,048 tokens long."""
-_NEAR, _NEAR_OF_REST = 1, 60
-"""Percent of a rank's mean work, and of its mean work not dealt out yet, by which a rank may have more to do than another
-and take a chunk nevertheless, to save keys."""
+_CHUNKS_PER_RANK = 64
+"""64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a million
+tokens on 8 ranks is then still 2,048 tokens long."""
+_MIN_CHUNKS_PER_RANK = 8
+_MAX_CHUNKS = 1024
+"""Ranks get fewer chunks where all ranks together would have more than _MAX_CHUNKS, but at least
+_MIN_CHUNKS_PER_RANK each. Dealing takes some microseconds a chunk."""
+_SLACK_PERCENT = 1
+"""A rank may be done later than the best one and still take a chunk to save keys: by so many percent
+of a rank's mean work ..."""
+_SLACK_PERCENT_OF_REST = 60
+"""... plus so many percent of a rank's mean work that is not dealt out yet."""
 
 
 class Costs(NamedTuple):
-    """Time in hundredths of that of a whole tile (a block of queries on a block of keys), forward and backward.
+    """Time in hundredths of the time of a whole tile, forward and backward.
 
-    partial: a tile that the mask cuts through: the same products and the mask; an estimate. transfer: one block of keys
-    and values that has to come, twice, and its gradients that leave. Of benchmarks/results/constants_h200.json inside a node,
-    with 8 query heads to a KV head, bf16 with gradients in fp32, blocks of 128: tests/attention/context_parallel/test_balanced.py works it out.
+    A whole tile is a block of queries on a block of keys.
+
+    partial: a tile that the mask cuts through. It has the same products, and the mask; an estimate.
+    transfer: one block of keys and values that has to come, twice, and its gradients that leave. From
+    benchmarks/results/constants_h200.json inside a node, with 8 query heads to a KV head, bf16 with
+    gradients in fp32, blocks of 128. tests/attention/context_parallel/test_balanced.py works it out.
     """
 
     partial: int = 120
     transfer: int = 280
 
 
-class Chunks(NamedTuple):
-    """What dealing has to know of the C chunks of a sequence (or of several, which share a table).
+DEFAULT_COSTS = Costs()
 
-    bounds: int64 [C + 1], the first block of each, and the number of blocks. work: computing time, int64 [C]. needs: of each
-    the chunks whose keys its queries see, as bits, chunk c of sequence s as bit s * C + c.
+
+class Chunks(NamedTuple):
+    """What dealing has to know of the C chunks of a sequence, or of several that share a table.
+
+    bounds: int64 [C + 1], the first block of each chunk, and the number of blocks.
+    work: int64 [C], time to compute the chunk's queries, as in Costs.
+    needs: for each chunk the chunks whose keys its queries see, as bits. Chunk c of sequence s is bit
+    s * C + c.
+    sequences: how many sequences share the table.
     """
 
     bounds: NDArray[np.int64]
@@ -55,141 +74,225 @@ class Chunks(NamedTuple):
     sequences: int
 
 
-def block_table(rows: MaskRanges, ranks: int, block_size: int, costs: Costs = Costs()) -> Tensor:
-    """int64 [ranks, n], on the CPU: the blocks of each rank, ascending; a function of the mask's numbers alone.
+class _MaskTiles(NamedTuple):
+    """The tiles of a mask. work: int64 [blocks], time of each block of queries, over all sequences.
+    touched, lines_are_keys: as in classification.Classification."""
 
-    With a mask for each of several sequences their work is summed up, block by block. Raises ValueError if the sequence does
-    not divide.
+    work: NDArray[np.int64]
+    touched: Runs
+    lines_are_keys: bool
+
+
+def block_table(
+    ranges: MaskRanges, ranks: int, block_size: int, costs: Costs = DEFAULT_COSTS
+) -> Tensor:
+    """int64 [ranks, n], on the CPU: the blocks of each rank, ascending.
+
+    The table depends on the mask's numbers alone. If the mask differs between several sequences, their
+    work is summed up block by block. Raises ValueError if the sequence does not divide.
     """
-    chunks = cut(rows, ranks, block_size, costs)
-    owner = deal(chunks, ranks, costs.transfer)
-    return torch.from_numpy(
-        np.repeat(owner, np.diff(chunks.bounds)).argsort(kind="stable").reshape(ranks, -1)
-    )
+    chunks = cut_into_chunks(ranges, ranks, block_size, costs)
+    owner = deal_chunks(chunks, ranks, costs.transfer)
+    blocks_of_chunk = np.diff(chunks.bounds)
+    owner_of_block = np.repeat(owner, blocks_of_chunk)
+    table = owner_of_block.argsort(kind="stable").reshape(ranks, -1)
+    return torch.from_numpy(table)
 
 
-# Chunks -------------------------------------------------------------------------------------------------------------
+def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Costs) -> Chunks:
+    """The chunks of all sequences.
 
-
-def cut(rows: MaskRanges, ranks: int, block_size: int, costs: Costs) -> Chunks:
-    """The chunks of all sequences. Their lengths differ by a block at most, and each rank gets equally many long ones."""
-    blocks = layouts.count_blocks("balanced", ranks, rows.start.shape[1], block_size)
-    most = min(_CHUNKS_PER_RANK, max(_LEAST_CHUNKS_PER_RANK, _CHUNKS // ranks))
-    count = ranks * min(blocks // ranks, most)
+    Their lengths differ by a block at most, and each rank can get equally many long ones.
+    """
+    blocks = count_blocks("balanced", ranks, ranges.start.shape[1], block_size)
+    most_per_rank = min(_CHUNKS_PER_RANK, max(_MIN_CHUNKS_PER_RANK, _MAX_CHUNKS // ranks))
+    count = ranks * min(blocks // ranks, most_per_rank)
     bounds = np.arange(count + 1) * blocks // count
-    work, met, lines_are_keys = (_slices if rows.slices is not None else _ranges)(
-        rows, block_size, costs
-    )
+    if ranges.slices is not None:
+        tiles = _tiles_of_slices(ranges, block_size, costs)
+    else:
+        tiles = _tiles_of_ranges(ranges, block_size, costs)
+    sequences = len(ranges.start)
     return Chunks(
-        bounds,
-        np.add.reduceat(work, bounds[:-1]),
-        _needs(met, lines_are_keys, bounds, len(rows.start)),
-        len(rows.start),
+        bounds=bounds,
+        work=np.add.reduceat(tiles.work, bounds[:-1]),
+        needs=_needed_keys(tiles, bounds, sequences),
+        sequences=sequences,
     )
 
 
-def _ranges(rows: MaskRanges, size: int, costs: Costs) -> tuple[NDArray[np.int64], Runs, bool]:
-    """Work of each block of queries, int64 [blocks], and the runs of key blocks that it meets."""
-    start, stop = (x.cpu().numpy().reshape(len(x), -1, size) for x in (rows.start, rows.stop))
-    seen = start < stop
-    # Both are sorted: the first query that sees anything sees the earliest keys, the last one the latest.
-    first, last = seen.argmax(-1)[..., None], size - 1 - seen[..., ::-1].argmax(-1)[..., None]
-    some = np.take_along_axis(seen, first, -1)[..., 0]
-    begin = np.take_along_axis(start, first, -1)[..., 0] // size * some
-    end = -(-np.take_along_axis(stop, last, -1)[..., 0] // size) * some
-    # Seen by the first query and by the last, so by all of them; none if any of them sees nothing.
-    whole = (stop[..., 0] // size + -start[..., -1] // size).clip(min=0)
+def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
+    # [Bm, blocks, size]
+    start = ranges.start.cpu().numpy().reshape(len(ranges.start), -1, size)
+    stop = ranges.stop.cpu().numpy().reshape(len(ranges.stop), -1, size)
+    sees_any = start < stop
+    # Both ends are sorted: the first query that sees anything sees the earliest keys of its block,
+    # the last one the latest.
+    first_query = sees_any.argmax(-1)[..., None]
+    last_query = size - 1 - sees_any[..., ::-1].argmax(-1)[..., None]
+    block_sees_any = np.take_along_axis(sees_any, first_query, -1)[..., 0]
+    earliest_key = np.take_along_axis(start, first_query, -1)[..., 0]
+    latest_key = np.take_along_axis(stop, last_query, -1)[..., 0]
+    begin = earliest_key // size * block_sees_any  # [Bm, blocks]
+    end = -(-latest_key // size) * block_sees_any
+    # A tile that the first and the last query see whole is whole for all queries between them. If one
+    # of them sees nothing, there is no such tile.
+    whole_begin = -(-start[..., -1] // size)
+    whole_end = stop[..., 0] // size
+    whole = (whole_end - whole_begin).clip(min=0)
     work = 100 * whole + costs.partial * (end - begin - whole)
     sequence, line = np.indices(begin.shape, dtype=np.int64)
-    runs = (
-        torch.from_numpy(x.astype(np.int64).ravel()) for x in (sequence, sequence, line, begin, end)
+    touched = Runs(
+        sequence=_flat_tensor(sequence),
+        slice=_flat_tensor(sequence),  # means nothing here
+        line=_flat_tensor(line),
+        first=_flat_tensor(begin),
+        last=_flat_tensor(end),
     )
-    return work.sum(0, dtype=np.int64), Runs(*runs), False
+    return _MaskTiles(work.sum(0, dtype=np.int64), touched, lines_are_keys=False)
 
 
-def _slices(rows: MaskRanges, size: int, costs: Costs) -> tuple[NDArray[np.int64], Runs, bool]:
-    """As _ranges(), with runs of query blocks for each block of keys where the last result is True."""
-    rows = rows._replace(start=rows.start.cpu(), stop=rows.stop.cpu(), slices=rows.slices.cpu())
-    found, blocks = slice_tiles.classified(rows, size), rows.start.shape[1] // size
-    tiles = [
-        _tiles_by_query(runs, found.lines_are_keys, blocks) for runs in (found.whole, found.cut)
-    ]
-    return (100 * tiles[0] + costs.partial * tiles[1]).numpy(), found.met, found.lines_are_keys
+def _flat_tensor(numbers: NDArray) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int64).ravel())
 
 
-def _tiles_by_query(runs: Runs, lines_are_keys: bool, blocks: int) -> Tensor:
+def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
+    ranges = ranges._replace(
+        start=ranges.start.cpu(), stop=ranges.stop.cpu(), slices=ranges.slices.cpu()
+    )
+    classification = classified(ranges, size)
+    blocks = ranges.start.shape[1] // size
+    lines_are_keys = classification.lines_are_keys
+    whole = _count_by_query_block(classification.whole, lines_are_keys, blocks)
+    # A tile that several slices cut counts for each of them: the kernel visits it as often.
+    partial = _count_by_query_block(classification.cut, lines_are_keys, blocks)
+    work = 100 * whole + costs.partial * partial
+    return _MaskTiles(work.numpy(), classification.touched, lines_are_keys)
+
+
+def _count_by_query_block(runs: Runs, lines_are_keys: bool, blocks: int) -> Tensor:
     """int64 [blocks]: how many tiles of the runs each block of queries has, over all sequences."""
     count = torch.zeros(blocks + 1, dtype=torch.int64)
     if not lines_are_keys:
         return count.index_add_(0, runs.line, runs.last - runs.first)[:-1]
+    # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
     ones = torch.ones_like(runs.line)
-    return count.index_add_(0, runs.first, ones).index_add_(0, runs.last, -ones).cumsum(0)[:-1]
+    count.index_add_(0, runs.first, ones)
+    count.index_add_(0, runs.last, -ones)
+    return count.cumsum(0)[:-1]
 
 
-def _needs(met: Runs, lines_are_keys: bool, bounds: NDArray[np.int64], sequences: int) -> list[int]:
-    """Chunks.needs of the runs of tiles that the mask meets."""
+def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -> list[int]:
+    """Chunks.needs, from the runs of tiles that the mask touches."""
     count = len(bounds) - 1
-    chunk = torch.from_numpy(np.repeat(np.arange(count), np.diff(bounds)))
-    some = met.first < met.last
-    sequence, line, first, last = (x[some] for x in (met.sequence, met.line, met.first, met.last))
-    place = (sequence * count + chunk[line]) * (count + 1)
-    # A run adds 1 where it begins and takes it away behind its end.
-    steps = torch.zeros(sequences, count, count + 1, dtype=torch.int32)
-    for at, step in ((chunk[first], 1), (chunk[last - 1] + 1, -1)):
-        steps.view(-1).index_add_(0, place + at, torch.full_like(place, step, dtype=torch.int32))
-    seen = steps.cumsum(-1, dtype=torch.int32)[..., :-1] > 0
-    seen = (seen.mT if lines_are_keys else seen).transpose(0, 1).flatten(1)
+    chunk_of_block = torch.from_numpy(np.repeat(np.arange(count), np.diff(bounds)))
+    touched = tiles.touched
+    holds_any = touched.first < touched.last
+    sequence = touched.sequence[holds_any]
+    line = chunk_of_block[touched.line[holds_any]]
+    first = chunk_of_block[touched.first[holds_any]]
+    last = chunk_of_block[touched.last[holds_any] - 1]
+    # A run adds 1 at its first chunk and takes it away behind its last one.
+    row = (sequence * count + line) * (count + 1)
+    ones = torch.ones_like(row, dtype=torch.int32)
+    changes = torch.zeros(sequences, count, count + 1, dtype=torch.int32)
+    changes.view(-1).index_add_(0, row + first, ones)
+    changes.view(-1).index_add_(0, row + last + 1, -ones)
+    seen = changes.cumsum(-1, dtype=torch.int32)[..., :-1] > 0
+    if tiles.lines_are_keys:
+        seen = seen.mT
+    seen = seen.transpose(0, 1).flatten(1)  # [C queries, sequences * C keys]
     packed = np.packbits(seen.numpy(), axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
 
-# Dealing ------------------------------------------------------------------------------------------------------------
+class _Chunk(NamedTuple):
+    """A chunk that is to be dealt.
+
+    own: its own bits in every sequence. needs: bits of the chunks whose keys it sees. work: time.
+    is_long: it has one block more than the short chunks.
+    """
+
+    own: int
+    needs: int
+    work: int
+    is_long: bool
 
 
-class _Hand:
-    """What a rank has been dealt so far. room: short and long chunks that it still takes. own, seen: its chunks, and those
-    whose keys its queries see, as bits. coming: how many chunks of keys others have to send."""
+class _Offer(NamedTuple):
+    """What it would mean for a rank to take a chunk. Offers compare in this order.
 
-    def __init__(self, rank: int, room: list[int]):
-        self.rank, self.room, self.work, self.own, self.seen, self.coming = rank, room, 0, 0, 0, 0
+    fetched: further chunks of keys that would have to come. time: when everything would be done.
+    """
 
-    def offer(self, own: int, needs: int, work: int, transfer: int) -> tuple[int, int, int]:
-        """With this chunk: chunks of keys that have to come besides, the time until everything is done, and the rank. Keys
-        travel while others are computed on, so that the longer of the two counts."""
-        coming = ((self.seen | needs) & ~(self.own | own)).bit_count()
-        done, travelled = self.work + work, coming * transfer
-        return coming - self.coming, done if done > travelled else travelled, self.rank
-
-    def take(self, own: int, needs: int, work: int, kind: int, fetched: int) -> None:
-        self.own, self.seen, self.work = self.own | own, self.seen | needs, self.work + work
-        self.room[kind] -= 1
-        self.coming += fetched
+    fetched: int
+    time: int
+    rank: int
 
 
-def deal(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
-    """int64 [C]: the rank that owns each chunk. transfer: Costs.transfer, of a block of keys."""
-    count, lengths = len(chunks.work), np.diff(chunks.bounds)
-    length, kinds = int(lengths.min()), (lengths > lengths.min()).tolist()
-    hands = [
-        _Hand(rank, [(count - sum(kinds)) // ranks, sum(kinds) // ranks]) for rank in range(ranks)
-    ]
-    everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
-    owner, works = np.empty(count, dtype=np.int64), chunks.work.tolist()
-    total = left = sum(works)
-    for chunk in np.argsort(-chunks.work, kind="stable").tolist():
-        own, needs, work, kind = (
-            everywhere << chunk,
-            chunks.needs[chunk],
-            works[chunk],
-            kinds[chunk],
-        )
-        left -= work
-        offers = [
-            hand.offer(own, needs, work, length * transfer) for hand in hands if hand.room[kind]
-        ]
-        near = min([done for _, done, _ in offers]) + (_NEAR * total + _NEAR_OF_REST * left) // (
-            100 * ranks
-        )
-        fetched, _, owner[chunk] = min([offer for offer in offers if offer[1] <= near])
-        hands[owner[chunk]].take(own, needs, work, kind, fetched)
+class _RankLoad:
+    """What a rank has been dealt so far.
+
+    short_room, long_room: how many short and long chunks it still takes.
+    work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries see.
+    incoming: how many chunks of keys others have to send to it.
+    """
+
+    def __init__(self, rank: int, short_room: int, long_room: int):
+        self.rank = rank
+        self.short_room = short_room
+        self.long_room = long_room
+        self.work = 0
+        self.own = 0
+        self.seen = 0
+        self.incoming = 0
+
+    def has_room(self, chunk: _Chunk) -> bool:
+        return (self.long_room if chunk.is_long else self.short_room) > 0
+
+    def offer(self, chunk: _Chunk, transfer: int) -> _Offer:
+        """transfer: time for a chunk of keys to come."""
+        missing = (self.seen | chunk.needs) & ~(self.own | chunk.own)
+        incoming = missing.bit_count()
+        computed = self.work + chunk.work
+        transferred = incoming * transfer
+        # Keys travel while others are computed on, so the longer of the two counts.
+        return _Offer(incoming - self.incoming, max(computed, transferred), self.rank)
+
+    def take(self, chunk: _Chunk, fetched: int) -> None:
+        self.own |= chunk.own
+        self.seen |= chunk.needs
+        self.work += chunk.work
+        self.incoming += fetched
+        if chunk.is_long:
+            self.long_room -= 1
+        else:
+            self.short_room -= 1
+
+
+def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
+    """int64 [C]: the rank that owns each chunk. transfer: Costs.transfer, for a block of keys."""
+    count = len(chunks.work)
+    lengths = np.diff(chunks.bounds)
+    short = int(lengths.min())
+    is_long = (lengths > short).tolist()
+    long_room = sum(is_long) // ranks
+    short_room = (count - sum(is_long)) // ranks
+    loads = [_RankLoad(rank, short_room, long_room) for rank in range(ranks)]
+    first_chunk_everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
+    works = chunks.work.tolist()
+    total_work = sum(works)
+    work_left = total_work
+    owner = np.empty(count, dtype=np.int64)
+    for number in np.argsort(-chunks.work, kind="stable").tolist():
+        own = first_chunk_everywhere << number
+        chunk = _Chunk(own, chunks.needs[number], works[number], is_long[number])
+        work_left -= chunk.work
+        offers = [load.offer(chunk, short * transfer) for load in loads if load.has_room(chunk)]
+        best_time = min(offer.time for offer in offers)
+        slack = (_SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left) // (100 * ranks)
+        # Of the ranks that would be done soon enough, the one with the fewest keys to fetch.
+        chosen = min(offer for offer in offers if offer.time <= best_time + slack)
+        loads[chosen.rank].take(chunk, chosen.fetched)
+        owner[number] = chosen.rank
     return owner

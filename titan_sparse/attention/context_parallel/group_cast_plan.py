@@ -1,23 +1,31 @@
-"""Who sends which blocks to whom, and when, under the schedule group_cast: pure integers, no process groups.
+"""Who sends which blocks to whom, and when, under the schedule group_cast. No process groups.
 
-A rank needs some of the other ranks' blocks of keys. Each goes once to every node that needs it, to the rank there with
-its owner's local number (`outer`), and from that rank to those of the node that need it (`inner`). A node's own blocks
-make the second hop alone. Gradients go the same way back. All ranks know the needs, so all work this out alike.
+A rank needs some of the other ranks' blocks of keys. Each block goes once to every node that needs it,
+to the rank there with its owner's local number (`outer`). From that rank it goes to those ranks of the
+node that need it (`inner`). A node's own blocks make the second hop alone. Gradients go the same way
+back. All ranks know the needs, so all of them work this out alike.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.routing import Traffic
+
 LINK = 12
-"""Bytes that a GPU's memory moves while a link inside a node moves one: some 3.5 TB/s against 0.28 (H200, NVLink)."""
+"""Bytes that a GPU's memory moves while a link inside a node moves one.
+
+Some 3.5 TB/s against 0.28 (H200, NVLink).
+"""
 
 
 class Exchange(NamedTuple):
     """What this rank does in one all-to-all.
 
-    rows: int64 [n], which rows of its memory it sends, by destination. sends, receives: how many to and from each member.
+    rows: int64 [n], which rows of its memory it sends, sorted by destination.
+    sends, receives: how many rows it sends to each member, and receives from each.
     """
 
     rows: Tensor
@@ -26,10 +34,11 @@ class Exchange(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A part of the remote blocks. outer, inner: its exchanges between and inside nodes, None where no member sends.
+    """One stage of the remote blocks.
 
-    relayed: rows of this rank's memory, from and to before, where lies what outer brings. k_blocks: int64 [n], the global
-    blocks that inner brings, in their order.
+    outer, inner: its exchanges between nodes and inside them, None where no member sends anything.
+    relayed: first and last + 1 row of this rank's memory that outer fills.
+    k_blocks: int64 [n], the global blocks that inner brings, in their order.
     """
 
     outer: Exchange | None
@@ -39,119 +48,156 @@ class Stage(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """memory: blocks that this rank has to send on, its own first."""
+    """What one rank does. memory: blocks that this rank holds to send on, its own first."""
 
     stages: list[Stage]
     memory: int
 
     def to(self, device: torch.device) -> "Plan":
-        """The same with its tensors on a device, in one copy."""
-        held = [x for stage in self.stages for x in (stage.outer, stage.inner) if x]
-        tensors = [x.rows for x in held] + [stage.k_blocks for stage in self.stages]
+        """The same plan with its tensors on a device, in one copy."""
+        tensors = []
+        for stage in self.stages:
+            for exchange in (stage.outer, stage.inner):
+                if exchange is not None:
+                    tensors.append(exchange.rows)
+            tensors.append(stage.k_blocks)
         if not tensors:
             return self
-        moved = iter(torch.cat(tensors).to(device).split([len(x) for x in tensors]))
-        exchange = lambda x: x and x._replace(rows=next(moved))
-        stages = [
-            stage._replace(outer=exchange(stage.outer), inner=exchange(stage.inner))
-            for stage in self.stages
-        ]
-        return self._replace(stages=[stage._replace(k_blocks=next(moved)) for stage in stages])
+        sizes = [len(tensor) for tensor in tensors]
+        moved = iter(torch.cat(tensors).to(device).split(sizes))
+        stages = []
+        for stage in self.stages:
+            # In the order in which they were listed above.
+            outer = _with_next_rows(stage.outer, moved)
+            inner = _with_next_rows(stage.inner, moved)
+            stages.append(stage._replace(outer=outer, inner=inner, k_blocks=next(moved)))
+        return self._replace(stages=stages)
 
 
-class Traffic(NamedTuple):
-    """Blocks that each rank sends in each stage, inside its node and across to others; int64 [W, stages]."""
-
-    inside: Tensor
-    across: Tensor
+def _with_next_rows(exchange: Exchange | None, moved: Iterator[Tensor]) -> Exchange | None:
+    return None if exchange is None else exchange._replace(rows=next(moved))
 
 
 def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stages: int) -> Plan:
-    """The plan of one rank of inter x intra. needed: bool [W, blocks], rank r needs global block b (its own do not
-    matter); table: int64 [W, n], the blocks that each rank owns. All on the CPU."""
-    (node, local), n = divmod(rank, intra), table.shape[1]
+    """The plan of one rank of inter x intra. All tensors are on the CPU.
+
+    needed: bool [W, blocks], rank r needs global block b. What it says of a rank's own blocks does not
+    matter. table: int64 [W, n], the blocks that each rank owns.
+    """
+    node, local_rank = divmod(rank, intra)
+    n = table.shape[1]
     wanted = wanted_blocks(needed, table, inter, intra)
-    stage, here = assign_stages(wanted, stages), wanted[node]
-    owned = table.reshape(inter, intra, n).transpose(0, 1)
-    # Where this rank has the blocks [inter, n] of those with its local number: its own, and others once they have come.
-    rows, memory, found = torch.arange(n).repeat(inter, 1), n, []
-    elsewhere = ~torch.eye(inter, dtype=torch.bool)[..., None]
+    wanted_here = wanted[node]  # [to rank, from node, by rank, n]
+    stage_of = assign_stages(wanted, stages)  # [to node, from node, by rank, n]
+    owned = table.reshape(inter, intra, n).transpose(0, 1)  # [by rank, from node, n]
+    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
+    own_rows = torch.arange(n)
+    # Where in its memory this rank has the blocks of the ranks with its local number: [from node, n].
+    # Its own are there from the beginning, the others once they have come.
+    rows = own_rows.repeat(inter, 1)
+    memory = n
+    planned = []
     for number in range(stages):
-        crossing = (stage[:, :, local] == number) & elsewhere  # [to node, from node, n]
-        coming = crossing[node]
-        relayed = (memory, memory + int(coming.sum()))
+        crossing = (stage_of[:, :, local_rank] == number) & other_node  # [to node, from node, n]
+        arriving = crossing[node]  # [from node, n]
+        relayed = (memory, memory + int(arriving.sum()))
         memory = relayed[1]
-        rows[coming] = torch.arange(*relayed)
-        handed = here & (stage[node] == number)  # [to rank, from node, by rank, n]
-        got = handed[local].transpose(0, 1)
-        found.append(
-            Stage(
-                _exchange(crossing[:, node], coming, torch.arange(n), bool(crossing.any())),
-                _exchange(handed[:, :, local], got, rows, bool(handed.any())),
-                relayed,
-                owned[got],
-            )
+        rows[arriving] = torch.arange(relayed[0], relayed[1])
+        handed_on = wanted_here & (stage_of[node] == number)  # [to rank, from node, by rank, n]
+        received = handed_on[local_rank].transpose(0, 1)  # [by rank, from node, n]
+        stage = Stage(
+            outer=_exchange(crossing[:, node], arriving, own_rows, bool(crossing.any())),
+            inner=_exchange(handed_on[:, :, local_rank], received, rows, bool(handed_on.any())),
+            relayed=relayed,
+            k_blocks=owned[received],
         )
-    return Plan(found, memory)
+        planned.append(stage)
+    return Plan(planned, memory)
 
 
-def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody: bool) -> Exchange | None:
-    """sent: bool [members, ...], which of the `rows` [...] go to each member. received: alike, for their numbers alone."""
-    count = lambda x: x.flatten(1).sum(1).tolist()
-    return Exchange(rows.expand_as(sent)[sent], count(sent), count(received)) if anybody else None
+def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody_sends: bool) -> Exchange | None:
+    """An exchange from what goes to each member and what comes from each.
+
+    sent: bool [members, ...], which of `rows` [...] go to each member. received: bool [members, ...],
+    of which only the counts matter.
+    """
+    if not anybody_sends:
+        return None
+    return Exchange(
+        rows=rows.expand_as(sent)[sent],
+        sends=sent.flatten(1).sum(1).tolist(),
+        receives=received.flatten(1).sum(1).tolist(),
+    )
 
 
 def blocks_before_others(
     own: int, remote: int, heads: int, kv_heads: int, element_bytes: int, nodes: int
 ) -> int:
-    """How many of `own` blocks a backward computes before those of others: half, the rest while the gradients of `remote` blocks
-    go home, but all inside a node where that would cost more than it hides.
+    """How many of `own` blocks a backward computes before those of others.
 
-    Another pass reads q and d_out, and reads and writes dq in fp32.
+    Half of them. The rest follows while the gradients of `remote` blocks go home. Inside one node it
+    is all of them where a second pass would cost more than it hides.
+
+    A second pass reads q and d_out, and reads and writes dq in fp32.
     """
-    gradients, another_pass = remote * kv_heads * 2 * 4, own * heads * 2 * (element_bytes + 4)
-    return own if nodes == 1 and LINK * gradients <= another_pass else (own + 1) // 2
+    gradients = remote * kv_heads * 2 * 4
+    second_pass = own * heads * 2 * (element_bytes + 4)
+    if nodes == 1 and LINK * gradients <= second_pass:
+        return own
+    return (own + 1) // 2
 
 
 def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tensor:
-    """bool [inter, intra, inter, intra, n]: the rank of the first two dims needs the n-th block of that of the next two;
-    no rank wants its own."""
-    wanted = needed[:, table] & ~torch.eye(len(table), dtype=torch.bool)[..., None]
+    """bool [inter, intra, inter, intra, n]: a rank needs the n-th block of another rank.
+
+    The first two dims are the rank that needs it, the next two the rank that owns it. No rank wants
+    its own. needed, table: as for plan().
+    """
+    other_rank = ~torch.eye(len(table), dtype=torch.bool)[..., None]
+    wanted = needed[:, table] & other_rank
     return wanted.view(inter, intra, inter, intra, -1)
 
 
 def assign_stages(wanted: Tensor, stages: int) -> Tensor:
-    """int64 [inter, inter, intra, n]: the stage in which a node (first dim) gets a block; -1 if it does not.
+    """int64 [inter, inter, intra, n]: the stage in which a node (first dim) gets a block, or -1.
 
-    A node's blocks are shared out evenly, first its own ranks', so that those from other nodes have the longer time to
-    come; among them every rank gives the same share of what it has to give to each stage.
+    -1 is for blocks that the node does not want. Its blocks are shared out evenly over the stages. Its
+    own ranks' blocks come first, so that those from other nodes have more time to come. Among them,
+    every rank gives the same share of what it has to give to each stage. wanted: wanted_blocks().
     """
-    some, nodes = wanted.any(1), torch.arange(len(wanted))
-    place = (some.cumsum(-1) - 0.5) / some.sum(-1, keepdim=True).clamp(min=1)
-    place = (
-        (place + (nodes[:, None] != nodes)[..., None, None])
-        .masked_fill(~some, torch.inf)
-        .flatten(1)
-    )
-    order = place.argsort(stable=True, dim=1).argsort(1)
-    stage = order * stages // some.flatten(1).sum(1, keepdim=True).clamp(min=1)
-    return stage.view_as(some).masked_fill(~some, -1)
+    by_node = wanted.any(1)  # [to node, from node, by rank, n]
+    node = torch.arange(len(wanted))
+    # Where a block stands among those that its owner gives, from 0 to 1. Other nodes' follow after 1.
+    given = by_node.sum(-1, keepdim=True)
+    share = (by_node.cumsum(-1) - 0.5) / given.clamp(min=1)
+    from_other_node = (node[:, None] != node)[..., None, None]
+    share = (share + from_other_node).masked_fill(~by_node, torch.inf)
+    # The argsort of an argsort is the rank in the order.
+    order = share.flatten(1).argsort(stable=True, dim=1).argsort(1)
+    total = by_node.flatten(1).sum(1, keepdim=True)
+    stage = order * stages // total.clamp(min=1)
+    return stage.view_as(by_node).masked_fill(~by_node, -1)
 
 
 def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
-    """Blocks that each rank sends: of keys, or (backward) of gradients, which go where the keys came from. What a rank
-    sends in the one it receives in the other."""
-    (inter, intra), found = wanted.shape[:2], []
-    stage = assign_stages(wanted, stages)
+    """Blocks that each rank sends in each stage, int64 [W, stages]. wanted: wanted_blocks().
+
+    Of keys, or (backward) of gradients, which go to where the keys came from. What a rank sends in the
+    one it receives in the other.
+    """
+    inter, intra = wanted.shape[:2]
+    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
+    other_rank = ~torch.eye(intra, dtype=torch.bool)
+    stage_of = assign_stages(wanted, stages)
+    inside = []
+    across = []
     for number in range(stages):
-        some = stage == number
-        # [to node, from node, by rank], [node, to rank, by rank]
-        crossing = some.sum(-1) * ~torch.eye(inter, dtype=torch.bool)[..., None]
-        handed = (wanted & some[:, None]).sum((2, 4)) * ~torch.eye(intra, dtype=torch.bool)
-        found.append(
-            (
-                handed.sum(2 if backward else 1).flatten(),
-                crossing.sum(1 if backward else 0).flatten(),
-            )
-        )
-    return Traffic(*(torch.stack(x, dim=1) for x in zip(*found)))
+        in_stage = stage_of == number
+        crossing = in_stage.sum(-1) * other_node  # [to node, from node, by rank]
+        handed_on = (wanted & in_stage[:, None]).sum(
+            (2, 4)
+        ) * other_rank  # [node, to rank, by rank]
+        # Sum over the receivers of the keys, or over those who sent them.
+        inside.append(handed_on.sum(2 if backward else 1).flatten())
+        across.append(crossing.sum(1 if backward else 0).flatten())
+    return Traffic(inside=torch.stack(inside, dim=1), across=torch.stack(across, dim=1))

@@ -1,8 +1,11 @@
-"""Which hops a KV chunk and its gradient have to make: pure integers, no process groups.
+"""Which hops a KV chunk and its gradient have to make. Pure integers, no process groups.
 
-A chunk that nobody further along needs is not passed on, and a gradient travels only once there is one. All ranks know
-the index, so all work this out alike and no message tells another rank what to expect. Ranks count [inter][intra]; a
-plain ring is inter = 1. In window o a chunk is o nodes from home; at step t of a window it is t inner hops further.
+A chunk that nobody further along needs is not passed on, and a gradient travels only once there is
+one. All ranks know the index, so all of them work this out alike. No message tells another rank what
+to expect.
+
+Ranks count [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
+step t of a window it is t inner hops further.
 """
 
 from typing import NamedTuple
@@ -12,10 +15,12 @@ from torch import Tensor
 
 
 class Hops(NamedTuple):
-    """Hops that something of each of W source ranks makes; int64.
+    """Hops that the chunks of W source ranks make, or their gradients. int64.
 
-    In window o hop t, from step t's place on the inner ring to the next, is made for inner_from[s, o] <= t < inner_to[s, o]
-    ([W, inter]); on the outer ring hop o, from window o's node to the next, for outer_from[s] <= o < outer_to[s] ([W]).
+    inner_from, inner_to: [W, inter]. In window o, hop t goes from step t's place on the inner ring to
+    the next. It is made for inner_from[s, o] <= t < inner_to[s, o].
+    outer_from, outer_to: [W]. On the outer ring, hop o goes from window o's node to the next. It is
+    made for outer_from[s] <= o < outer_to[s].
     """
 
     inner_from: Tensor
@@ -25,86 +30,124 @@ class Hops(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """How much each of W ranks sends in all, inside its node and across to another; int64 [W], in chunks."""
+    """How much each of W ranks sends. int64 [W] in chunks, or [W, stages] in blocks (group_cast).
+
+    inside: to ranks of its own node. across: to ranks of other nodes.
+    """
 
     inside: Tensor
     across: Tensor
 
 
 def visited_ranks(inter: int, intra: int) -> Tensor:
-    """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t; inverse of the schedules."""
-    window, step = torch.arange(inter)[:, None], torch.arange(intra)
+    """int64 [W, inter, intra]: the rank where the chunk of rank s is in window o at step t.
+
+    This is the inverse of the schedules. Example: a plain ring of 3 ranks is
+        [[[0, 1, 2]],
+         [[1, 2, 0]],
+         [[2, 0, 1]]]
+    """
     source = torch.arange(inter * intra)[:, None, None]
-    return (source // intra + window) % inter * intra + (source % intra + step) % intra
+    window = torch.arange(inter)[:, None]
+    step = torch.arange(intra)
+    node = (source // intra + window) % inter
+    local_rank = (source % intra + step) % intra
+    return node * intra + local_rank
 
 
 def users(needed: Tensor, inter: int, intra: int) -> Tensor:
     """bool [W, inter, intra]: the chunk of rank s is needed where it is in window o at step t.
 
-    needed: bool [W, W], rank r needs the chunk of rank s (balance.needed_chunks).
+    needed: bool [W, W], rank r needs the chunk of rank s (needs.needed_chunks).
     """
-    visited = visited_ranks(inter, intra)
-    return needed[visited, torch.arange(len(needed))[:, None, None]]
+    receiver = visited_ranks(inter, intra)
+    source = torch.arange(len(needed))[:, None, None]
+    return needed[receiver, source]
 
 
 def hops_needed(needed: Tensor, inter: int, intra: int) -> Hops:
-    """Hops of the KV chunks: inside each node up to the furthest rank that needs it, and up to the furthest such node.
+    """Hops of the KV chunks.
 
-    On the outer ring it passes through nodes that do not need it, without visiting their other ranks.
+    Inside each node a chunk goes up to the furthest rank that needs it, and on the outer ring up to
+    the furthest node that does. It passes through nodes that do not need it without visiting their
+    other ranks.
     """
     used = users(needed, inter, intra)
-    inner, outer = _furthest(used), _furthest(used.any(-1))
-    return Hops(torch.zeros_like(inner), inner, torch.zeros_like(outer), outer)
+    inner = _last_used(used)
+    outer = _last_used(used.any(-1))
+    return Hops(
+        inner_from=torch.zeros_like(inner),
+        inner_to=inner,
+        outer_from=torch.zeros_like(outer),
+        outer_to=outer,
+    )
 
 
 def gradient_hops(needed: Tensor, inter: int, intra: int) -> Hops:
     """Hops of the gradients, which travel one step behind their chunks and are summed on the way.
 
-    They begin at the first user away from where the chunk entered the node (whose own share waits there) and go on around
-    the ring, past the furthest user, to that rank; from node to node likewise, and home. Nothing travels for a chunk
+    Inside a node a gradient begins at the first user away from where the chunk entered the node. It
+    goes on around the ring, past the furthest user, to the rank where the chunk entered, whose own
+    share waits there. From node to node it goes likewise, and home. Nothing travels for a chunk
     without such users.
     """
     used = users(needed, inter, intra)
-    inner, outer = _first(used), _first(used.any(-1))
-    return Hops(inner, torch.full_like(inner, intra), outer, torch.full_like(outer, inter))
+    inner = _first_used(used)
+    outer = _first_used(used.any(-1))
+    return Hops(
+        inner_from=inner,
+        inner_to=torch.full_like(inner, intra),
+        outer_from=outer,
+        outer_to=torch.full_like(outer, inter),
+    )
 
 
 def traffic(hops: Hops, node_size: int) -> Traffic:
     """Chunks that each rank sends. node_size: ranks of a node, which for a plain ring is not intra.
 
-    The last rank of a node sends across in a plain ring; in a double ring every rank does, by the outer hops.
+    In a plain ring the last rank of a node sends across. In a double ring every rank does, by the
+    outer hops.
     """
-    size, inter = hops.inner_to.shape
-    rank = visited_ranks(inter, size // inter)
-    step, window = torch.arange(size // inter), torch.arange(inter)
+    ranks, inter = hops.inner_to.shape
+    intra = ranks // inter
+    visited = visited_ranks(inter, intra)  # [W, inter, intra]
+    entered = visited[..., 0]  # [W, inter], where a chunk comes into each node
+    step = torch.arange(intra)
+    window = torch.arange(inter)
     inner = (hops.inner_from[..., None] <= step) & (step < hops.inner_to[..., None])
     outer = (hops.outer_from[:, None] <= window) & (window < hops.outer_to[:, None])
-    sent = torch.zeros(2, size, dtype=torch.int64)
-    for made, sender, receiver in (
-        (inner, rank, rank.roll(-1, 2)),
-        (outer, rank[..., 0], rank[..., 0].roll(-1, 1)),
-    ):
-        across = (sender // node_size != receiver // node_size).long()
-        sent.view(-1).index_add_(0, (across * size + sender).flatten(), made.flatten().long())
-    return Traffic(*sent)
+    sent = torch.zeros(2, ranks, dtype=torch.int64)  # inside, across
+    _add_hops(sent, inner, visited, visited.roll(-1, 2), node_size)
+    _add_hops(sent, outer, entered, entered.roll(-1, 1), node_size)
+    return Traffic(inside=sent[0], across=sent[1])
+
+
+def _add_hops(sent: Tensor, made: Tensor, sender: Tensor, receiver: Tensor, node_size: int) -> None:
+    """Add hops to `sent` [2, W], in place. made: bool, which of the hops sender -> receiver are made."""
+    across = (sender // node_size != receiver // node_size).long()
+    entry = across * sent.shape[1] + sender
+    sent.view(-1).index_add_(0, entry.flatten(), made.flatten().long())
 
 
 def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
-    """Chunks that each rank sends in an all-gather around a ring of all ranks, which is how NCCL moves large ones.
+    """Chunks that each rank sends in an all-gather around a ring of all ranks.
 
-    Like a plain ring, except that NCCL makes rings through every rank's network link: what crosses to the next node is
-    counted evenly over the node's ranks, rounded up.
+    This is how NCCL moves large ones. It is like a plain ring, except that NCCL makes rings through
+    every rank's network link. What crosses to the next node is therefore counted evenly over the
+    node's ranks, rounded up.
     """
     across = -(-(ranks - 1) // node_size) if ranks > node_size else 0
-    return Traffic(torch.full((ranks,), ranks - 1 - across), torch.full((ranks,), across))
+    inside = ranks - 1 - across
+    return Traffic(inside=torch.full((ranks,), inside), across=torch.full((ranks,), across))
 
 
-def _furthest(used: Tensor) -> Tensor:
+def _last_used(used: Tensor) -> Tensor:
     """Largest place along the last dim that is used, 0 if none."""
-    return (used * torch.arange(used.shape[-1])).amax(-1)
+    place = torch.arange(used.shape[-1])
+    return (used * place).amax(-1)
 
 
-def _first(used: Tensor) -> Tensor:
+def _first_used(used: Tensor) -> Tensor:
     """Smallest place from 1 on along the last dim that is used, the dim's length if none."""
     size = used.shape[-1]
     place = torch.arange(size)

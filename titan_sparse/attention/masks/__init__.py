@@ -1,23 +1,38 @@
-"""What may be seen: static masks, composable with `&`."""
+"""What may be seen: static masks, composable with `&`.
 
-from titan_sparse.attention.masks.ranges import (
-    Causal,
-    Documents,
-    Full,
-    Intersection,
-    Mask,
-    MaskRanges,
-    SlidingWindow,
+The functions make masks of packed sequences out of lengths (packed.py).
+"""
+
+from titan_sparse.attention.masks.base import Intersection, Mask, MaskRanges
+from titan_sparse.attention.masks.packed import (
+    block_causal,
+    dilated,
+    documents,
+    prefix_lm,
+    shared_question,
+    sliding_window,
 )
-from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
+from titan_sparse.attention.masks.slices import Dilated, Slices
+
+Rows = MaskRanges
+"""The older name of MaskRanges."""
 
 __all__ = [
     "Causal",
+    "Dilated",
     "Documents",
     "Full",
     "Intersection",
     "Mask",
     "MaskRanges",
-    "SlidingWindow",
+    "Rows",
     "Slices",
+    "SlidingWindow",
+    "block_causal",
+    "dilated",
+    "documents",
+    "prefix_lm",
+    "shared_question",
+    "sliding_window",
 ]

@@ -1,28 +1,50 @@
-"""What follows from a mask alone is worked out once, not once a layer: dozens of small ops that a GPU would wait for."""
+"""What follows from a mask alone is worked out once, not once a layer.
+
+That saves dozens of small ops a layer, which a GPU would wait for.
+"""
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.base import MaskRanges
 
 T = TypeVar("T")
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def once_per_mask(rows: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
-    """compute(), remembered under `key` for as long as this mask's `start` lives and nothing of the mask is changed.
+class _Entry(NamedTuple):
+    """Results for one mask, and what tells whether it is still the same mask."""
 
-    `key` has to name everything besides `rows` that the result depends on.
+    versions: list[int]
+    others: tuple[Tensor | None, ...]
+    results: dict[Hashable, object]
+
+
+_entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""From a mask's `start` to its _Entry. An entry goes when that tensor goes."""
+
+
+def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
+    """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
+
+    `key` has to name everything besides `ranges` that the result depends on.
     """
-    parts = (rows.stop, rows.document_start, rows.slices, rows.table)
-    # Tensors made under inference_mode have no version: they are not written to either.
-    versions = [x._version for x in (rows.start, *parts) if x is not None and not x.is_inference()]
-    entry = _known.get(rows.start)
-    if entry is None or entry[0] != versions or any(a is not b for a, b in zip(entry[1], parts)):
-        entry = _known[rows.start] = (versions, parts, {})
-    results = entry[2]
-    if key not in results:
-        results[key] = compute()
-    return results[key]
+    others = (ranges.stop, ranges.document_start, ranges.slices, ranges.table)
+    versions = []
+    for tensor in (ranges.start, *others):
+        # Tensors made under inference_mode have no version, and nobody writes to them.
+        if tensor is not None and not tensor.is_inference():
+            versions.append(tensor._version)
+    entry = _entries.get(ranges.start)
+    if entry is None or entry.versions != versions or not _same_tensors(entry.others, others):
+        entry = _Entry(versions, others, {})
+        _entries[ranges.start] = entry
+    if key not in entry.results:
+        entry.results[key] = compute()
+    return entry.results[key]
+
+
+def _same_tensors(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:
+    return all(first is second for first, second in zip(a, b))

@@ -1,0 +1,137 @@
+"""Dilated against its definition pair by pair, alone and with documents, padding and a window."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import dense_attention, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    Slices,
+    SlidingWindow,
+    dilated,
+)
+
+SEQ_LEN = 61
+
+
+def _definition(window: int, rate: int) -> Tensor:
+    """bool [S, S]"""
+    query = torch.arange(SEQ_LEN)[:, None]
+    key = torch.arange(SEQ_LEN)
+    distance = query - key
+    return (distance >= 0) & (distance < window) & (distance % rate == 0)
+
+
+def test_a_small_one():
+    assert Dilated(window=5, rate=2).dense(6)[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0],
+        [0, 1, 0, 1, 0, 0],
+        [1, 0, 1, 0, 1, 0],
+        [0, 1, 0, 1, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 60, 61, 62, 1000])
+@pytest.mark.parametrize("rate", [1, 2, 3, 61, 1000])
+def test_sees_the_definition(window, rate):
+    mask = Dilated(window, rate)
+    assert torch.equal(mask.dense(SEQ_LEN)[0], _definition(window, rate))
+    assert mask.rows(SEQ_LEN).causal
+    if rate == 1:
+        assert torch.equal(mask.dense(SEQ_LEN), SlidingWindow(window).dense(SEQ_LEN))
+
+
+def test_an_empty_sequence():
+    assert Dilated(4, 2).dense(0).shape == (1, 0, 0)
+
+
+@pytest.mark.parametrize("lengths", [[61], [20, 41], [30, 2, 17], [5, 1, 1, 8], [1] * 40, []])
+@pytest.mark.parametrize("window, rate", [(1, 1), (9, 2), (40, 3)])
+def test_with_documents_it_is_the_function(lengths, window, rate):
+    want = dilated(lengths, window, rate)
+    for mask in (
+        Documents(lengths) & Dilated(window, rate),
+        Dilated(window, rate) & Documents(lengths),
+    ):
+        assert torch.equal(mask.dense(SEQ_LEN), want.dense(SEQ_LEN))
+        assert torch.equal(mask.rows(SEQ_LEN).start, want.rows(SEQ_LEN).start)
+        assert mask.rows(SEQ_LEN).causal
+
+
+def test_with_documents_it_has_the_slices_of_the_function():
+    """The very same numbers, so that every tile is computed alike."""
+    lengths = [20, 2, 30]
+    both = (Documents(lengths) & Dilated(9, 4)).rows(SEQ_LEN)
+    function = dilated(lengths, 9, 4).rows(SEQ_LEN)
+    assert torch.equal(both.slices, function.slices)
+    assert torch.equal(both.start, function.start)
+    assert torch.equal(both.stop, function.stop)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Full(),
+        Causal(),
+        Causal(valid=(50, 0)),
+        Documents([[20, 30], [61]]) & SlidingWindow(13),
+        Slices.of([(0, 61, 5, 40, "full")]),
+        Dilated(30, 4),
+    ],
+    ids=["full", "causal", "padded", "windowed documents", "slices", "dilated"],
+)
+def test_intersections(other):
+    want = other.dense(SEQ_LEN) & _definition(20, 3)
+    assert torch.equal((Dilated(20, 3) & other).dense(SEQ_LEN), want)
+    assert torch.equal((other & Dilated(20, 3)).dense(SEQ_LEN), want)
+
+
+@pytest.mark.parametrize(
+    "window, rate", [(0, 1), (1, 0), (-3, 2), (4, -1), (1.5, 1), (8, 2.0), ("8", 2), (None, 1)]
+)
+def test_refusals(window, rate):
+    with pytest.raises(
+        ValueError, match=r"Dilated\(window=.*, rate=.*\): both are whole numbers"
+    ) as error:
+        Dilated(window, rate)
+    assert "\n" not in str(error.value)
+
+
+def test_equal_masks_are_equal():
+    assert Dilated(8, 2) == Dilated(window=8, rate=2)
+    assert Dilated(8, 2) != Dilated(8, 4)
+    assert len({Dilated(8, 2), Dilated(8, 2)}) == 1
+
+
+@pytest.mark.parametrize(
+    "mask", [Dilated(20, 3), Documents([40, 11]) & Dilated(20, 3)], ids=["alone", "documents"]
+)
+def test_attention(mask):
+    q, k, v = structured_qkv(1, 4, 2, SEQ_LEN, 8)
+    seen = mask.dense(SEQ_LEN)[:, None].expand(1, 4, -1, -1)
+    out, aux = attend(q, k, v, mask, block_size=16, return_aux=True)
+    want, want_lse = dense_attention(q, k, v, seen)
+    assert (out - want).abs().max() < 1e-9
+    assert torch.equal(aux.lse.isneginf(), want_lse.isneginf())
+    assert (aux.lse - want_lse).nan_to_num(0).abs().max() < 1e-9
+
+
+def test_masks_are_made_inside_of_compiled_functions():
+    q = structured_qkv(1, 2, 2, SEQ_LEN, 8)[0]
+
+    def attention(q: Tensor) -> Tensor:
+        return attend(q, q, q, Dilated(9, 2), block_size=16) + attend(
+            q, q, q, SlidingWindow(7), block_size=16
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), attention(q))
+    torch._dynamo.reset()

@@ -1,0 +1,106 @@
+"""Who sees whom, by block, by rank and by key, against the dense mask."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.masks.dense_cases import MASKS, RANGES
+from tests.slice_cases import SEQ_LEN
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
+from titan_sparse.attention.masks import Causal, Documents
+from titan_sparse.attention.masks.reach import (
+    block_reach,
+    queries_seeing,
+    reached,
+    seen_blocks,
+    seen_by,
+    seen_chunks,
+)
+
+SIZE = 8
+BLOCKS = SEQ_LEN // SIZE
+
+
+def _tiles(dense: Tensor) -> Tensor:
+    """bool [Bm, blocks, blocks]: some pair of the tile is seen, from bool [Bm, S, S]."""
+    return dense.unflatten(1, (-1, SIZE)).unflatten(3, (-1, SIZE)).any(4).any(2)
+
+
+def test_reach_of_blocks_of_documents():
+    reach = block_reach(Documents([5, 9]).rows(16), torch.arange(16), 4)
+    assert reach.first.tolist() == [[0, 0, 5, 5]]
+    assert reach.last.tolist() == [[4, 8, 12, 14]]
+    assert reach.all_first.tolist() == [[0, 5, 5, 16]]
+    assert reach.all_last.tolist() == [[1, 5, 9, 0]]
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_reached_tiles_hold_all_that_is_seen(name):
+    """And nothing before or behind them; in between a mask may empty a tile."""
+    ranges = RANGES[name].rows(SEQ_LEN)
+    tiles = _tiles(RANGES[name].dense(SEQ_LEN))
+    q_blocks = torch.tensor([3, 17, 0])
+    positions = (q_blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()
+    k_blocks = torch.arange(BLOCKS).flip(0)
+    got = reached(block_reach(ranges, positions, SIZE), k_blocks, SIZE)
+    want = tiles[:, q_blocks][:, :, k_blocks]
+    assert (want <= got).all()
+    before = want.cumsum(-1) > 0
+    behind = want.flip(-1).cumsum(-1).flip(-1) > 0
+    assert torch.equal(got, before & behind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_and_chunks_that_ranks_see(name, layout):
+    ranges = MASKS[name].rows(SEQ_LEN)
+    tiles = _tiles(MASKS[name].dense(SEQ_LEN)).any(0)
+    table = block_ids(layout, 3, SEQ_LEN, SIZE)
+    by_rank = tiles[table].any(1)  # [W, blocks]
+    assert torch.equal(seen_blocks(ranges, table, SIZE), by_rank)
+    assert torch.equal(seen_chunks(ranges, table, SIZE), by_rank[:, table].any(-1))
+    some_blocks = table[:, 1:3]
+    assert torch.equal(seen_blocks(ranges, some_blocks, SIZE), tiles[some_blocks].any(1))
+
+
+def test_chunks_of_two_documents():
+    table = block_ids("contiguous", 4, 16, 2)
+    chunks = seen_chunks(Documents([8, 8]).rows(16), table, 2).int()
+    assert chunks.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+def test_queries_that_see_keys_of_documents():
+    keys = torch.tensor([[[0, 4, 5, 9]]], dtype=torch.int32)
+    first, last = queries_seeing(Documents([5, 4]).rows(10), keys)
+    assert first.tolist() == [[[0, 4, 5, 9]]]
+    assert last.tolist() == [[[5, 5, 9, 9]]]  # 9 is padding, which nobody sees
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_queries_that_see_a_key(name):
+    ranges = RANGES[name].rows(SEQ_LEN)
+    dense = RANGES[name].dense(SEQ_LEN).expand(2, -1, -1)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, SEQ_LEN, (2, 3, 40), generator=generator, dtype=torch.int32)
+    first, last = queries_seeing(ranges, keys)
+    assert first.shape == last.shape == keys.shape
+    assert first.dtype == last.dtype == torch.int32
+    query = torch.arange(SEQ_LEN)
+    got = (query >= first[..., None]) & (query < last[..., None])  # [B, H, n, S]
+    for sequence in range(2):
+        assert torch.equal(got[sequence], dense[sequence].T[keys[sequence]])
+
+
+def test_a_place_behind_the_sequence_is_seen_by_nobody():
+    keys = torch.tensor([[SEQ_LEN]], dtype=torch.int32)
+    first, last = queries_seeing(Causal().rows(SEQ_LEN), keys)
+    assert (first >= last).all()
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_seen_by_some_queries(name):
+    ranges = MASKS[name].rows(SEQ_LEN)
+    dense = MASKS[name].dense(SEQ_LEN)
+    queries = torch.tensor([191, 0, 77, 40])
+    keys = torch.arange(10, 190).flip(0)
+    assert torch.equal(seen_by(ranges, queries)(keys), dense[:, queries][:, :, keys])

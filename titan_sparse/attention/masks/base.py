@@ -1,0 +1,159 @@
+"""What every mask is: a rule of who sees whom that resolves to ranges of keys, or to slices."""
+
+import operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.masks.geometry import (
+    intersected,
+    padded_table,
+    slices_of_ranges,
+    tightened,
+)
+
+
+class MaskRanges(NamedTuple):
+    """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch size.
+
+    start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
+    they are equal.
+    document_start: [Bm, S], where the query's document begins, -1 on padding. None for an unpacked
+    sequence.
+    causal: no query sees a later key. Patterns that select block diagonals need this.
+    plain: every query is known to see all keys up to its own. Some kernels compute that faster.
+    Packed documents are never marked plain: torch.compile would compile anew for a sequence that
+    happens to hold a single document.
+    slices: int32 [Bm, N, 6], what is seen, as in geometry.py, for masks that one range a query
+    cannot express. None elsewhere. With slices, start and stop are only bounds: 0 and S for a query
+    that sees anything, S and S for others.
+    table: int64 [ranks, n], the blocks of every rank in the layout "balanced".
+    ContextParallel.balance() adds it. q, k and v are sharded by it, so all masks of a batch carry
+    the table of one of them.
+    """
+
+    start: Tensor
+    stop: Tensor
+    document_start: Tensor | None
+    causal: bool = True
+    plain: bool = False
+    slices: Tensor | None = None
+    table: Tensor | None = None
+
+
+class Mask:
+    """Base of all masks. Subclasses implement rows(). `a & b` sees what both see."""
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        """The mask for `seq_len` global tokens, resolved to tensors on `device`."""
+        raise NotImplementedError
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Intersection(self, other)
+
+    def dense(self, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+        """bool [Bm, S, S] in global order, for tests and pictures of small sequences."""
+        ranges = self.rows(seq_len, device)
+        if ranges.slices is not None:
+            return _dense_of_slices(ranges)
+        keys = torch.arange(seq_len, device=device)
+        return (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
+
+
+@dataclass(frozen=True)
+class Intersection(Mask):
+    """What both masks see."""
+
+    first: Mask
+    second: Mask
+
+    def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        """Raises ValueError for two packings of documents, and for batches of different sizes."""
+        a = self.first.rows(seq_len, device)
+        b = self.second.rows(seq_len, device)
+        if a.document_start is not None and b.document_start is not None:
+            raise ValueError(
+                "Documents & Documents: give the finer of the two document lists alone"
+            )
+        if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
+            raise ValueError(
+                f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
+            )
+        if a.slices is not None or b.slices is not None:
+            return _intersected_slices(a, b)
+        start = torch.maximum(a.start, b.start)
+        stop = torch.minimum(a.stop, b.stop)
+        documents = a.document_start if b.document_start is None else b.document_start
+        if documents is not None:
+            # A query that sees nothing is padding, even if only the other mask says so.
+            documents = torch.where(start < stop, documents, -1)
+        return MaskRanges(start, torch.maximum(start, stop), documents, a.causal or b.causal)
+
+
+def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
+    """What two masks both see, if one of them or both have slices."""
+    batch = max(len(a.start), len(b.start))
+    pairs = zip(_slices_of_sequences(a, batch), _slices_of_sequences(b, batch))
+    sequences = [tightened(intersected(first, second)) for first, second in pairs]
+    return ranges_of_slices(
+        padded_table(sequences), a.start.shape[1], a.start.device, never_sees_later(sequences)
+    )
+
+
+def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
+    """int64 [N, 6] on the CPU for each of `batch` sequences."""
+    if ranges.slices is not None:
+        sequences = [tightened(slices) for slices in ranges.slices.long().cpu()]
+    else:
+        both_ends = zip(ranges.start, ranges.stop)
+        sequences = [slices_of_ranges(start, stop) for start, stop in both_ends]
+    return sequences * batch if len(sequences) == 1 else sequences
+
+
+def never_sees_later(sequences: list[Tensor]) -> bool:
+    """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
+    return all(bool((slices[:, 5] <= 0).all()) for slices in sequences)
+
+
+def ranges_of_slices(
+    table: Tensor, seq_len: int, device: torch.device | str, causal: bool
+) -> MaskRanges:
+    """The mask that sees what the slices hold. table: int32 [Bm, N, 6], tightened, on the CPU."""
+    slices = table.to(device)
+    if not torch.compiler.is_compiling():  # the number of slices differs from batch to batch
+        torch._dynamo.maybe_mark_dynamic(slices, 1)
+    # A slice adds 1 at its first query and takes it away behind its last one.
+    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
+    q_start = table[..., 0]
+    q_stop = table[..., 1]
+    changes.scatter_add_(1, q_start.long(), torch.full_like(q_start, 1))
+    changes.scatter_add_(1, q_stop.long(), torch.full_like(q_stop, -1))
+    sees_any = changes[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
+    start = torch.where(sees_any, 0, seq_len).int().to(device)
+    stop = torch.full_like(start, seq_len)
+    return MaskRanges(start, stop, None, causal=causal, slices=slices)
+
+
+def _dense_of_slices(ranges: MaskRanges) -> Tensor:
+    """bool [Bm, S, S] of a mask with slices, in global order."""
+    token = torch.arange(ranges.start.shape[1], device=ranges.start.device)
+    shape = (len(ranges.slices), len(token), len(token))
+    seen = torch.zeros(shape, dtype=torch.bool, device=token.device)
+    for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
+        for q_start, q_stop, k_start, k_stop, low, high in slices:
+            distance = token[k_start:k_stop] - token[q_start:q_stop, None]
+            held = (distance >= low) & (distance <= high)
+            seen_in_sequence[q_start:q_stop, k_start:k_stop] |= held
+    return seen
+
+
+def whole_number(value: object, refusal: str) -> int:
+    """`value` as an int, for Python's, NumPy's and torch's integers. ValueError(refusal) for others."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(refusal) from None

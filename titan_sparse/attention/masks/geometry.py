@@ -1,0 +1,215 @@
+"""Geometry of slices: rectangles of queries and keys, each cut to a range of the diagonal k - q.
+
+A slice is six integers, (q_start, q_stop, k_start, k_stop, low, high). Query q sees key k if
+q_start <= q < q_stop, k_start <= k < k_stop and low <= k - q <= high. Cutting a slice along queries,
+keys or diagonals gives a slice again, so blocks, ranks and documents need no special cases.
+
+Everything here works on plain integer tensors whose last dim holds the six numbers.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_MAX_PAIRS = 1 << 20
+"""Pairs of slices that are compared at once. Bounds the memory."""
+
+
+def within_runs(count: Tensor) -> Tensor:
+    """0 .. count[0] - 1, then 0 .. count[1] - 1, and so on, as one int64 vector.
+
+    Example: counts [3, 0, 2] give [0, 1, 2, 0, 1].
+    """
+    begin = torch.repeat_interleave(count.cumsum(0) - count, count)
+    return torch.arange(len(begin), device=count.device) - begin
+
+
+def tightened(slices: Tensor) -> Tensor:
+    """The same slices with every number as tight as the other five make it. int64 [N, 6].
+
+    The order stays. Slices that hold no pair of tokens are left out. The three ranges are
+    differences of two integers and 0, so one round of shortest paths is enough.
+    """
+    tight = _tight(slices)
+    return tight[_holds_any(slices, tight)]
+
+
+def _tight(slices: Tensor) -> Tensor:
+    q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
+    numbers = [
+        torch.maximum(q_start, k_start - high),
+        torch.minimum(q_stop, k_stop - low),
+        torch.maximum(k_start, q_start + low),
+        torch.minimum(k_stop, q_stop + high),
+        torch.maximum(low, k_start - q_stop + 1),
+        torch.minimum(high, k_stop - 1 - q_start),
+    ]
+    return torch.stack(numbers, dim=-1)
+
+
+def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
+    """bool [...]: the slice holds some pair of tokens. tight: _tight(slices).
+
+    Looks at the ranges as given too. An empty range may look nonempty once it is tightened.
+    """
+    q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
+    given = (q_start < q_stop) & (k_start < k_stop) & (low <= high)
+    q_start, q_stop, k_start, k_stop, low, high = tight.unbind(-1)
+    return given & (q_start < q_stop) & (k_start < k_stop) & (low <= high)
+
+
+def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Slices [..., 6] of the pairs that are in both `a` and `b`, and whether there are any, bool [...].
+
+    The leading dims of `a` and `b` broadcast.
+    """
+    # Starts and `low` are lower bounds, at even places. Stops and `high` are upper bounds.
+    lower = torch.maximum(a[..., 0::2], b[..., 0::2])
+    upper = torch.minimum(a[..., 1::2], b[..., 1::2])
+    both = torch.stack([lower, upper], dim=-1).flatten(-2)
+    tight = _tight(both)
+    return tight, _holds_any(both, tight)
+
+
+def intersected(a: Tensor, b: Tensor) -> Tensor:
+    """int64 [N, 6]: what slices of both lists hold, pair by pair."""
+    overlaps = []
+    for chunk in a.split(max(1, _MAX_PAIRS // max(1, len(b)))):
+        both, any_pair = overlap(chunk[:, None], b)
+        overlaps.append(both[any_pair])
+    return torch.cat(overlaps) if overlaps else a[:0]
+
+
+def area(slices: Tensor) -> Tensor:
+    """Pairs of tokens that each slice [..., 6] holds, int64 [...]."""
+    q_start, q_stop, k_start, k_stop, low, high = slices.long().unbind(-1)
+    queries = (q_stop - q_start).clamp(min=0)
+    keys = (k_stop - k_start).clamp(min=0)
+    offset = k_start - q_start
+    up_to_high = _pairs_up_to(queries, keys, high - offset)
+    below_low = _pairs_up_to(queries, keys, low - 1 - offset)
+    return (up_to_high - below_low).clamp(min=0)
+
+
+def _pairs_up_to(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
+    """Pairs (i, j) with 0 <= i < queries, 0 <= j < keys and j - i <= high."""
+    # Count as if keys went on for ever, then take away those from `keys` on.
+    all_keys = _triangle(high + queries) - _triangle(high)
+    beyond = high - keys
+    return all_keys - (_triangle(beyond + queries) - _triangle(beyond))
+
+
+def _triangle(side: Tensor) -> Tensor:
+    """1 + 2 + ... + side; 0 for a negative side."""
+    side = side.clamp(min=0)
+    return side * (side + 1) // 2
+
+
+def check_disjoint(slices: Tensor) -> None:
+    """Raises ValueError if two of the slices, int64 [N, 6], hold the same pair of tokens. Names both.
+
+    Sweeps along queries, keys or diagonals, whichever brings fewer slices together.
+    """
+    tight = _tight(slices)
+    kept = _holds_any(slices, tight).nonzero().flatten()
+    starts = tight[kept, 0::2].T.contiguous()  # [3, n]: first query, key and diagonal
+    stops = tight[kept, 1::2].T.contiguous()
+    stops[2] += 1  # `high` is included in its range, the other stops are not
+    sweeps = [_sweep(start, stop) for start, stop in zip(starts, stops)]
+    order, following = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
+    for first, second in _candidates(following):
+        first = order[first]
+        second = order[second]
+        for start, stop in zip(starts, stops):
+            meet = (start[first] < stop[second]) & (start[second] < stop[first])
+            first = first[meet]
+            second = second[meet]
+        both, twice = overlap(tight[kept[first]], tight[kept[second]])
+        if twice.any():
+            numbers = sorted([int(kept[first[twice]][0]), int(kept[second[twice]][0])])
+            _refuse(slices, numbers[0], numbers[1], both[twice][0].tolist())
+
+
+def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """The order in which ranges begin, and how many later ones begin before each of them ends."""
+    start, order = start.sort()
+    begun = torch.searchsorted(start, stop[order])
+    return order, (begun - torch.arange(1, len(order) + 1)).clamp(min=0)
+
+
+def _candidates(following: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of each place of an ordered list with the `following` places after it.
+
+    Yields about _MAX_PAIRS pairs at a time, as two vectors of places.
+    """
+    ends = following.cumsum(0)
+    begin = 0
+    while begin < len(following):
+        done = int(ends[begin - 1]) if begin else 0
+        fits = int(torch.searchsorted(ends, done + _MAX_PAIRS, right=True))
+        end = max(begin + 1, fits)
+        count = following[begin:end]
+        first = torch.repeat_interleave(torch.arange(begin, begin + len(count)), count)
+        yield first, first + 1 + within_runs(count)
+        begin = end
+
+
+def _refuse(slices: Tensor, first: int, second: int, both: list[int]) -> None:
+    """both: the six numbers of the pairs that slices `first` and `second` share."""
+    raise ValueError(
+        f"Slices: {_described(slices, first)} and {_described(slices, second)} "
+        f"both hold query {both[0]}, key {both[2]}; "
+        "write them so that each pair is in one slice only"
+    )
+
+
+def _described(slices: Tensor, number: int) -> str:
+    return "{} (queries {}..{}, keys {}..{}, {} <= k - q <= {})".format(
+        number, *slices[number].tolist()
+    )
+
+
+def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:
+    """int64 [N, 6] on the CPU: slices that see what one sequence's int [S] start and stop see.
+
+    Makes one slice for each run of queries whose ends stand still or move on by one.
+    """
+    start = start.long()
+    stop = stop.long()
+    steps = torch.stack([start.diff(), stop.diff()])  # [2, S - 1]
+    jump = ((steps < 0) | (steps > 1)).any(0)
+    # A run also ends where an end begins to move or comes to rest.
+    turn = torch.zeros_like(jump)
+    turn[1:] = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jump[:-1]
+    begins = torch.nn.functional.pad(jump | turn, (1, 0), value=True).nonzero().flatten()
+    ends = torch.nn.functional.pad(begins[1:], (0, 1), value=len(start))
+    last = ends - 1
+    position = torch.arange(len(start), device=start.device)
+    low = start - position
+    high = stop - 1 - position
+    numbers = [
+        begins,
+        ends,
+        start[begins],
+        stop[last],
+        torch.minimum(low[begins], low[last]),
+        torch.maximum(high[begins], high[last]),
+    ]
+    return tightened(torch.stack(numbers, dim=-1).cpu())
+
+
+def padded_table(sequences: list[Tensor]) -> Tensor:
+    """int32 [Bm, N, 6] of the slices int64 [n, 6] of each sequence, filled up with empty slices.
+
+    N is a power of two, 16 or more, so that few sizes are compiled anew.
+    """
+    most = max([0, *[len(slices) for slices in sequences]])
+    size = 16
+    while size < most:
+        size *= 2
+    table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
+    table[..., 5] = -1  # low > high: holds nothing
+    for padded, slices in zip(table, sequences):
+        padded[: len(slices)] = slices
+    return table
