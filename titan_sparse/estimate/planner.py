@@ -155,7 +155,7 @@ def plan(
         return _plan_group_cast(
             visits, index, rows, layout, (inter, intra), shape, constants, overlap_stages
         )
-    sources, needed = balance.step_sources(schedule, inter, intra), balance.needed_chunks(visits)
+    sources, needed = balance.step_sources(schedule, inter, intra), balance.computed_chunks(visits)
     ranks = inter * intra
     rings = (inter, intra) if schedule == "double_ring" else (1, ranks)
     if layout == "balanced":
@@ -403,7 +403,7 @@ def _plan_group_cast(
         )
         found.append((work, _cast(case, wanted, stages, table.shape[1])))
     (_, everything), (work, only_needed) = found
-    chunks = balance.needed_chunks(visits).double().mean().item()
+    chunks = balance.computed_chunks(visits).double().mean().item()
     return Plan(
         layout,
         "group_cast",
