@@ -1,6 +1,6 @@
 """Timelines of transfers, against a simulation event by event and by hand."""
 
-import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -27,122 +27,164 @@ WORLDS = [(1, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3), (4, 2)]
 
 
 class Recorder:
-    """What one rank does in transport.py, in order: ("post", axis, sends, receives), ("wait", number of the post),
-    ("work", step), ("start verticals",), ("verticals",). It stands where a ContextParallel does, and nothing is sent."""
+    """What one rank does in transport.py, in order, instead of a ContextParallel.
+
+    Nothing is sent. Operations are ("post", axis, sends, receives), ("wait", number of the post),
+    ("work", step), ("start verticals",) and ("verticals",).
+    """
 
     gradient_dtype = None
 
     def __init__(self, inter, intra, rank, needed, groups, vertical_blocks):
-        self.rank, self.size, self.done, self.posts, self.vertical_blocks = (
-            rank,
-            inter * intra,
-            [],
-            0,
-            vertical_blocks,
-        )
+        self.rank = rank
+        self.size = inter * intra
+        self.operations = []
+        self.posts = 0
+        self.vertical_blocks = vertical_blocks
         self.windows = DOUBLE_RING.windows(inter, intra, rank)
-        self.route, self.order = transport.route(self, needed), sum(self.windows, [])
+        self.order = DOUBLE_RING.step_sources(inter, intra)[rank]
+        self.route = transport.route(self, needed)
+        self.computes = list(itertools.chain.from_iterable(self.route.compute))
         self.chunks = [[torch.zeros(1)] for _ in range(groups)]
 
     def shift(self, chunk, axis, slot, sends, receives):
         if not sends and not receives:
             return SimpleNamespace(wait=list)
-        number, self.posts = self.posts, self.posts + 1
-        self.done.append(("post", axis, sends, receives))
-        return SimpleNamespace(
-            wait=lambda: self.done.append(("wait", number)) or [torch.zeros(1)] * receives
-        )
+        number = self.posts
+        self.posts += 1
+        self.operations.append(("post", axis, sends, receives))
+
+        def wait():
+            self.operations.append(("wait", number))
+            return [torch.zeros(1)] * receives
+
+        return SimpleNamespace(wait=wait)
 
     def forward(self):
-        computes = sum(self.route.compute, [])
-        met = vertical_steps(computes, self.vertical_blocks)  # as in ring.py
-        self.done.append(("start verticals",))
-        for _, o, t, source, _ in transport.circulate(self, self.route, self.chunks):
+        vertical_steps_here = vertical_steps(self.computes, self.vertical_blocks)  # as in ring.py
+        self.operations.append(("start verticals",))
+        for _, _, _, source, _ in transport.circulate(self, self.route, self.chunks):
             step = self.order.index(source)
-            self.done += [("verticals",)] * (step in met) + [("work", step)] * computes[step]
-        return self.done
+            if step in vertical_steps_here:
+                self.operations.append(("verticals",))
+            if self.computes[step]:
+                self.operations.append(("work", step))
+        return self.operations
 
     def backward(self):
-        parts = len(vertical_steps(sum(self.route.compute, []), self.vertical_blocks))
-        met = [0] * len(self.chunks)
+        shares = len(vertical_steps(self.computes, self.vertical_blocks))
+        shares_done = [0] * len(self.chunks)
 
-        def piece(group, source, chunk):
-            self.done.append(("work", self.order.index(source)))
-            if met[group] < parts:  # as in ring.py
-                met[group] += 1
-                self.done += [("start verticals",)] * (sum(met) == parts * len(met))
+        def compute(group, source, chunk):
+            self.operations.append(("work", self.order.index(source)))
+            if shares_done[group] < shares:  # as in ring.py
+                shares_done[group] += 1
+                if sum(shares_done) == shares * len(shares_done):
+                    self.operations.append(("start verticals",))
             return torch.zeros(1)
 
-        transport.circulate_with_gradients(self, self.route, self.chunks, piece)
-        self.done += [("verticals",)] * (parts > 0)
-        return self.done
+        transport.circulate_with_gradients(self, self.route, self.chunks, compute)
+        if shares > 0:
+            self.operations.append(("verticals",))
+        return self.operations
 
 
 class Events:
-    """Plays what all ranks do, event by event. A transfer is a kernel on its communicator's stream and starts when the one
-    before is over; a message begins when sender and receiver have started, and takes seconds[axis][receiver]."""
+    """Plays what all ranks do, event by event.
+
+    A transfer is a kernel on its communicator's stream and starts when the one before is over. A
+    message begins when sender and receiver have started, and takes seconds[axis][receiver].
+    """
 
     def __init__(self, inter, intra, programs, compute, seconds, verticals=0.0):
-        self.inter, self.intra, self.programs = inter, intra, programs
-        self.compute, self.seconds, self.verticals = compute, seconds, verticals
-        self.posts = [
-            [(i, *op[1:]) for i, op in enumerate(program) if op[0] == "post"]
-            for program in programs
-        ]
+        self.inter = inter
+        self.intra = intra
+        self.programs = programs
+        self.compute = compute
+        self.seconds = seconds
+        self.verticals = verticals
+        # By rank, (place in its program, axis, sends, receives) of each post.
+        self.posts = []
+        for program in programs:
+            posts = [(i, *op[1:]) for i, op in enumerate(program) if op[0] == "post"]
+            self.posts.append(posts)
+        self.known = {}
 
     def finish(self):
-        for i in range(max(map(len, self.programs))):  # in step, so that no recursion gets deep
+        longest = max(map(len, self.programs))
+        for i in range(longest):  # in step, so that no recursion gets deep
             for rank, program in enumerate(self.programs):
                 self.time(rank, min(i, len(program) - 1))
-        return torch.tensor(
-            [self.time(rank, len(program) - 1) for rank, program in enumerate(self.programs)],
-            dtype=torch.float64,
-        )
+        ends = [self.time(rank, len(program) - 1) for rank, program in enumerate(self.programs)]
+        return torch.tensor(ends, dtype=torch.float64)
 
-    @functools.cache
+    def remembered(self, function, *key):
+        if (function, *key) not in self.known:
+            self.known[(function, *key)] = function(*key)
+        return self.known[(function, *key)]
+
     def time(self, rank, i):
         """When rank's compute stream is past operation i."""
+        return self.remembered(self._time, rank, i)
+
+    def _time(self, rank, i):
         if i < 0:
             return 0.0
-        now, (kind, *about) = self.time(rank, i - 1), self.programs[rank][i]
+        now = self.time(rank, i - 1)
+        kind, *about = self.programs[rank][i]
         if kind == "work":
             return now + self.compute[rank, about[0]].item()
         if kind == "verticals":
-            started = [
-                self.time(rank, program.index(("start verticals",)))
-                for rank, program in enumerate(self.programs)
-            ]
-            return max(now, max(started) + self.verticals)
-        return max(now, self.over(rank, about[0])) if kind == "wait" else now
+            starts = []
+            for other, program in enumerate(self.programs):
+                starts.append(self.time(other, program.index(("start verticals",))))
+            return max(now, max(starts) + self.verticals)
+        if kind == "wait":
+            return max(now, self.over(rank, about[0]))
+        return now
 
-    @functools.cache
     def started(self, rank, number):
-        i, axis, *_ = self.posts[rank][number]
-        before = [n for n in range(number) if self.posts[rank][n][1] == axis]
-        return max(self.time(rank, i), self.over(rank, before[-1]) if before else 0.0)
+        """When rank's transfer of this number starts on its stream."""
+        return self.remembered(self._started, rank, number)
 
-    @functools.cache
+    def _started(self, rank, number):
+        place = self.posts[rank][number][0]
+        axis = self.posts[rank][number][1]
+        before = [n for n in range(number) if self.posts[rank][n][1] == axis]
+        stream_free = self.over(rank, before[-1]) if before else 0.0
+        return max(self.time(rank, place), stream_free)
+
     def over(self, rank, number):
+        """When all messages of rank's transfer are there."""
+        return self.remembered(self._over, rank, number)
+
+    def _over(self, rank, number):
         _, axis, sends, receives = self.posts[rank][number]
-        pairs = [(rank, self.neighbour(rank, axis, 1))] * sends + [
-            (self.neighbour(rank, axis, -1), rank)
-        ] * receives
-        return max(self.message(rank, number, *pair) for pair in pairs)
+        to_next = (rank, self.neighbor(rank, axis, 1))
+        from_previous = (self.neighbor(rank, axis, -1), rank)
+        pairs = [to_next] * sends + [from_previous] * receives
+        return max(self.message(rank, number, sender, receiver) for sender, receiver in pairs)
 
     def message(self, rank, number, sender, receiver):
-        """When the message of this transfer of rank's is there; the n-th that is sent is the n-th that is received."""
-        axis, place = self.posts[rank][number][1], 2 if rank == sender else 3
-        order = sum(post[1] == axis and post[place] for post in self.posts[rank][:number])
-        other, place = (receiver, 3) if rank == sender else (sender, 2)
-        matching = [
-            n for n, post in enumerate(self.posts[other]) if post[1] == axis and post[place]
-        ][order]
-        return (
-            max(self.started(rank, number), self.started(other, matching))
-            + self.seconds[axis][receiver].item()
-        )
+        """When the message of this transfer of rank's is there.
 
-    def neighbour(self, rank, axis, hop):
+        The n-th that is sent is the n-th that is received.
+        """
+        sends, receives = 2, 3  # places in a post
+        axis = self.posts[rank][number][1]
+        if rank == sender:
+            mine, other, theirs = sends, receiver, receives
+        else:
+            mine, other, theirs = receives, sender, sends
+        order = sum(post[1] == axis and post[mine] for post in self.posts[rank][:number])
+        matching = []
+        for n, post in enumerate(self.posts[other]):
+            if post[1] == axis and post[theirs]:
+                matching.append(n)
+        both_started = max(self.started(rank, number), self.started(other, matching[order]))
+        return both_started + self.seconds[axis][receiver].item()
+
+    def neighbor(self, rank, axis, hop):
         node, place = divmod(rank, self.intra)
         if axis.startswith("outer"):
             return (node + hop) % self.inter * self.intra + place
@@ -153,94 +195,101 @@ class Events:
 @pytest.mark.parametrize("density", [0.2, 1.0])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_timelines_are_those_of_the_events(inter, intra, density, groups):
-    g, ranks = torch.Generator().manual_seed(groups), inter * intra
+    generator = torch.Generator().manual_seed(groups)
+    ranks = inter * intra
     sources = step_sources("double_ring", inter, intra)
-    keys = ("inner", "outer", "inner_gradient", "outer_gradient")
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
     for outer in (1.0, 3.0, 10.0):  # from links that hide to links that never do
-        needed = (torch.rand(ranks, ranks, generator=g) < density) | torch.eye(
-            ranks, dtype=torch.bool
-        )
-        compute = torch.rand(ranks, ranks, generator=g, dtype=torch.float64) * needed.gather(
-            1, sources
-        )
+        needed = torch.rand(ranks, ranks, generator=generator) < density
+        needed |= torch.eye(ranks, dtype=torch.bool)
+        computes = needed.gather(1, sources)
+        compute = uniform(ranks, ranks) * computes
         seconds = {
-            axis: scale * torch.rand(ranks, generator=g, dtype=torch.float64)
-            for axis, scale in zip(keys, (0.8, outer, 1.5, 4 * outer))
+            "inner": 0.8 * uniform(ranks),
+            "outer": outer * uniform(ranks),
+            "inner_gradient": 1.5 * uniform(ranks),
+            "outer_gradient": 4 * outer * uniform(ranks),
         }
-        links, gradient_links = ([seconds[axis] for axis in some] for some in (keys[:2], keys[2:]))
-        hops, back = hops_needed(needed, inter, intra), gradient_hops(needed, inter, intra)
-        blocks, computing = 1 + int(outer), needed.gather(1, sources).tolist()
-        met = [vertical_steps(x, blocks)[0] for x in computing]
-        left = [vertical_steps(x, blocks, backward=True, windows=inter)[-1] for x in computing]
-        verticals = [VerticalExchange(2.0 * outer, torch.tensor(x)) for x in (met, left)]
-        forward = ring_forward(compute, hops, sources, links, groups, verticals[0])
-        backward = ring_backward(
-            compute, hops, back, sources, links, gradient_links, groups, verticals[1]
+        keys = RingTransfers(hops_needed(needed, inter, intra), seconds["inner"], seconds["outer"])
+        gradients = RingTransfers(
+            gradient_hops(needed, inter, intra),
+            seconds["inner_gradient"],
+            seconds["outer_gradient"],
         )
-        recorder = functools.partial(
-            Recorder, inter, intra, needed=needed, groups=groups, vertical_blocks=blocks
-        )
+        blocks = 1 + int(outer)
+        first_steps = []
+        last_steps = []
+        for steps in computes.tolist():
+            first_steps.append(vertical_steps(steps, blocks)[0])
+            last_steps.append(vertical_steps(steps, blocks, backward=True, windows=inter)[-1])
+        vertical_seconds = 2.0 * outer
+        vertical_forward = VerticalExchange(vertical_seconds, torch.tensor(first_steps))
+        vertical_backward = VerticalExchange(vertical_seconds, torch.tensor(last_steps))
+        forward = ring_forward(compute, keys, sources, groups, vertical_forward)
+        backward = ring_backward(compute, keys, gradients, sources, groups, vertical_backward)
+
         for timeline, play in ((forward, Recorder.forward), (backward, Recorder.backward)):
-            programs = [play(recorder(rank=rank)) for rank in range(ranks)]
-            events = Events(inter, intra, programs, compute, seconds, 2.0 * outer)
+            programs = []
+            for rank in range(ranks):
+                programs.append(play(Recorder(inter, intra, rank, needed, groups, blocks)))
+            events = Events(inter, intra, programs, compute, seconds, vertical_seconds)
             torch.testing.assert_close(timeline.finish(), events.finish())
-            assert torch.equal(timeline.compute, compute * groups) and (timeline.waiting >= 0).all()
+            assert torch.equal(timeline.compute, compute * groups)
+            assert (timeline.waiting >= 0).all()
 
 
 def test_groups_cross_nodes_one_after_the_other():
-    """Two nodes of one rank, two groups of heads: 1 s of work a piece, 5 s an outer hop, 7 s its gradient's."""
-    everything, compute = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2, dtype=torch.float64)
-    hops, back = hops_needed(everything, 2, 1), gradient_hops(everything, 2, 1)
+    """Two nodes of one rank, two groups of heads: 1 s of work for a group and step.
+
+    An outer hop takes 5 s, its gradient's 7 s.
+    """
+    everything = torch.ones(2, 2, dtype=torch.bool)
+    compute = torch.ones(2, 2, dtype=torch.float64)
     sources = step_sources("double_ring", 2, 1)
-    links, gradient_links = (
-        (torch.zeros(2), torch.full((2,), 5.0)),
-        (torch.zeros(2), torch.full((2,), 7.0)),
+    keys = RingTransfers(hops_needed(everything, 2, 1), torch.zeros(2), torch.full((2,), 5.0))
+    gradients = RingTransfers(
+        gradient_hops(everything, 2, 1), torch.zeros(2), torch.full((2,), 7.0)
     )
-    forward = ring_forward(compute, hops, sources, links, 2)
+    forward = ring_forward(compute, keys, sources, 2)
     assert forward.finish().tolist() == [11.0, 11.0]  # the second group comes at 10, not at 5
     assert forward.waiting[0].tolist() == [3.0, 4.0]  # from 2 to 5 and from 6 to 10
     verticals = VerticalExchange(7.0, torch.tensor([1, 1]))
-    assert (
-        ring_forward(compute, hops, sources, links, 2, verticals).seconds() == 11.0
-    )  # from 5 to 7, then 8 to 10
-    backward = ring_backward(compute, hops, back, sources, links, gradient_links, 2)
-    assert backward.seconds() == 24.0  # gradients leave at 10, before the second piece, and at 17
-    verticals = VerticalExchange(
-        23.0, torch.tensor([0, 0])
-    )  # begun at 2, after the first step of both groups
-    assert (
-        ring_backward(compute, hops, back, sources, links, gradient_links, 2, verticals).seconds()
-        == 25.0
-    )
+    forward = ring_forward(compute, keys, sources, 2, verticals)
+    assert forward.seconds() == 11.0  # from 5 to 7, then 8 to 10
+
+    # Gradients leave at 10, before the second group is computed, and at 17.
+    backward = ring_backward(compute, keys, gradients, sources, 2)
+    assert backward.seconds() == 24.0
+    # Begun at 2, after the first step of both groups.
+    verticals = VerticalExchange(23.0, torch.tensor([0, 0]))
+    backward = ring_backward(compute, keys, gradients, sources, 2, verticals)
+    assert backward.seconds() == 25.0
+
+
+def _one_ring(ranks: int, seconds: float) -> RingTransfers:
+    """Every chunk goes to every rank."""
+    everything = torch.ones(ranks, ranks, dtype=torch.bool)
+    hops = hops_needed(everything, 1, ranks)
+    return RingTransfers(hops, torch.full((ranks,), seconds), torch.zeros(ranks))
 
 
 def test_a_sender_waits_for_the_receiver():
-    hops, sources = (
-        hops_needed(torch.ones(3, 3, dtype=torch.bool), 1, 3),
-        step_sources("ring", 1, 3),
-    )
     compute = torch.tensor([[1.0, 1.0, 1.0], [9.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    timeline = ring_forward(compute, hops, sources, (torch.full((3,), 0.5), torch.zeros(3)))
-    assert timeline.finish().tolist() == [
-        10.5,
-        11.0,
-        10.5,
-    ]  # ranks 0 and 2 meet rank 1's second transfer at 9
+    timeline = ring_forward(compute, _one_ring(3, 0.5), step_sources("ring", 1, 3))
+    # Ranks 0 and 2 meet rank 1's second transfer at 9.
+    assert timeline.finish().tolist() == [10.5, 11.0, 10.5]
 
 
 def test_a_ring_by_hand():
-    hops, sources = (
-        hops_needed(torch.ones(2, 2, dtype=torch.bool), 1, 2),
-        step_sources("ring", 1, 2),
-    )
     compute = torch.tensor([[1.0, 1.0], [4.0, 1.0]], dtype=torch.float64)
-    timeline = ring_forward(compute, hops, sources, (torch.tensor([3.0, 3.0]), torch.zeros(2)))
+    timeline = ring_forward(compute, _one_ring(2, 3.0), step_sources("ring", 1, 2))
     assert timeline.waiting.tolist() == [[2.0, 0.0], [0.0, 0.0]]
-    assert (
-        timeline.finish().tolist() == [4.0, 5.0]
-        and timeline.seconds() == 5.0
-        and timeline.exposed() == 2.0
-    )
+    assert timeline.finish().tolist() == [4.0, 5.0]
+    assert timeline.seconds() == 5.0
+    assert timeline.exposed() == 2.0
 
 
 def test_gathers_by_hand():
@@ -256,26 +305,25 @@ def test_gathers_by_hand():
 
 
 def test_stages_of_group_cast_by_hand():
-    compute, none = (
-        torch.tensor([[1.0, 2.0, 2.0]] * 2, dtype=torch.float64),
-        torch.zeros(2, 2, dtype=torch.float64),
-    )
-    both = lambda *seconds: torch.tensor([seconds] * 2, dtype=torch.float64)
-    inside = cast_forward(compute, Exchanges(none, both(1.5, 1.0)), (1, 2))
-    assert inside.finish().tolist() == [5.5, 5.5] and inside.waiting[:, 0].tolist() == [0.5, 0.5]
-    across = cast_forward(compute, Exchanges(both(3.0, 1.0), none), (2, 1))
-    assert across.finish().tolist() == [7.0, 7.0]
-    late = cast_forward(
-        compute,
-        Exchanges(none, both(1.5, 1.0)),
-        (1, 2),
-        VerticalExchange(4.0, torch.tensor([1, 2])),
-    )
+    compute = torch.tensor([[1.0, 2.0, 2.0]] * 2, dtype=torch.float64)
+    nothing = torch.zeros(2, 2, dtype=torch.float64)
+
+    def of_both_ranks(*seconds):
+        return torch.tensor([seconds] * 2, dtype=torch.float64)
+
+    inside = Exchanges(nothing, of_both_ranks(1.5, 1.0))
+    forward = cast_forward(compute, inside, (1, 2))
+    assert forward.finish().tolist() == [5.5, 5.5]
+    assert forward.waiting[:, 0].tolist() == [0.5, 0.5]
+    across = Exchanges(of_both_ranks(3.0, 1.0), nothing)
+    assert cast_forward(compute, across, (2, 1)).finish().tolist() == [7.0, 7.0]
+    verticals = VerticalExchange(4.0, torch.tensor([1, 2]))
+    late = cast_forward(compute, inside, (1, 2), verticals)
     assert late.finish().tolist() == [8.0, 6.0]
+
     ones = torch.ones(2, 4, dtype=torch.float64)
-    assert cast_backward(
-        ones, Exchanges(none, both(1.0, 1.0)), Exchanges(none, both(3.0, 3.0)), (1, 2)
-    ).finish().tolist() == [8.0, 8.0]
-    assert cast_backward(
-        ones, Exchanges(none, none), Exchanges(none, none), (1, 2)
-    ).finish().tolist() == [4.0, 4.0]
+    keys = Exchanges(nothing, of_both_ranks(1.0, 1.0))
+    gradients = Exchanges(nothing, of_both_ranks(3.0, 3.0))
+    assert cast_backward(ones, keys, gradients, (1, 2)).finish().tolist() == [8.0, 8.0]
+    no_exchange = Exchanges(nothing, nothing)
+    assert cast_backward(ones, no_exchange, no_exchange, (1, 2)).finish().tolist() == [4.0, 4.0]
