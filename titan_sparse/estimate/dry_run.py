@@ -1,36 +1,36 @@
-"""train.py --dry-run and --find-max-length: what a step will need, worked out from the configuration alone.
+"""train.py --dry-run and --find-max-length: what a step will need, from the configuration alone.
 
-No GPU, no data and no process group: titan_sparse/memory.py and titan_sparse/flops.py do the reckoning.
+There is no GPU, no data and no process group. memory.py and flops.py do the counting.
 """
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
+from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.config import padding_multiple
+from titan_sparse.config import Config, padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Config
-
-OUTSIDE_GIB, COMMUNICATORS_GIB = 1.5, 2.0
-"""Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps; NCCL's with several ranks."""
+OUTSIDE_GIB = 1.5
+"""Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
+COMMUNICATORS_GIB = 2.0
+"""The same for NCCL, with several ranks."""
 
 RESERVE = 0.03
-"""Share of a device's memory that stays free: the estimate is up to so much too low (docs/memory.md)."""
+"""Share of a device's memory that stays free: the estimate is up to so much too low
+(docs/memory.md)."""
 
 _LONGEST = 2**30
+"""Tokens: where the search for the longest sequence ends."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,9 @@ class World:
     @property
     def usable(self) -> float | None:
         """GiB that a step may be estimated to need of PyTorch's allocator."""
-        return (
-            None
-            if self.device_memory is None
-            else (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
-        )
+        if self.device_memory is None:
+            return None
+        return (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
 
 
 def outside_gib(ranks: int) -> float:
@@ -57,96 +55,122 @@ def outside_gib(ranks: int) -> float:
 
 
 def world(ranks: int, ranks_per_node: int, device_memory: float) -> World:
-    """device_memory in GiB; 0: that of the GPU that is here."""
-    known = device_memory or (
-        torch.cuda.get_device_properties(0).total_memory / GIB
-        if torch.cuda.is_available()
-        else None
-    )
+    """The world of a run. device_memory: GiB; 0 means that of the GPU that is here."""
+    known: float | None = None
+    if device_memory:
+        known = device_memory
+    elif torch.cuda.is_available():
+        known = torch.cuda.get_device_properties(0).total_memory / GIB
     return World(ranks, ranks_per_node, known)
 
 
-def dry_run(config: "Config", where: World) -> tuple[str, bool]:
-    """The report, and whether the step fits; it counts as fitting where the device's memory is not known."""
-    model, pattern = resolve(**vars(config.model)), build_pattern(config.attention)
+def dry_run(config: Config, where: World) -> tuple[str, bool]:
+    """The report, and whether the step fits.
+
+    It counts as fitting where the device's memory is not known.
+    """
+    model = resolve(**vars(config.model))
+    pattern = build_pattern(config.attention)
     step = _step(config, model, pattern, where)
     needed = peak_gib(step)
     fits = where.usable is None or needed <= where.usable
-    lines = [*_shape(config, step, where), *_table(step), *_verdict(needed, where)]
+    lines = _shape(config, step, where) + _table(step) + _verdict(needed, where)
     if not fits:
         lines += _what_helps(step, where)
-    return "\n".join([*lines, *_flops(config, model, pattern, where)]), fits
+    lines += _flops(config, model, pattern, where)
+    return "\n".join(lines), fits
 
 
-def find_max_length(config: "Config", where: World) -> tuple[str, bool]:
-    """A line with the longest training.seq_len that fits, and whether there is one. ValueError without device memory."""
+def find_max_length(config: Config, where: World) -> tuple[str, bool]:
+    """A line with the longest training.seq_len that fits, and whether there is one.
+
+    Raises ValueError where the device's memory is not known.
+    """
     if where.usable is None:
         raise ValueError(
-            "--find-max-length: no GPU is here whose memory could be looked up; write --device-memory GIB"
+            "--find-max-length: no GPU is here whose memory could be looked up; "
+            "write --device-memory GIB"
         )
-    model, pattern = resolve(**vars(config.model)), build_pattern(config.attention)
+    model = resolve(**vars(config.model))
+    pattern = build_pattern(config.attention)
     multiple = padding_multiple(config)
 
-    def needed(count: int) -> float:
+    def needed(multiples: int) -> float:
         longer = copy.deepcopy(config)
-        longer.training.seq_len = count * multiple
+        longer.training.seq_len = multiples * multiple
         return peak_gib(_step(longer, model, pattern, where))
 
-    low, high = 0, _LONGEST // multiple
+    # Bisection: `low` fits (0 tokens do), and nothing above `high` does.
+    low = 0
+    high = _LONGEST // multiple
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if needed(middle) <= where.usable else (low, middle - 1)
+        if needed(middle) <= where.usable:
+            low = middle
+        else:
+            high = middle - 1
+
     room = f"{where.usable:.1f} GiB that PyTorch may have of {where.device_memory:.1f}"
     if low == 0:
-        return (
-            f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, more than the {room}",
-            False,
+        line = (
+            f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, "
+            f"more than the {room}"
         )
-    return (
-        f"training.seq_len = {low * multiple} is the longest multiple of {multiple} that fits on {_ranks(where)}: "
-        f"{needed(low):.1f} GiB a rank, within the {room}",
-        True,
+        return line, False
+    line = (
+        f"training.seq_len = {low * multiple} is the longest multiple of {multiple} "
+        f"that fits on {_ranks(where)}: {needed(low):.1f} GiB a rank, within the {room}"
     )
+    return line, True
 
 
-def _step(config: "Config", model: DecoderConfig, pattern: Pattern, where: World) -> Step:
-    return step_of(
-        config, model, pattern, _backend(config, model), where.ranks, where.ranks_per_node
-    )
+def _step(config: Config, model: DecoderConfig, pattern: Pattern, where: World) -> Step:
+    backend = _backend(config, model)
+    return step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
 
 
-def _backend(config: "Config", model: DecoderConfig) -> str:
-    """Attention's backend; where no GPU is there to ask, what "auto" means on one with FlashAttention-4: it needs more."""
-    name, size, dtype = (
-        config.attention.backend,
-        config.attention.block_size,
-        getattr(torch, config.training.dtype),
-    )
-    slices = config.attention.window_sinks > 0
-    if name != "auto" or config.training.device == "cpu":
-        return "eager" if name == "auto" else name
+def _backend(config: Config, model: DecoderConfig) -> str:
+    """The backend of attention, with "auto" resolved.
+
+    Where no GPU is there to ask, it is what "auto" means on one with FlashAttention-4, because that
+    needs more memory.
+    """
+    name = config.attention.backend
+    if name != "auto":
+        return name
+    if config.training.device == "cpu":
+        return "eager"
+    block_size = config.attention.block_size
+    dtype = getattr(torch, config.training.dtype)
+    has_slices = config.attention.window_sinks > 0
     if torch.cuda.is_available():
-        return backends.choose(name, "cuda", dtype, model.head_dim, size, slices)
+        return backends.choose(name, "cuda", dtype, model.head_dim, block_size, has_slices)
     if dtype == torch.float64:
         return "eager"
-    serves_flash = (
-        dtype == torch.bfloat16 and model.head_dim in flash.HEAD_DIMS and size == 128 and not slices
+    flash_can = (
+        dtype == torch.bfloat16
+        and model.head_dim in flash.HEAD_DIMS
+        and block_size == 128
+        and not has_slices
     )
-    return "flex" if serves_flash else "triton"
+    return "flex" if flash_can else "triton"
 
 
-# The report --------------------------------------------------------------------------------------------------------------
-
-
-def _shape(config: "Config", step: Step, where: World) -> list[str]:
-    training, name = config.training, config.model.initial_hf or config.model.flavour
+def _shape(config: Config, step: Step, where: World) -> list[str]:
+    """What is trained, and how."""
+    name = config.model.initial_hf or config.model.flavour
+    parameters = number_of_parameters(step.model) / 1e6
+    seq_len = config.training.seq_len
     compiled = "compiled" if step.compiled else "not compiled"
-    return [
-        f"{name}, {number_of_parameters(step.model) / 1e6:,.1f} M parameters, {_ranks(where)}, "
-        f"parameters over {step.shards}",
-        f"{step.sequences} x {training.seq_len:,} tokens (padded to {step.seq_len:,}), {step.tokens:,} a rank; "
-        f"checkpointing {step.mode}, {compiled}, attention by {step.backend}, schedule {step.schedule}",
-    ]
+    model_line = (
+        f"{name}, {parameters:,.1f} M parameters, {_ranks(where)}, parameters over {step.shards}"
+    )
+    step_line = (
+        f"{step.sequences} x {seq_len:,} tokens (padded to {step.seq_len:,}), "
+        f"{step.tokens:,} a rank; checkpointing {step.mode}, {compiled}, "
+        f"attention by {step.backend}, schedule {step.schedule.name}"
+    )
+    return [model_line, step_line]
 
 
 def _ranks(where: World) -> str:
@@ -154,44 +178,49 @@ def _ranks(where: World) -> str:
 
 
 def _table(step: Step) -> list[str]:
-    """A row a part, a column a phase; GiB."""
+    """GiB: a row for each part, a column for each phase."""
     phases = estimate(step)
     peak = peak_phase(phases)
-    rows = list(dict.fromkeys(part for parts in phases.values() for part in parts))
     lines = ["", "GiB of a rank at the worst moment of each phase:"]
     for number, (phase, parts) in enumerate(phases.items(), 1):
-        lines.append(
-            f"  ({number}) {phase:<28}{sum(parts.values()):9.2f}{'  <- the peak' if phase == peak else ''}"
-        )
-    lines.append(
-        f"  {'part':<28}" + "".join(f"{f'({number})':>9}" for number in range(1, len(phases) + 1))
-    )
-    for part in rows:
+        mark = "  <- the peak" if phase == peak else ""
+        lines.append(f"  ({number}) {phase:<28}{sum(parts.values()):9.2f}{mark}")
+    numbers = [f"({number})" for number in range(1, len(phases) + 1)]
+    lines.append(f"  {'part':<28}" + "".join(f"{number:>9}" for number in numbers))
+    # Parts in the order in which the phases name them first.
+    parts_in_order = dict.fromkeys(part for parts in phases.values() for part in parts)
+    for part in parts_in_order:
         sizes = [parts.get(part, 0.0) for parts in phases.values()]
+        # What would be printed as 0.00 everywhere is left out.
         if max(sizes) >= 0.005:
             lines.append(f"  {part:<28}" + "".join(f"{size:9.2f}" for size in sizes))
     return lines
 
 
 def _verdict(needed: float, where: World) -> list[str]:
+    """Whether `needed` GiB fit."""
     outside = outside_gib(where.ranks)
-    total = f"peak {needed:.2f} GiB, and {outside:.1f} outside of PyTorch's allocator: {needed + outside:.2f} GiB"
+    total = (
+        f"peak {needed:.2f} GiB, and {outside:.1f} outside of PyTorch's allocator: "
+        f"{needed + outside:.2f} GiB"
+    )
     if where.device_memory is None:
         return ["", f"{total}; no GPU is here to compare with: write --device-memory GIB"]
     verdict = "fits" if needed <= where.usable else "does NOT fit"
     return ["", f"{total} of {where.device_memory:.1f}, {100 * RESERVE:.0f} % kept free: {verdict}"]
 
 
-def _levers(step: Step) -> Iterator[tuple[str, dict]]:
-    """(what to write, what it changes) for all that lowers the peak and is not in use yet."""
+def _levers(step: Step) -> list[tuple[str, dict]]:
+    """What to write, and what it changes, for all that lowers the peak and is not in use yet."""
+    levers: list[tuple[str, dict]] = []
     if step.mode != "full":
-        yield 'activation_checkpoint.mode = "full"', {"mode": "full"}
+        levers.append(('activation_checkpoint.mode = "full"', {"mode": "full"}))
     if step.loss_chunk_tokens > 1024:
-        yield "training.loss_chunk_tokens = 1024", {"loss_chunk_tokens": 1024}
+        levers.append(("training.loss_chunk_tokens = 1024", {"loss_chunk_tokens": 1024}))
     if not step.reshard_after_forward:
-        yield "parallelism.reshard_after_forward = true", {"reshard_after_forward": True}
+        levers.append(("parallelism.reshard_after_forward = true", {"reshard_after_forward": True}))
     if step.backend == "flex":
-        yield 'attention.backend = "triton"', {"backend": "triton"}
+        levers.append(('attention.backend = "triton"', {"backend": "triton"}))
     wanted = {
         "attention_recompute": 1.0,
         "offload": True,
@@ -200,57 +229,81 @@ def _levers(step: Step) -> Iterator[tuple[str, dict]]:
     }
     for field, value in wanted.items():
         if LEVERS[field] in KINDS and not getattr(step, field):
-            yield f"{LEVERS[field]} = {str(value).lower()}", {field: value}
+            levers.append((f"{LEVERS[field]} = {str(value).lower()}", {field: value}))
+    return levers
 
 
 def _what_helps(step: Step, where: World) -> list[str]:
-    """Each lever alone, all together, and more ranks a sequence."""
-    fits = lambda size: f"{size:.1f} GiB" + (" (fits)" if size <= where.usable else "")
-    levers, changed = [], {}
+    """Each lever alone, all together, and more ranks for a sequence."""
+
+    def with_size(text: str, changed: Step) -> str:
+        size = peak_gib(changed)
+        verdict = " (fits)" if size <= where.usable else ""
+        return f"{text} {size:.1f} GiB{verdict}"
+
+    now = peak_gib(step)
+    alone = []
+    all_changes: dict = {}
     for text, change in _levers(step):
-        levers.append((peak_gib(dataclasses.replace(step, **change)), text))
-        changed |= change
-    alone = [
-        f"{text} {fits(size)}" for size, text in sorted(levers) if size < peak_gib(step) - 0.05
-    ]
-    together = (
-        [f"all of these {fits(peak_gib(dataclasses.replace(step, **changed)))}"]
-        if len(alone) > 1
-        else []
-    )
-    schedule = "all_gather" if step.schedule == "local" else step.schedule
+        changed = dataclasses.replace(step, **change)
+        alone.append((peak_gib(changed), text, changed))
+        all_changes |= change
+    alone.sort(key=lambda lever: lever[:2])
+    # Levers that save next to nothing are not worth a line, but they count in what comes together.
+    useful = [with_size(text, changed) for size, text, changed in alone if size < now - 0.05]
+    together = []
+    if len(useful) > 1:
+        together = [with_size("all of these", dataclasses.replace(step, **all_changes))]
+
+    # One rank has nothing to move; two ranks would gather.
+    schedule = step.schedule
+    if schedule.moves is Moves.NOTHING:
+        schedule = ALL_GATHER
     wider = dataclasses.replace(
-        step, cp=2 * step.cp, shards=2 * step.shards, schedule=schedule, **changed
+        step,
+        cp=2 * step.cp,
+        shards=2 * step.shards,
+        schedule=schedule,
+        **all_changes,
     )
-    more = f"parallelism.cp = {2 * step.cp} on {2 * where.ranks} ranks{' as well' if alone else ''} {fits(peak_gib(wider))}"
-    return ["the peak would be with " + "; ".join([*alone, *together, more])]
+    as_well = " as well" if useful else ""
+    more_ranks = f"parallelism.cp = {wider.cp} on {2 * where.ranks} ranks{as_well}"
+    helps = [*useful, *together, with_size(more_ranks, wider)]
+    return ["the peak would be with " + "; ".join(helps)]
 
 
-def _flops(config: "Config", model: DecoderConfig, pattern: Pattern, where: World) -> list[str]:
-    training, attention = config.training, config.attention
-    sequences = (
-        training.local_batch_size
-        * training.gradient_accumulation_steps
-        * where.ranks
-        // config.parallelism.cp
+def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World) -> list[str]:
+    """FLOPs of a step, dense, and with the pattern at its caps."""
+    training = config.training
+    attention = config.attention
+    seq_len = training.seq_len
+    sequences_of_rank = training.local_batch_size * training.gradient_accumulation_steps
+    sequences = sequences_of_rank * where.ranks // config.parallelism.cp
+    tokens = sequences * seq_len
+    heads = model.layers * model.heads
+
+    def step_flops(pairs: float) -> float:
+        """pairs: visited by one head in one sequence."""
+        return tokens * flops_per_token(model, heads * pairs / seq_len)
+
+    dense_pairs = causal_pairs(seq_len, attention.sliding_window, attention.window_sinks)
+    dense = step_flops(dense_pairs)
+    without_attention = tokens * flops_per_token(model, 0.0)
+    attention_percent = 100 * (1 - without_attention / dense)
+    dense_line = (
+        f"a step: {sequences:,} sequences, {tokens:,} tokens, {dense / 1e15:,.2f} PFLOP dense, "
+        f"of which attention {attention_percent:.0f} % (recomputation not counted)"
     )
-    tokens, heads = sequences * training.seq_len, model.layers * model.heads
-    dense = causal_pairs(training.seq_len, attention.sliding_window, attention.window_sinks)
-    least = tokens * flops_per_token(model, 0.0)
-    total = lambda pairs: tokens * flops_per_token(model, heads * pairs / training.seq_len)
-    lines = [
-        "",
-        f"a step: {sequences:,} sequences, {tokens:,} tokens, {total(dense) / 1e15:,.2f} PFLOP dense, of which attention "
-        f"{100 * (1 - least / total(dense)):.0f} % (recomputation not counted)",
-    ]
-    if hasattr(pattern, "most_blocks"):
-        size = attention.block_size
-        columns = pattern.vertical_capacity(training.seq_len, size, False)
-        most = training.seq_len * (
-            columns + size * pattern.most_blocks(training.seq_len, size, False)
-        )
-        lines.append(
-            f"with {pattern.name} at most {total(min(most, dense)) / 1e15:,.2f} PFLOP, by the caps of its budgets "
-            f"(density {100 * min(most / dense, 1):.1f} %)"
-        )
-    return lines
+    if not hasattr(pattern, "most_blocks"):
+        return ["", dense_line]
+    block_size = attention.block_size
+    verticals = pattern.vertical_capacity(seq_len, block_size, False)
+    most_blocks = pattern.most_blocks(seq_len, block_size, False)
+    most_pairs = seq_len * (verticals + block_size * most_blocks)
+    most_flops = step_flops(min(most_pairs, dense_pairs))
+    density_percent = 100 * min(most_pairs / dense_pairs, 1)
+    sparse_line = (
+        f"with {pattern.name} at most {most_flops / 1e15:,.2f} PFLOP, by the caps of its budgets "
+        f"(density {density_percent:.1f} %)"
+    )
+    return ["", dense_line, sparse_line]

@@ -20,34 +20,42 @@ _PATTERNS = {pattern.name: pattern for pattern in (Dense, VerticalSlash, XAttent
 
 
 def save_indexes(
-    path: str | Path, pattern: Pattern, rows: MaskRanges, indexes: list[BlockIndex]
+    path: str | Path, pattern: Pattern, ranges: MaskRanges, indexes: list[BlockIndex]
 ) -> None:
-    """Writes the indexes of one sequence batch, one a layer, that `pattern` chose under the mask `rows`.
+    """Write the indexes of one batch, one for each layer, that `pattern` chose under a mask.
 
-    All ranks hold the same index (attend(..., return_aux=True) gives it): let one of them write.
+    All ranks hold the same index (attend(..., return_aux=True) gives it), so let one of them write.
+    Raises ValueError for a mask of Slices.
     """
-    if rows.slices is not None:
+    if ranges.slices is not None:
         raise ValueError("save_indexes() keeps masks of one range of keys a query, not Slices")
-    torch.save(
-        {
-            "format": _FORMAT,
-            "pattern": pattern.name,
-            "parameters": dataclasses.asdict(pattern),
-            "block_size": indexes[0].block_size,
-            "batch": len(indexes[0].verticals),
-            "heads": indexes[0].heads,
-            "start": rows.start.cpu(),
-            "stop": rows.stop.cpu(),
-            "causal": rows.causal,
-            "document_start": None if rows.document_start is None else rows.document_start.cpu(),
-            "layers": [[x.cpu() for x in index.tensors()] for index in indexes],
-        },
-        path,
-    )
+    document_start = None
+    if ranges.document_start is not None:
+        document_start = ranges.document_start.cpu()
+    layers = []
+    for index in indexes:
+        layers.append([tensor.cpu() for tensor in index.tensors()])
+    data = {
+        "format": _FORMAT,
+        "pattern": pattern.name,
+        "parameters": dataclasses.asdict(pattern),
+        "block_size": indexes[0].block_size,
+        "batch": len(indexes[0].verticals),
+        "heads": indexes[0].heads,
+        "start": ranges.start.cpu(),
+        "stop": ranges.stop.cpu(),
+        "causal": ranges.causal,
+        "document_start": document_start,
+        "layers": layers,
+    }
+    torch.save(data, path)
 
 
 def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
-    """The mask and the indexes of save_indexes(), on the CPU. Runs no code from the file. Raises ValueError for others."""
+    """The mask and the indexes of save_indexes(), on the CPU.
+
+    Runs no code from the file. Raises ValueError for any other file.
+    """
     try:
         data = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
@@ -57,6 +65,15 @@ def load_indexes(path: str | Path) -> tuple[MaskRanges, list[BlockIndex]]:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise ValueError(f"--index {path}: not a file of save_indexes(), format {_FORMAT}")
     pattern = _PATTERNS[data["pattern"]](**data["parameters"])
-    rows = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
-    shape = (data["batch"], data["heads"], data["block_size"])
-    return rows, [pattern.index(tensors, rows, *shape) for tensors in data["layers"]]
+    ranges = MaskRanges(data["start"], data["stop"], data["document_start"], data["causal"])
+    indexes = []
+    for tensors in data["layers"]:
+        index = pattern.index(
+            tensors,
+            ranges,
+            data["batch"],
+            data["heads"],
+            data["block_size"],
+        )
+        indexes.append(index)
+    return ranges, indexes

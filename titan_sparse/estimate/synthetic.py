@@ -1,13 +1,17 @@
-"""Queries and keys that look like real attention, and the index that they lead to (MTraining, appendix A).
+"""Queries and keys that look like real attention, and the index that they lead to.
 
-Under RoPE the mean of a query and the mean of a key give a logit that depends on their distance d alone: slashes. A few
-outlier keys, large in a pair of dims that hardly turns, are seen from everywhere: verticals. For query head h
+The model is that of MTraining, appendix A. Under RoPE the mean of a query and the mean of a key
+give a logit that depends on their distance d alone: slashes. A few outlier keys, large in a pair of
+dims that hardly turns, are seen from everywhere: verticals. For query head h
 
     logit(n, m) = sum_i a[h, i] cos((n - m) theta_i) + noise,    or  v[h] + noise if m is an outlier
 
-with i over the pairs of dims that turn once in 256 tokens up to half the sequence, a drawn log-normally, and v set so that
-the outliers hold a share of the attention mass that is drawn too. Large a make near diagonals and, where the strongest
-pairs come round together, far ones. Nothing here depends on a model or on data. Besides, lengths of packed documents.
+Here i runs over the pairs of dims that turn once in 256 tokens up to half the sequence. a is drawn
+log-normally. v is set so that the outliers hold a share of the attention mass that is drawn too.
+Large a make near diagonals and, where the strongest pairs come round together, far ones. Nothing
+here depends on a model or on data.
+
+ragged_lengths() draws lengths of packed documents.
 """
 
 import math
@@ -23,11 +27,22 @@ from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.models.flavours import RopeConfig
 from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
 
-_KEY_MEAN, _OUTLIER = 2.0, 16.0
-_KEY_NOISE, _QUERY_NOISE = 0.15, 0.3
-_STRENGTH, _SPREAD, _VERTICAL_SHARE = (9.0, 22.0), (0.3, 2.0), (0.05, 0.7)
-"""Ranges that each head draws from: its largest logit of slashes; how unequal its pairs are, from all alike, which makes
-near diagonals, to a few that lead, which makes periodic ones; the outliers' share of its mass."""
+_KEY_MEAN = 2.0
+_OUTLIER = 16.0
+"""Lengths of a pair of dims, in the mean of ordinary keys and of outliers."""
+
+_KEY_NOISE = 0.15
+_QUERY_NOISE = 0.3
+"""Standard deviations of the noise that is added to the means."""
+
+_STRENGTH = (9.0, 22.0)
+"""Range that each head draws its largest logit of slashes from."""
+_SPREAD = (0.3, 2.0)
+"""Range that each head draws from how unequal its pairs are: from all alike, which makes near
+diagonals, to a few that lead, which makes periodic ones."""
+_VERTICAL_SHARE = (0.05, 0.7)
+"""Range that each head draws the outliers' share of its mass from."""
+
 _RUN = 4096
 """Tokens whose noise is drawn together, so that any part of a sequence can be made alone."""
 
@@ -35,8 +50,10 @@ _RUN = 4096
 class Heads(NamedTuple):
     """Means of the heads before rotation, complex128: pair i of a head is dims i and i + D / 2.
 
-    query_mean: [Hq, D / 2]. key_mean: [Hkv, D / 2]. outlier: [Hkv, D / 2], the mean of the keys at `outliers` instead,
-    int64 [Hkv, m] ascending. frequency: float64 [D / 2], radians per token. rope: the rotary embedding. seed: of the noise.
+    query_mean: [Hq, D / 2]. key_mean: [Hkv, D / 2].
+    outlier: [Hkv, D / 2], the mean of the keys at `outliers` instead of key_mean.
+    outliers: int64 [Hkv, m], ascending positions.
+    frequency: float64 [D / 2], radians per token. rope: the rotary embedding. seed: of the noise.
     """
 
     query_mean: Tensor
@@ -48,6 +65,16 @@ class Heads(NamedTuple):
     seq_len: int
     seed: int
 
+    @property
+    def group_size(self) -> int:
+        """Query heads for each KV head."""
+        return len(self.query_mean) // len(self.key_mean)
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return 2 * len(self.frequency)
+
 
 def draw_heads(
     seq_len: int,
@@ -57,7 +84,7 @@ def draw_heads(
     seed: int = 0,
     theta: float = 1e6,
 ) -> Heads:
-    """Heads of one layer for sequences of `seq_len` tokens; theta: base of the rotary frequencies.
+    """Heads of one layer for sequences of `seq_len` tokens. theta: base of the rotary frequencies.
 
     Raises ValueError if the sequence is too short to hold slashes, or heads cannot be grouped.
     """
@@ -66,194 +93,264 @@ def draw_heads(
             f"draw_heads(seq_len={seq_len}, heads={heads}, kv_heads={kv_heads}): write 2048 tokens or more, "
             "and heads as a multiple of kv_heads"
         )
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     rope = RopeConfig(theta, "none", 1.0, seq_len)
     frequency = inverse_frequencies(rope, head_dim)[0].double()
-    turn = torch.rand(kv_heads, head_dim // 2, generator=g, dtype=torch.float64) * 2 * math.pi
-    phase = torch.polar(torch.ones_like(turn), turn)
-    key_mean, outlier = _KEY_MEAN * phase, torch.zeros_like(phase)
-    key_mean[:, -1], outlier[:, -1] = 0, _OUTLIER * phase[:, -1]
-    of_query = phase.repeat_interleave(heads // kv_heads, 0)
-    query_mean = (
-        of_query * _slash_strengths(frequency, heads, seq_len, g) * head_dim**0.5 / _KEY_MEAN
-    )
-    outliers = torch.stack(
-        [torch.randperm(seq_len, generator=g)[: 16 + seq_len // 4096] for _ in range(kv_heads)]
-    )
+
+    # [Hkv, D / 2]: ordinary keys use all pairs of dims but the last, which hardly turns; outliers
+    # use that one alone.
+    angle = torch.rand(kv_heads, head_dim // 2, generator=generator, dtype=torch.float64)
+    angle = angle * 2 * math.pi
+    phase = torch.polar(torch.ones_like(angle), angle)
+    key_mean = _KEY_MEAN * phase
+    key_mean[:, -1] = 0
+    outlier = torch.zeros_like(phase)
+    outlier[:, -1] = _OUTLIER * phase[:, -1]
+
+    # [Hq, D / 2]: a query head is in phase with its key head.
+    query_phase = phase.repeat_interleave(heads // kv_heads, 0)
+    strengths = _slash_strengths(frequency, heads, seq_len, generator)
+    query_mean = query_phase * strengths * head_dim**0.5 / _KEY_MEAN
+
+    outliers_a_head = 16 + seq_len // 4096
+    outliers = []
+    for _ in range(kv_heads):
+        outliers.append(torch.randperm(seq_len, generator=generator)[:outliers_a_head])
     drawn = Heads(
-        query_mean, key_mean, outlier, outliers.sort(-1).values, frequency, rope, seq_len, seed
+        query_mean=query_mean,
+        key_mean=key_mean,
+        outlier=outlier,
+        outliers=torch.stack(outliers).sort(-1).values,
+        frequency=frequency,
+        rope=rope,
+        seq_len=seq_len,
+        seed=seed,
     )
-    strength = _vertical_strengths(drawn, g)
-    query_mean[:, -1] = of_query[:, -1] * strength * head_dim**0.5 / _OUTLIER
+    # The logits of the slashes are known now, so v can be set for its share of the mass.
+    strength = _vertical_strengths(drawn, generator)
+    query_mean[:, -1] = query_phase[:, -1] * strength * head_dim**0.5 / _OUTLIER
     return drawn
 
 
-def _slash_strengths(frequency: Tensor, heads: int, seq_len: int, g: torch.Generator) -> Tensor:
+def _slash_strengths(
+    frequency: Tensor, heads: int, seq_len: int, generator: torch.Generator
+) -> Tensor:
     """a[h, i] of the module's formula, float64 [Hq, D / 2]."""
     period = 2 * math.pi / frequency
-    draw = lambda low, high: (
-        low + (high - low) * torch.rand(heads, 1, generator=g, dtype=torch.float64)
-    )
-    weight = torch.exp(
-        draw(*_SPREAD) * torch.randn(heads, len(frequency), generator=g, dtype=torch.float64)
-    )
+    spread = _uniform(_SPREAD, (heads, 1), generator)
+    normal = torch.randn(heads, len(frequency), generator=generator, dtype=torch.float64)
+    weight = torch.exp(spread * normal)
     weight *= (period > 256) & (period < seq_len / 2)
-    return draw(*_STRENGTH) * weight / weight.sum(-1, keepdim=True)
+    strength = _uniform(_STRENGTH, (heads, 1), generator)
+    return strength * weight / weight.sum(-1, keepdim=True)
 
 
-def _vertical_strengths(heads: Heads, g: torch.Generator) -> Tensor:
-    """v[h], float64 [Hq]: share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes)."""
-    low, high = _VERTICAL_SHARE
-    share = low + (high - low) * torch.rand(len(heads.query_mean), generator=g, dtype=torch.float64)
-    step = max(1, heads.seq_len // 65536)
-    slashes = expected_logits(heads, torch.arange(0, heads.seq_len, step)).logsumexp(-1) + math.log(
-        step
-    )
+def _uniform(
+    bounds: tuple[float, float], shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
+    """Drawn evenly between two bounds, float64."""
+    low, high = bounds
+    return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+
+def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
+    """v[h] of the module's formula, float64 [Hq].
+
+    share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
+    """
+    share = _uniform(_VERTICAL_SHARE, (len(heads.query_mean),), generator)
+    # The sum over distances is taken from at most 65,536 of them.
+    stride = max(1, heads.seq_len // 65536)
+    distances = torch.arange(0, heads.seq_len, stride)
+    slashes = expected_logits(heads, distances).logsumexp(-1) + math.log(stride)
     return (share / (1 - share)).log() + slashes - math.log(heads.outliers.shape[1])
 
 
 def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
-    """Expected logit of an ordinary key at each distance, float64 [Hq, n] for int64 [n] (MTraining, theorem A.1). Its sines
-    are missing because the means of a query head and its key head are in phase."""
-    group = len(heads.query_mean) // len(heads.key_mean)
-    product = (heads.query_mean * heads.key_mean.conj().repeat_interleave(group, 0)).real
-    product *= (2 * len(heads.frequency)) ** -0.5
-    used = product.abs().amax(0) > 0
-    return product[:, used] @ (distance.double() * heads.frequency[used, None]).cos()
+    """Expected logit of an ordinary key at each distance (MTraining, theorem A.1).
 
-
-# Documents ----------------------------------------------------------------------------------------------------------
+    distance: int64 [n]. Returns float64 [Hq, n]. The theorem's sines are missing because the means
+    of a query head and its key head are in phase.
+    """
+    # [Hq, D / 2]
+    key_mean = heads.key_mean.conj().repeat_interleave(heads.group_size, 0)
+    amplitude = (heads.query_mean * key_mean).real
+    amplitude *= heads.head_dim**-0.5
+    # Many pairs of dims have no amplitude: leave out their cosines.
+    used = amplitude.abs().amax(0) > 0
+    angle = distance.double() * heads.frequency[used, None]
+    return amplitude[:, used] @ angle.cos()
 
 
 def ragged_lengths(seq_len: int, seed: int) -> list[int]:
-    """Documents of a packed sequence: 71 % of at most 1K tokens, 87 % of 2K, 97.4 % of 8K, the longest 196,608 or a quarter of
-    the sequence (the law that MagiAttention's benchmarks draw from)."""
-    g, found = np.random.default_rng(seed), []
-    limits, shares = np.array([16, 1024, 2048, 8192, 196_608]), np.array([0.71, 0.16, 0.104, 0.026])
-    while sum(found) < seq_len:
-        part = g.choice(4, p=shares)
-        length = int(np.exp(g.uniform(*np.log(limits[part : part + 2]))))
-        found.append(min(length, seq_len // 4, seq_len - sum(found)))
-    return found
+    """Lengths of the documents of a packed sequence.
 
-
-# Tensors ------------------------------------------------------------------------------------------------------------
+    71 % have at most 1K tokens, 87 % 2K, 97.4 % 8K, and the longest 196,608 or a quarter of the
+    sequence. That is the law that MagiAttention's benchmarks draw from.
+    """
+    generator = np.random.default_rng(seed)
+    limits = np.array([16, 1024, 2048, 8192, 196_608])
+    shares = np.array([0.71, 0.16, 0.104, 0.026])
+    lengths: list[int] = []
+    while sum(lengths) < seq_len:
+        bucket = generator.choice(4, p=shares)
+        shortest, longest = np.log(limits[bucket : bucket + 2])
+        length = int(np.exp(generator.uniform(shortest, longest)))
+        room = seq_len - sum(lengths)
+        lengths.append(min(length, seq_len // 4, room))
+    return lengths
 
 
 def queries(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """q [1, Hq, stop - start, D] of the tokens start .. stop - 1, the same whatever part is asked for."""
-    noise = _noise(len(heads.query_mean), start, stop, heads, 2 * heads.seed)
-    return _rotated(_flat(heads.query_mean)[:, None] + _QUERY_NOISE * noise, heads, start).to(dtype)
+    """q of the tokens start .. stop - 1, [1, Hq, stop - start, D].
+
+    A token's query is the same whatever range is asked for.
+    """
+    noise = _noise(heads, len(heads.query_mean), start, stop, 2 * heads.seed)
+    q = _real_dims(heads.query_mean)[:, None] + _QUERY_NOISE * noise
+    return _rotated(q, heads, start).to(dtype)
 
 
 def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """k [1, Hkv, stop - start, D] of the tokens start .. stop - 1, the same whatever part is asked for."""
-    noise = _noise(len(heads.key_mean), start, stop, heads, 2 * heads.seed + 1)
-    k = _flat(heads.key_mean)[:, None] + _KEY_NOISE * noise
+    """k of the tokens start .. stop - 1, [1, Hkv, stop - start, D].
+
+    A token's key is the same whatever range is asked for.
+    """
+    noise = _noise(heads, len(heads.key_mean), start, stop, 2 * heads.seed + 1)
+    k = _real_dims(heads.key_mean)[:, None] + _KEY_NOISE * noise
+    to_outlier = _real_dims(heads.outlier - heads.key_mean)
     for head, positions in enumerate(heads.outliers):
-        here = positions[(positions >= start) & (positions < stop)]
-        k[head, here - start] += _flat(heads.outlier - heads.key_mean)[head]
+        in_range = positions[(positions >= start) & (positions < stop)]
+        k[head, in_range - start] += to_outlier[head]
     return _rotated(k, heads, start).to(dtype)
 
 
-def _noise(heads: int, start: int, stop: int, of: Heads, seed: int) -> Tensor:
-    runs = range(start // _RUN, -(-stop // _RUN))
-    generator = lambda run: torch.Generator().manual_seed((seed << 32) + run)
-    drawn = [
-        torch.randn(heads, _RUN, 2 * len(of.frequency), generator=generator(run)) for run in runs
-    ]
-    return torch.cat(drawn, dim=1)[:, start - runs[0] * _RUN : stop - runs[0] * _RUN]
+def _noise(heads: Heads, count: int, start: int, stop: int, seed: int) -> Tensor:
+    """Normal noise of `count` heads for the tokens start .. stop - 1, [count, stop - start, D]."""
+    first_run = start // _RUN
+    last_run = -(-stop // _RUN)
+    drawn = []
+    for run in range(first_run, last_run):
+        # Each run has a seed of its own.
+        generator = torch.Generator().manual_seed((seed << 32) + run)
+        drawn.append(torch.randn(count, _RUN, heads.head_dim, generator=generator))
+    offset = first_run * _RUN
+    return torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
 
 
-def _flat(mean: Tensor) -> Tensor:
+def _real_dims(mean: Tensor) -> Tensor:
+    """Complex pairs [H, D / 2] as dims, fp32 [H, D]: pair i is dims i and i + D / 2."""
     return torch.cat([mean.real, mean.imag], dim=-1).float()
 
 
 def _rotated(x: Tensor, heads: Heads, start: int) -> Tensor:
+    """x [H, n, D] of the tokens from `start` on, rotated, [1, H, n, D]."""
     # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
     position = torch.arange(start, start + x.shape[1])[None]
     cos, sin = rope_tables(heads.frequency, 1.0, position, torch.float64)
     return apply_rope(x[None], cos.float(), sin.float())
 
 
-# Indexes ------------------------------------------------------------------------------------------------------------
-
-
 def select(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
-    """What pattern.select() chooses for a causal sequence of these heads, as the tensors that pattern.index() takes.
+    """What pattern.select() chooses for a causal sequence of these heads.
 
-    One query head at a time and only the probe's queries, so that 512K tokens need about 1 GiB.
+    Returns the tensors that pattern.index() takes. It looks at one query head at a time and only at
+    the probe's queries, so that 512K tokens need about 1 GiB.
     """
-    seq_len, group = heads.seq_len, len(heads.query_mean) // len(heads.key_mean)
+    seq_len = heads.seq_len
     probe = pattern.probe_queries(block_size)
-    last = queries(heads, seq_len - probe, seq_len)
-    k, chosen = keys(heads, 0, seq_len), []
+    # [1, Hq, probe, D] and [1, Hkv, S, D]
+    probe_queries = queries(heads, seq_len - probe, seq_len)
+    k = keys(heads, 0, seq_len)
+    tensors_of_heads = []
     for head in range(len(heads.query_mean)):
+        # Queries before the probe are never read.
         q = torch.zeros(1, 1, seq_len, k.shape[-1])
-        q[:, :, -probe:] = last[:, head]
-        own = k[:, head // group, None]
-        chosen.append(pattern.select(q, own, Causal(), block_size=block_size).tensors())
-    return [torch.cat(parts, dim=1) for parts in zip(*chosen)]
+        q[:, :, -probe:] = probe_queries[:, head]
+        kv_head = head // heads.group_size
+        index = pattern.select(q, k[:, kv_head, None], Causal(), block_size=block_size)
+        tensors_of_heads.append(index.tensors())
+    return [torch.cat(tensors, dim=1) for tensors in zip(*tensors_of_heads)]
 
 
 def expected_selection(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
-    """As select(), but from expected masses, with no tensors of D dims: seconds for millions of tokens.
+    """As select(), but from expected masses, without tensors of D dims.
 
-    seq_len has to be a multiple of block_size. A key's mass is exp(expected logit) of its distance from the last block,
-    times log-normal noise; an outlier's is exp(v). Raises ValueError for budget = "joint", which needs more than these masses.
+    It takes seconds for millions of tokens. seq_len has to be a multiple of block_size. A key's
+    mass is exp(expected logit) of its distance from the last block, times log-normal noise; an
+    outlier's mass is exp(v). Raises ValueError for budget = "joint", which needs more than these
+    masses.
     """
     if pattern.budget == "joint":
         raise ValueError(
             'attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '
             "indexes that were recorded"
         )
-    verticals = _vertical_masses(heads, block_size)
-    diagonals = verticals.unflatten(-1, (-1, block_size)).sum(-1).flip(-1)
-    vertical, cut_verticals = _fill(
-        verticals, pattern.recall, pattern.min_columns, pattern.max_columns, pattern.sinks
+    # [Hq, S], and by block diagonal [Hq, S / block_size]: the nearest diagonal comes first.
+    vertical_masses = _vertical_masses(heads, block_size)
+    diagonal_masses = vertical_masses.unflatten(-1, (-1, block_size)).sum(-1).flip(-1)
+    verticals, verticals_capped = _fill(
+        vertical_masses,
+        pattern.recall,
+        pattern.min_columns,
+        pattern.max_columns,
+        pattern.sinks,
     )
-    most = pattern.max_slashes or diagonals.shape[1]
-    slashes, cut_slashes = _fill(
-        diagonals, pattern.recall, pattern.min_slashes, most, pattern.local_diagonals
+    slashes, slashes_capped = _fill(
+        diagonal_masses,
+        pattern.recall,
+        pattern.min_slashes,
+        pattern.max_slashes or diagonal_masses.shape[1],
+        pattern.local_diagonals,
     )
     capacity = pattern.vertical_capacity(heads.seq_len, block_size, False)
-    capped = torch.stack([cut_verticals, cut_slashes], dim=-1)
-    return [slashes[None], compact(vertical, capacity, heads.seq_len)[None], capped[None]]
+    positions = compact(verticals, capacity, heads.seq_len)
+    capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
+    return [slashes[None], positions[None], capped[None]]
 
 
 def _vertical_masses(heads: Heads, block_size: int) -> Tensor:
-    """What the last block's queries give to each key, relative to the head's largest; float32 [Hq, S]."""
-    group, step = len(heads.query_mean) // len(heads.key_mean), max(1, block_size // 16)
-    distance = torch.arange(0, heads.seq_len, step)
+    """What the last block's queries give to each key, relative to the head's largest.
+
+    float32 [Hq, S].
+    """
+    # 16 distances stand for a block.
+    stride = max(1, block_size // 16)
+    distances_a_block = block_size // stride
+    distance = torch.arange(0, heads.seq_len, stride)
+    # Keys ascend while distances descend.
     logits = expected_logits(heads, distance).flip(-1)
-    # A vertical is seen by a whole block of queries: the mean over as many distances.
-    logits = logits.unflatten(-1, (-1, block_size // step)).logsumexp(-1) - math.log(
-        block_size // step
-    )
+    # A vertical is seen by a whole block of queries: take the mean over as many distances.
+    logits = logits.unflatten(-1, (-1, distances_a_block)).logsumexp(-1)
+    logits = logits - math.log(distances_a_block)
     logits = logits.repeat_interleave(block_size, -1).float()
-    outlier = (heads.query_mean * heads.outlier.conj().repeat_interleave(group, 0)).real.sum(-1)
-    outlier = (outlier * (2 * len(heads.frequency)) ** -0.5).float()
-    logits.scatter_(
-        1,
-        heads.outliers.repeat_interleave(group, 0),
-        outlier[:, None].expand(-1, heads.outliers.shape[1]),
-    )
-    noise = (
-        heads.query_mean.abs().square().sum(-1, keepdim=True).float()
-        * _KEY_NOISE**2
-        / (2 * len(heads.frequency))
-    )
-    g = torch.Generator().manual_seed(heads.seed)
-    logits += noise.sqrt() * torch.randn(logits.shape, generator=g)
+
+    outlier_mean = heads.outlier.conj().repeat_interleave(heads.group_size, 0)
+    outlier_logit = (heads.query_mean * outlier_mean).real.sum(-1)
+    outlier_logit = (outlier_logit * heads.head_dim**-0.5).float()
+    outliers = heads.outliers.repeat_interleave(heads.group_size, 0)
+    logits.scatter_(1, outliers, outlier_logit[:, None].expand(-1, outliers.shape[1]))
+
+    # The variance that noise on the keys gives to a logit.
+    query_norm = heads.query_mean.abs().square().sum(-1, keepdim=True).float()
+    variance = query_norm * _KEY_NOISE**2 / heads.head_dim
+    generator = torch.Generator().manual_seed(heads.seed)
+    logits += variance.sqrt() * torch.randn(logits.shape, generator=generator)
     return (logits - logits.amax(-1, keepdim=True)).exp()
 
 
 def _fill(mass: Tensor, recall: float, least: int, most: int, always: int) -> tuple[Tensor, Tensor]:
-    """Selected bool [Hq, L] and capped bool [Hq], as patterns/budget.py does it, for one unpacked sequence."""
+    """The smallest set that reaches the recall, as budget.py fills it, for one unpacked sequence.
+
+    mass: [Hq, L]. least, most: bounds on the budget. always: the first ones, selected besides.
+    Returns selected, bool [Hq, L], and whether `most` kept the budget short, bool [Hq].
+    """
     order = mass.sort(dim=-1, descending=True, stable=True)
-    before = order.values.double().cumsum(-1) - order.values
-    wanted = (before < recall * mass.double().sum(-1, keepdim=True)) & (order.values > 0)
-    rank = torch.arange(mass.shape[1])
-    chosen = (wanted | (rank < least)) & (rank < most)
+    mass_before = order.values.double().cumsum(-1) - order.values
+    target = recall * mass.double().sum(-1, keepdim=True)
+    wanted = (mass_before < target) & (order.values > 0)
+    place = torch.arange(mass.shape[1])
+    chosen = (wanted | (place < least)) & (place < most)
     selected = torch.zeros_like(chosen).scatter_(1, order.indices, chosen)
-    return selected | (rank < always), (wanted & (rank >= most)).any(-1)
+    capped = (wanted & (place >= most)).any(-1)
+    return selected | (place < always), capped

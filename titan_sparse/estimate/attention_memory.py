@@ -1,0 +1,149 @@
+"""Memory that attention takes besides its inputs and results.
+
+What depends on the schedule is a small table, keyed by what moves between ranks.
+"""
+
+import math
+
+from titan_sparse.attention.context_parallel.schedule import Moves
+from titan_sparse.estimate.step import Step
+
+
+def _query_elements(step: Step) -> int:
+    """Elements of q of this rank."""
+    return step.tokens * step.model.heads * step.model.head_dim
+
+
+def _kv_elements(step: Step) -> int:
+    """Elements of K of this rank, which are as many as those of V."""
+    return step.tokens * step.model.kv_heads * step.model.head_dim
+
+
+def attention_workspace(step: Step) -> float:
+    """What attention's backward takes besides its inputs and results.
+
+    See docs/benchmarks.md, "Peak memory".
+    """
+    model = step.model
+    query = _query_elements(step)
+    kv = _kv_elements(step)
+    if step.backend == "eager":
+        # Scores of a query block against all keys, a few of them.
+        return 3 * step.wide * step.sequences * model.heads * step.block_size * step.seq_len
+    # Block lists: full and partial, by query and by key. Without verticals all heads share them.
+    heads_with_lists = model.heads if step.verticals else 1
+    blocks = -(-step.tokens // step.block_size)
+    lists = 16 * blocks * step.most_blocks * heads_with_lists
+    # Measured: 17 % of q, k, v and out, or the lists where they are larger.
+    size = max(0.17 * 2 * (query + kv) * step.width, lists)
+    if step.backend == "flex":
+        # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv too.
+        grouped_sums = 2 * kv if model.heads > model.kv_heads else 0
+        size += step.wide * (query + grouped_sums)
+    return size + _WORKSPACE[step.schedule.moves](step)
+
+
+def _no_bytes(step: Step) -> float:
+    """Where nothing moves nothing is held."""
+    return 0
+
+
+def _workspace_of_heads(step: Step) -> float:
+    """dK and dV of the whole sequence, of two heads: one computed on, one on its way home."""
+    heads = min(2, step.model.kv_heads)
+    return 2 * step.wide * _kv_elements(step) * step.cp * heads / step.model.kv_heads
+
+
+def _workspace_of_chunks(step: Step) -> float:
+    """Sums over chunks: dq, dK and dV; and the chunks that are sent."""
+    if step.cp == 1:
+        return 0
+    return step.wide * (_query_elements(step) + 4 * _kv_elements(step))
+
+
+def _workspace_of_blocks(step: Step) -> float:
+    """Sums of dq, dK and dV; and a stage's blocks as sent and as received, with their gradients."""
+    if step.cp == 1:
+        return 0
+    blocks = -(-step.tokens // step.block_size)
+    # A stage's blocks, as a multiple of this rank's own.
+    stage_share = (step.cp - 1) / step.overlap_stages[1]
+    received_share = stage_share
+    if step.backend == "flex":
+        # flex is compiled for numbers of blocks that are powers of two.
+        received_share = _power_of_two(stage_share * blocks) / blocks
+    sums = step.wide * (step.inter + 1)
+    in_transit = (stage_share + received_share) * (step.width + step.wide)
+    return step.wide * _query_elements(step) + 2 * _kv_elements(step) * (sums + in_transit)
+
+
+_WORKSPACE = {
+    Moves.NOTHING: _no_bytes,
+    Moves.HEADS: _workspace_of_heads,
+    Moves.CHUNKS: _workspace_of_chunks,
+    Moves.BLOCKS: _workspace_of_blocks,
+}
+"""What a schedule adds to the workspace of attention's backward, bytes."""
+
+
+def cp_buffers(step: Step) -> float:
+    """Bytes of the buffers of received chunks, which are kept from call to call.
+
+    See docs/context_parallel.md, "Buffers".
+    """
+    if step.cp == 1:
+        return 0
+    return _BUFFERS[step.schedule.moves](step)
+
+
+def _head_elements(step: Step) -> int:
+    """Elements of K and V of one KV head, of the whole sequence."""
+    return 2 * step.sequences * step.seq_len * step.model.head_dim
+
+
+def _chunk_elements(step: Step) -> float:
+    """Elements of K and V of one rank, all KV heads."""
+    return _head_elements(step) * step.model.kv_heads / step.cp
+
+
+def _buffers_of_heads(step: Step) -> float:
+    """Two heads of the whole sequence: one is computed on while the next one arrives."""
+    return 2 * _head_elements(step) * step.width
+
+
+def _buffers_of_chunks(step: Step) -> float:
+    """Two in turn for each kind of hop, but one where there is only one hop.
+
+    Besides, the chunk that a backward holds back for the end.
+    """
+    outer_ranks, inner_ranks = step.schedule.rings(step.inter, step.cp // step.inter)
+    inner = min(2, inner_ranks - 1)
+    outer = min(2, outer_ranks - 1)
+    held_back = (inner > 0) * step.width
+    elements_bytes = (inner + outer) * (step.width + step.gradient_width) + held_back
+    return _chunk_elements(step) * elements_bytes
+
+
+def _buffers_of_blocks(step: Step) -> float:
+    """Between nodes own blocks and those handed on; the blocks of a stage; gradients likewise."""
+    forward_or_backward_stages = min(step.overlap_stages)
+    backward_stages = step.overlap_stages[1]
+    handed_on = step.inter if step.inter > 1 else 0
+    keys = handed_on + (step.cp - 1) / forward_or_backward_stages
+    gradients_of_stage = (step.cp - 1) / backward_stages
+    gradients = gradients_of_stage + min(step.inter - 1, step.inter / backward_stages)
+    return _chunk_elements(step) * (step.width * keys + step.gradient_width * gradients)
+
+
+_BUFFERS = {
+    Moves.NOTHING: _no_bytes,
+    Moves.HEADS: _buffers_of_heads,
+    Moves.CHUNKS: _buffers_of_chunks,
+    Moves.BLOCKS: _buffers_of_blocks,
+}
+"""Buffers that a schedule keeps from call to call, bytes."""
+
+
+def _power_of_two(blocks: float) -> int:
+    """The first power of two that is not below a number of blocks."""
+    return 1 << (math.ceil(blocks) - 1).bit_length()
