@@ -94,10 +94,11 @@ def _forward(
     # A custom op runs without gradients anyway, but what is compiled looks at the grad mode.
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size] each
-            gate_rows = F.linear(rows[chunk], gate)
-            up_rows = F.linear(rows[chunk], up)
-            hidden = _compiled(_swiglu, compile_backend)(gate_rows, up_rows)
+            # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at once.
+            hidden = _compiled(_swiglu, compile_backend)(
+                F.linear(rows[chunk], gate),
+                F.linear(rows[chunk], up),
+            )
             torch.mm(hidden, down.T, out=out_rows[chunk])
     return out
 
@@ -129,12 +130,12 @@ def _backward(
     d_down = torch.zeros(down.shape, dtype=wide, device=down.device)
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size] each
-            gate_rows = F.linear(rows[chunk], gate)
-            up_rows = F.linear(rows[chunk], up)
-            d_hidden = d_out_rows[chunk] @ down
+            # [chunk_tokens, intermediate_size] each. What goes in has no name, so that it is freed at
+            # once.
             hidden, d_gate_rows, d_up_rows = _compiled(_swiglu_backward, compile_backend)(
-                gate_rows, up_rows, d_hidden
+                F.linear(rows[chunk], gate),
+                F.linear(rows[chunk], up),
+                d_out_rows[chunk] @ down,
             )
             _add_product(d_down, d_out_rows[chunk].T, hidden)
             _add_product(d_gate, d_gate_rows.T, rows[chunk])

@@ -185,12 +185,11 @@ def _write_tensors(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             # Loading casts to the dtype of `state` while it copies.
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-        tensors = {huggingface_name(name): tensor for name, tensor in state.items()}
+        state = {huggingface_name(name): tensor for name, tensor in state.items()}
         # transformers asks for the format.
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        for name, tensor in tensors.items():
-            file_of_tensor[name] = file
-            total_bytes += tensor.nbytes
+        save_file(state, folder / file, metadata={"format": "pt"})
+        file_of_tensor |= dict.fromkeys(state, file)
+        total_bytes += sum(tensor.nbytes for tensor in state.values())
     if files > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
