@@ -1,6 +1,9 @@
-"""LM head fused with the cross-entropy: the full logits never exist, forward or backward (docs/loss.md)."""
+"""LM head fused with the cross-entropy: the full logits never exist, forward or backward.
 
-from typing import Any
+docs/loss.md explains it.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,35 +16,42 @@ _ROW_ALIGNMENT = 16
 
 
 def count_valid(labels: Tensor) -> Tensor:
-    """Number of labels that count in the loss (those other than -100); any shape in, int64 scalar out."""
+    """Number of labels that count in the loss (those other than -100); any shape in, int64 scalar
+    out."""
     return (labels != IGNORE_INDEX).sum()
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float = 0.0
 ) -> Tensor:
-    """Sum over labels != -100 of cross-entropy + z_loss * lse^2, natural log, of the logits hidden @ weight.T; scalar.
+    """Cross-entropy + z_loss * lse^2 of the logits hidden @ weight.T, natural log, summed over
+    labels != -100; a scalar.
 
-    hidden [B, S, D] and weight [V, D] of one dtype (bf16, fp32, fp64), labels int64 [B, S]. Logits are fp32 (fp64 for
-    fp64), and so is the loss. `chunk_tokens` rows of logits live at a time. Gradients are computed in the same pass
-    as the loss (as in Liger Kernel, arXiv 2410.10989), d_weight summed in fp32; backward only scales them.
-    z-loss: PaLM, arXiv 2204.02311, section 5. Raises ValueError for shapes and dtypes that do not fit or
-    chunk_tokens < 1, RuntimeError (on CUDA: a device assertion) for a label out of range.
+    hidden [B, S, D] and weight [V, D] have one dtype (bf16, fp32, fp64), labels are int64 [B, S].
+    Logits are fp32 (fp64 for fp64), and so is the loss. `chunk_tokens` rows of logits live at a
+    time. Gradients are computed in the same pass as the loss (as in Liger Kernel,
+    arXiv 2410.10989), with d_weight summed in fp32; the backward only scales them. The z-loss is
+    PaLM's, arXiv 2204.02311, section 5.
+
+    Raises ValueError for shapes and dtypes that do not fit or chunk_tokens < 1, and RuntimeError
+    (on CUDA: a device assertion) for a label out of range.
     """
     _check(hidden, weight, labels, chunk_tokens)
     if not torch.is_grad_enabled():
-        # needs_input_grad does not look at the grad mode, so that without this the gradients would be computed.
-        hidden, weight = hidden.detach(), weight.detach()
+        # needs_input_grad ignores the grad mode: without this, the gradients would be computed.
+        hidden = hidden.detach()
+        weight = weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, z_loss)
 
 
 def token_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float = 0.0
 ) -> Tensor:
-    """The terms of linear_cross_entropy(), [B, S], 0 where the label is -100: for weighted losses and evaluation.
+    """The terms of linear_cross_entropy(), [B, S], 0 where the label is -100: for weighted losses
+    and evaluation.
 
-    What they will be weighted with is known in backward only, so that it computes the logits again: four matmuls of
-    the head's size in all where linear_cross_entropy() takes three.
+    Their weights are known only in the backward, which therefore computes the logits again. That
+    makes four matmuls of the head's size in all, where linear_cross_entropy() takes three.
     """
     _check(hidden, weight, labels, chunk_tokens)
     return _TokenCrossEntropy.apply(hidden, weight, labels, chunk_tokens, z_loss)
@@ -51,23 +61,34 @@ def token_cross_entropy(
 def answer_scores(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """For each of the N labels != -100, in order: cross-entropy [N], as token_cross_entropy() has it, and the token with
-    the largest logit, int64 [N]. For evaluation, where few labels count: logits of the others are not computed."""
+    """For each of the N labels != -100, in order: its cross-entropy, and the most likely token.
+
+    The cross-entropy [N] is that of token_cross_entropy(); the token with the largest logit is
+    int64 [N]. For evaluation, where few labels count: logits of the others are not computed.
+    """
     _check(hidden, weight, labels, chunk_tokens)
-    rows, targets = hidden[labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
+    valid = labels != IGNORE_INDEX
+    # [N, D] and [N]
+    rows = hidden[valid]
+    targets = labels[valid]
     losses = token_cross_entropy(rows, weight, targets, chunk_tokens, z_loss)
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    largest = [
-        _matmul(part, weight.T, part.new_empty(len(part), len(weight), dtype=dtype)).argmax(-1)
-        for part in rows.split(chunk_tokens)
-    ]
-    return losses, torch.cat(largest)
+    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    predictions = []
+    for chunk in rows.split(chunk_tokens):
+        # [chunk_tokens, V]
+        logits = chunk.new_empty(len(chunk), len(weight), dtype=logits_dtype)
+        _matmul(chunk, weight.T, logits)
+        predictions.append(logits.argmax(-1))
+        # Else these logits would live until those of the next chunk exist too.
+        del logits
+    return losses, torch.cat(predictions)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} less D."
+            f"labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} "
+            "less D."
         )
     if chunk_tokens < 1:
         raise ValueError(
@@ -79,10 +100,19 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) ->
         torch.float64,
     ):
         raise ValueError(
-            f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or float64."
+            f"hidden is {hidden.dtype}, weight {weight.dtype}; both must be bfloat16, float32 or "
+            "float64."
         )
+    # Asynchronous, so that no GPU is waited for.
     in_range = ((labels >= 0) & (labels < len(weight))) | (labels == IGNORE_INDEX)
     torch._assert_async(in_range.all(), f"labels must be {IGNORE_INDEX} or in [0, {len(weight)})")
+
+
+class _Wanted(NamedTuple):
+    """Which gradients _loss_by_chunks() computes."""
+
+    d_hidden: bool
+    d_weight: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,9 +120,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float
     ) -> Tensor:
-        wants = ctx.needs_input_grad[:2]
-        losses, d_hidden, d_weight = _by_chunks(
-            hidden, weight, labels, None, chunk_tokens, z_loss, wants
+        wanted = _Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        losses, d_hidden, d_weight = _loss_by_chunks(
+            hidden, weight, labels, None, chunk_tokens, z_loss, wanted
         )
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(d_hidden, d_weight)
@@ -102,8 +132,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        d_hidden = None if d_hidden is None else _scaled(d_hidden, d_loss, d_hidden.dtype)
-        d_weight = None if d_weight is None else _scaled(d_weight, d_loss, ctx.weight_dtype)
+        if d_hidden is not None:
+            d_hidden = _scaled(d_hidden, d_loss, d_hidden.dtype)
+        if d_weight is not None:
+            d_weight = _scaled(d_weight, d_loss, ctx.weight_dtype)
         return d_hidden, d_weight, None, None, None
 
 
@@ -113,60 +145,93 @@ class _TokenCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, labels)
-        ctx.chunk_tokens, ctx.z_loss = chunk_tokens, z_loss
-        return _by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, (False, False))[
-            0
-        ].view(labels.shape)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.z_loss = z_loss
+        nothing = _Wanted(d_hidden=False, d_weight=False)
+        losses, _, _ = _loss_by_chunks(hidden, weight, labels, None, chunk_tokens, z_loss, nothing)
+        return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
-        scales, wants = d_losses.contiguous().flatten(), ctx.needs_input_grad[:2]
-        _, d_hidden, d_weight = _by_chunks(
-            hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, wants
+        scales = d_losses.contiguous().flatten()
+        wanted = _Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        _, d_hidden, d_weight = _loss_by_chunks(
+            hidden, weight, labels, scales, ctx.chunk_tokens, ctx.z_loss, wanted
         )
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None, None, None
 
 
-def _by_chunks(
+def _loss_by_chunks(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     scales: Tensor | None,
     chunk_tokens: int,
     z_loss: float,
-    wants: tuple[bool, bool],
+    wanted: _Wanted,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [B * S], and where wanted d_hidden, and d_weight in the logits' dtype, of their sum weighted by scales."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    rows, targets, vocab = hidden.flatten(0, -2), labels.flatten(), len(weight)
-    losses = torch.empty(len(rows), dtype=dtype, device=hidden.device)
-    d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format) if wants[0] else None
-    d_weight = torch.zeros_like(weight, dtype=dtype) if wants[1] else None
-    width = -(-vocab // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    # One buffer for all chunks, empty as long as nothing is written: this is the largest tensor of the step.
-    buffer = torch.empty(min(chunk_tokens, len(rows)), width, dtype=dtype, device=hidden.device)
+    """Losses [B * S], and the gradients of their sum weighted by `scales` [B * S] (None: ones).
+
+    d_hidden has hidden's shape and dtype, d_weight the logits' dtype; None where not wanted.
+    """
+    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    # [B * S, D] and [B * S]
+    rows = hidden.flatten(0, -2)
+    targets = labels.flatten()
+    vocab_size = len(weight)
+
+    losses = torch.empty(len(rows), dtype=logits_dtype, device=hidden.device)
+    d_rows = None
+    d_weight = None
+    if wanted.d_hidden:
+        d_rows = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if wanted.d_weight:
+        d_weight = torch.zeros_like(weight, dtype=logits_dtype)
+    gradient_dtype = hidden.dtype if any(wanted) else None
+
+    # One buffer for the logits of all chunks, in turn: this is the largest tensor of the step.
+    padded_vocab = -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    buffer = torch.empty(
+        min(chunk_tokens, len(rows)), padded_vocab, dtype=logits_dtype, device=hidden.device
+    )
     for start in range(0, len(rows), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        logits = _matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab])
+        # [chunk_tokens, D] @ [D, V] -> [chunk_tokens, V]
+        logits = _matmul(rows[chunk], weight.T, buffer[: len(rows[chunk]), :vocab_size])
         losses[chunk], d_logits = _cross_entropy(
             logits,
             targets[chunk],
             None if scales is None else scales[chunk],
             z_loss,
-            hidden.dtype if any(wants) else None,
+            gradient_dtype,
         )
         if d_rows is not None:
-            d_rows[chunk] = _matmul(d_logits, weight, torch.empty_like(rows[chunk], dtype=dtype))
+            # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so that
+            # it is freed at once.
+            d_rows[chunk] = _matmul(
+                d_logits, weight, torch.empty_like(rows[chunk], dtype=logits_dtype)
+            )
         if d_weight is not None:
             _matmul(d_logits.T, rows[chunk], d_weight, beta=1)
-    return losses, None if d_rows is None else d_rows.view(hidden.shape), d_weight
+    d_hidden = None if d_rows is None else d_rows.view(hidden.shape)
+    return losses, d_hidden, d_weight
 
 
-def _cross_entropy(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    scales: Tensor | None,
+    z_loss: float,
+    gradient_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The kernel where it runs, else its plain-torch twin."""
     has_kernel = logits.is_cuda and logits.dtype == torch.float32
-    return cross_entropy(logits, *args) if has_kernel else cross_entropy_naive(logits, *args)
+    function = cross_entropy if has_kernel else cross_entropy_naive
+    return function(logits, targets, scales, z_loss, gradient_dtype)
 
 
 def _matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:
@@ -179,5 +244,7 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, beta: int = 0) -> Tensor:
 
 
 def _scaled(gradient: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * d_loss rounded once to dtype. With a dim, d_loss is not rounded to bf16 before the product."""
-    return torch.mul(gradient, d_loss.view(1), out=torch.empty_like(gradient, dtype=dtype))
+    """gradient * d_loss, rounded once to dtype."""
+    # As a vector of one element: d_loss would be rounded to bf16 before the product as a scalar.
+    factor = d_loss.view(1)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

@@ -1,4 +1,7 @@
-"""The shape of the configuration: every section a dataclass, every field documented by the string below it."""
+"""The shape of the configuration: a dataclass for every section, a docstring below every field.
+
+--help and the table of options are made from these docstrings.
+"""
 
 import ast
 import inspect
@@ -13,21 +16,22 @@ class Model:
     """Which decoder is trained."""
 
     flavour: str = "debug"
-    "name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"
+    """name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"""
     vocab_size: int = 0
-    "rows of the embedding; 0: the flavour's"
+    """rows of the embedding; 0: the flavour's"""
     layers: int = 0
-    "decoder layers; 0: the flavour's. Fewer, to time or try a large flavour"
+    """decoder layers; 0: the flavour's. Write fewer to time or try a large flavour"""
     rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
-    "context extension of the rotary embedding; flavour: as published"
+    """context extension of the rotary embedding; flavour: as published"""
     rope_factor: float = 1.0
-    "context extension factor of llama3 and yarn, above 1"
+    """context extension factor of llama3 and yarn, above 1"""
     rope_original_length: int = 0
-    "length before extension in tokens, for llama3 and yarn; 0: the flavour's training length"
+    """length before extension in tokens, for llama3 and yarn; 0: the flavour's training length"""
     rope_theta: float = 0.0
-    "base of the rotary frequencies; 0: the flavour's"
+    """base of the rotary frequencies; 0: the flavour's"""
     initial_hf: str = ""
-    "folder of Hugging Face (config.json, *.safetensors) that gives shape and first weights, in place of the flavour"
+    """Hugging Face folder (config.json, *.safetensors) that gives the shape and the first weights,
+    in place of the flavour"""
 
 
 @dataclass
@@ -35,23 +39,26 @@ class Data:
     """Where the text comes from and how it becomes documents of tokens."""
 
     source: str = "python"
-    'python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of them, prepared tokens, a dataset name; a mixture: "a:0.7, b:0.3"'
+    """python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of
+    such files, prepared tokens, or a dataset name; several with weights, such as "a:0.7, b:0.3",
+    are a mixture"""
     join_packages: bool = False
-    "join the files of a package (folder) to one long document; source = python only"
+    """join the files of a package (folder) into one long document; source = python only"""
     text_field: str = "text"
-    "column that holds the text"
+    """column that holds the text"""
     subset: str = ""
-    "configuration name of a Hugging Face dataset; empty: its default"
+    """configuration name of a Hugging Face dataset; empty: its default"""
     split: str = "train"
-    "split of a Hugging Face dataset"
+    """split of a Hugging Face dataset"""
     tokenizer: str = "bytes"
-    "bytes, or the path of a tokenizer.json"
+    """bytes, or the path of a tokenizer.json"""
     min_document_length: int = 0
-    "shorter documents are skipped; tokens"
+    """shorter documents are skipped; tokens"""
     shuffle: bool = True
-    "permute the documents anew in every epoch"
+    """shuffle the documents anew in every epoch"""
     sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
-    "packed: documents one after the other; fixed: training.seq_len tokens of one document, its rest dropped or kept, padded"
+    """packed: documents one after the other; fixed: training.seq_len tokens of one document, whose
+    rest is dropped, or with fixed_and_rest kept and padded"""
 
 
 @dataclass
@@ -59,33 +66,36 @@ class Training:
     """The step loop."""
 
     output_dir: str = "outputs/debug"
-    "folder of the run: configuration, logs, checkpoints"
+    """folder of the run: configuration, logs, checkpoints"""
     seed: int = 0
-    "seed of the weights and of the order of documents"
+    """seed of the weights and of the order of documents"""
     steps: int = 100
-    "optimizer steps in all"
+    """number of optimizer steps"""
     seq_len: int = 4096
-    "tokens of a sequence; padded up to a multiple of attention.block_size * parallelism.cp (twice that for zigzag)"
+    """tokens of a sequence; padded up to a multiple of attention.block_size * parallelism.cp (twice
+    that for zigzag)"""
     local_batch_size: int = 1
-    "sequences per data-parallel rank per forward"
+    """sequences per data-parallel rank per forward"""
     gradient_accumulation_steps: int = 1
-    "forwards and backwards per optimizer step"
+    """forwards and backwards per optimizer step"""
     max_norm: float = 1.0
-    "gradients are clipped to this norm; 0: no clipping, the norm is still logged"
+    """gradients are clipped to this norm; 0: no clipping, the norm is still logged"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    "compute dtype; weights, reduced gradients and optimizer states stay float32 (float64 for float64)"
+    """compute dtype; weights, reduced gradients and optimizer states stay float32 (float64 for
+    float64)"""
     loss_chunk_tokens: int = 4096
-    "tokens whose logits exist at one time, 4 bytes each in memory; more are faster"
+    """tokens whose logits exist at one time, 4 bytes per logit; more are faster"""
     z_loss: float = 0.0
-    "weight of the mean squared log-sum-exp of the logits in the loss that is trained on and logged; 0: off"
+    """weight of the mean squared log-sum-exp of the logits in the loss that is trained on and
+    logged; 0: off"""
     mlp_chunk_tokens: int = 0
-    "tokens that a block's MLP computes at one time, forward and backward; 0: all at once"
+    """tokens that a block's MLP computes at one time, forward and backward; 0: all at once"""
     gc_interval: int = 50
-    "steps between Python garbage collections"
+    """steps between Python garbage collections"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    "auto: cuda where there is one"
+    """auto: cuda if there is one"""
     deterministic: bool = False
-    "deterministic algorithms only; slower"
+    """deterministic algorithms only; slower"""
 
 
 @dataclass
@@ -93,19 +103,20 @@ class Parallelism:
     """Degrees of the device mesh; dp_replicate * dp_shard * cp is the number of ranks."""
 
     dp_replicate: int = 1
-    "replicas of the sharded model"
+    """replicas of the sharded model"""
     dp_shard: int = -1
-    "ranks that share the parameters (FSDP); -1: what is left of the world"
+    """ranks that share the parameters (FSDP); -1: all ranks that are left"""
     cp: int = 1
-    "context-parallel degree: ranks that share a sequence"
+    """context-parallel degree: ranks that share a sequence"""
     cp_intra: int = 0
-    "context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"
+    """context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"""
     first_step_timeout_seconds: int = 1800
-    "collective timeout until the first step is done (compilation, loading), while a checkpoint is saved and in validation; seconds"
+    """timeout of collectives until the first step is done (compilation, loading), while a
+    checkpoint is saved, and in validation; seconds"""
     timeout_seconds: int = 300
-    "collective timeout after the first step; seconds"
+    """timeout of collectives after the first step; seconds"""
     reshard_after_forward: bool = True
-    "free gathered parameters between forward and backward: less memory, one more all-gather"
+    """free gathered parameters between forward and backward: less memory, one more all-gather"""
 
 
 @dataclass
@@ -115,42 +126,47 @@ class Dense:
 
 @dataclass
 class VerticalSlash:
-    """Pattern vertical_slash: columns and block diagonals chosen online from the last queries."""
+    """Pattern vertical_slash: key verticals and block diagonals (slashes) chosen online from the
+    last queries."""
 
     recall: float = 0.95
-    "share of the probe's attention mass that the columns and diagonals must reach, in (0, 1]"
+    """share of the probe's attention mass that the verticals and slashes must reach, in (0, 1]"""
     budget: Literal["independent", "joint"] = "independent"
-    "columns and diagonals each reach recall alone, as published, or together, at the least cost (docs/patterns.md)"
+    """independent: verticals and slashes each reach recall alone, as published; joint: they reach
+    it together at the least cost (docs/patterns.md)"""
     probe: int = 0
-    "last queries that choose; tokens; 0: attention.block_size"
+    """number of last queries that choose; tokens; 0: attention.block_size"""
     sinks: int = 30
-    "first columns that are always on; tokens"
+    """first tokens that are always verticals"""
     local_diagonals: int = 2
-    "block diagonals next to the main one that are always on, itself included"
+    """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
-    "least columns per head"
+    """fewest verticals per head"""
     max_columns: int = 4096
-    "most columns per head"
+    """most verticals per head"""
     min_slashes: int = 0
-    "least block diagonals per head"
+    """fewest slashes (block diagonals) per head"""
     max_slashes: int = 0
-    "most block diagonals per head; 0: no cap"
+    """most slashes (block diagonals) per head; 0: no cap"""
     dense_below: int = 4096
-    "documents shorter than this are dense; tokens"
+    """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
-    "what chooses: the probe of last queries, or xattention's scores by the choices of attention.xattention alone"
+    """what chooses: the probe of last queries, or xattention's scores, which use only the keys of
+    attention.xattention"""
 
 
 @dataclass
 class XAttention:
-    """Pattern xattention: each query block takes the fewest key blocks that hold its antidiagonal scores' threshold."""
+    """Pattern xattention: each query block takes the fewest key blocks whose antidiagonal scores
+    reach the threshold."""
 
     stride: int = 16
-    "tokens of a cell, over whose antidiagonals is summed; a divisor of attention.block_size"
+    """tokens of a cell, along whose antidiagonals scores are summed; a divisor of
+    attention.block_size"""
     threshold: float = 0.9
-    "share of a query block's scores that its key blocks must reach, in (0, 1]"
+    """share of a query block's scores that its key blocks must reach, in (0, 1]"""
     dense_below: int = 4096
-    "documents shorter than this are dense; tokens"
+    """documents shorter than this are dense; tokens"""
 
 
 @dataclass
@@ -158,48 +174,56 @@ class MoBA:
     """Pattern moba: each query chooses chunks of keys by their mean key."""
 
     chunk_size: int = 4096
-    "tokens of a chunk, counted from the beginning of a document; at least attention.block_size"
+    """tokens of a chunk, counted from the beginning of a document; at least attention.block_size"""
     top_k: int = 12
-    "chunks that a query sees, its own among them"
+    """chunks that a query sees, its own included"""
 
 
 @dataclass
 class Attention:
-    """Mask, pattern, layout, schedule, backend. Only the sub-table that `pattern` names is used: the others may hold
-    changed values and do nothing, so that a sweep over variants changes one line."""
+    """Mask, pattern, layout, schedule, backend.
+
+    Only the sub-table that `pattern` names is used. The others may hold changed values and do
+    nothing, so that a sweep over variants changes one line.
+    """
 
     mask: Literal["documents", "causal"] = "documents"
-    "what may be seen: documents is causal inside each document, causal ignores document boundaries"
+    """what may be seen: documents is causal inside each document, causal ignores document
+    boundaries"""
     sliding_window: int = 0
-    "a query sees this many last tokens, itself included; 0: all"
+    """a query sees this many last tokens, itself included; 0: all"""
     window_sinks: int = 0
-    "with a sliding_window: first tokens of the document that are seen besides (mask = causal: of the sequence); for pattern = dense"
+    """with a sliding_window: first tokens of the document (mask = causal: of the sequence) that
+    every query sees too; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
-    "what is worth seeing"
+    """what is worth seeing"""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
-    "which context-parallel rank owns which blocks; balanced: anew for each batch, by its mask"
+    """which context-parallel rank owns which blocks; balanced: chosen for each batch by its mask"""
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
-    "in which order keys and values meet the queries"
+    """in which order keys and values meet the queries"""
     overlap_stages: int = 0
-    "of schedule = group_cast: parts in which other ranks' blocks come in the forward, each while the one before is computed; 0: one inside a node, two between nodes"
+    """of schedule = group_cast: other ranks' blocks arrive in this many parts in the forward, each
+    while the part before is computed; 0: one inside a node, two between nodes"""
     overlap_stages_backward: int = 0
-    "the same in the backward; 0: as in the forward"
+    """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
-    "what goes round a ring in backward: keys and values, or queries; auto: the one that is fewer bytes"
+    """what goes round a ring in the backward: keys and values, or queries; auto: whichever sends
+    fewer bytes"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    "dtype of attention's gradients between ranks; float32 is what they are summed in (float64 for float64)"
+    """dtype of attention's gradients between ranks; they are summed in float32 (float64 for
+    float64)"""
     backend: Literal["auto", "eager", "flex", "triton"] = "auto"
-    "which kernel computes; eager is the slow, exact reference"
+    """which kernel computes; eager is the slow, exact reference"""
     block_size: int = 128
-    "tokens of a block; a power of two, at least 16"
+    """tokens of a block; a power of two, at least 16"""
     vertical_slash: VerticalSlash = field(default_factory=VerticalSlash)
-    "choices of pattern = vertical_slash"
+    """choices of pattern = vertical_slash"""
     xattention: XAttention = field(default_factory=XAttention)
-    "choices of pattern = xattention"
+    """choices of pattern = xattention"""
     moba: MoBA = field(default_factory=MoBA)
-    "choices of pattern = moba"
+    """choices of pattern = moba"""
     dense: Dense = field(default_factory=Dense)
-    "choices of pattern = dense: none"
+    """choices of pattern = dense: none"""
 
 
 @dataclass
@@ -207,21 +231,22 @@ class Optimizer:
     """The optimizer."""
 
     name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
-    "class of torch.optim"
+    """class of torch.optim"""
     lr: float = 3e-4
-    "peak learning rate"
+    """peak learning rate"""
     beta1: float = 0.9
-    "decay of the mean of gradients; Adam and AdamW"
+    """decay of the mean of gradients; Adam and AdamW"""
     beta2: float = 0.95
-    "decay of the mean of squared gradients; Adam and AdamW"
+    """decay of the mean of squared gradients; Adam and AdamW"""
     eps: float = 1e-8
-    "added to the root of the second moment; Adam and AdamW"
+    """added to the root of the second moment; Adam and AdamW"""
     weight_decay: float = 0.1
-    "weight decay per unit of learning rate"
+    """weight decay per unit of learning rate"""
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
-    "how torch.optim runs the update; auto: fused where it exists"
+    """how torch.optim runs the update; auto: fused where it exists"""
     offload: bool = False
-    "keep float32 weights, gradients and optimizer states in CPU memory and update there; for GPUs"
+    """keep float32 weights, gradients and optimizer states in CPU memory and update there; for
+    GPUs"""
 
 
 @dataclass
@@ -229,15 +254,16 @@ class LRScheduler:
     """Linear warm-up, constant, decay."""
 
     warmup_steps: int = 10
-    "steps of linear warm-up"
+    """steps of linear warm-up"""
     decay_ratio: float = -1.0
-    "share of the steps used for the decay at the end (WSD), in [0, 1]; -1: decay right after warm-up"
+    """share of the steps used for the decay at the end (WSD), in [0, 1]; -1: decay right after
+    warm-up"""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    "shape of the decay"
+    """shape of the decay"""
     min_lr_factor: float = 0.1
-    "learning rate at the end, as a share of optimizer.lr"
+    """learning rate at the end, as a share of optimizer.lr"""
     total_steps: int = 0
-    "steps the schedule is laid out for; 0: training.steps"
+    """steps that the schedule is made for; 0: training.steps"""
 
 
 @dataclass
@@ -245,23 +271,26 @@ class ActivationCheckpoint:
     """What is kept for backward and what is recomputed."""
 
     mode: Literal["none", "full", "selective"] = "full"
-    "full: recompute each block; selective: keep its costly results; none: keep everything"
+    """full: recompute each block; selective: keep its costly results; none: keep everything"""
     attention_recompute: float = 0.0
-    "share of each sequence, from its start, whose attention is recomputed rather than kept, in [0, 1]; -1: as memory needs"
+    """share of each sequence, from its start, whose attention is recomputed instead of kept, in [0,
+    1]; -1: as much as memory needs"""
     offload: bool = False
-    "what is kept of a block waits in pinned CPU memory for its backward; needs compile.enable"
+    """results that are kept wait in pinned CPU memory for the backward; needs compile.enable"""
 
 
 @dataclass
 class Float8:
-    """Matmuls of the blocks' linear layers in float8 (torchao), on Hopper GPUs and newer. Does nothing unless enabled."""
+    """Matmuls of the blocks' linear layers in float8 (torchao), on Hopper GPUs and newer. Does
+    nothing unless enabled."""
 
     enable: bool = False
-    "compute the blocks' linear layers in float8; the head stays in training.dtype"
+    """compute the blocks' linear layers in float8; the head stays in training.dtype"""
     recipe: Literal["tensorwise", "rowwise"] = "rowwise"
-    "one scale for a whole tensor (fastest), or one for each row (more exact)"
+    """one scale for a whole tensor (fastest), or one for each row (more exact)"""
     filter: str = ""
-    'comma-separated parts of names of linear layers that stay in training.dtype, such as "o_proj,layers.0."'
+    """linear layers whose names contain one of these parts, such as "o_proj,layers.0.", stay in
+    training.dtype; separated by commas"""
 
 
 @dataclass
@@ -269,9 +298,9 @@ class Compile:
     """torch.compile of each block. Does nothing unless enabled."""
 
     enable: bool = False
-    "compile the blocks"
+    """compile the blocks"""
     backend: str = "inductor"
-    "inductor, aot_eager or eager"
+    """inductor, aot_eager or eager"""
 
 
 @dataclass
@@ -279,19 +308,20 @@ class Checkpoint:
     """Saving and resuming. Does nothing unless enabled."""
 
     enable: bool = False
-    "save, and resume from what was saved"
+    """save, and resume from what was saved"""
     interval: int = 500
-    "steps between saves"
+    """steps between saves"""
     keep_latest_k: int = 3
-    "checkpoints kept; 0: all; 1 is refused, as the last one may be half-written"
+    """checkpoints kept; 0: all; 1 is refused, as the last one may be half-written"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    "write while training goes on"
+    """write while training goes on"""
     load_step: int = -1
-    "step to resume from; -1: the newest complete one"
+    """step to resume from; -1: the newest complete one"""
     initial_load_path: str = ""
-    "checkpoint to start from when the run has none of its own"
+    """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False
-    "when all steps are done, write <output_dir>/huggingface/step-N for transformers too, in training.dtype"
+    """after the last step, also write <output_dir>/huggingface/step-N for transformers, in
+    training.dtype"""
 
 
 @dataclass
@@ -299,41 +329,46 @@ class Metrics:
     """What is measured and where it is written."""
 
     log_every: int = 1
-    "steps between log lines"
+    """steps between log lines"""
     recall_every: int = 50
-    "steps between measurements of recall; 0: never"
+    """steps between measurements of recall; 0: never"""
     recall_rows: int = 64
-    "sampled query rows per sequence in a measurement of recall"
+    """sampled query rows per sequence in a measurement of recall"""
     tensorboard: bool = True
-    "write TensorBoard events to the run folder"
+    """write TensorBoard events to the run folder"""
     pictures_every: int = 0
-    "steps between TensorBoard pictures of layers x heads and of what was selected; a multiple of log_every; 0: never"
+    """steps between TensorBoard pictures of layers x heads and of what was selected; a multiple of
+    log_every; 0: never"""
     peak_tflops: float = 0.0
-    "peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"
+    """peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"""
 
 
 @dataclass
 class Validation:
-    """Loss by position and needles, measured while training. Does nothing unless enabled. docs/evaluation.md"""
+    """Loss by position and needles, measured while training. Does nothing unless enabled.
+    docs/evaluation.md"""
 
     enable: bool = False
-    "measure every `every` steps and after the last; training goes on as if it had not"
+    """measure every `every` steps and after the last; training goes on as if it had not"""
     every: int = 500
-    "steps between measurements"
+    """steps between measurements"""
     source: str = ""
-    "text that is not trained on, named as in data.source, but one source and without data.subset; empty: data.source"
+    """text that is not trained on, named as in data.source, but a single source and without
+    data.subset; empty: data.source"""
     split: str = ""
-    "split of a Hugging Face dataset, such as validation; empty: data.split"
+    """split of a Hugging Face dataset, such as validation; empty: data.split"""
     windows: int = 16
-    "windows of training.seq_len tokens, the source's first, over all ranks; the same ones at each measurement"
+    """number of windows of training.seq_len tokens from the beginning of the source, over all
+    ranks; the same ones at each measurement"""
     position_buckets: int = 8
-    "ranges of positions, equally wide, whose loss is told apart"
+    """number of equally wide ranges of positions whose loss is measured separately"""
     needle_lengths: str = ""
-    'lengths of Needle In A Haystack with commas between, such as "4096,16384"; tokens; empty: none'
+    """lengths of Needle In A Haystack, separated by commas, such as "4096,16384"; tokens; empty:
+    none"""
     needle_depths: int = 5
-    "depths of the needle, evenly from the beginning to the end"
+    """number of depths of the needle, evenly spaced from the beginning to the end"""
     needle_samples: int = 2
-    "needles of each length and depth, the same ones at each measurement"
+    """number of needles of each length and depth; the same ones at each measurement"""
 
 
 @dataclass
@@ -341,13 +376,13 @@ class Profiling:
     """torch.profiler. Does nothing unless enabled."""
 
     enable: bool = False
-    "write a trace"
+    """write a trace"""
     first_step: int = 5
-    "first traced step, counted from 1"
+    """first traced step, counted from 1"""
     steps: int = 2
-    "traced steps"
+    """traced steps"""
     with_stack: bool = False
-    "record Python stacks"
+    """record Python stacks"""
 
 
 @dataclass
@@ -375,36 +410,45 @@ class Flags:
     """Command-line options that are not configuration."""
 
     print_config: bool = False
-    "print the resolved configuration and stop"
+    """print the resolved configuration and stop"""
     dry_run: bool = False
-    "print the memory and the FLOPs of a step and stop; needs no GPU and no data; status 1 if it does not fit"
+    """print the memory and the FLOPs of a step and stop; needs no GPU and no data; exit status 1 if
+    it does not fit"""
     find_max_length: bool = False
-    "print the longest training.seq_len that fits and stop"
+    """print the longest training.seq_len that fits and stop"""
     ranks: int = 0
-    "world size to reckon with; 0: that of torchrun, or 1; with --dry-run or --find-max-length"
+    """world size to assume; 0: that of torchrun, or 1; with --dry-run or --find-max-length"""
     device_memory: float = 0.0
-    "memory of a GPU to reckon with, GiB; 0: that of the GPU that is here; with --dry-run or --find-max-length"
+    """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
+    --find-max-length"""
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below a section with its type; sub-sections come after the plain fields and before their own."""
-    for item in sorted(fields(section), key=lambda item: is_dataclass(item.type)):
+    """Every dotted key below a section with its type. Sub-sections come after the plain fields and
+    before their own."""
+    plain_fields_first = sorted(fields(section), key=lambda field: is_dataclass(field.type))
+    for item in plain_fields_first:
         yield prefix + item.name, item.type
         if is_dataclass(item.type):
             yield from walk(item.type, f"{prefix}{item.name}.")
 
 
 SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
+"""Dotted key -> class of every section."""
+
 KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
+"""Dotted key -> type of every other field."""
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """The docstring below each field of a section class, by field name; a field without one is left out."""
+    """The docstring below each field of a section class, in one line, by field name.
+
+    A field without one is left out.
+    """
     body = ast.parse(inspect.getsource(section)).body[0].body
-    return {
-        item.target.id: doc.value.value
-        for item, doc in itertools.pairwise(body)
-        if isinstance(item, ast.AnnAssign)
-        and isinstance(doc, ast.Expr)
-        and isinstance(doc.value, ast.Constant)
-    }
+    docs = {}
+    for item, following in itertools.pairwise(body):
+        is_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(item, ast.AnnAssign) and is_docstring:
+            docs[item.target.id] = " ".join(following.value.value.split())
+    return docs

@@ -1,20 +1,18 @@
 """Documents of tokens, from texts that are tokenized when first needed, or from prepared shards."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.config.sections import Data
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.sources import Source, open_source
 from titan_sparse.data.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Data
-
 
 class Documents(Protocol):
-    """What a stream cuts to sequences; lengths and tokens include the end-of-document token."""
+    """What a stream cuts into sequences; lengths and tokens include the end-of-document token."""
 
     total_tokens: int
     """of all documents; 0: not known before reading them"""
@@ -26,12 +24,12 @@ class Documents(Protocol):
     def tokens(self, index: int) -> NDArray[np.integer]: ...
 
     def forget(self, index: int) -> None:
-        """Drop the tokens of a document from memory; asked for again, they come again."""
+        """Drop the tokens of a document from memory; tokens() brings them back."""
         ...
 
 
 class TokenizedTexts:
-    """Texts, tokenized at the moment that a length or tokens are asked for; lengths are remembered for good."""
+    """Texts, tokenized when a length or tokens are asked for. Lengths are remembered for good."""
 
     total_tokens = 0
 
@@ -63,18 +61,22 @@ class TokenizedTexts:
         self._tokens.pop(index, None)
 
 
-def open_documents(data: "Data", tokenizer: Tokenizer) -> Documents:
-    """Open one part of data.source. Raises ValueError, naming the key, if that is impossible or an option is ignored."""
-    if not is_prepared(data.source):
-        if data.sequences != "packed":
+def open_documents(data: Data, tokenizer: Tokenizer) -> Documents:
+    """Open one part of data.source.
+
+    Raises ValueError, naming the key, if that is impossible or an option would be ignored.
+    """
+    if is_prepared(data.source):
+        if (data.text_field, data.subset, data.split) != ("text", "", "train"):
             raise ValueError(
-                f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has prepared, not '
-                f'data.source = "{data.source}"; write such a folder, or data.sequences = "packed"'
+                "data.text_field, data.subset and data.split would be ignored with the prepared "
+                f'tokens of data.source = "{data.source}"; leave them out'
             )
-        return TokenizedTexts(open_source(data), tokenizer)
-    if (data.text_field, data.subset, data.split) != ("text", "", "train"):
+        return TokenShards(data.source, tokenizer)
+    if data.sequences != "packed":
         raise ValueError(
-            "data.text_field, data.subset and data.split would be ignored with the prepared tokens of "
-            f'data.source = "{data.source}"; leave them out'
+            f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has '
+            f'prepared, not data.source = "{data.source}"; write such a folder, or '
+            'data.sequences = "packed"'
         )
-    return TokenShards(data.source, tokenizer)
+    return TokenizedTexts(open_source(data), tokenizer)

@@ -1,10 +1,14 @@
-"""One endless global stream of packed sequences, shared out to the data-parallel ranks; deterministic and resumable."""
+"""The loader: batches of packed sequences for one rank, deterministic and resumable.
+
+There is one endless global stream of sequences (stream.py). The data-parallel ranks share it out,
+and the context-parallel ranks cut each sequence into blocks.
+"""
 
 import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.config.mixture import source_weights
+from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.packing import Packed, pad_to_multiple
 from titan_sparse.data.stream import Cursor, Mixture, PackedStream, SampleStream, Stream
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from titan_sparse.config import Data
 
 logger = logging.getLogger("titan_sparse")
 
@@ -35,30 +37,38 @@ FINGERPRINT_KEYS = {
     "min_document_length": "data.min_document_length",
 }
 
+Shard = Callable[[Tensor, int, Tensor | None], Tensor]
+"""shard(x, dim, table): this context-parallel rank's blocks of x, which is whole along `dim`."""
+
+BlockTable = Callable[[list[list[int]], int], Tensor]
+"""block_table(lengths, S): int64 [ranks, n], the blocks of every context-parallel rank in a batch."""
+
 
 @dataclass
 class Batch:
-    """The sequences of one data-parallel rank (b of them), this context-parallel rank's blocks of each."""
+    """The b sequences of one data-parallel rank; of each, this context-parallel rank's blocks."""
 
     tokens: Tensor
     """int64 [b, S_local]"""
     labels: Tensor
-    """int64 [b, S_local], shifted before sharding; -100 where there is no next token in the document"""
+    """int64 [b, S_local], shifted before sharding; -100 where the document has no next token"""
     positions: Tensor
-    """int64 [b, S_local], position in the piece"""
+    """int64 [b, S_local], position in the piece, or in the sequence (restart_positions)"""
     lengths: list[list[int]]
-    """per sequence the tokens of each piece in global order; what they leave of S is padding"""
+    """per sequence the tokens of each piece in global order; the rest of S is padding"""
     table: Tensor | None = None
-    """int64 [ranks, n], the blocks of every context-parallel rank, where the layout depends on the batch"""
+    """int64 [ranks, n], the blocks of every context-parallel rank, where the layout depends on the
+    batch"""
 
 
 class PackedLoader:
-    """Endless iterator of `Batch`; sequence number n of the global stream is the same on any number of ranks.
+    """Endless iterator of `Batch`. Sequence number n of the global stream is the same on any number
+    of ranks.
 
-    In each micro-batch data-parallel rank r of R takes the b = `batch_size` sequences r*b ... r*b + b-1 of the next
-    R*b. S is training.seq_len padded up to `padding_multiple`. `shard(x, dim, table)` keeps this context-parallel rank's blocks of
-    a [b, S] tensor (None: all); table: what `place(lengths, S)` says of the batch, from Batch.lengths and so on every rank
-    alike (None: the layout does not depend on the batch). Raises ValueError when no document is long enough.
+    With R = `dp_size` data-parallel ranks and b = `batch_size`, a micro-batch is the next R * b
+    sequences, and rank r takes number r * b ... r * b + b - 1 of them. S is training.seq_len padded
+    up to `padding_multiple`. `restart_positions`: positions count from 0 in each piece; without it,
+    from 0 to S - 1 in each sequence. Raises ValueError when no document is long enough.
     """
 
     def __init__(
@@ -68,25 +78,37 @@ class PackedLoader:
         dp_rank: int,
         dp_size: int,
         padding_multiple: int = 1,
-        shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
-        place: Callable[[list[list[int]], int], Tensor] | None = None,
+        restart_positions: bool = True,
     ) -> None:
         self.mixture = mixture
         self.batch_size = batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.padding_multiple = padding_multiple
-        self.shard = shard
-        self.place = place
+        self.restart_positions = restart_positions
+        self._shard: Shard | None = None
+        self._block_table: BlockTable | None = None
+
+    def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
+        """From now on hand out only this context-parallel rank's blocks, as `shard` cuts them.
+
+        `block_table` is for a layout that depends on the batch. It is made from Batch.lengths, so it
+        is the same on every rank, and is handed to `shard` and out with the batch. Without it,
+        `shard` gets None. A method, not an argument of the constructor, because data is opened
+        before any process group exists, so that its mistakes are told at once.
+        """
+        self._shard = shard
+        self._block_table = block_table
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The one of all parts of the mixture."""
+        """The tokenizer, which is the same for all parts of the mixture."""
         return self.mixture.streams[0].tokenizer
 
     @property
     def epoch(self) -> int:
-        """Number of whole passes over the source, all ranks together; in a mixture over the part that is passed most."""
+        """Whole passes over the source, all ranks together; in a mixture those over the part that
+        is passed most."""
         return max(stream.cursor.epoch for stream in self.mixture.streams)
 
     @property
@@ -99,60 +121,82 @@ class PackedLoader:
 
     def __next__(self) -> Batch:
         first = self.dp_rank * self.batch_size
-        own = range(first, first + self.batch_size)
-        packed = []
-        # To the end of the micro-batch, not of the own sequences: the cursor is then the same on all ranks.
+        own_numbers = range(first, first + self.batch_size)
+        own_sequences = []
+        # To the end of the micro-batch, not only to the end of the own sequences: so the cursor is
+        # the same on all ranks.
         for number in range(self.dp_size * self.batch_size):
             stream = self.mixture.next_stream()
             spans = stream.next_sequence()
-            if number in own:
-                packed.append(self._pad(stream, stream.pack(spans)))
+            if number in own_numbers:
+                packed = stream.pack(spans)
+                padding_id = stream.tokenizer.padding
+                own_sequences.append(pad_to_multiple(packed, self.padding_multiple, padding_id))
             stream.release(spans)
-        return self._batch(packed)
+        return self._batch(own_sequences)
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been handed out, the same on all ranks; a cursor and a fingerprint for each part of the mixture."""
+        """What has been handed out, the same on all ranks: a cursor and a fingerprint for each part
+        of the mixture."""
+        cursors = [asdict(stream.cursor) for stream in self.mixture.streams]
         return {
             "sequence": self.mixture.sequence,
             "dp_size": self.dp_size,
             "batch_size": self.batch_size,
-            # As text: a checkpoint is read into a state of the same shape, and another mixture has another.
-            "cursors": json.dumps([asdict(stream.cursor) for stream in self.mixture.streams]),
+            # As text: a checkpoint is read into a state of the same shape, and another mixture has
+            # another number of cursors.
+            "cursors": json.dumps(cursors),
             "fingerprint": json.dumps(self.mixture.fingerprint()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the first sequence that was not handed out; the number of ranks and the batch size may differ.
+        """Go on at the first sequence that was not handed out. The number of ranks and the batch
+        size may differ.
 
         Raises ValueError, saying what differs, if the saved stream was another one.
         """
         _check_fingerprint(json.loads(state["fingerprint"]), self.mixture.fingerprint())
-        for stream, cursor in zip(self.mixture.streams, json.loads(state["cursors"]), strict=True):
+        cursors = json.loads(state["cursors"])
+        for stream, cursor in zip(self.mixture.streams, cursors, strict=True):
             stream.cursor = Cursor(**cursor)
         if (state["dp_size"], state["batch_size"]) != (self.dp_size, self.batch_size):
             logger.info(
                 "loader: saved with %d data-parallel ranks x %d sequences, "
                 "goes on with %d x %d from global sequence %d",
-                state["dp_size"], state["batch_size"], self.dp_size, self.batch_size, state["sequence"],
-            )  # fmt: skip
+                state["dp_size"],
+                state["batch_size"],
+                self.dp_size,
+                self.batch_size,
+                state["sequence"],
+            )
 
-    def _pad(self, stream: Stream, sequence: Packed) -> Packed:
-        return pad_to_multiple(sequence, self.padding_multiple, stream.tokenizer.padding)
+    def _batch(self, sequences: list[Packed]) -> Batch:
+        lengths = [sequence.lengths for sequence in sequences]
+        # [b, S] each
+        tokens = np.stack([sequence.tokens for sequence in sequences])
+        labels = np.stack([sequence.labels for sequence in sequences])
+        if self.restart_positions:
+            positions = np.stack([sequence.positions for sequence in sequences])
+        else:
+            positions = np.tile(np.arange(tokens.shape[1]), (len(sequences), 1))
 
-    def _batch(self, padded: list[Packed]) -> Batch:
-        lengths = [sequence.lengths for sequence in padded]
-        table = None if self.place is None else self.place(lengths, len(padded[0].tokens))
+        table = None
+        if self._block_table is not None:
+            table = self._block_table(lengths, tokens.shape[1])
         return Batch(
-            tokens=self._local([sequence.tokens for sequence in padded], table),
-            labels=self._local([sequence.labels for sequence in padded], table),
-            positions=self._local([sequence.positions for sequence in padded], table),
+            tokens=self._local(tokens, table),
+            labels=self._local(labels, table),
+            positions=self._local(positions, table),
             lengths=lengths,
             table=table,
         )
 
-    def _local(self, rows: list[NDArray[np.int64]], table: Tensor | None) -> Tensor:
-        full = torch.from_numpy(np.stack(rows))
-        return full if self.shard is None else self.shard(full, 1, table)
+    def _local(self, whole: NDArray[np.int64], table: Tensor | None) -> Tensor:
+        """[b, S] -> [b, S_local]."""
+        tensor = torch.from_numpy(whole)
+        if self._shard is None:
+            return tensor
+        return self._shard(tensor, 1, table)
 
 
 def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
@@ -161,52 +205,61 @@ def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]
             "the saved loader state is of another stream of sequences: "
             f"data.source had {len(saved)} parts and has {len(current)}"
         )
-    differences = [
-        f"{name} was {old[key]} and is {new[key]}"
-        for old, new in zip(saved, current, strict=True)
-        for key, name in FINGERPRINT_KEYS.items()
-        if old[key] != new[key]
-    ]
+    differences = []
+    for saved_part, current_part in zip(saved, current, strict=True):
+        for key, name in FINGERPRINT_KEYS.items():
+            if saved_part[key] != current_part[key]:
+                differences.append(f"{name} was {saved_part[key]} and is {current_part[key]}")
     if differences:
         raise ValueError(
             f"the saved loader state is of another stream of sequences: {'; '.join(differences)}"
         )
 
 
-def build_stream(data: "Data", tokenizer: Tokenizer, seq_len: int, seed: int) -> Stream:
-    """The stream of one part of a mixture, `data.source`. Raises ValueError, naming the key, if it cannot be opened."""
+def build_stream(data: Data, tokenizer: Tokenizer, seq_len: int, seed: int) -> Stream:
+    """The stream of one part of a mixture, `data.source`.
+
+    Raises ValueError, naming the key, if it cannot be opened.
+    """
     documents = open_documents(data, tokenizer)
-    options = (tokenizer, seq_len, seed, data.shuffle, data.min_document_length)
     if data.sequences == "packed":
-        return PackedStream(documents, *options)
-    return SampleStream(documents, *options, keep_rest=data.sequences == "fixed_and_rest")
+        return PackedStream(
+            documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
+        )
+    return SampleStream(
+        documents,
+        tokenizer,
+        seq_len,
+        seed,
+        data.shuffle,
+        data.min_document_length,
+        keep_rest=data.sequences == "fixed_and_rest",
+    )
 
 
 def build_loader(
-    data: "Data",
+    data: Data,
     seq_len: int,
     batch_size: int,
     seed: int,
     dp_rank: int,
     dp_size: int,
     padding_multiple: int = 1,
-    shard: Callable[[Tensor, int, Tensor | None], Tensor] | None = None,
     tokenizer: Tokenizer | None = None,
+    restart_positions: bool = True,
 ) -> PackedLoader:
-    """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load sequences from it.
+    """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load
+    sequences from it.
 
-    Raises ValueError, naming the key, if a source or the tokenizer cannot be opened, and for a negative seed.
+    Raises ValueError, naming the key, if a source or the tokenizer cannot be opened, and for a
+    negative seed.
     """
-    tokenizer = load_tokenizer(data.tokenizer) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        tokenizer = load_tokenizer(data.tokenizer)
     weights = source_weights(data.source)
-    streams = [
-        build_stream(replace(data, source=source), tokenizer, seq_len, seed) for source in weights
-    ]
-    return PackedLoader(
-        Mixture(streams, list(weights.values())),
-        batch_size,
-        dp_rank,
-        dp_size,
-        padding_multiple,
-        shard,
-    )
+    streams = []
+    for source in weights:
+        part = replace(data, source=source)
+        streams.append(build_stream(part, tokenizer, seq_len, seed))
+    mixture = Mixture(streams, list(weights.values()))
+    return PackedLoader(mixture, batch_size, dp_rank, dp_size, padding_multiple, restart_positions)

@@ -1,7 +1,8 @@
 """MDS shards (mosaicml-streaming), the format in which ProLong's data are released.
 
-MaskRanges hold text, or `input_ids` of some tokenizer with, where several documents share a row, `indices`: their [start, stop).
-(ProLong, princeton-nlp/prolong-data-512K: Llama-3 tokens.)
+A row holds text, or the token ids of some tokenizer as `input_ids`. Where several documents share a
+row, `indices` holds their [start, stop). (ProLong, princeton-nlp/prolong-data-512K, holds Llama-3
+tokens.)
 """
 
 from collections.abc import Iterator
@@ -22,35 +23,34 @@ def is_mds(source: str) -> bool:
 class MDSRows:
     """Rows of MDS shards as documents in `tokenizer`'s tokens.
 
-    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew; if both are the same tokenizer
-    they are taken as they are. Raises ValueError without the mosaicml-streaming package, or without a source tokenizer where
-    rows are token ids, or if a row has neither text nor ids.
+    Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
+    both are the same tokenizer, the ids are taken as they are. Raises ValueError without the
+    mosaicml-streaming package, without a source tokenizer where rows are token ids, or if a row has
+    neither text nor ids.
     """
 
     def __init__(
         self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
     ) -> None:
-        self.text_field, self.tokenizer, self.source_tokenizer = (
-            text_field,
-            tokenizer,
-            source_tokenizer,
-        )
+        self.text_field = text_field
+        self.tokenizer = tokenizer
+        self.source_tokenizer = source_tokenizer
         self.rows = _open(str(Path(source).expanduser()))
         columns = set(self.rows.shards[0].column_names)
         if text_field not in columns and "input_ids" not in columns:
             raise ValueError(
-                f"{source} has neither the column {text_field} (--text-field) nor input_ids; write one of: "
-                f"{', '.join(sorted(columns))}"
+                f"{source} has neither the column {text_field} (--text-field) nor input_ids; "
+                f"write one of: {', '.join(sorted(columns))}"
             )
         if text_field not in columns and source_tokenizer is None:
             raise ValueError(
-                f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that made them "
-                "(Llama-3's for ProLong)"
+                f"{source} holds token ids; write --source-tokenizer with the tokenizer.json that "
+                "made them (Llama-3's for ProLong)"
             )
         if text_field in columns and source_tokenizer is not None:
             raise ValueError(
-                f"--source-tokenizer would be ignored, as {source} holds text in the column {text_field}; "
-                "leave it out"
+                f"--source-tokenizer would be ignored, as {source} holds text in the column "
+                f"{text_field}; leave it out"
             )
 
     def __len__(self) -> int:
@@ -63,9 +63,9 @@ class MDSRows:
             yield self.tokenizer.encode(columns[self.text_field])
             return
         ids = np.asarray(columns["input_ids"]).astype(np.int32).ravel()
-        for start, stop in (
-            np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2).tolist()
-        ):
+        # [documents, 2]: [start, stop) of each; without indices, the row is one document.
+        bounds = np.asarray(columns.get("indices", [[0, len(ids)]])).reshape(-1, 2)
+        for start, stop in bounds.tolist():
             yield self._convert(ids[start:stop])
 
     def _convert(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -73,7 +73,9 @@ class MDSRows:
         if source.digest != self.tokenizer.digest:
             return self.tokenizer.encode(source.decode(ids))
         # The shard writer closes every document itself.
-        return ids[:-1] if len(ids) and ids[-1] == source.end_of_document else ids
+        if len(ids) and ids[-1] == source.end_of_document:
+            return ids[:-1]
+        return ids
 
 
 def unpack(source: str) -> None:
@@ -82,9 +84,11 @@ def unpack(source: str) -> None:
     Raises ValueError without the mosaicml-streaming package.
     """
     streaming = _library()
-    if all(path.with_suffix("").is_file() for path in Path(source).expanduser().glob("*.mds.*")):
+    folder = Path(source).expanduser()
+    compressed_files = folder.glob("*.mds.*")
+    if all(path.with_suffix("").is_file() for path in compressed_files):
         return
-    dataset = streaming.StreamingDataset(local=str(Path(source).expanduser()), batch_size=1)
+    dataset = streaming.StreamingDataset(local=str(folder), batch_size=1)
     for shard in range(len(dataset.shards)):
         dataset.prepare_shard(shard)
 

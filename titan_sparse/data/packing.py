@@ -1,7 +1,7 @@
 """Pieces of documents -> one packed sequence. Pure numpy functions.
 
-Documents lie one after the other, each closed by its end-of-document token. A document that does not fit is cut at the
-sequence's end and goes on in the next sequence as a new piece.
+Documents lie one after the other, each closed by its end-of-document token. A document that does not
+fit is cut at the sequence's end and goes on in the next sequence as a new piece.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ IGNORED_LABEL = -100
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document; `document` is all of it, int [length], end-of-document token included."""
+    """Tokens [start, stop) of a document."""
 
     document: NDArray[np.integer]
+    """the whole document, int [length], its end-of-document token included"""
     start: int
     stop: int
 
@@ -29,7 +30,8 @@ class Packed:
     tokens: NDArray[np.int64]
     """[S]"""
     labels: NDArray[np.int64]
-    """[S], the next token of the same document, already shifted; -100 at a document's last token and on padding"""
+    """[S], the next token of the same document, already shifted; -100 at a document's last token
+    and on padding"""
     positions: NDArray[np.int64]
     """[S], position in the piece; 0 on padding"""
     lengths: list[int]
@@ -48,11 +50,12 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
     begin = 0
     for piece, length in zip(pieces, lengths, strict=True):
         end = begin + length
-        following = piece.document[piece.start + 1 : piece.stop + 1]
         packed.tokens[begin:end] = piece.document[piece.start : piece.stop]
-        # One label fewer than tokens, at a document's last piece only: its last token keeps the ignored label.
-        packed.labels[begin : begin + len(following)] = following
-        # From 0 in each piece: attention cannot see the earlier ones, they are in another sequence.
+        # The last piece of a document has one label fewer than tokens: its last token keeps the
+        # ignored label.
+        next_tokens = piece.document[piece.start + 1 : piece.stop + 1]
+        packed.labels[begin : begin + len(next_tokens)] = next_tokens
+        # From 0 in each piece: attention cannot see earlier ones, which are in another sequence.
         packed.positions[begin:end] = np.arange(length)
         begin = end
     return replace(packed, lengths=lengths)
@@ -60,7 +63,8 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
 
 def pad_to_multiple(packed: Packed, multiple: int, padding_id: int) -> Packed:
     """Add padding tokens until S is a multiple of `multiple`; the lengths stay."""
-    padding = _padding(-len(packed.tokens) % multiple, padding_id)
+    missing = -len(packed.tokens) % multiple
+    padding = _padding(missing, padding_id)
     return Packed(
         tokens=np.concatenate([packed.tokens, padding.tokens]),
         labels=np.concatenate([packed.labels, padding.labels]),

@@ -1,4 +1,5 @@
-"""Text -> shards of tokens (shards.py), by parallel processes; what was finished before an interruption is kept."""
+"""Text -> shards of tokens (shards.py), by parallel processes. After an interruption, finished shards
+are kept."""
 
 import hashlib
 import json
@@ -38,21 +39,24 @@ class Recipe:
     """as data.source, or a folder of repositories or of MDS shards"""
     tokenizer: str = "bytes"
     source_tokenizer: str = ""
-    """that made the token ids of MDS shards; empty: they hold text"""
+    """the tokenizer that made the token ids of MDS shards; empty: they hold text"""
     document: str = "row"
-    """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all of it"""
+    """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all
+    of it"""
     text_field: str = "text"
     subset: str = ""
     split: str = "train"
     min_length: int = 0
-    """shorter documents are left out; tokens, the end-of-document token not counted, as in max_length"""
+    """shorter documents are left out; tokens, the end-of-document token not counted, as in
+    max_length"""
     max_length: int = 0
     """longer documents are left out; tokens; 0: none are"""
     shard_rows: int = 0
-    """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most 16384 rows to each"""
+    """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most
+    16384 rows to each"""
 
 
-class MaskRanges(Protocol):
+class Rows(Protocol):
     """A source's rows, each of them one document or several."""
 
     def __len__(self) -> int: ...
@@ -64,7 +68,8 @@ class TextRows:
     """Rows that are one text each."""
 
     def __init__(self, texts: Source, tokenizer: Tokenizer) -> None:
-        self.texts, self.tokenizer = texts, tokenizer
+        self.texts = texts
+        self.tokenizer = tokenizer
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -75,81 +80,103 @@ class TextRows:
 
 
 class Writer:
-    """Writes any shard of a recipe; a process has one."""
+    """Writes any shard of a recipe; each process has one."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
+        self.recipe = recipe
+        self.folder = folder
         self.tokenizer = load_tokenizer(recipe.tokenizer)
         self.rows = open_rows(recipe, self.tokenizer)
-        self.shard_rows = recipe.shard_rows or min(max(-(-len(self.rows) // 256), 1), 16384)
+        self.shard_rows = recipe.shard_rows
+        if self.shard_rows == 0:
+            rows_for_256_shards = -(-len(self.rows) // 256)
+            self.shard_rows = min(max(rows_for_256_shards, 1), 16384)
         self.shards = -(-len(self.rows) // self.shard_rows)
 
     def write(self, number: int) -> int:
-        """Write a shard; returns its number. Its .json holds what was kept and the lengths of all documents."""
-        lengths, kept = [], []
+        """Write a shard; returns its number.
+
+        The shard's .json holds what was kept, and the lengths of all documents.
+        """
+        # Filled while write_shard() goes through the documents.
+        lengths: list[int] = []
+        kept_lengths: list[int] = []
         tokens = write_shard(
             self.folder,
             number,
-            self._kept(number, lengths, kept),
+            self._kept_documents(number, lengths, kept_lengths),
             self.tokenizer.end_of_document,
             token_dtype(self.tokenizer.vocab_size),
         )
-        write_json(
-            shard_path(self.folder, number, "json"),
-            {
-                "number": number,
-                "documents": len(kept),
-                "tokens": tokens,
-                "histogram": histogram(lengths),
-                "kept": histogram(kept),
-            },
-        )
+        counts = {
+            "number": number,
+            "documents": len(kept_lengths),
+            "tokens": tokens,
+            "histogram": histogram(lengths),
+            "kept": histogram(kept_lengths),
+        }
+        # Last: a shard with this file is whole.
+        write_json(shard_path(self.folder, number, "json"), counts)
         return number
 
-    def _kept(
-        self, number: int, lengths: list[int], kept: list[int]
+    def _kept_documents(
+        self, number: int, lengths: list[int], kept_lengths: list[int]
     ) -> Iterator[NDArray[np.int32]]:
-        """The documents of a shard within the limits; notes the length of each that is not empty, and of each kept."""
+        """The documents of a shard within the limits.
+
+        Notes the length of each document that is not empty, and of each that is kept.
+        """
         first = number * self.shard_rows
-        for row in range(first, min(first + self.shard_rows, len(self.rows))):
+        stop = min(first + self.shard_rows, len(self.rows))
+        for row in range(first, stop):
             for ids in self.rows.documents(row):
-                if len(ids) == 0:
+                length = len(ids)
+                if length == 0:
                     continue
-                lengths.append(len(ids))
-                if self.recipe.min_length <= len(ids) <= (self.recipe.max_length or len(ids)):
-                    kept.append(len(ids))
+                lengths.append(length)
+                max_length = self.recipe.max_length or length
+                if self.recipe.min_length <= length <= max_length:
+                    kept_lengths.append(length)
                     yield ids
 
 
 def histogram(lengths: list[int]) -> dict[str, list[int]]:
-    """Documents by length: {power of two: [documents, their tokens]} of those with that many tokens to below twice as many."""
-    counts, tokens = Counter(), Counter()
+    """Documents by length: {power of two: [documents, their tokens]}.
+
+    A power of two counts the documents with at least that many tokens and less than twice as many.
+    """
+    documents = Counter()
+    tokens = Counter()
     for length in lengths:
         bucket = 1 << (length.bit_length() - 1)
-        counts[bucket] += 1
+        documents[bucket] += 1
         tokens[bucket] += length
-    return {str(bucket): [counts[bucket], tokens[bucket]] for bucket in sorted(counts)}
+    return {str(bucket): [documents[bucket], tokens[bucket]] for bucket in sorted(documents)}
 
 
-def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> MaskRanges:
-    """Open the source of a recipe. Raises ValueError if that is impossible or an option would be ignored."""
-    mds = recipe.document == "row" and is_mds(recipe.source)
-    if mds:
+def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
+    """Open the source of a recipe.
+
+    Raises ValueError if that is impossible or an option would be ignored.
+    """
+    reads_mds = recipe.document == "row" and is_mds(recipe.source)
+    if reads_mds:
         unused = ("subset", "split")
     elif recipe.document == "row":
         unused = ("source_tokenizer",)
     else:
         unused = ("source_tokenizer", "text_field", "subset", "split")
-    defaults = {item.name: item.default for item in fields(Recipe)}
+    defaults = {field.name: field.default for field in fields(Recipe)}
     for name in unused:
         if getattr(recipe, name) != defaults[name]:
             raise ValueError(
                 f"--{name.replace('_', '-')} would be ignored with this source; leave it out"
             )
-    if mds:
-        source_tokenizer = (
-            load_tokenizer(recipe.source_tokenizer) if recipe.source_tokenizer else None
-        )
+
+    if reads_mds:
+        source_tokenizer = None
+        if recipe.source_tokenizer:
+            source_tokenizer = load_tokenizer(recipe.source_tokenizer)
         return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
     if recipe.document == "row":
         data = Data(
@@ -159,7 +186,8 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> MaskRanges:
             split=recipe.split,
         )
         return TextRows(open_source(data), tokenizer)
-    return TextRows(open_folder(recipe.source, whole=recipe.document == "source"), tokenizer)
+    texts = open_folder(recipe.source, whole=recipe.document == "source")
+    return TextRows(texts, tokenizer)
 
 
 def prepare(
@@ -167,8 +195,9 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the folder `out`, or what is missing of it; returns what meta.json holds.
 
-    `progress(done, shards)` is called at the beginning and after every shard. Raises ValueError for a source or options that
-    cannot be used, for an `out` that was begun with another source, tokenizer or option, and if no document is left.
+    `progress(done, shards)` is called at the beginning and after every shard. Raises ValueError for
+    a source or options that cannot be used, for an `out` that was begun with another source,
+    tokenizer or option, and if no document is left.
     """
     folder = Path(out).expanduser()
     _check_out(folder, out)
@@ -176,24 +205,27 @@ def prepare(
         unpack(recipe.source)
     writer = Writer(recipe, folder)
     _check_plan(folder, out, _plan(writer))
-    missing = [
-        number
-        for number in range(writer.shards)
-        if not shard_path(folder, number, "json").is_file()
-    ]
+
+    missing = []
+    for number in range(writer.shards):
+        if not shard_path(folder, number, "json").is_file():
+            missing.append(number)
     done = writer.shards - len(missing)
     progress(done, writer.shards)
-    for done, _ in enumerate(_written(writer, missing, processes), start=done + 1):
+    for _ in _write_shards(writer, missing, processes):
+        done += 1
         progress(done, writer.shards)
     return _finish(writer, out)
 
 
 _writer: Writer | None = None
+"""Of a worker process: what it writes with."""
 
 
 def _start_worker(recipe: Recipe, folder: Path) -> None:
     global _writer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to deal with
+    # Ctrl-C is the parent's to deal with.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _writer = Writer(recipe, folder)
 
 
@@ -201,18 +233,21 @@ def _write(number: int) -> int:
     return _writer.write(number)
 
 
-def _written(writer: Writer, missing: list[int], processes: int) -> Iterator[int]:
+def _write_shards(writer: Writer, missing: list[int], processes: int) -> Iterator[int]:
     """Write the missing shards; yields the number of each when it is whole."""
     processes = min(processes, len(missing))
     if processes <= 1:
-        yield from map(writer.write, missing)
+        for number in missing:
+            yield writer.write(number)
         return
-    # Not forked from here: the libraries that read and tokenize have threads by now. From a server that only imported them.
+    # Not forked from here, as the libraries that read and tokenize have threads by now. Forked from
+    # a server that has only imported them.
     context = get_context("forkserver")
     context.set_forkserver_preload(["datasets", __name__])
     pool = ProcessPoolExecutor(processes, context, _start_worker, (writer.recipe, writer.folder))
     try:
-        for future in as_completed([pool.submit(_write, number) for number in missing]):
+        futures = [pool.submit(_write, number) for number in missing]
+        for future in as_completed(futures):
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -226,6 +261,7 @@ def _check_out(folder: Path, out: str) -> None:
 
 
 def _plan(writer: Writer) -> dict[str, Any]:
+    """What fixes the shards of `writer`, as plan.json holds it."""
     tokenizer = writer.tokenizer
     return {
         "format": FORMAT,
@@ -246,18 +282,22 @@ def _absolute(source: str) -> str:
 
 
 def _source_digest(writer: Writer) -> str:
-    """A digest of names, sizes and times of change of the source's files; empty for a dataset of the hub."""
+    """A digest of names, sizes and times of change of the source's files; empty for a dataset of the
+    hub."""
     root = Path(writer.recipe.source).expanduser()
     texts = getattr(writer.rows, "texts", None)
     if writer.recipe.source == "python" and isinstance(texts, LazyTexts):
         files = [path for _, path in texts.items]
+    elif root.is_dir():
+        files = sorted(path for path in root.rglob("*") if path.is_file())
     elif root.exists():
-        files = (
-            sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-        )
+        files = [root]
     else:
         return ""
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = []
+    for path in files:
+        stat = path.stat()
+        stats.append((str(path), stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
 
@@ -269,41 +309,47 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         write_json(path, plan)
         return
     saved = json.loads(path.read_text(encoding="utf-8"))
-    # A path that is written differently is the same tokenizer if its digest is.
-    differing = [key for key in plan if key != "tokenizer" and saved.get(key) != plan[key]]
-    if differing:
-        details = "; ".join(
-            "the source's files have changed"
-            if key == "source_files"
-            else f"{key} was {saved.get(key)} and is {plan[key]}"
-            for key in differing
-        )
+    differences = []
+    for key, value in plan.items():
+        # A path that is written differently is the same tokenizer if its digest is.
+        if key == "tokenizer" or saved.get(key) == value:
+            continue
+        if key == "source_files":
+            differences.append("the source's files have changed")
+        else:
+            differences.append(f"{key} was {saved.get(key)} and is {value}")
+    if differences:
         raise ValueError(
-            f"{out} was begun with something else ({details}); write another folder, or delete this one"
+            f"{out} was begun with something else ({'; '.join(differences)}); "
+            "write another folder, or delete this one"
         )
 
 
 def _finish(writer: Writer, out: str) -> dict[str, Any]:
+    """Write meta.json and the tokenizer's files, which makes the folder whole."""
     folder = writer.folder
-    shards = [
-        json.loads(shard_path(folder, number, "json").read_text(encoding="utf-8"))
-        for number in range(writer.shards)
-    ]
-    documents, tokens = (sum(shard[key] for shard in shards) for key in ("documents", "tokens"))
+    shards = []
+    for number in range(writer.shards):
+        path = shard_path(folder, number, "json")
+        shards.append(json.loads(path.read_text(encoding="utf-8")))
+    documents = sum(shard["documents"] for shard in shards)
     if documents == 0:
         raise ValueError(
-            f"no document of {writer.recipe.source} is within --min-length and --max-length; {out} holds none"
+            f"no document of {writer.recipe.source} is within --min-length and --max-length; "
+            f"{out} holds none"
         )
+    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    counts = []
+    for shard in shards:
+        counts.append({key: shard[key] for key in ("number", "documents", "tokens")})
     meta = {
-        **json.loads((folder / PLAN).read_text(encoding="utf-8")),
+        **plan,
         "dtype": token_dtype(writer.tokenizer.vocab_size),
         "documents": documents,
-        "tokens": tokens,
-        "histogram": _sum([shard["histogram"] for shard in shards]),
-        "kept": _sum([shard["kept"] for shard in shards]),
-        "shards": [
-            {key: shard[key] for key in ("number", "documents", "tokens")} for shard in shards
-        ],
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "histogram": _add_histograms([shard["histogram"] for shard in shards]),
+        "kept": _add_histograms([shard["kept"] for shard in shards]),
+        "shards": counts,
     }
     _copy_tokenizer(writer.recipe.tokenizer, folder)
     write_json(folder / META, meta)
@@ -315,16 +361,20 @@ def _copy_tokenizer(name: str, folder: Path) -> None:
     if name == "bytes":
         return
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(path.read_bytes())
     config = path.with_name("tokenizer_config.json")
     if config.is_file():
         (folder / "tokenizer_config.json").write_bytes(config.read_bytes())
 
 
-def _sum(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:
     total: dict[str, list[int]] = {}
-    for item in histograms:
-        for bucket, pair in item.items():
-            total[bucket] = [a + b for a, b in zip(total.get(bucket, [0, 0]), pair, strict=True)]
-    return dict(sorted(total.items(), key=lambda item: int(item[0])))
+    for one in histograms:
+        for bucket, (documents, tokens) in one.items():
+            sums = total.setdefault(bucket, [0, 0])
+            sums[0] += documents
+            sums[1] += tokens
+    # As numbers: as texts, "16" would come before "2".
+    return {bucket: total[bucket] for bucket in sorted(total, key=int)}

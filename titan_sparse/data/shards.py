@@ -1,11 +1,14 @@
-"""Prepared tokens on disk: memory-mapped shards with document offsets. Written by preparing.py, read by the loader.
+"""Prepared tokens on disk: memory-mapped shards with document offsets. Written by preparing.py, read
+by the loader.
 
 A folder holds, for every shard k,
-  shard_k.bin      the tokens of its documents one after the other, uint16 or uint32 (little-endian), each document
-                   closed by the end-of-document token
-  shard_k.idx.npy  int64 [documents + 1]: where each document begins in shard_k.bin, in tokens, and where the last ends
+  shard_k.bin      the tokens of its documents one after the other, uint16 or uint32
+                   (little-endian), each document closed by the end-of-document token
+  shard_k.idx.npy  int64 [documents + 1]: where each document begins in shard_k.bin, in tokens, and
+                   where the last ends
   shard_k.json     its counts; written last, so that a shard with it is whole
-and, once all shards are whole, meta.json: FORMAT, dtype, the tokenizer's digest and end-of-document token, all counts.
+and, once all shards are whole, meta.json: FORMAT, dtype, the tokenizer's digest and end-of-document
+token, and all counts.
 """
 
 import bisect
@@ -45,15 +48,17 @@ def write_json(path: Path, value: Any) -> None:
 def write_shard(
     folder: Path, number: int, documents: Iterable[NDArray[np.integer]], end: int, dtype: str
 ) -> int:
-    """Write documents (int [length], no end-of-document token) as a shard; returns its tokens, ends included.
+    """Write documents (int [length], no end-of-document token) as a shard.
 
-    Only one document is in memory at a time. The caller writes the shard's .json, which makes it whole.
+    Returns the number of its tokens, end-of-document tokens included. Only one document is in
+    memory at a time. The caller writes the shard's .json, which makes it whole.
     """
     little_endian = np.dtype(dtype).newbyteorder("<")
     offsets = [0]
     with shard_path(folder, number, "bin").open("wb") as file:
         for ids in documents:
-            np.append(ids, end).astype(little_endian).tofile(file)
+            closed = np.append(ids, end).astype(little_endian)
+            closed.tofile(file)
             offsets.append(offsets[-1] + len(ids) + 1)
     np.save(shard_path(folder, number, "idx.npy"), np.asarray(offsets, dtype=np.int64))
     return offsets[-1]
@@ -66,10 +71,11 @@ def is_prepared(source: str) -> bool:
 
 
 class TokenShards:
-    """Documents of a folder of shards, in the order of the source; nothing is read before it is asked for.
+    """Documents of a folder of shards, in the order of the source. Nothing is read before it is asked
+    for.
 
-    Raises ValueError, naming data.source or data.tokenizer, for a folder that is unfinished or damaged, or that was made
-    with another tokenizer.
+    Raises ValueError, naming data.source or data.tokenizer, for a folder that is unfinished or
+    damaged, or that was made with another tokenizer.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
@@ -83,16 +89,17 @@ class TokenShards:
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
         shards = [shard for shard in meta["shards"] if shard["documents"]]
-        self._offsets = [
-            np.load(shard_path(folder, shard["number"], "idx.npy"), mmap_mode="r")
-            for shard in shards
-        ]
-        self._tokens = [
-            _map(source, shard_path(folder, shard["number"], "bin"), dtype, shard["tokens"])
-            for shard in shards
-        ]
-        self._first = np.cumsum([0, *(shard["documents"] for shard in shards)]).tolist()
         self.total_tokens: int = meta["tokens"]
+        # Of each shard: where its documents begin, its tokens, and the index of its first document.
+        self._offsets = []
+        self._tokens = []
+        self._first = [0]
+        for shard in shards:
+            index_path = shard_path(folder, shard["number"], "idx.npy")
+            tokens_path = shard_path(folder, shard["number"], "bin")
+            self._offsets.append(np.load(index_path, mmap_mode="r"))
+            self._tokens.append(_map_tokens(source, tokens_path, dtype, shard["tokens"]))
+            self._first.append(self._first[-1] + shard["documents"])
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -104,18 +111,21 @@ class TokenShards:
     def length(self, index: int) -> int:
         """Tokens of a document, its end-of-document token included."""
         shard, row = self._find(index)
-        return int(self._offsets[shard][row + 1] - self._offsets[shard][row])
+        start, stop = self._offsets[shard][row : row + 2]
+        return int(stop - start)
 
     def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, its end-of-document token included; a view of the file, uint16 or uint32 [length]."""
+        """Tokens of a document, its end-of-document token included; a view of the file, uint16 or
+        uint32 [length]."""
         shard, row = self._find(index)
         start, stop = self._offsets[shard][row : row + 2]
         return self._tokens[shard][start:stop]
 
     def forget(self, index: int) -> None:
-        """Nothing to drop: pages of a file are the system's to keep or not."""
+        """Nothing to drop: the operating system decides which pages of a file stay in memory."""
 
     def _find(self, index: int) -> tuple[int, int]:
+        """The shard of a document, and its row in that shard."""
         shard = bisect.bisect_right(self._first, index) - 1
         return shard, index - self._first[shard]
 
@@ -127,21 +137,23 @@ def _has_format(path: Path) -> bool:
         return False
 
 
-def _map(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:
+def _map_tokens(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:
     size = path.stat().st_size if path.is_file() else 0
-    if size != tokens * dtype.itemsize:
+    expected_size = tokens * dtype.itemsize
+    if size != expected_size:
         raise ValueError(
-            f'data.source = "{source}": {path.name} has {size} bytes instead of {tokens * dtype.itemsize}; '
+            f'data.source = "{source}": {path.name} has {size} bytes instead of {expected_size}; '
             "copy the folder again, or prepare it anew"
         )
     return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _check_tokenizer(source: str, meta: dict[str, Any], tokenizer: Tokenizer) -> None:
-    made = (meta["tokenizer_digest"], meta["end_of_document"])
-    if made != (tokenizer.digest, tokenizer.end_of_document):
-        wanted = "bytes" if meta["tokenizer_digest"] == "bytes" else source
-        raise ValueError(
-            f'data.source = "{source}" was made with the tokenizer "{meta["tokenizer"]}" (digest '
-            f'{meta["tokenizer_digest"][:12]}), not with data.tokenizer; write data.tokenizer = "{wanted}"'
-        )
+    digest = meta["tokenizer_digest"]
+    if (digest, meta["end_of_document"]) == (tokenizer.digest, tokenizer.end_of_document):
+        return
+    wanted = "bytes" if digest == "bytes" else source
+    raise ValueError(
+        f'data.source = "{source}" was made with the tokenizer "{meta["tokenizer"]}" (digest '
+        f'{digest[:12]}), not with data.tokenizer; write data.tokenizer = "{wanted}"'
+    )

@@ -5,12 +5,12 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+from titan_sparse.config.sections import Data
 
-    from titan_sparse.config import Data
+Dataset = Any
+"""A datasets.Dataset; that library is imported only where a source needs it, as it takes a second."""
 
 # Ending of a data file -> the builder of the `datasets` library that reads it.
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.zst": "json", ".parquet": "parquet"}
@@ -27,7 +27,7 @@ class Source(Protocol):
 
 
 class LazyTexts:
-    """A Source that reads document `i` by `read(items[i])` at the moment it is asked for."""
+    """A Source that reads document `i` by `read(items[i])` when it is asked for."""
 
     def __init__(self, items: Sequence[Any], read: Callable[[Any], str]) -> None:
         self.items = items
@@ -40,10 +40,11 @@ class LazyTexts:
         return self.read(self.items[index])
 
 
-def open_source(data: "Data") -> Source:
-    """Open the documents that the [data] section names; nothing but the list of them is read here.
+def open_source(data: Data) -> Source:
+    """Open the documents that the [data] section names; only the list of them is read here.
 
-    Raises ValueError, naming the key, for a source, column, subset or split that does not exist or has no documents.
+    Raises ValueError, naming the key, for a source, column, subset or split that does not exist or
+    has no documents.
     """
     if data.source == "python":
         source = _open_python(data.join_packages)
@@ -62,19 +63,22 @@ def _open_python(join_packages: bool) -> Source:
     """The standard library's and torch's own files: real, long-range text that needs no download."""
     files = sorted(_python_files())
     if not join_packages:
-        return LazyTexts(files, lambda file: _read(file[1]))
-    packages = defaultdict(list)
+        return LazyTexts(files, _read_named)
+    files_by_package = defaultdict(list)
     for name, path in files:
-        packages[name.rpartition("/")[0]].append((name, path))
-    return LazyTexts(list(packages.values()), join_files)
+        package = name.rpartition("/")[0]
+        files_by_package[package].append((name, path))
+    return LazyTexts(list(files_by_package.values()), join_files)
 
 
 def _python_files() -> Iterator[tuple[str, Path]]:
-    """Yield (name relative to the root's parent, path); the name, not the path, is equal on all machines."""
+    """Yield (name, path) of each file; the name, unlike the path, is equal on all machines."""
     for root_name, root in _python_roots():
         for path in root.rglob("*.py"):
             relative = path.relative_to(root)
-            if NOT_STDLIB.isdisjoint(relative.parts) and path.is_file() and path.stat().st_size > 0:
+            if not NOT_STDLIB.isdisjoint(relative.parts):
+                continue
+            if path.is_file() and path.stat().st_size > 0:
                 yield f"{root_name}/{relative.as_posix()}", path
 
 
@@ -90,21 +94,30 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
+def _read_named(file: tuple[str, Path]) -> str:
+    _, path = file
+    return _read(path)
+
+
 def join_files(files: list[tuple[str, Path]]) -> str:
-    """One text of (name, path) pairs: each file after a line with its name; bytes that are no UTF-8 are replaced."""
-    return "\n".join(f"# {name}\n{_read(path)}" for name, path in files)
+    """One text of (name, path) pairs: each file after a line with its name.
+
+    Bytes that are no UTF-8 are replaced.
+    """
+    texts = []
+    for name, path in files:
+        texts.append(f"# {name}\n{_read(path)}")
+    return "\n".join(texts)
 
 
 def _is_path(source: str) -> bool:
-    """True for what exists, and for what can only be meant as a path: a typing error must not go to the hub."""
-    return (
-        source.startswith((".", "/", "~"))
-        or source.endswith(tuple(BUILDERS))
-        or Path(source).exists()
-    )
+    """True for what exists, and for what can only be meant as a path: a typing error must not go to
+    the hub."""
+    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(tuple(BUILDERS))
+    return looks_like_path or Path(source).exists()
 
 
-def _load_files(data: "Data") -> "Dataset":
+def _load_files(data: Data) -> Dataset:
     import datasets
 
     if data.subset or data.split != "train":
@@ -126,42 +139,53 @@ def _data_files(source: str) -> tuple[list[str], str]:
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(
-            f'data.source = "{source}": no such file or folder; write a path that exists, or "python"'
+            f'data.source = "{source}": no such file or folder; '
+            'write a path that exists, or "python"'
         )
     candidates = path.rglob("*") if path.is_dir() else [path]
-    endings = {
-        str(file): _ending(file) for file in sorted(candidates) if file.is_file() and _ending(file)
-    }
-    found = sorted(set(endings.values()))
-    if not found:
+    data_files = []
+    endings = set()
+    for file in sorted(candidates):
+        ending = _ending(file)
+        if ending and file.is_file():
+            data_files.append(str(file))
+            endings.add(ending)
+    if not endings:
         raise ValueError(
             f'data.source = "{source}" holds no data files; write a path of {", ".join(BUILDERS)}'
         )
-    if len(found) > 1:
+    if len(endings) > 1:
         raise ValueError(
-            f'data.source = "{source}" mixes {", ".join(found)}; write a folder with files of one ending'
+            f'data.source = "{source}" mixes {", ".join(sorted(endings))}; '
+            "write a folder with files of one ending"
         )
-    return list(endings), found[0]
+    return data_files, endings.pop()
 
 
 def _ending(path: Path) -> str:
-    return next((ending for ending in BUILDERS if path.name.endswith(ending)), "")
+    """The ending of a data file, empty for other files."""
+    for ending in BUILDERS:
+        if path.name.endswith(ending):
+            return ending
+    return ""
 
 
-def _load_from_hub(data: "Data") -> "Dataset":
+def _load_from_hub(data: Data) -> Dataset:
     import datasets
 
     try:
         return datasets.load_dataset(data.source, data.subset or None, split=data.split)
-    # OSError: not found or no connection; ValueError: no such subset or split; RuntimeError: needs a loading script.
+    # OSError: not found or no connection; ValueError: no such subset or split; RuntimeError: needs a
+    # loading script.
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f'data.source = "{data.source}" (data.subset = "{data.subset}", data.split = "{data.split}") is no path '
-            f"and cannot be loaded as a Hugging Face dataset: {_one_line(error)}"
+            f'data.source = "{data.source}" (data.subset = "{data.subset}", data.split = '
+            f'"{data.split}") is no path and cannot be loaded as a Hugging Face dataset: '
+            f"{_one_line(error)}"
         ) from error
 
 
-def _open_dataset(dataset: "Dataset", data: "Data") -> Source:
+def _open_dataset(dataset: Dataset, data: Data) -> Source:
     field = data.text_field
     if field not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
@@ -170,7 +194,8 @@ def _open_dataset(dataset: "Dataset", data: "Data") -> Source:
         )
     if getattr(dataset.features[field], "dtype", None) not in STRING_DTYPES:
         raise ValueError(
-            f'data.text_field = "{field}" holds no text in "{data.source}"; write a column of strings'
+            f'data.text_field = "{field}" holds no text in "{data.source}"; '
+            "write a column of strings"
         )
     texts = dataset.select_columns([field])
     # A null becomes an empty document, which the loader skips.

@@ -1,6 +1,8 @@
-"""Endless streams of sequences out of documents, and the mixture of several; deterministic and resumable.
+"""Endless streams of sequences out of documents, and the mixture of several; deterministic and
+resumable.
 
-A sequence is taken first as spans, which are cheap, and only where it is needed as tokens.
+A stream gives a sequence as spans of documents first, which is cheap. Only the rank that needs the
+sequence reads its tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -41,30 +43,38 @@ class Span(NamedTuple):
 
 
 class Order:
-    """0 ... count-1 in an order of its own in every epoch, or as they are. Raises ValueError for a negative seed."""
+    """The order of 0 ... count-1, shuffled anew in every epoch, or unchanged.
+
+    Raises ValueError for a negative seed.
+    """
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         if seed < 0:
             raise ValueError(
                 f"training.seed = {seed} cannot seed the order of documents; write 0 or more"
             )
-        self.count, self.seed, self.shuffle = count, seed, shuffle
+        self.count = count
+        self.seed = seed
+        self.shuffle = shuffle
+        # Only the order of the epoch asked for last is kept.
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def at(self, epoch: int, place: int) -> int:
-        """What stands at a place of an epoch."""
+        """The number at a place of an epoch."""
         if not self.shuffle:
             return place
         if self._epoch != epoch:
-            # The pair, not the sum: else seed 0 in epoch 1 and seed 1 in epoch 0 would read in the same order.
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            # The pair, not the sum: else seed 0 in epoch 1 and seed 1 in epoch 0 would read in the
+            # same order.
+            generator = np.random.default_rng([self.seed, epoch])
+            self._order = generator.permutation(self.count)
             self._epoch = epoch
         return int(self._order[place])
 
 
 class Stream(ABC):
-    """Cuts documents to an endless stream of sequences of at most `seq_len` tokens."""
+    """Cuts documents into an endless stream of sequences of at most `seq_len` tokens."""
 
     kind: str
     """data.sequences"""
@@ -79,14 +89,19 @@ class Stream(ABC):
         shuffle: bool,
         min_document_length: int,
     ) -> None:
-        self.documents, self.tokenizer, self.seq_len = documents, tokenizer, seq_len
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
         self.min_document_length = min_document_length
         self.order = Order(count, seed, shuffle)
         self.cursor = Cursor()
 
     @abstractmethod
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence; to pass over one, drop it. Raises ValueError if no document is long enough."""
+        """Take the next sequence; to pass over one, drop it.
+
+        Raises ValueError if no document is long enough.
+        """
 
     def fingerprint(self) -> dict[str, int | str]:
         """What fixes the stream: with another fingerprint a cursor points to other tokens."""
@@ -103,16 +118,22 @@ class Stream(ABC):
 
     def pack(self, spans: list[Span]) -> Packed:
         """Read the tokens of a sequence just taken by `next_sequence`, padded to `seq_len`."""
-        pieces = [Piece(self.documents.tokens(span.index), span.start, span.stop) for span in spans]
+        pieces = []
+        for span in spans:
+            document = self.documents.tokens(span.index)
+            pieces.append(Piece(document, span.start, span.stop))
         return pack(pieces, self.seq_len, self.tokenizer.padding)
 
     def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence, save those of its last document where the next sequence goes on with it."""
-        kept = spans[-1].index if self.cursor.offset else None
-        for index in {span.index for span in spans} - {kept}:
+        """Forget the tokens of a sequence, except those of its last document where the next sequence
+        goes on with it."""
+        finished = {span.index for span in spans}
+        if self.cursor.offset:
+            finished.discard(spans[-1].index)
+        for index in finished:
             self.documents.forget(index)
 
-    def _next_place(self) -> None:
+    def _go_to_next_place(self) -> None:
         cursor = self.cursor
         cursor.document += 1
         cursor.offset = 0
@@ -135,47 +156,56 @@ class PackedStream(Stream):
         shuffle: bool,
         min_document_length: int,
     ) -> None:
-        super().__init__(
-            documents, tokenizer, seq_len, len(documents), seed, shuffle, min_document_length
-        )
+        count = len(documents)
+        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
 
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence as spans of `seq_len` tokens together. Raises ValueError if no document is long enough."""
-        cursor, spans, room = self.cursor, [], self.seq_len
+        """Take the next sequence as spans of `seq_len` tokens together.
+
+        Raises ValueError if no document is long enough.
+        """
+        cursor = self.cursor
+        spans = []
+        room = self.seq_len
         while room > 0:
             index, length = self._find_document()
             span = Span(index, cursor.offset, min(length, cursor.offset + room))
-            cursor.documents_seen += span.start == 0
-            cursor.offset = span.stop
-            room -= span.stop - span.start
             spans.append(span)
+            room -= span.stop - span.start
+            if span.start == 0:
+                cursor.documents_seen += 1
+            cursor.offset = span.stop
             if span.stop == length:
-                self._next_place()
+                self._go_to_next_place()
         cursor.sequence += 1
         return spans
 
     def _find_document(self) -> tuple[int, int]:
-        """Index and length (end-of-document token included) of the cursor's document, skipping those too short."""
-        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is long enough.
+        """Index and length (end-of-document token included) of the cursor's document, skipping those
+        that are too short."""
+        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
+        # long enough.
         for _ in range(2 * self.order.count):
             index = self.order.at(self.cursor.epoch, self.cursor.document)
             length = self.documents.length(index)
             if length > max(self.min_document_length, 1):
                 return index, length
             self.documents.forget(index)
-            self._next_place()
+            self._go_to_next_place()
         raise ValueError(
-            f"no document of data.source has data.min_document_length = {self.min_document_length} tokens, or any at "
-            "all; write a smaller data.min_document_length or another data.source"
+            "no document of data.source has data.min_document_length = "
+            f"{self.min_document_length} tokens, or any at all; write a smaller "
+            "data.min_document_length or another data.source"
         )
 
 
 class SampleStream(Stream):
-    """data.sequences = fixed: every sequence is `seq_len` tokens of one document, cut from its beginning on.
+    """data.sequences = fixed: every sequence is `seq_len` tokens of one document, cut from its
+    beginning on.
 
-    A document's rest is dropped, or with `keep_rest` a shorter sequence (if it has two tokens: one has no label).
-    Samples, not documents, are permuted. (MTraining trains on rows of exactly 524288 tokens so.)
-    Raises ValueError if there is no sample.
+    A document's rest is dropped. With `keep_rest` it is a shorter sequence instead, if it has two
+    tokens: one has no label. Samples, not documents, are permuted. (MTraining trains this way, on
+    rows of exactly 524288 tokens.) Raises ValueError if there is no sample.
     """
 
     def __init__(
@@ -189,44 +219,52 @@ class SampleStream(Stream):
         keep_rest: bool,
     ) -> None:
         self.kind = "fixed_and_rest" if keep_rest else "fixed"
+        # int64 [documents]: the samples that each document gives
         lengths = documents.lengths()
-        counts = lengths // seq_len + (lengths % seq_len >= 2 if keep_rest else 0)
-        counts[lengths <= min_document_length] = 0
-        # Of documents that give samples: their index, and the number of samples up to and including theirs.
-        self._index = np.flatnonzero(counts)
-        self._stop = np.cumsum(counts[self._index])
+        samples = lengths // seq_len
+        if keep_rest:
+            samples += lengths % seq_len >= 2
+        samples[lengths <= min_document_length] = 0
+        # Of the documents that give samples: their index, and the number of samples up to and
+        # including theirs.
+        self._index = np.flatnonzero(samples)
+        self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
             raise ValueError(
-                f'data.sequences = "{self.kind}": no document of data.source has training.seq_len = {seq_len} '
-                f'tokens (the longest has {lengths.max()}); write a smaller one, or data.sequences = "packed"'
+                f'data.sequences = "{self.kind}": no document of data.source has '
+                f"training.seq_len = {seq_len} tokens (the longest has {lengths.max()}); "
+                'write a smaller one, or data.sequences = "packed"'
             )
-        super().__init__(
-            documents, tokenizer, seq_len, int(self._stop[-1]), seed, shuffle, min_document_length
-        )
+        count = int(self._stop[-1])
+        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
 
     def next_sequence(self) -> list[Span]:
         """Take the next sample: one span."""
-        sample = self.order.at(self.cursor.epoch, self.cursor.document)
+        cursor = self.cursor
+        sample = self.order.at(cursor.epoch, cursor.document)
         place = int(np.searchsorted(self._stop, sample, side="right"))
-        first = int(self._stop[place - 1]) if place else 0
         index = int(self._index[place])
-        start = (sample - first) * self.seq_len
-        span = Span(index, start, min(start + self.seq_len, self.documents.length(index)))
-        self.cursor.documents_seen += start == 0
-        self.cursor.sequence += 1
-        self._next_place()
-        return [span]
+        first_sample = int(self._stop[place - 1]) if place else 0
+        start = (sample - first_sample) * self.seq_len
+        stop = min(start + self.seq_len, self.documents.length(index))
+        if start == 0:
+            cursor.documents_seen += 1
+        cursor.sequence += 1
+        self._go_to_next_place()
+        return [Span(index, start, stop)]
 
 
 class Mixture:
     """Streams, each with its share of the sequences; one stream alone is a mixture too.
 
-    Which stream gives sequence n follows from the counts so far: the one that is furthest behind its share. So the first n
-    sequences hold n * share of each stream to within about one, on any number of ranks, and there is nothing random to save.
+    The counts so far say which stream gives sequence n: the one that is furthest behind its share.
+    So the first n sequences hold n * share of each stream to within about one, on any number of
+    ranks, and there is nothing random to save.
     """
 
     def __init__(self, streams: Sequence[Stream], shares: Sequence[float]) -> None:
-        self.streams, self.shares = streams, shares
+        self.streams = streams
+        self.shares = shares
 
     @property
     def sequence(self) -> int:
@@ -236,15 +274,14 @@ class Mixture:
     def next_stream(self) -> Stream:
         """The stream that the next sequence has to be taken from."""
         due = self.sequence + 1
-        behind = [
-            share * due - stream.cursor.sequence
-            for stream, share in zip(self.streams, self.shares, strict=True)
-        ]
+        behind = []
+        for stream, share in zip(self.streams, self.shares, strict=True):
+            behind.append(share * due - stream.cursor.sequence)
         return self.streams[behind.index(max(behind))]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """What fixes the stream of sequences, a dict for each part."""
-        return [
-            {**stream.fingerprint(), "share": round(share, 9)}
-            for stream, share in zip(self.streams, self.shares, strict=True)
-        ]
+        parts = []
+        for stream, share in zip(self.streams, self.shares, strict=True):
+            parts.append({**stream.fingerprint(), "share": round(share, 9)})
+        return parts

@@ -41,18 +41,19 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes "?"."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(
-            np.int32
-        )
+        raw = text.encode("utf-8", errors="replace")
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out, broken UTF-8 is replaced."""
         ids = np.asarray(ids)
-        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        raw = ids[ids < 256].astype(np.uint8).tobytes()
+        return raw.decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer.json; the special tokens are named by the tokenizer_config.json beside it, else well-known names.
+    """A tokenizer.json. The tokenizer_config.json beside it names the special tokens, else they are
+    found by well-known names.
 
     Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document token.
     """
@@ -71,13 +72,13 @@ class FileTokenizer:
         self.end_of_document: int = end
         self.padding: int = end if padding is None else padding
         # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size: int = max(ids) + 1
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of the text, int32 [length], no special tokens added."""
-        return np.asarray(
-            self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32
-        )
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out."""
@@ -92,10 +93,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "tokenizer.json"
     if not path.is_file():
         raise ValueError(
-            f'data.tokenizer = "{name}": no such file; write "bytes" or the path of a tokenizer.json'
+            f'data.tokenizer = "{name}": no such file; '
+            'write "bytes" or the path of a tokenizer.json'
         )
     return FileTokenizer(path)
 
@@ -103,28 +106,37 @@ def load_tokenizer(name: str) -> Tokenizer:
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special than Exception
+    # The library raises nothing more special than Exception.
+    except Exception as error:
         raise ValueError(
             f'data.tokenizer = "{path}" is no readable tokenizer.json: {error}'
         ) from error
-    # Files saved from fine-tuning often cut or pad to a fixed length, which would silently damage long documents.
+    # Files saved from fine-tuning often cut or pad to a fixed length, which would silently damage
+    # long documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _special_token(
     tokenizer: tokenizers.Tokenizer, config: dict[str, Any], key: str, candidates: list[str]
 ) -> int | None:
-    """Id of the token that the config names under `key`, else of the first candidate in the vocabulary, else None."""
+    """Id of the token that the config names under `key`, else of the first candidate in the
+    vocabulary, else None."""
     named = config.get(key)
     if named is None:
-        ids = (tokenizer.token_to_id(token) for token in candidates)
-        return next((token_id for token_id in ids if token_id is not None), None)
+        for token in candidates:
+            token_id = tokenizer.token_to_id(token)
+            if token_id is not None:
+                return token_id
+        return None
+    # Hugging Face writes the token itself, or a table about it.
     token = named["content"] if isinstance(named, dict) else named
     token_id = tokenizer.token_to_id(token)
     if token_id is None:

@@ -1,7 +1,8 @@
 """Cross-entropy of rows of logits, and its gradient in the logits' own memory.
 
-Two passes over a row, in tiles of the vocabulary: maximum and sum of exponentials (online softmax, Milakov and
-Gimelshein, arXiv 1805.02867), then the gradient. Nothing of the size of the logits is allocated.
+Two passes over a row, in tiles of the vocabulary: first the maximum and the sum of exponentials
+(online softmax, Milakov and Gimelshein, arXiv 1805.02867), then the gradient. Nothing of the size of
+the logits is allocated.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 IGNORE_INDEX = -100
 
 _TILE = 4096
-"""Columns a program holds at a time."""
+"""Columns (tokens of the vocabulary) that a program holds at a time."""
 
 
 def cross_entropy_naive(
@@ -22,19 +23,31 @@ def cross_entropy_naive(
     z_loss: float,
     gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The twin of cross_entropy(), on any device; fp64 logits too. The logits stay."""
+    """The plain-torch twin of cross_entropy(), on any device, for fp64 logits too.
+
+    It leaves the logits as they are.
+    """
+    # [C, V]
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ignored, index = labels == IGNORE_INDEX, torch.arange(len(labels), device=labels.device)
+    # [C] each
+    rows = torch.arange(len(labels), device=labels.device)
+    ignored = labels == IGNORE_INDEX
     targets = labels.masked_fill(ignored, 0)
-    log_probabilities, lse = wide.log_softmax(-1), wide.logsumexp(-1)
-    losses = (z_loss * lse.square() - log_probabilities[index, targets]).masked_fill_(ignored, 0.0)
+
+    log_probabilities = wide.log_softmax(-1)
+    lse = wide.logsumexp(-1)
+    losses = z_loss * lse.square() - log_probabilities[rows, targets]
+    losses.masked_fill_(ignored, 0.0)
     if gradient_dtype is None:
         return losses, None
+
+    # d(lse) is the softmax; the z-loss adds 2 * z_loss * lse of it.
     d_logits = log_probabilities.exp_().mul_((1.0 + 2.0 * z_loss * lse)[:, None])
-    d_logits[index, targets] -= 1.0
+    d_logits[rows, targets] -= 1.0
     if scales is not None:
         d_logits *= scales[:, None]
-    return losses, d_logits.masked_fill_(ignored[:, None], 0.0).to(gradient_dtype)
+    d_logits.masked_fill_(ignored[:, None], 0.0)
+    return losses, d_logits.to(gradient_dtype)
 
 
 @triton.jit
@@ -61,11 +74,12 @@ def _cross_entropy_kernel(
     logits += row * logits_stride
     tile = tl.arange(0, TILE)
 
-    top, total = -3.0e38, 0.0
+    # First pass: maximum and sum of exponentials. The maximum starts finite, since -inf - -inf is nan.
+    top = -3.0e38
+    total = 0.0
     for start in range(0, limit, TILE):
-        x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(
-            tl.float32
-        )
+        column = start + tile
+        x = tl.load(logits + column, mask=column < limit, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(x, 0))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(x - new_top), 0)
         top = new_top
@@ -80,22 +94,17 @@ def _cross_entropy_kernel(
         scale = 1.0
         if HAS_SCALES:
             scale = tl.load(scales + row)
-        of_softmax = scale * (1.0 + 2.0 * z_loss * lse)
+        softmax_scale = scale * (1.0 + 2.0 * z_loss * lse)
         for start in range(0, vocab, TILE):
-            x = tl.load(logits + start + tile, mask=start + tile < limit, other=float("-inf")).to(
-                tl.float32
-            )
-            d = tl.exp(x - top - log_total) * of_softmax - tl.where(
-                start + tile == target, scale, 0.0
-            )
-            # A narrower gradient lies at the front of its row: what is written here, other threads may still have to
-            # read as this tile or the one before.
+            column = start + tile
+            x = tl.load(logits + column, mask=column < limit, other=float("-inf")).to(tl.float32)
+            softmax = tl.exp(x - top - log_total)
+            d = softmax * softmax_scale - tl.where(column == target, scale, 0.0)
+            d = tl.where(ignored, 0.0, d).to(d_logits.dtype.element_ty)
+            # A narrower gradient lies at the front of its row. Other threads may still have to read
+            # what is overwritten here, as part of this tile or of the one before.
             tl.debug_barrier()
-            tl.store(
-                d_logits + start + tile,
-                tl.where(ignored, 0.0, d).to(d_logits.dtype.element_ty),
-                mask=start + tile < vocab,
-            )
+            tl.store(d_logits + column, d, mask=column < vocab)
 
 
 def cross_entropy(
@@ -105,12 +114,15 @@ def cross_entropy(
     z_loss: float,
     gradient_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses [C] = lse - logits[label] + z_loss * lse^2 and the gradient of their sum weighted by `scales`.
+    """Losses [C] = lse - logits[label] + z_loss * lse^2, and the gradient of their sum weighted by
+    `scales`.
 
-    logits [C, V] of fp32 (or bf16, fp16) with contiguous rows, any stride between them; labels int64 [C], all in [0, V)
-    or -100, which gives loss 0 and gradient 0; scales fp32 [C] or None for ones (they do not scale the losses). Losses
-    are fp32. The gradient [C, V] overwrites the logits: in gradient_dtype, no wider than theirs, it takes the front of
-    each row's memory. With gradient_dtype None there is none, and the logits stay.
+    logits: [C, V], fp32 (or bf16, fp16), contiguous rows with any stride between them.
+    labels: int64 [C], in [0, V) or -100, which gives loss 0 and gradient 0.
+    scales: fp32 [C], or None for ones. They do not scale the losses.
+    Losses are fp32. The gradient [C, V] overwrites the logits: in gradient_dtype, which is no wider
+    than theirs, it takes the front of each row's memory. With gradient_dtype None there is no
+    gradient, and the logits stay.
     """
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,9 @@
-"""The decoder, with module names as in Hugging Face so that weights map by name. No parallelism, no kernels."""
+"""The decoder. Module names are those of Hugging Face, so that weights map by name.
+
+A token goes through Decoder.forward: embedding, then each Block (attention, MLP), then the final
+norm and the head. The model knows no parallelism and no kernels: attention is a function that it is
+given, training/parallelize.py shards it from outside.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_sparse.loss import linear_cross_entropy
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""attend(q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, D], mask) -> [B, Hq, S, D]; mask is opaque to the model."""
+"""attend(q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, D], mask) -> [B, Hq, S, D].
+
+The mask is opaque to the model.
+"""
 
 
 class Attention(nn.Module):
@@ -22,27 +30,38 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.attend = attend
-        query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        query_size = config.heads * config.head_dim
+        kv_size = config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = (
-            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.k_norm = (
-            nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        )
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        else:
+            self.q_norm = nn.Identity()
+            self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """x [B, S, hidden_size], cos and sin [B, 1, S, D] fp32 or fp64 -> [B, S, hidden_size]."""
-        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
-        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
-        v = self._heads(self.v_proj(x)).transpose(1, 2)
-        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
+        # [B, S, Hq, D] and twice [B, S, Hkv, D]. Qwen3 norms each head of q and k by itself.
+        q = self.q_norm(self._split_heads(self.q_proj(x)))
+        k = self.k_norm(self._split_heads(self.k_proj(x)))
+        v = self._split_heads(self.v_proj(x))
+
+        # [B, H, S, D], as attend and the rope tables want it.
+        q = apply_rope(q.transpose(1, 2), cos, sin)
+        k = apply_rope(k.transpose(1, 2), cos, sin)
+        v = v.transpose(1, 2)
+
+        # [B, Hq, S, D]
+        out = self.attend(q, k, v, mask)
+        # [B, S, Hq * D] -> [B, S, hidden_size]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """[B, S, H * D] -> [B, S, H, D]."""
         return x.unflatten(-1, (-1, self.head_dim))
 
 
@@ -78,17 +97,20 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *shared: Any) -> Tensor:
-    """x through all blocks, each called with (x, *shared)."""
+def run_blocks(
+    blocks: Iterable[nn.Module], x: Tensor, cos: Tensor, sin: Tensor, mask: Any
+) -> Tensor:
+    """x [B, S, hidden_size] through all blocks, one after the other."""
     for block in blocks:
-        x = block(x, *shared)
+        x = block(x, cos, sin, mask)
     return x
 
 
 class Decoder(nn.Module):
     """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is None.
 
-    `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes a layer's MLP.
+    `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes the MLP of
+    a layer.
     """
 
     def __init__(
@@ -96,18 +118,17 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict(
-            {str(i): Block(config, attend, mlp) for i in range(config.layers)}
-        )
-        self.run_blocks = (
-            run_blocks  # offload.OffloadedBlocks, where what blocks keep goes to the CPU
-        )
+        self.layers = nn.ModuleDict()
+        for layer in range(config.layers):
+            self.layers[str(layer)] = Block(config, attend, mlp)
+        # training.offload.OffloadedBlocks takes this place where activations move to the CPU.
+        self.run_blocks = run_blocks
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Plain attributes, not buffers: to_empty() after a meta-device construction would wipe a buffer, and
-        # .double() or .bfloat16() would convert it.
+        # Plain attributes, not buffers: to_empty() after a meta-device construction would wipe a
+        # buffer, and .double() or .bfloat16() would convert it.
         self.inv_freq, self.attention_factor = inverse_frequencies(config.rope, config.head_dim)
 
     def forward(
@@ -120,22 +141,28 @@ class Decoder(nn.Module):
         z_loss: float = 0.0,
         loss: Callable[..., Tensor] = linear_cross_entropy,
     ) -> Tensor:
-        """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits [B, S, V].
+        """Loss sum over labels != -100, scalar fp32 (fp64 for fp64 weights); without labels, logits
+        [B, S, V].
 
-        tokens, positions and labels are int [B, S] (labels already shifted); `mask` is handed to attend unchanged.
-        The loss never holds more than `loss_chunk_tokens` rows of logits; z_loss is the weight of their lse^2 in it.
-        `loss`: another function of titan_sparse.loss, called alike, whose result is returned.
+        tokens, positions and labels are int [B, S], labels already shifted. `mask` is handed to
+        attend unchanged. The loss never holds more than `loss_chunk_tokens` rows of logits; z_loss
+        is the weight of their lse^2 in it. `loss` may be another function of titan_sparse.loss that
+        is called alike; its result is returned.
         """
+        # [B, S, hidden_size]
         x = self.embed_tokens(tokens)
+
+        # The angles of all layers, computed once: [B, 1, S, D] each, never in half precision.
         table_dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = rope_tables(
-            self.inv_freq.to(x.device), self.attention_factor, positions, table_dtype
-        )
+        inv_freq = self.inv_freq.to(x.device)
+        cos, sin = rope_tables(inv_freq, self.attention_factor, positions, table_dtype)
+
         x = self.run_blocks(self.layers.values(), x, cos, sin, mask)
         hidden = self.norm(x)
-        # Read inside forward: only here is a sharded head unsharded. The head is no module call because the loss
-        # consumes its weight chunk by chunk.
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+        # The head is no module call because the loss consumes its weight chunk by chunk. The weight
+        # is read inside forward because a sharded head is unsharded only here.
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
         if labels is None:
-            return F.linear(hidden, weight)
-        return loss(hidden, weight, labels, loss_chunk_tokens, z_loss)
+            return F.linear(hidden, head.weight)
+        return loss(hidden, head.weight, labels, loss_chunk_tokens, z_loss)

@@ -1,60 +1,17 @@
 """Published model shapes and the overrides of the [model] config section. Imports no torch."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Literal
 
-Scaling = Literal["none", "llama3", "yarn"]
+from titan_sparse.models.config import DecoderConfig, RopeConfig, number_of_parameters
+from titan_sparse.models.huggingface_config import read_config
 
+__all__ = ["FLAVOURS", "DecoderConfig", "RopeConfig", "number_of_parameters", "resolve"]
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding, fields as in Hugging Face `rope_scaling`; lengths in tokens.
-
-    `original_length` is the length the model was trained at before any scaling; with scaling "none" it is not used,
-    but it is what a later "yarn" or "llama3" starts from.
-    """
-
-    theta: float
-    scaling: Scaling
-    factor: float
-    original_length: int
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of a decoder; sizes in elements, `max_positions` in tokens (published max_position_embeddings).
-
-    Raises ValueError when the heads cannot be grouped or the head cannot be rotated by halves.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    qkv_bias: bool
-    qk_norm: bool
-    tied_embeddings: bool
-    norm_eps: float
-    max_positions: int
-    rope: RopeConfig
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads = {self.heads} must be a multiple of kv_heads = {self.kv_heads}."
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim = {self.head_dim} must be even: rotary embeddings rotate its two halves."
-            )
+# Qwen publishes YaRN with original_max_position_embeddings = 32768, whatever
+# max_position_embeddings says.
+_QWEN_ROPE = RopeConfig(theta=1e6, scaling="none", factor=1.0, original_length=32768)
 
 
 def _qwen2_5(
@@ -103,9 +60,6 @@ def _qwen3(
         rope=_QWEN_ROPE,
     )
 
-
-# Qwen publishes YaRN with original_max_position_embeddings = 32768 whatever max_position_embeddings says.
-_QWEN_ROPE = RopeConfig(theta=1e6, scaling="none", factor=1.0, original_length=32768)
 
 FLAVOURS: dict[str, DecoderConfig] = {
     "debug": DecoderConfig(
@@ -160,11 +114,13 @@ def resolve(
     initial_hf: str = "",
     layers: int = 0,
 ) -> DecoderConfig:
-    """The flavour's config with the overrides of the [model] section; 0 (and "flavour") keep the flavour's value.
+    """The flavour's config with the overrides of the [model] section applied.
 
-    With initial_hf, a folder of Hugging Face, its config.json takes the flavour's place: scaling may be added where it
-    has none, all else must agree with it; the flavour "debug", which is the default, says nothing then.
-    Raises ValueError for an unknown flavour, a negative value, an override that would have no effect or does not agree.
+    0 (and "flavour" for rope_scaling) keeps the flavour's value. `initial_hf` is a folder of
+    Hugging Face: its config.json takes the flavour's place. Rope scaling may be added where it has
+    none; everything else must agree with it. The flavour "debug" is the default, so it says nothing
+    then. Raises ValueError for an unknown flavour, a negative value, and an override that would
+    have no effect or does not agree.
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
@@ -174,71 +130,82 @@ def resolve(
     for name, value in (("vocab_size", vocab_size), ("layers", layers)):
         if value < 0:
             raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
-    base = FLAVOURS[flavour]
-    if initial_hf:
-        from titan_sparse.models.huggingface_config import (
-            read_config,
-        )  # here, as that file needs this one
 
+    if initial_hf:
         base = read_config(initial_hf)
-        _agree(initial_hf, base, flavour, vocab_size, layers, rope_theta)
+        _check_agreement(initial_hf, base, flavour, vocab_size, layers, rope_theta)
+    else:
+        base = FLAVOURS[flavour]
+
     rope = _override_scaling(base.rope, rope_scaling, rope_factor)
     rope = _override_numbers(rope, rope_original_length, rope_theta)
     if initial_hf and base.rope.scaling != "none" and rope != base.rope:
         raise ValueError(
-            f"model.rope_scaling, rope_factor and rope_original_length do not agree with {initial_hf}/config.json, "
-            f"which already has {base.rope.scaling} with factor {base.rope.factor:g} over {base.rope.original_length} "
-            "tokens; leave them out."
+            "model.rope_scaling, rope_factor and rope_original_length do not agree with "
+            f"{initial_hf}/config.json, which already has {base.rope.scaling} with factor "
+            f"{base.rope.factor:g} over {base.rope.original_length} tokens; leave them out."
         )
     return replace(
-        base, vocab_size=vocab_size or base.vocab_size, layers=layers or base.layers, rope=rope
+        base,
+        vocab_size=vocab_size or base.vocab_size,
+        layers=layers or base.layers,
+        rope=rope,
     )
 
 
-def _agree(
-    folder: str, read: DecoderConfig, flavour: str, vocab_size: int, layers: int, rope_theta: float
+def _check_agreement(
+    folder: str,
+    published: DecoderConfig,
+    flavour: str,
+    vocab_size: int,
+    layers: int,
+    rope_theta: float,
 ) -> None:
-    """What the [model] section says of the shape against what config.json does."""
-    said = [
-        ("model.vocab_size", vocab_size or read.vocab_size, read.vocab_size),
-        ("model.layers", layers or read.layers, read.layers),
-        ("model.rope_theta", rope_theta or read.rope.theta, read.rope.theta),
-    ]
+    """Refuses a [model] section that says something else than config.json, read as `published`."""
+    said_and_published = {}
+    if vocab_size:
+        said_and_published["model.vocab_size"] = (vocab_size, published.vocab_size)
+    if layers:
+        said_and_published["model.layers"] = (layers, published.layers)
+    if rope_theta:
+        said_and_published["model.rope_theta"] = (rope_theta, published.rope.theta)
     if flavour != "debug":
-        published, of_rope = FLAVOURS[flavour], ("max_positions", "rope")
-        said += [
-            (
-                f'model.flavour = "{flavour}": {field.name}',
+        for field in fields(DecoderConfig):
+            # Checkpoints of one shape are published with different lengths and rope scalings.
+            if field.name in ("max_positions", "rope"):
+                continue
+            said_and_published[f'model.flavour = "{flavour}": {field.name}'] = (
+                getattr(FLAVOURS[flavour], field.name),
                 getattr(published, field.name),
-                getattr(read, field.name),
             )
-            for field in fields(DecoderConfig)
-            if field.name not in of_rope
-        ]
-    for key, value, wanted in said:
-        if value != wanted:
+    for key, (said, wanted) in said_and_published.items():
+        if said != wanted:
             raise ValueError(
-                f"{key} = {value} does not agree with {folder}/config.json, which has {wanted}; leave it out."
+                f"{key} = {said} does not agree with {folder}/config.json, which has {wanted}; "
+                "leave it out."
             )
 
 
 def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConfig:
     if scaling not in ("flavour", "none", "llama3", "yarn"):
         raise ValueError(
-            f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or "yarn".'
+            f'model.rope_scaling = "{scaling}" is unknown; write "flavour", "none", "llama3" or '
+            '"yarn".'
         )
     if scaling in ("flavour", "none"):
         if factor not in (0, 1):
             raise ValueError(
-                f'model.rope_factor = {factor} has no effect with model.rope_scaling = "{scaling}"; '
-                'write model.rope_scaling = "yarn" or "llama3".'
+                f"model.rope_factor = {factor} has no effect with model.rope_scaling = "
+                f'"{scaling}"; write model.rope_scaling = "yarn" or "llama3".'
             )
-        return rope if scaling == "flavour" else replace(rope, scaling="none", factor=1.0)
+        if scaling == "flavour":
+            return rope
+        return replace(rope, scaling="none", factor=1.0)
     factor = factor or rope.factor
     if factor <= 1:
         raise ValueError(
-            f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got {factor}; '
-            "write the target length divided by the training length."
+            f'model.rope_factor must be above 1 with model.rope_scaling = "{scaling}", got '
+            f"{factor}; write the target length divided by the training length."
         )
     return replace(rope, scaling=scaling, factor=factor)
 
@@ -246,7 +213,8 @@ def _override_scaling(rope: RopeConfig, scaling: str, factor: float) -> RopeConf
 def _override_numbers(rope: RopeConfig, original_length: int, theta: float) -> RopeConfig:
     if original_length < 0:
         raise ValueError(
-            f"model.rope_original_length = {original_length} is negative; write 0 for the flavour's own."
+            f"model.rope_original_length = {original_length} is negative; write 0 for the "
+            "flavour's own."
         )
     if original_length and rope.scaling == "none":
         raise ValueError(
@@ -262,14 +230,3 @@ def _override_numbers(rope: RopeConfig, original_length: int, theta: float) -> R
         original_length=original_length or rope.original_length,
         theta=float(theta) or rope.theta,
     )
-
-
-def number_of_parameters(config: DecoderConfig) -> int:
-    """Number of trainable parameters; a tied embedding counts once."""
-    query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = 2 * config.hidden_size * (query_size + kv_size)
-    attention += (query_size + 2 * kv_size) * config.qkv_bias + 2 * config.head_dim * config.qk_norm
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    norms = 2 * config.hidden_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tied_embeddings else 2)
-    return config.layers * (attention + mlp + norms) + config.hidden_size + embeddings

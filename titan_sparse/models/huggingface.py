@@ -1,4 +1,8 @@
-"""Weights in safetensors, as Hugging Face keeps them: into a decoder, sharded or not, and out of a run's checkpoint."""
+"""Weights in safetensors, as Hugging Face keeps them.
+
+load_weights() reads them into a decoder, sharded or not. export_weights() writes them from a
+checkpoint of a run.
+"""
 
 import json
 import os
@@ -16,8 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_config import config_json
 from titan_sparse.models.initialization import canonical_name
 
@@ -34,7 +38,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_SINGLE_FILE = "model.safetensors"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -44,29 +49,26 @@ def huggingface_name(name: str) -> str:
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
-    """Shape of every tensor of a checkpoint, by the decoder's names; tied embeddings have no lm_head."""
+    """Shape of every tensor of a checkpoint, by the decoder's names; tied embeddings have no
+    lm_head."""
     with torch.device("meta"):
-        return {name: x.shape for name, x in Decoder(config, attend=None).state_dict().items()}
+        model = Decoder(config, attend=None)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def check_weights(folder: str, config: DecoderConfig) -> None:
-    """Reads headers only. Raises ValueError, one line that names a missing, unexpected or misshapen tensor or file."""
-    expected = {huggingface_name(name): shape for name, shape in tensor_shapes(config).items()}
+    """Check the names, shapes and dtypes of the weights in a folder; reads headers only.
+
+    Raises ValueError, one line that names a missing, unexpected or misshapen tensor or file.
+    """
+    shapes = {huggingface_name(name): shape for name, shape in tensor_shapes(config).items()}
     with ExitStack() as stack:
-        found = _open_tensors(folder, stack)
-        missing, unexpected = (
-            expected.keys() - found.keys(),
-            {name for name in found if not _is_spare(name, config)},
-        )
-        for what, names in (
-            ("has no tensor", missing),
-            ("has an unexpected tensor", unexpected - expected.keys()),
-        ):
-            if names:
-                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-                raise ValueError(f"model.initial_hf: {folder} {what} {min(names)}{more}")
-        for name, shape in expected.items():
-            header = found[name].get_slice(name)
+        file_of_tensor = _open_tensors(folder, stack)
+        needed_names = {name for name in file_of_tensor if not _is_spare(name, config)}
+        _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
+        _refuse_names("has an unexpected tensor", needed_names - shapes.keys(), folder)
+        for name, shape in shapes.items():
+            header = file_of_tensor[name].get_slice(name)
             if tuple(header.get_shape()) != tuple(shape):
                 raise ValueError(
                     f"model.initial_hf: {name} in {folder} is {list(header.get_shape())}, "
@@ -79,22 +81,35 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
                 )
 
 
+def _refuse_names(problem: str, names: set[str], folder: str) -> None:
+    if not names:
+        return
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    raise ValueError(f"model.initial_hf: {folder} {problem} {min(names)}{more}")
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
-    """Fill every parameter of a materialised Decoder, plain or DTensor, in place and in the parameter's dtype.
+    """Fill every parameter of a materialized Decoder, plain or DTensor, in place, in the
+    parameter's dtype.
 
-    A rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what check_weights() raises.
+    Each rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what
+    check_weights() raises.
     """
     check_weights(folder, config)
     with ExitStack() as stack:
-        found = _open_tensors(folder, stack)
-        for name, parameter in model.named_parameters():
-            name = huggingface_name(canonical_name(name))
-            local, where = parameter, (slice(None),) * parameter.ndim
+        file_of_tensor = _open_tensors(folder, stack)
+        for parameter_name, parameter in model.named_parameters():
+            name = huggingface_name(canonical_name(parameter_name))
             if isinstance(parameter, DTensor):
-                local, where = parameter.to_local(), _shard(parameter)
-            if local.numel():  # more ranks than rows: some have nothing
-                local.copy_(found[name].get_slice(name)[where])
+                local = parameter.to_local()
+                shard = _shard_slices(parameter)
+            else:
+                local = parameter
+                shard = (slice(None),) * parameter.ndim
+            # With more ranks than rows, some ranks have nothing to read.
+            if local.numel():
+                local.copy_(file_of_tensor[name].get_slice(name)[shard])
 
 
 def export_weights(
@@ -105,105 +120,138 @@ def export_weights(
     source: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the model of a checkpoint of this project to a new `folder` that transformers loads, in `dtype`.
+    """Write the model of a checkpoint of this project to a new `folder`, in `dtype`, so that
+    transformers loads it.
 
-    checkpoint: a folder step-N, only read; one process suffices, whatever wrote it, and it holds one file's weights at a
-    time. source: a folder of Hugging Face whose tokenizer goes along; empty: none. Raises ValueError of one line if
-    `folder` is already there, or lies among the run's checkpoints, where old ones are deleted.
+    checkpoint: a folder step-N. It is only read. One process suffices, however many wrote it, and
+    it holds one file's weights at a time.
+    source: a folder of Hugging Face whose tokenizer is copied along; empty: none.
+    Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
+    where old ones are deleted.
     """
-    folder, part = Path(folder), Path(f"{folder}.incomplete")
+    folder = Path(folder)
+    incomplete = Path(f"{folder}.incomplete")
     if folder.exists():
         raise ValueError(f"{folder} is already there; write the name of a new folder")
-    among = Path(checkpoint).resolve().parent
-    # torchtitan's manager takes every such name beside a checkpoint for another one.
-    if folder.resolve().is_relative_to(among) and re.search(
-        r"step-\d", folder.resolve().relative_to(among).parts[0]
-    ):
+    if _looks_like_checkpoint(folder, Path(checkpoint).resolve().parent):
         raise ValueError(
-            f"{folder} lies among the run's checkpoints, where old ones are deleted; write another folder"
+            f"{folder} lies among the run's checkpoints, where old ones are deleted; "
+            "write another folder"
         )
+
     values = config_json(config, str(dtype).removeprefix("torch."), source)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    _write_tensors(checkpoint, part, tensor_shapes(config), dtype, max_file_bytes)
-    (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    for name in TOKENIZER_FILES if source else ():
-        if (Path(source).expanduser() / name).is_file():
-            shutil.copy(Path(source).expanduser() / name, part / name)
-    os.rename(part, folder)  # last: a folder of this name is complete
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir(parents=True)
+    _write_tensors(checkpoint, incomplete, tensor_shapes(config), dtype, max_file_bytes)
+    config_text = json.dumps(values, indent=2) + "\n"
+    (incomplete / "config.json").write_text(config_text, encoding="utf-8")
+    if source:
+        for name in TOKENIZER_FILES:
+            file = Path(source).expanduser() / name
+            if file.is_file():
+                shutil.copy(file, incomplete / name)
+    # Last, so that a folder of this name is always complete.
+    os.rename(incomplete, folder)
+
+
+def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
+    """Whether torchtitan's manager would take `folder` for one of the run's checkpoints.
+
+    It does so with every name in the folder `checkpoints` that holds step- and a digit.
+    """
+    folder = folder.resolve()
+    if not folder.is_relative_to(checkpoints):
+        return False
+    first_name = folder.relative_to(checkpoints).parts[0]
+    return re.search(r"step-\d", first_name) is not None
 
 
 def _write_tensors(
-    checkpoint: str, folder: Path, shapes: dict[str, torch.Size], dtype: torch.dtype, max_bytes: int
+    checkpoint: str,
+    folder: Path,
+    shapes: dict[str, torch.Size],
+    dtype: torch.dtype,
+    max_file_bytes: int,
 ) -> None:
-    groups, weight_map, total = _groups(shapes, dtype.itemsize, max_bytes), {}, 0
-    for number, names in enumerate(groups, 1):
-        file = _SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+    names_by_file = _split_over_files(shapes, dtype.itemsize, max_file_bytes)
+    files = len(names_by_file)
+    file_of_tensor: dict[str, str] = {}
+    total_bytes = 0
+    for number, names in enumerate(names_by_file, 1):
+        file = _SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        with warnings.catch_warnings():  # one process is what no_dist asks for
+        with warnings.catch_warnings():
+            # One process is what no_dist asks for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # casts while it copies
-        state = {huggingface_name(name): x for name, x in state.items()}
-        save_file(
-            state, folder / file, metadata={"format": "pt"}
-        )  # transformers asks for the format
-        weight_map |= dict.fromkeys(state, file)
-        total += sum(x.nbytes for x in state.values())
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            # Loading casts to the dtype of `state` while it copies.
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        state = {huggingface_name(name): tensor for name, tensor in state.items()}
+        # transformers asks for the format.
+        save_file(state, folder / file, metadata={"format": "pt"})
+        file_of_tensor |= dict.fromkeys(state, file)
+        total_bytes += sum(tensor.nbytes for tensor in state.values())
+    if files > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
+        index_text = json.dumps(index, indent=2) + "\n"
+        (folder / _INDEX_FILE).write_text(index_text, encoding="utf-8")
 
 
-def _groups(shapes: dict[str, torch.Size], itemsize: int, max_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that a group has at most max_bytes, or a single tensor."""
-    groups, size = [[]], 0
+def _split_over_files(
+    shapes: dict[str, torch.Size], itemsize: int, max_file_bytes: int
+) -> list[list[str]]:
+    """Names in order, cut so that a file has at most max_file_bytes, or a single tensor."""
+    names_by_file: list[list[str]] = [[]]
+    file_bytes = 0
     for name, shape in shapes.items():
-        bytes_of_tensor = shape.numel() * itemsize
-        if groups[-1] and size + bytes_of_tensor > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += bytes_of_tensor
-    return groups
+        tensor_bytes = shape.numel() * itemsize
+        if names_by_file[-1] and file_bytes + tensor_bytes > max_file_bytes:
+            names_by_file.append([])
+            file_bytes = 0
+        names_by_file[-1].append(name)
+        file_bytes += tensor_bytes
+    return names_by_file
 
 
 def _open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
     """The open file that holds each tensor; files stay open until `stack` is left."""
-    found: dict[str, safe_open] = {}
-    for path in _files(Path(folder).expanduser()):
+    file_of_tensor: dict[str, safe_open] = {}
+    for path in _weight_files(Path(folder).expanduser()):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
-        found |= dict.fromkeys(file.keys(), file)
-    return found
+        file_of_tensor |= dict.fromkeys(file.keys(), file)
+    return file_of_tensor
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / _INDEX).is_file():
+def _weight_files(folder: Path) -> list[Path]:
+    index_path = folder / _INDEX_FILE
+    if index_path.is_file():
         try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-            return sorted({folder / name for name in index["weight_map"].values()})
+            index = json.loads(index_path.read_text(encoding="utf-8"))
+            names = set(index["weight_map"].values())
+            return sorted(folder / name for name in names)
         except (ValueError, KeyError) as error:
             raise ValueError(
-                f"model.initial_hf: {folder / _INDEX} has no readable weight_map: {error}"
+                f"model.initial_hf: {index_path} has no readable weight_map: {error}"
             ) from error
-    if not (folder / _SINGLE).is_file():
+    if not (folder / _SINGLE_FILE).is_file():
         raise ValueError(
-            f"model.initial_hf: {folder} has neither {_SINGLE} nor {_INDEX}; "
+            f"model.initial_hf: {folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; "
             "save it with save_pretrained()"
         )
-    return [folder / _SINGLE]
+    return [folder / _SINGLE_FILE]
 
 
 def _is_spare(name: str, config: DecoderConfig) -> bool:
-    """Tensors that transformers passes over as well: the copy of a tied head, the tables of early Llama checkpoints."""
-    return name.endswith(".rotary_emb.inv_freq") or (
-        config.tied_embeddings and name == "lm_head.weight"
-    )
+    """Whether transformers ignores a tensor of this name too: the copy of a tied head, and the
+    rotary tables of early Llama checkpoints."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    return config.tied_embeddings and name == "lm_head.weight"
 
 
-def _shard(parameter: DTensor) -> tuple[slice, ...]:
+def _shard_slices(parameter: DTensor) -> tuple[slice, ...]:
     """Which part of the full tensor this rank holds."""
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements

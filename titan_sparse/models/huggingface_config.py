@@ -5,16 +5,17 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_sparse.models.flavours import DecoderConfig, RopeConfig
+from titan_sparse.models.config import DecoderConfig, RopeConfig
 
 
 class _Family(NamedTuple):
-    """What transformers fixes in a model class's code; head_dim: where config.json gives none, 0: hidden / heads."""
+    """What transformers fixes in the code of a model class, rather than in config.json."""
 
     model_type: str
     qkv_bias: bool
     qk_norm: bool
     head_dim: int
+    """used where config.json gives none; 0: hidden_size / heads"""
 
 
 _FAMILIES = {
@@ -22,7 +23,9 @@ _FAMILIES = {
     "LlamaForCausalLM": _Family("llama", qkv_bias=False, qk_norm=False, head_dim=0),
     "Qwen3ForCausalLM": _Family("qwen3", qkv_bias=False, qk_norm=True, head_dim=128),
 }
-_SIZES = {  # of DecoderConfig: of config.json
+
+# Field of DecoderConfig -> key of config.json.
+_SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "layers": "num_hidden_layers",
@@ -31,7 +34,9 @@ _SIZES = {  # of DecoderConfig: of config.json
     "norm_eps": "rms_norm_eps",
     "max_positions": "max_position_embeddings",
 }
-_ONLY = {  # other values would compute something that the decoder does not
+
+# Key of config.json -> its only accepted value: others compute something that the decoder does not.
+_ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -40,9 +45,16 @@ _ONLY = {  # other values would compute something that the decoder does not
     "quantization_config": None,
     "partial_rotary_factor": 1,
 }
+
+# RopeConfig.scaling -> the keys that config.json may give for it.
 _ROPE_KEYS = {
     "none": set(),
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
     "yarn": {
         "factor",
         "original_max_position_embeddings",
@@ -52,15 +64,18 @@ _ROPE_KEYS = {
         "truncate",
     },
 }
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_config(folder: str) -> DecoderConfig:
     """The shape that `folder`/config.json describes, as transformers 4 or 5 writes it.
 
-    Raises ValueError, one line, for an unreadable file, another family, or a setting that the decoder does not have.
+    Raises ValueError, one line, for an unreadable file, another family, or a setting that the
+    decoder does not have.
     """
-    path, values = Path(folder).expanduser() / "config.json", _read_json(folder)
+    path = Path(folder).expanduser() / "config.json"
+    values = _read_json(folder)
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -73,7 +88,8 @@ def read_config(folder: str) -> DecoderConfig:
     missing = [key for key in _SIZES.values() if values.get(key) is None]
     if missing:
         raise ValueError(f"model.initial_hf: {path} has no {missing[0]}")
-    sizes = {ours: values[theirs] for ours, theirs in _SIZES.items()}
+
+    sizes = {field: values[key] for field, key in _SIZES.items()}
     heads = sizes["heads"]
     try:
         return DecoderConfig(
@@ -90,46 +106,58 @@ def read_config(folder: str) -> DecoderConfig:
 
 
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
-    """config.json of a model whose weights are `dtype` ("bfloat16"), in words of transformers 4 that 5 reads too.
+    """The content of config.json for a model whose weights are `dtype` (such as "bfloat16").
 
-    source: a folder whose config.json lends the ids of special tokens; empty: none. Raises ValueError where no family
-    has such a shape.
+    It is written in the words of transformers 4, which transformers 5 reads too. `source` is a
+    folder whose config.json lends the ids of special tokens; empty: none are written. Raises
+    ValueError where no family has such a shape.
     """
-    name, rope = architecture(config), config.rope
-    values = {"architectures": [name], "model_type": _FAMILIES[name].model_type}
-    values |= {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
-    values |= {
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "tie_word_embeddings": config.tied_embeddings,
-        "torch_dtype": dtype,
-        "rope_theta": rope.theta,
-        "rope_scaling": _rope_scaling(rope),
+    name = architecture(config)
+    values: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": _FAMILIES[name].model_type,
     }
-    if rope.scaling != "none":
-        # transformers 4 takes YaRN's factor from max_position_embeddings / original: the product must be right.
-        extended = round(rope.factor * rope.original_length)
-        values["max_position_embeddings"] = (
-            extended if rope.scaling == "yarn" else max(extended, config.max_positions)
-        )
-    special = _read_json(source) if source else {}
-    return values | {key: special[key] for key in _KEPT if key in special}
+    for field, key in _SIZES.items():
+        values[key] = getattr(config, field)
+    values["num_key_value_heads"] = config.kv_heads
+    values["head_dim"] = config.head_dim
+    values["hidden_act"] = "silu"
+    values["tie_word_embeddings"] = config.tied_embeddings
+    values["torch_dtype"] = dtype
+    values["rope_theta"] = config.rope.theta
+    values["rope_scaling"] = _rope_scaling(config.rope)
+
+    # transformers 4 takes YaRN's factor from max_position_embeddings / original: the product has
+    # to be right.
+    extended = round(config.rope.factor * config.rope.original_length)
+    if config.rope.scaling == "yarn":
+        values["max_position_embeddings"] = extended
+    elif config.rope.scaling == "llama3":
+        values["max_position_embeddings"] = max(extended, config.max_positions)
+
+    if source:
+        source_values = _read_json(source)
+        for key in _SPECIAL_TOKENS:
+            if key in source_values:
+                values[key] = source_values[key]
+    return values
 
 
 def architecture(config: DecoderConfig) -> str:
-    """The class of transformers that computes what the decoder does. Raises ValueError if there is none."""
+    """The class of transformers that computes what the decoder does; ValueError if there is none."""
     for name, family in _FAMILIES.items():
-        if (family.qkv_bias, family.qk_norm) == (config.qkv_bias, config.qk_norm):
-            if name == "LlamaForCausalLM" and config.hidden_size % config.heads:
-                raise ValueError(
-                    f"transformers' {name} needs hidden_size = {config.hidden_size} to be a multiple of "
-                    f"heads = {config.heads}; write another model.flavour, or checkpoint.last_save_in_hf = false"
-                )
-            return name
+        if (family.qkv_bias, family.qk_norm) != (config.qkv_bias, config.qk_norm):
+            continue
+        if name == "LlamaForCausalLM" and config.hidden_size % config.heads:
+            raise ValueError(
+                f"transformers' {name} needs hidden_size = {config.hidden_size} to be a multiple "
+                f"of heads = {config.heads}; write another model.flavour, or "
+                "checkpoint.last_save_in_hf = false"
+            )
+        return name
     raise ValueError(
-        f"no family of Hugging Face has qkv_bias = {config.qkv_bias} and qk_norm = {config.qk_norm}; "
-        "write another model.flavour, or checkpoint.last_save_in_hf = false"
+        f"no family of Hugging Face has qkv_bias = {config.qkv_bias} and qk_norm = "
+        f"{config.qk_norm}; write another model.flavour, or checkpoint.last_save_in_hf = false"
     )
 
 
@@ -147,12 +175,14 @@ def _read_json(folder: str) -> dict[str, Any]:
 
 
 def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
-    for key, only in _ONLY.items():
-        if values.get(key, only) not in (only, None):
+    for key, accepted in _ONLY.items():
+        if values.get(key, accepted) not in (accepted, None):
             raise ValueError(
-                f"model.initial_hf: {path} has {key} = {values[key]}; only {only} can be trained"
+                f"model.initial_hf: {path} has {key} = {values[key]}; "
+                f"only {accepted} can be trained"
             )
-    others = set(values.get("layer_types") or ()) - {"full_attention"}
+    layer_types = set(values.get("layer_types") or ())
+    others = layer_types - {"full_attention"}
     if others:
         raise ValueError(
             f"model.initial_hf: {path} has layer_types with {sorted(others)}; "
@@ -161,15 +191,21 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
 
 
 def _read_rope(values: dict[str, Any]) -> RopeConfig:
-    """transformers 4 writes rope_theta and rope_scaling, transformers 5 both in one table rope_parameters."""
-    table = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    table = {"rope_theta": values.get("rope_theta")} | table
+    """The rotary embedding of config.json.
+
+    transformers 4 writes rope_theta and rope_scaling, transformers 5 one table rope_parameters
+    with both.
+    """
+    table = {"rope_theta": values.get("rope_theta")}
+    table |= values.get("rope_scaling") or values.get("rope_parameters") or {}
     table = {key: value for key, value in table.items() if value is not None}
-    kind = table.pop("rope_type", table.get("type", "default"))
-    scaling = {"default": "none"}.get(kind, kind)
+
+    rope_type = table.pop("rope_type", table.get("type", "default"))
+    scaling = "none" if rope_type == "default" else rope_type
     if scaling not in _ROPE_KEYS:
         raise ValueError(
-            f'rope_type = "{kind}" is unknown; only "default", "llama3" and "yarn" can be trained'
+            f'rope_type = "{rope_type}" is unknown; '
+            'only "default", "llama3" and "yarn" can be trained'
         )
     theta = table.pop("rope_theta", None)
     if theta is None:
@@ -178,36 +214,48 @@ def _read_rope(values: dict[str, Any]) -> RopeConfig:
         raise ValueError("partial_rotary_factor other than 1 cannot be trained")
     unknown = set(table) - _ROPE_KEYS[scaling] - {"type"}
     if unknown:
-        raise ValueError(f'rope scaling "{kind}" with {sorted(unknown)[0]} cannot be trained')
-    length = table.get("original_max_position_embeddings", values["max_position_embeddings"])
+        raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
+
+    original_length = table.get(
+        "original_max_position_embeddings", values["max_position_embeddings"]
+    )
     if scaling == "none":
-        return RopeConfig(float(theta), "none", 1.0, length)
+        return RopeConfig(float(theta), "none", 1.0, original_length)
     if "factor" not in table:
-        raise ValueError(f'rope scaling "{kind}" needs a factor')
-    return _scaled(float(theta), scaling, float(table["factor"]), length, table)
-
-
-def _scaled(
-    theta: float, scaling: str, factor: float, length: int, table: dict[str, Any]
-) -> RopeConfig:
+        raise ValueError(f'rope scaling "{rope_type}" needs a factor')
+    factor = float(table["factor"])
     if scaling == "llama3":
-        missing = [key for key in ("low_freq_factor", "high_freq_factor") if key not in table]
-        if missing:
-            raise ValueError(f'rope scaling "llama3" needs {missing[0]}')
-        return RopeConfig(
-            theta,
-            "llama3",
-            factor,
-            length,
-            low_frequency_factor=float(table["low_freq_factor"]),
-            high_frequency_factor=float(table["high_freq_factor"]),
-        )
-    usual = 0.1 * math.log(factor) + 1 if factor >= 1 else math.nan
-    if not math.isclose(table.get("attention_factor", usual), usual, rel_tol=1e-6):
-        given = table.get("attention_factor")
+        return _read_llama3(float(theta), factor, original_length, table)
+    return _read_yarn(float(theta), factor, original_length, table)
+
+
+def _read_llama3(
+    theta: float, factor: float, original_length: int, table: dict[str, Any]
+) -> RopeConfig:
+    for key in ("low_freq_factor", "high_freq_factor"):
+        if key not in table:
+            raise ValueError(f'rope scaling "llama3" needs {key}')
+    return RopeConfig(
+        theta,
+        "llama3",
+        factor,
+        original_length,
+        low_frequency_factor=float(table["low_freq_factor"]),
+        high_frequency_factor=float(table["high_freq_factor"]),
+    )
+
+
+def _read_yarn(
+    theta: float, factor: float, original_length: int, table: dict[str, Any]
+) -> RopeConfig:
+    # The decoder multiplies cos and sin by this (models/rope.py), and by nothing else.
+    attention_factor = 0.1 * math.log(factor) + 1 if factor >= 1 else math.nan
+    given = table.get("attention_factor")
+    said = table.get("attention_factor", attention_factor)
+    if not math.isclose(said, attention_factor, rel_tol=1e-6):
         raise ValueError(
-            f'rope scaling "yarn" with factor = {factor} and attention_factor = {given} cannot be trained, '
-            f"only {usual:.6g}"
+            f'rope scaling "yarn" with factor = {factor} and attention_factor = {given} cannot be '
+            f"trained, only {attention_factor:.6g}"
         )
     if not table.get("truncate", True):
         raise ValueError('rope scaling "yarn" with truncate = false cannot be trained')
@@ -215,13 +263,14 @@ def _scaled(
         theta,
         "yarn",
         factor,
-        length,
+        original_length,
         beta_fast=float(table.get("beta_fast", 32)),
         beta_slow=float(table.get("beta_slow", 1)),
     )
 
 
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """The table rope_scaling of config.json."""
     if rope.scaling == "none":
         return None
     table = {
@@ -230,8 +279,9 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         "original_max_position_embeddings": rope.original_length,
     }
     if rope.scaling == "llama3":
-        return table | {
-            "low_freq_factor": rope.low_frequency_factor,
-            "high_freq_factor": rope.high_frequency_factor,
-        }
-    return table | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        table["low_freq_factor"] = rope.low_frequency_factor
+        table["high_freq_factor"] = rope.high_frequency_factor
+    else:
+        table["beta_fast"] = rope.beta_fast
+        table["beta_slow"] = rope.beta_slow
+    return table

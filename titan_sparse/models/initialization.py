@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the parameter's name only, never on how the model is sharded."""
+"""Initial weights. They depend on the seed and the parameter's name only, not on the sharding."""
 
 import hashlib
 import math
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.config import DecoderConfig
 
 _STD = 0.02
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -17,26 +17,27 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize(
     model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
 ) -> None:
-    """Fill every parameter of a materialised (to_empty) Decoder, fp32 or fp64, plain or DTensor, in place.
+    """Fill every parameter of a materialized (to_empty) Decoder in place.
 
-    Draws each full tensor in fp32 on `device` (default: the parameter's), one at a time, and keeps the local shard
-    without communication. Other kinds of device draw other numbers. Raises ValueError for a parameter still on the meta device.
+    Parameters are fp32 or fp64, plain or DTensor.
+
+    Each full tensor is drawn in fp32 on `device` (default: the parameter's), one at a time, and
+    each rank keeps its local shard without communication. Another kind of device draws other
+    numbers. Raises ValueError for a parameter still on the meta device.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(
                 f"parameter {name} is on the meta device; call model.to_empty(device=...) first."
             )
-        _assign(
-            parameter,
-            _draw(
-                canonical_name(name),
-                parameter.shape,
-                device or parameter.device,
-                seed,
-                config.layers,
-            ),
+        full = _draw(
+            canonical_name(name),
+            parameter.shape,
+            device or parameter.device,
+            seed,
+            config.layers,
         )
+        _assign(parameter, full)
 
 
 def canonical_name(name: str) -> str:
@@ -50,9 +51,11 @@ def _draw(name: str, shape: torch.Size, device: torch.device, seed: int, layers:
     full = torch.empty(shape, dtype=torch.float32, device=device)
     if name.endswith(".bias"):
         return full.zero_()
-    if len(shape) == 1:  # the only vectors besides biases are norm weights
+    # The only vectors besides biases are norm weights.
+    if len(shape) == 1:
         return full.fill_(1.0)
-    # Two residual branches per layer add up: their outputs shrink so that the residual stream keeps its variance.
+    # Two residual branches per layer add up: their outputs shrink, so that the residual stream
+    # keeps its variance.
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = _STD / math.sqrt(2 * layers) if writes_residual else _STD
     generator = torch.Generator(device=device).manual_seed(_stable_seed(seed, name))
@@ -60,14 +63,17 @@ def _draw(name: str, shape: torch.Size, device: torch.device, seed: int, layers:
 
 
 def _stable_seed(seed: int, name: str) -> int:
-    """hashlib, because hash() of a string differs from process to process; 63 bits, as manual_seed takes an int64."""
+    """A seed of 63 bits for one parameter, as manual_seed takes an int64.
+
+    It comes from hashlib, because hash() of a string differs from process to process.
+    """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _assign(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard, nothing is sent.
+        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing is sent.
         full = distribute_tensor(
             full, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

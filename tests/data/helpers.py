@@ -1,0 +1,140 @@
+"""Texts, files, shards and loaders that several data tests use."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import zstandard
+
+from titan_sparse.config import Data
+from titan_sparse.data.documents import TokenizedTexts
+from titan_sparse.data.loader import Batch, PackedLoader, build_loader
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.stream import Mixture, PackedStream
+from titan_sparse.data.tokenizer import ByteTokenizer
+
+TEXTS = ["first\nline", "", "zweites: \u00e4\u00f6\u20ac \U0001f600", "x" * 50, "last\n"]
+
+END = ByteTokenizer.end_of_document
+PADDING = ByteTokenizer.padding
+
+LENGTHS = [5, 40, 0, 1, 15, 16, 17, 33, 3, 90]
+
+
+def write_texts(folder: Path, ending: str, field: str = "text") -> Path:
+    """TEXTS in a folder of two files, or of one file a document for .txt."""
+    folder.mkdir()
+    if ending == ".txt":
+        for i, text in enumerate(TEXTS):
+            (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+        return folder
+    for part, texts in enumerate([TEXTS[:2], TEXTS[2:]]):
+        table = [{field: text, "number": i} for i, text in enumerate(texts)]
+        write_rows(folder / f"{part}{ending}", table)
+    return folder
+
+
+def write_rows(path: Path, table: list[dict]) -> None:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path)
+        return
+    raw = "".join(json.dumps(row) + "\n" for row in table).encode()
+    path.write_bytes(zstandard.compress(raw) if path.suffix == ".zst" else raw)
+
+
+def train_tokenizer(folder: Path, special: list[str]) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def random_documents(lengths: list[int]) -> list[str]:
+    """Documents of the given byte lengths, no two alike."""
+    generator = np.random.default_rng(len(lengths))
+    texts = []
+    for length in lengths:
+        characters = generator.integers(32, 127, length)
+        texts.append("".join(map(chr, characters)))
+    return texts
+
+
+def lettered_texts(letter: str, lengths: list[int] = LENGTHS) -> list[str]:
+    """Documents that are told apart by their first letter and their length."""
+    return [letter * length for length in lengths]
+
+
+def no_progress(done: int, shards: int) -> None:
+    pass
+
+
+def prepared(folder: Path, letter: str = "a", lengths: list[int] = LENGTHS, **options) -> str:
+    """A folder of shards of lettered_texts(), three rows to a shard."""
+    source = folder / f"{letter}.jsonl"
+    write_rows(source, [{"text": text} for text in lettered_texts(letter, lengths)])
+    recipe = Recipe(str(source), **{"shard_rows": 3, **options})
+    prepare(recipe, str(folder / letter), 1, no_progress)
+    return str(folder / letter)
+
+
+def read_shards(folder: str, tokenizer=None) -> list[list[int]]:
+    """The tokens of every document in a folder of shards."""
+    shards = TokenShards(folder, tokenizer or ByteTokenizer())
+    assert shards.lengths().tolist() == [shards.length(i) for i in range(len(shards))]
+    return [shards.tokens(i).tolist() for i in range(len(shards))]
+
+
+def make_loader(source: list[str], **options) -> PackedLoader:
+    """A loader of texts; `options` are those of PackedStream and of PackedLoader."""
+    stream_options = {
+        "tokenizer": ByteTokenizer(),
+        "seq_len": 16,
+        "seed": 3,
+        "shuffle": True,
+        "min_document_length": 0,
+    }
+    loader_options = {"batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    for name, value in options.items():
+        if name in stream_options:
+            stream_options[name] = value
+        else:
+            loader_options[name] = value
+    documents = TokenizedTexts(source, stream_options["tokenizer"])
+    mixture = Mixture([PackedStream(documents, **stream_options)], [1.0])
+    return PackedLoader(mixture, **loader_options)
+
+
+def open_loader(
+    data: Data, seq_len: int = 16, dp_rank: int = 0, dp_size: int = 1, batch_size: int = 1
+) -> PackedLoader:
+    """build_loader() with a seed and small sizes."""
+    return build_loader(data, seq_len, batch_size, 3, dp_rank, dp_size)
+
+
+def rows(batch: Batch) -> Iterator[tuple]:
+    """Each sequence of a batch as something that can be compared with ==."""
+    fields = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist(), batch.lengths)
+    return zip(*fields, strict=True)
+
+
+def global_stream(ranks: list[PackedLoader], batches: int) -> list[tuple]:
+    """The global stream that the ranks together hand out."""
+    sequences = []
+    for _ in range(batches):
+        for rank in ranks:
+            sequences.extend(rows(next(rank)))
+    return sequences

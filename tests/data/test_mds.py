@@ -1,0 +1,51 @@
+"""titan_sparse.data.mds: shards of mosaicml-streaming."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import no_progress, read_shards, train_tokenizer
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.tokenizer import load_tokenizer
+
+
+def test_mds_shards_need_the_streaming_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "streaming", None)
+    (tmp_path / "index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"mosaicml-streaming.*pip install"):
+        prepare(Recipe(str(tmp_path)), str(tmp_path / "out"), 1, no_progress)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("same", [True, False])
+def test_mds_shards_of_tokens_are_decoded_and_encoded_anew(tmp_path, compression, same):
+    streaming = pytest.importorskip("streaming")
+    train_tokenizer(tmp_path, ["</s>"])
+    source = load_tokenizer(str(tmp_path))
+    target = str(tmp_path) if same else "bytes"
+    expected = ["first", "second document", "third", "zweites: \u00e4"]
+    encoded = [
+        np.append(source.encode(text), source.end_of_document).astype(np.uint32)
+        for text in expected
+    ]
+    columns = {"input_ids": "ndarray", "indices": "ndarray", "domain": "str"}
+    with streaming.MDSWriter(
+        out=str(tmp_path / "mds"), columns=columns, compression=compression, size_limit=200
+    ) as writer:
+        for first, second in (encoded[:2], encoded[2:]):
+            bounds = np.array(
+                [[0, len(first)], [len(first), len(first) + len(second)]], dtype=np.uint32
+            )
+            writer.write(
+                {"input_ids": np.concatenate([first, second]), "indices": bounds, "domain": "book"}
+            )
+    with pytest.raises(ValueError, match="--source-tokenizer"):
+        prepare(Recipe(str(tmp_path / "mds"), target), str(tmp_path / "none"), 1, no_progress)
+    recipe = Recipe(str(tmp_path / "mds"), target, str(tmp_path), shard_rows=1)
+    prepare(recipe, str(tmp_path / "out"), 1, no_progress)
+    prepare(recipe, str(tmp_path / "out"), 1, no_progress)  # unpacking has not changed the source
+    tokenizer = load_tokenizer(target)
+    written = read_shards(str(tmp_path / "out"), tokenizer)
+    assert [tokenizer.decode(ids) for ids in written] == expected
+    assert not same or written == [ids.tolist() for ids in encoded]

@@ -1,0 +1,197 @@
+"""titan_sparse.data.stream: packed documents, samples of fixed length, and mixtures."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import (
+    END,
+    PADDING,
+    global_stream,
+    lettered_texts,
+    make_loader,
+    open_loader,
+    prepared,
+    random_documents,
+    write_rows,
+)
+from titan_sparse.config import Config, ConfigError, Data, check
+from titan_sparse.data.tokenizer import ByteTokenizer
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 16, 100])
+@pytest.mark.parametrize("multiple", [1, 5])
+def test_pieces_of_the_stream_are_the_documents_in_order(seq_len, multiple):
+    source = random_documents([5, 40, 1, 15, 16, 17, 0, 3])
+    loader = make_loader(source, seq_len=seq_len, shuffle=False, padding_multiple=multiple)
+    whole = [[*text.encode(), END] for text in source if text]
+    expected = [token for document in whole for token in document]
+    expected_labels = [label for document in whole for label in [*document[1:], -100]]
+    tokens, labels = [], []
+    while len(tokens) < 2 * len(expected):
+        batch = next(loader)
+        used = sum(batch.lengths[0])
+        assert used == seq_len and batch.tokens.shape == (1, -(-seq_len // multiple) * multiple)
+        assert batch.positions[0, :used].tolist() == [
+            i for length in batch.lengths[0] for i in range(length)
+        ]
+        assert (batch.tokens[0, used:] == PADDING).all() and (batch.labels[0, used:] == -100).all()
+        assert (batch.positions[0, used:] == 0).all()
+        tokens += batch.tokens[0, :used].tolist()
+        labels += batch.labels[0, :used].tolist()
+    assert tokens == (expected * (len(tokens) // len(expected) + 1))[: len(tokens)]
+    assert labels == (expected_labels * (len(labels) // len(expected) + 1))[: len(labels)]
+
+
+def test_pieces_end_where_documents_or_sequences_end():
+    for batch in islice(make_loader(random_documents([5, 40, 1, 15, 30])), 50):
+        ends = np.cumsum(batch.lengths[0])
+        closed = (batch.tokens[0] == END).nonzero().flatten() + 1
+        assert set(closed.tolist()) | {16} == set(ends.tolist())
+
+
+def test_short_documents_are_skipped_in_tokens_without_the_end():
+    loader = make_loader(
+        ["a", "bb", "ccc", "", "dd"], min_document_length=2, shuffle=False, seq_len=10
+    )
+    first = bytes(int(token) for token in next(loader).tokens[0] if token != END)
+    assert first == b"bbcccdd"
+    assert loader.documents_seen == 3
+
+
+@pytest.mark.parametrize("source", [["a", "bb", ""], [""], []])
+def test_all_documents_skipped_is_refused(source):
+    with pytest.raises(ValueError, match="data.min_document_length = 3"):
+        next(make_loader(source, min_document_length=3))
+
+
+def test_one_long_document_among_many_is_found_in_each_epoch():
+    loader = make_loader(["a"] * 9 + ["long enough"], min_document_length=5, seq_len=12)
+    texts = {ByteTokenizer().decode(next(loader).tokens[0].numpy()) for _ in range(20)}
+    assert texts == {"long enough"} and loader.epoch >= 19
+
+
+def test_negative_seed_is_refused():
+    with pytest.raises(ValueError, match="training.seed = -1"):
+        make_loader(random_documents([5, 40]), seed=-1)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_packed_shards_give_the_stream_of_the_texts(tmp_path, dp_size):
+    folder = prepared(tmp_path)
+    nonempty = tmp_path / "nonempty.jsonl"
+    write_rows(nonempty, [{"text": text} for text in lettered_texts("a") if text])
+    ranks = [
+        open_loader(Data(source=folder), dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+    ]
+    assert global_stream(ranks, 24 // dp_size) == global_stream(
+        [open_loader(Data(source=str(nonempty)))], 24
+    )
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("sequences", ["fixed", "fixed_and_rest"])
+def test_fixed_samples_cut_each_document_from_its_beginning(tmp_path, sequences):
+    folder = prepared(tmp_path, lengths=[5, 40, 15, 16, 0, 31, 33])
+    data = Data(source=folder, sequences=sequences, shuffle=False, min_document_length=6)
+    samples = []
+    for tokens, labels, positions, (lengths,) in global_stream([open_loader(data)], 12):
+        samples.append(lengths)
+        assert positions == [*range(lengths), *[0] * (16 - lengths)]
+        assert tokens[lengths:] == [PADDING] * (16 - lengths) and labels[lengths:] == [-100] * (
+            16 - lengths
+        )
+        assert labels[: lengths - 1] == tokens[1:lengths]
+        assert labels[lengths - 1] == (
+            -100 if tokens[lengths - 1] == END else tokens[0] if END not in labels else END
+        )
+    # With their end: 41, 16, 17, 32, 34 tokens.
+    whole = [16, 16, 16, 16, 16, 16, 16, 16]
+    rests = [16, 16, 9, 16, 16, 16, 16, 16, 16, 2]
+    assert samples == ([*whole, *whole] if sequences == "fixed" else [*rests, *rests])[:12]
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_fixed_samples_are_each_handed_out_once_an_epoch_in_a_new_order(tmp_path):
+    folder = prepared(tmp_path, lengths=[100, 100, 40, 3])
+    one = open_loader(Data(source=folder, sequences="fixed"), seq_len=8)
+    stream_ = one.mixture.streams[0]
+    epochs = [[stream_.next_sequence()[0] for _ in range(29)] for _ in range(2)]
+    expected = [
+        (index, start, start + 8)
+        for index, count in enumerate([12, 12, 5])
+        for start in range(0, 8 * count, 8)
+    ]
+    assert all(sorted(map(tuple, epoch)) == expected for epoch in epochs) and epochs[0] != epochs[1]
+    assert one.epoch == 2 and one.documents_seen == 6
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
+    folder = prepared(tmp_path)
+    with pytest.raises(ValueError, match="training.seq_len = 1000"):
+        open_loader(Data(source=folder, sequences="fixed"), seq_len=1000)
+    with pytest.raises(ValueError, match="data.text_field"):
+        open_loader(Data(source=folder, text_field="body"))
+    with pytest.raises(ValueError, match='data.sequences = "fixed" needs tokens'):
+        open_loader(Data(source=str(tmp_path / "a.jsonl"), sequences="fixed"))
+    with pytest.raises(ConfigError, match='data.sequences = "fixed" needs tokens'):
+        check(Config(data=Data(sequences="fixed")), 1, 1)
+
+
+def mixture(tmp_path: Path, weights: tuple[float, ...] = (5, 3, 2)) -> Data:
+    folders = [
+        prepared(tmp_path, letter) if not (tmp_path / letter).exists() else str(tmp_path / letter)
+        for letter in "abc"
+    ]
+    return Data(
+        source=", ".join(
+            f"{folder}:{weight}" for folder, weight in zip(folders, weights, strict=False)
+        )
+    )
+
+
+def origin(row: tuple) -> str:
+    return chr(min(token for token in row[0] if token < 256))
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_mixture_keeps_its_shares_and_each_part_its_own_stream(tmp_path):
+    data = mixture(tmp_path)
+    taken = global_stream([open_loader(data)], 50)
+    letters = [origin(row) for row in taken]
+    for count in range(1, 51):
+        assert all(
+            abs(letters[:count].count(letter) - share * count) <= 1.0
+            for letter, share in zip("abc", (0.5, 0.3, 0.2))
+        )
+    for letter in "abc":
+        alone = global_stream([open_loader(Data(source=str(tmp_path / letter)))], 50)
+        own = [row for row in taken if origin(row) == letter]
+        assert own == alone[: len(own)]
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize(("dp_size", "batch_size"), [(1, 1), (3, 1), (2, 2)])
+def test_a_mixture_resumes_on_any_number_of_ranks(tmp_path, dp_size, batch_size):
+    data = mixture(tmp_path)
+    saved = [open_loader(data, dp_rank=rank, dp_size=2) for rank in range(2)]
+    start = global_stream(saved, 7)
+    state = json.loads(json.dumps(saved[1].state_dict()))
+    assert state == saved[0].state_dict()
+    ranks = [open_loader(data, 16, rank, dp_size, batch_size) for rank in range(dp_size)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    resumed = global_stream(ranks, 6)
+    assert start + resumed == global_stream([open_loader(data)], len(start) + len(resumed))
+    with pytest.raises(ValueError, match="share of data.source was 0.5 and is 0.6"):
+        open_loader(mixture(tmp_path, (6, 2, 2))).load_state_dict(state)
+    with pytest.raises(ValueError, match="data.source had 3 parts and has 1"):
+        open_loader(Data(source=str(tmp_path / "a"))).load_state_dict(state)
+    with pytest.raises(ValueError, match="data.sequences was packed and is fixed"):
+        open_loader(replace(data, sequences="fixed")).load_state_dict(state)
