@@ -1,7 +1,7 @@
-"""Measures the constants that scripts/plan.py plans with, on the machines at hand, and writes them as JSON.
+"""Measures the constants that scripts.plan plans with, on the machines at hand, and writes them as JSON.
 
-    torchrun --nproc-per-node 8 scripts/calibrate.py --out constants.json --across-gb-s 25       # one node
-    torchrun --nnodes 4 --nproc-per-node 8 ... scripts/calibrate.py --out constants.json         # several
+    torchrun --nproc-per-node 8 -m scripts.calibrate --out constants.json --across-gb-s 25       # one node
+    torchrun --nnodes 4 --nproc-per-node 8 ... -m scripts.calibrate --out constants.json         # several
 
 Kernels: attend() on each rank alone, a vertical-slash pattern at its caps, the selection's time taken off, at --seq-len and
 a quarter of it: the line through both gives the rate and what a launch costs. Links: all ranks hop at the same time, in

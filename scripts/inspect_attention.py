@@ -114,7 +114,7 @@ def main(words: list[str]) -> int:
 
         require(
             has_matplotlib(),
-            'inspect_attention.py needs matplotlib; write pip install -e ".[eval]"',
+            'scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"',
         )
         from titan_sparse.data import load_tokenizer
         from titan_sparse.evaluation.inspection import inspect_layers

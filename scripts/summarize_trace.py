@@ -1,6 +1,6 @@
 """Where the time of traced training steps goes: a table from a trace of [profiling].
 
-    python scripts/summarize_trace.py outputs/RUN/profile/rank0.json [--json OUT] [--top 15]
+    python -m scripts.summarize_trace outputs/RUN/profile/rank0.json [--json OUT] [--top 15]
 
 Exclusive shares, which add up to the whole: computing (whatever else runs beside it), exposed communication and copies
 (nothing computes meanwhile), idle (nothing runs: the GPU waits for the host). Below, the kernels that take longest.

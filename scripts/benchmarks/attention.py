@@ -1,9 +1,9 @@
 """Sparse attention against dense peers on one GPU: forward + backward in one process, medians, JSON out.
 
-    python scripts/bench_attention.py --seq-lens 131072 262144 \\
+    python -m scripts.benchmarks.attention --seq-lens 131072 262144 \\
         --densities 0.05 0.2 --head-sets 16:2 32:8 --out benchmarks/results/attention_h200.json
 
-Pattern per query head: `--sinks` first verticals, `--verticals` of the sequence as random verticals, two local block
+Pattern per query head: `--sinks` first verticals, `--columns` of the sequence as random verticals, two local block
 diagonals and random ones up to each of `--densities`. Times of our backends include building the block tables, forward
 and backward, but not the selection, which is timed beside.
 
@@ -13,7 +13,7 @@ it. `alone_ms` is the time without the sleep, which is what one call on an idle 
 
 Before anything is timed, all that is timed with a causal mask is checked at 4096 tokens against fp32, and our backends
 over packed documents of ragged lengths too: a wrong one ends the run. TFLOP/s count the pairs visited: 4 D forward and
-10 D backward per pair and head. The last lines say where sparse stops paying (scripts/break_even.py).
+10 D backward per pair and head. The last lines say where sparse stops paying (scripts.benchmarks.break_even).
 """
 
 import argparse
@@ -198,7 +198,7 @@ def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
     for name, found in dense.items():
         yield row(name, shape, None, 1.0, found, dense)
     for target in args.densities:
-        pattern, index = random_index(shape, target, args.verticals, args.sinks)
+        pattern, index = random_index(shape, target, args.columns, args.sinks)
         ready = ready_index(pattern, index)
         calls = {
             backend: functools.partial(ours, backend, ready, rows, shape.block_size)
@@ -275,7 +275,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--head-dim", type=int, default=128)
     add("--block-size", type=int, default=128)
     add("--densities", type=share, nargs="+", default=[0.05], help="shares of the causal pairs")
-    add("--verticals", type=share, default=0.005, help="share of the sequence that is verticals")
+    add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--repeats", type=int, default=5)
     add(
@@ -286,12 +286,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--out", default="", help="JSON file, written anew after each length")
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        parser.exit(2, "bench_attention.py times kernels on a CUDA GPU, and there is none here\n")
+        parser.exit(
+            2, "scripts.benchmarks.attention times kernels on a CUDA GPU, and there is none here\n"
+        )
     if args.peers is None:
         args.peers = [CUDNN, *[FLASH4] * backends.has_flash_attention_4(), OURS_DENSE]
     refused = refusal(args)
     if refused:
-        parser.exit(2, f"bench_attention.py: {refused}\n")
+        parser.exit(2, f"scripts.benchmarks.attention: {refused}\n")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What scripts/bench_attention.py times, and on which tensors: random patterns, our attention, its dense peers."""
+"""What scripts.benchmarks.attention times, and on which tensors: random patterns, our attention, its dense peers."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Errors of attention in bf16 against fp32, for scripts/bench_attention.py to look at before it times anything."""
+"""Errors of attention in bf16 against fp32, for scripts.benchmarks.attention to look at before it times anything."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
-"""Where sparse attention stops paying against dense, from the rows that scripts/bench_attention.py measured.
+"""Where sparse attention stops paying against dense, from the rows that scripts.benchmarks.attention measured.
 
-    python scripts/break_even.py benchmarks/results/A.json benchmarks/results/B.json
+    python -m scripts.benchmarks.break_even benchmarks/results/A.json benchmarks/results/B.json
 
 Sparse costs forward + backward + selection, dense costs FlashAttention-4's forward + backward, or cuDNN's where
 FlashAttention-4 was not timed. Nothing is extrapolated: outside of what was measured the answer is "above" or "below".
@@ -64,7 +64,7 @@ def dense_costs(rows: list[dict], heads: str) -> tuple[str, dict[int, float]]:
 def break_even(rows: list[dict]) -> list[dict]:
     """Where sparse stops paying, per backend and head set: the density at each length, the length at each density.
 
-    rows: as bench_attention.py writes them. An answer is {"backend", "heads", "against", and either "seq_len" with
+    rows: as scripts.benchmarks.attention writes them. An answer is {"backend", "heads", "against", and either "seq_len" with
     "density" or "density" with "seq_len"; "sought" names the key that was sought, "is" is "at", "above" or "below"}.
     At longer sequences, and at lower densities, sparse pays. Head sets without a dense peer have no answer.
     """
@@ -123,14 +123,14 @@ def in_words(answer: dict) -> str:
 
 def read_rows(paths: list[str]) -> list[dict]:
     """Rows of several result files together; of rows for the same case the last file's. Ends the program, in one line,
-    for a file that bench_attention.py did not write and for files of different GPUs."""
+    for a file that scripts.benchmarks.attention did not write and for files of different GPUs."""
     rows, gpus = {}, set()
     for path in paths:
         with open(path) as file:
             result = json.load(file)
         if not all("target_density" in row for row in result.get("rows", [{}])):
             sys.exit(
-                f"{path}: rows without target_density; write it anew with scripts/bench_attention.py --out {path}"
+                f"{path}: rows without target_density; write it anew with scripts.benchmarks.attention --out {path}"
             )
         gpus.add(result["gpu"])
         for row in result["rows"]:
@@ -144,7 +144,7 @@ def read_rows(paths: list[str]) -> list[dict]:
 
 def main() -> None:
     if len(sys.argv) < 2:
-        sys.exit("usage: python scripts/break_even.py RESULT.json ...")
+        sys.exit("usage: python -m scripts.benchmarks.break_even RESULT.json ...")
     for answer in break_even(read_rows(sys.argv[1:])):
         print(in_words(answer))
 

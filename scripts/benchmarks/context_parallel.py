@@ -1,11 +1,11 @@
 """Attention over several GPUs: scaling, dense peers, pretended nodes, balance, timelines and errors. JSON out.
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench_context_parallel.py scaling dense --out results.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench_context_parallel.py nodes timeline --pretend-nodes 2 \\
+    torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel scaling dense --out results.json
+    torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel nodes timeline --pretend-nodes 2 \\
         --out nodes.json
 
 All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups. GPUs
-start together, and their hosts run ahead by a sleep of some 20 ms, as in bench_attention.py. `total_ms` is the slowest
+start together, and their hosts run ahead by a sleep of some 20 ms, as in scripts.benchmarks.attention. `total_ms` is the slowest
 rank's, `per_rank_ms` every rank's. TFLOP/s are of one rank, count the visited pairs (4 D forward, 10 D backward per
 pair and head) and go by the slowest rank.
 
@@ -18,7 +18,7 @@ nodes     double_ring against ring over --pretend-nodes; `compute_alone`: the sa
           only the hops between nodes. `..._of_limit` is time / the larger of these two.
 balance   striped against zigzag, index selected from realistic q and k; `slowest_kernels_ms`: of the slowest rank when
           nothing is sent; imbalance degrees (balance.py) of counted pairs and of measured times of steps
-timeline  what the streams of rank 0 do, for scripts/plot_timeline.py
+timeline  what the streams of rank 0 do, for scripts.benchmarks.plot_timeline
 errors    relative errors against fp32, on one rank alone and by every schedule
 
 A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it after --timeout.
@@ -60,7 +60,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--heads", type=head_set, default=(16, 2), help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
     add(
-        "--verticals",
+        "--columns",
         type=share,
         default=0.005,
         help="share of the sequence that is verticals, of random indexes",
@@ -74,7 +74,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="of the case scaling",
     )
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
-    add("--max-verticals", type=int, default=2048)
+    add("--max-columns", type=int, default=2048)
     add("--max-slashes", type=int, default=0, help="0: no cap")
     add("--pretend-nodes", type=int, default=1, help="nodes that NCCL is told the ranks are on")
     add_common_options(add)
@@ -207,7 +207,7 @@ def main(words: list[str]) -> int:
     refused = refusal(args, world)
     if refused is None and args.pretend_nodes > 1:
         pretend(args.pretend_nodes, rank, world)
-    return measure(args, CASES, refused, "bench_context_parallel.py", args.pretend_nodes)
+    return measure(args, CASES, refused, "scripts.benchmarks.context_parallel", args.pretend_nodes)
 
 
 if __name__ == "__main__":

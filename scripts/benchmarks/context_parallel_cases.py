@@ -1,4 +1,4 @@
-"""The cases of scripts/bench_context_parallel.py. Each yields its rows as it has them, on all ranks alike."""
+"""The cases of scripts.benchmarks.context_parallel. Each yields its rows as it has them, on all ranks alike."""
 
 import functools
 import itertools
@@ -53,7 +53,7 @@ def sparse(
     """Attention with a random index of --density over `seq_len` tokens, its q, k, v and d_out, and a selection with the
     same caps."""
     shape, args = bench.shape(0)._replace(seq_len=seq_len), bench.args
-    pattern, index = random_index(shape, args.density, args.verticals, args.sinks)
+    pattern, index = random_index(shape, args.density, args.columns, args.sinks)
     rows, ranks = Causal().rows(seq_len, bench.device), cp.size if cp else 1
     tensors = draw(shape._replace(seq_len=seq_len // ranks))
     size = args.block_size if cp is None else None
@@ -288,7 +288,7 @@ def balanced(bench: Bench) -> Iterator[dict]:
             q=q, k=k, v=torch.randn_like(k), d_out=torch.randn_like(q), index=index.tensors()
         )
         return {
-            "verticals_per_head": (index.verticals < shape.seq_len).sum(-1).double().mean().item(),
+            "columns_per_head": (index.verticals < shape.seq_len).sum(-1).double().mean().item(),
             "slashes_per_head": index.slashes.sum(-1).double().mean().item(),
             "capped": index.capped.double().mean().item(),
         }

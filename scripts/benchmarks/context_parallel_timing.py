@@ -1,4 +1,4 @@
-"""Clocks and context-parallel groups for scripts/bench_context_parallel.py and scripts/bench_masks.py."""
+"""Clocks and context-parallel groups for scripts.benchmarks.context_parallel and scripts.benchmarks.masks."""
 
 import argparse
 import functools

@@ -1,8 +1,8 @@
 """The LM head with its cross-entropy against well-kept peers: time, peak memory and errors, JSON out.
 
-    python scripts/bench_loss.py --tokens 131072 --hidden 896 --vocab 151936 --chunk-tokens 8192 --out loss_h200.json
+    python -m scripts.benchmarks.loss --tokens 131072 --hidden 896 --vocab 151936 --chunk-tokens 8192 --out loss_h200.json
 
-MaskRanges: ours; plain torch over full logits, where they fit; torch's own chunked loss (2.13 on); Liger Kernel with its
+Rows: ours; plain torch over full logits, where they fit; torch's own chunked loss (2.13 on); Liger Kernel with its
 defaults and with d_weight summed in fp32, at its own chunk size and at ours; cut-cross-entropy with and without its
 filter of small gradients. A peer that is not installed, or does not run, is a row that says so.
 

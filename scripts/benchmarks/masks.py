@@ -1,11 +1,11 @@
 """Masks and patterns on GPUs: kernels beside FlashAttention-4, packed documents over several GPUs, patterns at equal
 recall. JSON out.
 
-    python scripts/bench_masks.py kernels patterns --repeats 3 --out masks.json
-    torchrun --standalone --nproc-per-node 8 scripts/bench_masks.py varlen --out varlen.json
+    python -m scripts.benchmarks.masks kernels patterns --repeats 3 --out masks.json
+    torchrun --standalone --nproc-per-node 8 -m scripts.benchmarks.masks varlen --out varlen.json
 
 All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups, of the
-slowest rank, taken as by bench_context_parallel.py. TFLOP/s are of one GPU and count the pairs that the mask lets a
+slowest rank, taken as by scripts.benchmarks.context_parallel. TFLOP/s are of one GPU and count the pairs that the mask lets a
 query see (4 D forward, 10 D backward per pair and head). Documents are drawn by synthetic.ragged_lengths: most under 1K
 tokens, the longest a quarter of the sequence; rows are means over --packs such sequences.
 
@@ -84,7 +84,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="of patterns, as all below",
     )
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
-    add("--max-verticals", type=positive, default=4096, help="of vertical_slash")
+    add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add(
         "--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention"
     )
@@ -128,7 +128,7 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
 
 def main(words: list[str]) -> int:
     args = parse(words)
-    return measure(args, CASES, refusal(args, place()[1]), "bench_masks.py")
+    return measure(args, CASES, refusal(args, place()[1]), "scripts.benchmarks.masks")
 
 
 if __name__ == "__main__":

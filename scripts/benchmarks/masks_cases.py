@@ -1,4 +1,4 @@
-"""The cases kernels and varlen of scripts/bench_masks.py. Each yields its rows as it has them, on all ranks alike."""
+"""The cases kernels and varlen of scripts.benchmarks.masks. Each yields its rows as it has them, on all ranks alike."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The case patterns of scripts/bench_masks.py: what a selection costs and what attention over it keeps."""
+"""The case patterns of scripts.benchmarks.masks: what a selection costs and what attention over it keeps."""
 
 import functools
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""A picture of what scripts/bench_attention.py measured: time against length, and time against density.
+"""A picture of what scripts.benchmarks.attention measured: time against length, and time against density.
 
-    python scripts/plot_attention_benchmark.py benchmarks/results/A.json ... --out docs/pictures/attention_h200.png
+    python -m scripts.benchmarks.plot_attention benchmarks/results/A.json ... --out docs/pictures/attention_h200.png
 
 Times are forward + backward, without the selection. Dense attention is dashed.
 Needs matplotlib: pip install -e ".[eval]"
@@ -96,7 +96,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "results", nargs="+", help="JSON files of scripts/bench_attention.py, of one GPU"
+        "results", nargs="+", help="JSON files of scripts.benchmarks.attention, of one GPU"
     )
     parser.add_argument("--out", required=True, help="the picture, .png")
     parser.add_argument(
@@ -117,7 +117,7 @@ def main() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        sys.exit('plot_attention_benchmark.py needs matplotlib: pip install -e ".[eval]"')
+        sys.exit('scripts.benchmarks.plot_attention needs matplotlib: pip install -e ".[eval]"')
     rows = read_rows(args.results)
     heads = args.heads or (head_set(rows[0]) if rows else "")
     rows = [row for row in rows if head_set(row) == heads]

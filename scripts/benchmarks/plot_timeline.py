@@ -1,6 +1,6 @@
-"""Timelines of attention over several GPUs: recorded for scripts/bench_context_parallel.py, drawn from its JSON.
+"""Timelines of attention over several GPUs: recorded for scripts.benchmarks.context_parallel, drawn from its JSON.
 
-    python scripts/plot_timeline.py benchmarks/results/FILE.json --out docs/pictures/timeline.png
+    python -m scripts.benchmarks.plot_timeline benchmarks/results/FILE.json --out docs/pictures/timeline.png
 
 A lane is a stream of rank 0: one for the kernels, one for each communicator. Where a lane of sends and receives is long
 and the lane of kernels has no gap, the transfer is hidden. NCCL's kernels wait for their peer inside, so that they are
@@ -201,7 +201,7 @@ def main(words: list[str]) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "result", help="JSON file of scripts/bench_context_parallel.py with the case timeline"
+        "result", help="JSON file of scripts.benchmarks.context_parallel with the case timeline"
     )
     parser.add_argument("--out", required=True, help="the picture, .png")
     parser.add_argument("--schedules", nargs="+", help="default: all in the file")
@@ -209,7 +209,7 @@ def main(words: list[str]) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        sys.exit('plot_timeline.py needs matplotlib: pip install -e ".[eval]"')
+        sys.exit('scripts.benchmarks.plot_timeline needs matplotlib: pip install -e ".[eval]"')
     with open(args.result) as file:
         result = json.load(file)
     rows = [row for row in result["rows"] if row["case"] == "timeline" and row.get("intervals")]

@@ -1,4 +1,4 @@
-"""The study's runs: sizes, methods, the configuration of each run, and what it costs by titan_sparse/flops.py."""
+"""The study's runs: sizes, methods, the configuration of each run, and what it costs by titan_sparse/estimate/flops.py."""
 
 import dataclasses
 from dataclasses import dataclass

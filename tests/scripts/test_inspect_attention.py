@@ -1,4 +1,4 @@
-"""scripts/inspect_attention.py, and its numbers against tables of all pairs."""
+"""scripts.inspect_attention, and its numbers against tables of all pairs."""
 
 import json
 from pathlib import Path
@@ -175,5 +175,5 @@ def test_matplotlib_is_asked_for(tmp_path, capsys, monkeypatch):
     assert main(["--config", str(tmp_path / "config.toml"), "--checkpoint", str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
-        == 'error: inspect_attention.py needs matplotlib; write pip install -e ".[eval]"\n'
+        == 'error: scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"\n'
     )
