@@ -11,7 +11,7 @@ import json
 import sys
 from collections import defaultdict
 
-from scripts.benchmarks.plot_timeline import kind, short
+from scripts.benchmarks.traces import kind, short
 
 Interval = tuple[float, float]
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 from scripts.benchmarks import context_parallel as benchmark
 from scripts.benchmarks import context_parallel_cases as cases
 from scripts.benchmarks import context_parallel_timing as timing
-from scripts.benchmarks import plot_timeline
+from scripts.benchmarks import plot_timeline, traces
 from titan_sparse.attention.backends import eager
 
 SMALL = (
@@ -381,7 +381,7 @@ EVENTS = [
 
 
 def test_intervals_of_a_trace():
-    found = plot_timeline.intervals(plot_timeline.after_start(EVENTS), on_gpu=True)
+    found = traces.intervals(traces.after_start(EVENTS), on_gpu=True)
     assert [tuple(x.values()) for x in found] == [
         (0, 80, 24, "send-receive", "ncclDevKernel_SendRecv"),
         (10, 42, 7, "compute", "long_one"),
@@ -401,22 +401,17 @@ def test_intervals_of_a_trace():
 
 
 def test_long_traces_are_merged_until_they_are_short():
-    events = [
-        _event(100 * i, 10, 7, f"kernel_{i}") for i in range(3 * plot_timeline.MOST_INTERVALS)
-    ]
-    found = plot_timeline.intervals(events, on_gpu=True)
-    assert (
-        0 < len(found) <= plot_timeline.MOST_INTERVALS
-        and plot_timeline.intervals([], on_gpu=True) == []
-    )
+    events = [_event(100 * i, 10, 7, f"kernel_{i}") for i in range(3 * traces.MOST_INTERVALS)]
+    found = traces.intervals(events, on_gpu=True)
+    assert 0 < len(found) <= traces.MOST_INTERVALS and traces.intervals([], on_gpu=True) == []
     assert (
         found[-1]["start_us"] + found[-1]["duration_us"]
-        == 100 * (3 * plot_timeline.MOST_INTERVALS - 1) + 10
+        == 100 * (3 * traces.MOST_INTERVALS - 1) + 10
     )
 
 
 def test_lanes_have_the_kernels_first():
-    found = plot_timeline.intervals(plot_timeline.after_start(EVENTS), on_gpu=True)
+    found = traces.intervals(traces.after_start(EVENTS), on_gpu=True)
     assert list(plot_timeline.lanes(found)) == ["compute 7", "send-receive 24"]
 
 

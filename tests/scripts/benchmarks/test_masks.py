@@ -91,10 +91,9 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
             cases, "_call", lambda *x, spoil=spoil: functools.partial(spoil, right(*x))
         )
         bounds = dict.fromkeys(("out", "dq", "dk", "dv"), 5e-3)
+        case = cases.KernelCase(shape, shape, functools.partial(cases.window, 128), packs=1)
         with pytest.raises(RuntimeError, match="wrong at 512 tokens"):
-            cases._kernel(
-                None, shape, shape, "eager", functools.partial(cases.window, 128), 1, bounds
-            )
+            cases._kernel(None, case, bounds, "eager")
 
 
 def test_peers_are_called_as_they_want_to_be(monkeypatch):
