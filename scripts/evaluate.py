@@ -1,12 +1,13 @@
-"""Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER; with dense attention or as it was trained.
+"""Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER.
 
-From the project's root:
+    python -m scripts.evaluate --config outputs/run/config.toml --checkpoint outputs/run \\
+        --tasks position,needle --lengths 4096
+    torchrun --nproc-per-node 8 -m scripts.evaluate --config C --hf FOLDER \\
+        --tasks needle --lengths 131072 --parallelism.cp 8
 
-  python -m scripts.evaluate --config outputs/run/config.toml --checkpoint outputs/run --tasks position,needle --lengths 4096
-  torchrun --nproc-per-node 8 -m scripts.evaluate --config C --hf FOLDER --tasks needle --lengths 131072 --parallelism.cp 8
-
-Other words are options of the configuration, as train.py takes them: --data.source is the text that is read and that hides
-needles. Writes OUT/results.json (everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"): docs/evaluation.md
+Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
+takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
+(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"); docs/evaluation.md
 """
 
 import argparse
@@ -16,23 +17,60 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import torch.distributed as dist
 
 from titan_sparse.config import Config, Flags, check, load, world_from_environment
 from titan_sparse.config.mixture import single_source
 from titan_sparse.config.reading import require
-
-if TYPE_CHECKING:
-    from titan_sparse.data import Tokenizer
-    from titan_sparse.evaluation.answers import Sample
-    from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data.documents import open_documents
+from titan_sparse.evaluation import needle, pictures, position, ruler
+from titan_sparse.evaluation.answers import Sample, score_samples
+from titan_sparse.evaluation.haystack import Haystack
+from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.training.metrics import json_ready
+from titan_sparse.training.parallelize import leave_distributed
 
 TASKS = ("position", "needle", "ruler")
 
 
+def main(words: list[str]) -> int:
+    try:
+        args, config = parse(words)
+        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        # Texts are read before any process group: what cannot be used is told at once.
+        work = read(args, config, tokenizer)
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        scorer = build_scorer(config, checkpoint, tokenizer)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = evaluate(work, scorer, args.buckets, args.answers == "generated")
+    if dist.get_rank() == 0:
+        about = {
+            **vars(args),
+            "checkpoint": checkpoint,
+            "pattern": config.attention.pattern,
+            "source": config.data.source,
+        }
+        files = write(results, about, args.out)
+        print(summary(results))
+        print(f"wrote {', '.join(files)} in {args.out}")
+    return 0
+
+
 def parser_of(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that say what is looked at: --config, and --checkpoint or --hf."""
+    """A parser with the options that say what is looked at: --config, and --checkpoint or --hf.
+
+    description: the docstring of the program.
+    """
+    program = description.partition("-m ")[2].partition(" ")[0]
     parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -93,8 +131,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
-    """The configuration of args.config and `rest`, with args.hf and args.attention, and without what only training has, which
-    must not stand in the way on another mesh."""
+    """The configuration of args.config and `rest`, with args.hf and args.attention.
+
+    What only training has is reset: it must not stand in the way on another mesh.
+    """
     config, flags = load(["--config", args.config, *rest])
     require(flags == Flags(), "flags of train.py would be ignored; leave them out")
     if args.hf:
@@ -102,30 +142,31 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     if args.attention == "dense":
         config.attention.pattern = "dense"
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
-        config.attention.schedule, config.parallelism.cp_intra = "auto", 0
+        config.attention.schedule = "auto"
+        config.parallelism.cp_intra = 0
     if config.attention.schedule != "group_cast":
-        config.attention.overlap_stages, config.attention.overlap_stages_backward = 0, 0
-    config.attention.backward_circulates, config.attention.gradient_dtype = "auto", "float32"
+        config.attention.overlap_stages = 0
+        config.attention.overlap_stages_backward = 0
+    config.attention.backward_circulates = "auto"
+    config.attention.gradient_dtype = "float32"
+    defaults = Config()
     config = dataclasses.replace(
         config,
-        activation_checkpoint=Config().activation_checkpoint,
-        float8=Config().float8,
-        compile=Config().compile,
-        optimizer=Config().optimizer,
-        validation=Config().validation,
+        activation_checkpoint=defaults.activation_checkpoint,
+        float8=defaults.float8,
+        compile=defaults.compile,
+        optimizer=defaults.optimizer,
+        validation=defaults.validation,
+        checkpoint=defaults.checkpoint,
     )
-    config.data.source, config.data.sequences = (
-        single_source(config.data.source, "data.source"),
-        "packed",
-    )
-    config.training.mlp_chunk_tokens, config.checkpoint = 0, Config().checkpoint
+    config.data.source = single_source(config.data.source, "data.source")
+    config.data.sequences = "packed"
+    config.training.mlp_chunk_tokens = 0
     return config
 
 
 def _resolve(args: argparse.Namespace, config: Config) -> None:
-    """Lists in place of words, checked."""
-    from titan_sparse.evaluation import ruler
-
+    """Put lists in place of the words of --tasks and --lengths, and check all options."""
     args.tasks = [name.strip() for name in args.tasks.split(",")]
     known = (*TASKS, *ruler.TASKS)
     for name in args.tasks:
@@ -157,9 +198,11 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
         "answers": known[1:],
         "seed": known[1:],
     }
+    parser = _parser()
     for name, tasks in needs.items():
+        is_default = getattr(args, name) == parser.get_default(name)
         require(
-            getattr(args, name) == _parser().get_default(name) or set(tasks) & set(args.tasks),
+            is_default or set(tasks) & set(args.tasks),
             f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
         )
     require(
@@ -170,54 +213,41 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
 
 
 class Work(NamedTuple):
-    """What goes through the model. windows: by length; empty where --tasks does not ask for them, as the others."""
+    """What goes through the model; empty where --tasks does not ask for it.
 
-    windows: dict[int, list["Sequence"]]
-    needles: list["Sample"]
-    ruler: list["Sample"]
+    windows: by length.
+    """
+
+    windows: dict[int, list[Sequence]]
+    needles: list[Sample]
+    ruler: list[Sample]
 
 
-def read(args: argparse.Namespace, config: Config, tokenizer: "Tokenizer") -> Work:
-    """Windows and prompts, made before any process group. Raises ValueError for a text or length that cannot be used."""
-    from titan_sparse.data.documents import open_documents
-    from titan_sparse.evaluation import needle, ruler
-    from titan_sparse.evaluation.haystack import Haystack
-    from titan_sparse.evaluation.position import first_windows
-
-    documents, lengths = open_documents(config.data, tokenizer), args.lengths
+def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work:
+    """Windows and prompts. Raises ValueError for a text or length that cannot be used."""
+    documents = open_documents(config.data, tokenizer)
     haystack = Haystack(documents, tokenizer)
-    windows = (
-        {
-            length: first_windows(
+    windows = {}
+    if "position" in args.tasks:
+        for length in args.lengths:
+            windows[length] = position.first_windows(
                 documents,
                 config.data.min_document_length,
                 length,
                 args.stride or length,
                 args.samples,
             )
-            for length in lengths
-        }
-        if "position" in args.tasks
-        else {}
-    )
-    needles = (
-        needle.needle_samples(
-            haystack, lengths, needle.depths(args.depths), args.samples, args.seed
-        )
-        if "needle" in args.tasks
-        else []
-    )
+    needles = []
+    if "needle" in args.tasks:
+        depths = needle.depths(args.depths)
+        needles = needle.needle_samples(haystack, args.lengths, depths, args.samples, args.seed)
     tasks = [name for name in ruler.TASKS if name in args.tasks or "ruler" in args.tasks]
-    return Work(
-        windows, needles, ruler.ruler_samples(haystack, tasks, lengths, args.samples, args.seed)
-    )
+    prompts = ruler.ruler_samples(haystack, tasks, args.lengths, args.samples, args.seed)
+    return Work(windows, needles, prompts)
 
 
-def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict[str, Any]:
+def evaluate(work: Work, scorer: Scorer, buckets: int, generate: bool) -> dict[str, Any]:
     """Results by task, the same on all ranks."""
-    from titan_sparse.evaluation import needle, position, ruler
-    from titan_sparse.evaluation.answers import score_samples
-
     results: dict[str, Any] = {}
     if work.windows:
         results["position"] = [
@@ -234,94 +264,69 @@ def evaluate(work: Work, scorer: "Scorer", buckets: int, generate: bool) -> dict
 
 
 def write(results: dict[str, Any], about: dict[str, Any], out: str) -> list[str]:
-    """results.json, a CSV for each table and a PNG for each picture, into the folder `out`; returns their names."""
-    from titan_sparse.evaluation import pictures
-    from titan_sparse.training.metrics import json_ready
+    """Write results.json, a CSV for each table and a PNG for each picture into the folder `out`.
 
+    Returns the names of the files.
+    """
     folder = Path(out)
-    (folder / "results.json").write_text(
-        json.dumps(json_ready({"about": about, **results}), indent=1) + "\n", encoding="utf-8"
-    )
-    files, tables = ["results.json"], {}
+    text = json.dumps(json_ready({"about": about, **results}), indent=1)
+    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
+    files = ["results.json"]
+
+    tables: dict[str, list[dict]] = {}
     if "position" in results:
-        tables["position"] = [
-            {"length": result["length"], **part}
-            for result in results["position"]
-            for part in result["buckets"]
-        ]
-    for task, key in (("needle", "cells"), ("ruler", "scores")):
-        if task in results:
-            tables[task] = results[task][key]
+        tables["position"] = []
+        for of_length in results["position"]:
+            for bucket in of_length["buckets"]:
+                tables["position"].append({"length": of_length["length"], **bucket})
+    if "needle" in results:
+        tables["needle"] = results["needle"]["cells"]
+    if "ruler" in results:
+        tables["ruler"] = results["ruler"]["scores"]
     for task, rows in tables.items():
         with open(folder / f"{task}.csv", "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
         files.append(f"{task}.csv")
-    figures = {
-        "position": lambda: pictures.position_figure(results["position"]),
-        "needle": lambda: pictures.needle_figure(tables["needle"]),
-        "ruler": lambda: pictures.ruler_figure(tables["ruler"]),
-    }
-    for task in tables if pictures.has_matplotlib() else ():
-        figures[task]().savefig(folder / f"{task}.png", dpi=120)
+
+    if not pictures.has_matplotlib():
+        return files
+    for task, rows in tables.items():
+        if task == "position":
+            figure = pictures.position_figure(results["position"])
+        elif task == "needle":
+            figure = pictures.needle_figure(rows)
+        else:
+            figure = pictures.ruler_figure(rows)
+        figure.savefig(folder / f"{task}.png", dpi=120)
         files.append(f"{task}.png")
     return files
 
 
 def summary(results: dict[str, Any]) -> str:
     """A line a result, for people."""
-    lines = [
-        f"position {result['length']:>9,}: loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f}, over "
-        f"{result['tokens']:,} tokens"
-        for result in results.get("position", [])
-        if result["tokens"]
-    ]
+    lines = []
+    for result in results.get("position", []):
+        if result["tokens"]:
+            lines.append(
+                f"position {result['length']:>9,}: loss {result['loss']:.4f}, "
+                f"perplexity {result['perplexity']:.3f}, over {result['tokens']:,} tokens"
+            )
     for cell in results.get("needle", {}).get("cells", []):
         lines.append(
-            f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: score {100 * cell['score']:.1f} %"
+            f"needle   {cell['length']:>9,}, depth {100 * cell['depth']:3.0f} %: "
+            f"score {100 * cell['score']:.1f} %"
         )
     for row in results.get("ruler", {}).get("scores", []):
         lines.append(f"{row['task']:<16} {row['length']:>9,}: {row['score']:.2f}")
     return "\n".join(lines)
 
 
-def main(words: list[str]) -> int:
-    try:
-        args, config = parse(words)
-        import torch.distributed as dist
-
-        from titan_sparse.data import load_tokenizer
-        from titan_sparse.evaluation.load import build_scorer, find_checkpoint
-
-        checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-        tokenizer = load_tokenizer(config.data.tokenizer)
-        work = read(args, config, tokenizer)
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        scorer = build_scorer(config, checkpoint, tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    results = evaluate(work, scorer, args.buckets, args.answers == "generated")
-    if dist.get_rank() == 0:
-        about = {
-            **vars(args),
-            "checkpoint": checkpoint,
-            "pattern": config.attention.pattern,
-            "source": config.data.source,
-        }
-        files = write(results, about, args.out)
-        print(summary(results))
-        print(f"wrote {', '.join(files)} in {args.out}")
-    return 0
-
-
-def run(main: Callable[[list[str]], int]) -> NoReturn:
-    """End this process with the status of main(words); after a success without its process group."""
-    status = main(sys.argv[1:])
+def run(program: Callable[[list[str]], int]) -> NoReturn:
+    """End this process with the status of program(words), after a success without its group."""
+    status = program(sys.argv[1:])
     if status == 0:
-        from titan_sparse.training.parallelize import leave_distributed
-
         leave_distributed()
     sys.exit(status)
 

@@ -1,9 +1,10 @@
-"""Writes a checkpoint of a run as a folder of Hugging Face, which transformers' from_pretrained() loads.
+"""Writes a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
 
-From the project's root: python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16]
+    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16]
 
-RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders checkpoint/step-N. The
-run's config.toml says which model it is. Nothing of the run is changed; one process on the CPU, whatever the run had.
+RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
+checkpoint/step-N. The run's config.toml says which model it is. Nothing of the run is changed; one
+process on the CPU, whatever the run had.
 """
 
 import argparse
@@ -18,29 +19,11 @@ from titan_sparse.models.huggingface import export_weights
 from titan_sparse.training.checkpoint import newest_checkpoint
 
 
-def export(source: str, out: str, dtype: torch.dtype) -> str:
-    """Export what `source` names to the new folder `out`; returns the checkpoint that was read. ValueError, one line."""
-    path = Path(source)
-    run = path if (path / "config.toml").is_file() else path.resolve().parent.parent
-    if not (run / "config.toml").is_file():
-        raise ValueError(
-            f"{source} is neither the output_dir of a run (with config.toml) "
-            "nor one of its folders checkpoint/step-N"
-        )
-    checkpoint = newest_checkpoint(str(run)) if run == path else str(path)
-    if checkpoint is None or not (Path(checkpoint) / ".metadata").is_file():
-        raise ValueError(
-            f"{source} holds no complete checkpoint; "
-            "write a run with one, or its folder checkpoint/step-N"
-        )
-    model = load(["--config", str(run / "config.toml")])[0].model
-    export_weights(checkpoint, out, resolve(**vars(model)), dtype, model.initial_hf)
-    return checkpoint
-
-
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.export_hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
@@ -55,6 +38,31 @@ def main(words: list[str]) -> int:
         return 2
     print(f"wrote {args.out} from {checkpoint}")
     return 0
+
+
+def export(source: str, out: str, dtype: torch.dtype) -> str:
+    """Export what `source` names to the new folder `out`; returns the checkpoint that was read.
+
+    Raises ValueError, one line, if there is none.
+    """
+    path = Path(source)
+    is_run = (path / "config.toml").is_file()
+    run = path if is_run else path.resolve().parent.parent  # of checkpoint/step-N
+    if not (run / "config.toml").is_file():
+        raise ValueError(
+            f"{source} is neither the output_dir of a run (with config.toml) "
+            "nor one of its folders checkpoint/step-N"
+        )
+    checkpoint = newest_checkpoint(str(run)) if is_run else str(path)
+    if checkpoint is None or not (Path(checkpoint) / ".metadata").is_file():
+        raise ValueError(
+            f"{source} holds no complete checkpoint; "
+            "write a run with one, or its folder checkpoint/step-N"
+        )
+    config, _ = load(["--config", str(run / "config.toml")])
+    model = config.model
+    export_weights(checkpoint, out, resolve(**vars(model)), dtype, model.initial_hf)
+    return checkpoint
 
 
 if __name__ == "__main__":

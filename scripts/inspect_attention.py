@@ -1,10 +1,12 @@
-"""Where a checkpoint's attention mass lies, and how much of it selections of several sizes would keep: one sequence, one process.
+"""Shows where a checkpoint's attention mass lies, and how much of it selections would keep.
 
-  python -m scripts.inspect_attention --config outputs/run/config.toml --checkpoint outputs/run --length 4096
-  python -m scripts.inspect_attention --config C --hf FOLDER --length 131072 --layers 0,13,27
+    python -m scripts.inspect_attention --config outputs/run/config.toml \\
+        --checkpoint outputs/run --length 4096
+    python -m scripts.inspect_attention --config C --hf FOLDER --length 131072 --layers 0,13,27
 
-Other words are options of the configuration, as train.py takes them. The sequence is the first document that is long enough.
-Writes OUT/inspection.json, OUT/layer-N.png, OUT/curves.png and OUT/top_k.png: docs/inspecting.md
+One sequence, one process: the first document that is long enough, selections of several sizes.
+Other words are options of the configuration, as train.py takes them. Writes OUT/inspection.json,
+OUT/layer-N.png, OUT/curves.png and OUT/top_k.png; docs/inspecting.md
 """
 
 import argparse
@@ -12,114 +14,27 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts.evaluate import load_for_evaluation, parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
+from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data.documents import open_documents
+from titan_sparse.evaluation import pictures
+from titan_sparse.evaluation.inspection import Layer, inspect_layers, summary
+from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+from titan_sparse.evaluation.position import long_documents, windows
+from titan_sparse.evaluation.scorer import Sequence
 from titan_sparse.models.flavours import resolve
-
-if TYPE_CHECKING:
-    from titan_sparse.data.tokenizer import Tokenizer
-    from titan_sparse.evaluation.inspection import Layer
-    from titan_sparse.evaluation.scorer import Sequence
-
-
-def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
-    parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
-    parser.add_argument(
-        "--rows", type=int, default=64, help="random queries that recall and density are taken from"
-    )
-    parser.add_argument(
-        "--attention",
-        choices=["dense", "as_trained"],
-        default="as_trained",
-        help="what the forward computes with; what is drawn is dense attention on its queries and keys",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the random queries")
-    parser.add_argument("--out", default="inspection", help="folder to write")
-    args, rest = parser.parse_known_args(words)
-    config = load_for_evaluation(args, rest)
-    args.length = args.length or config.training.seq_len
-    require(
-        args.length >= 2 * config.attention.block_size,
-        f"--length {args.length} is below two blocks; write "
-        f"{2 * config.attention.block_size} or more",
-    )
-    require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
-    require(
-        config.parallelism.cp == 1 and world_from_environment()[0] == 1,
-        "one process looks at the whole sequence; start without torchrun and write --parallelism.cp 1",
-    )
-    check(config, 1, 1)
-    args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)
-    return args, config
-
-
-def _layers(text: str, count: int) -> list[int]:
-    if not text:
-        return list(range(count))
-    parts = [part.strip() for part in text.split(",")]
-    require(
-        all(part.isdecimal() and int(part) < count for part in parts),
-        f"--layers {text} are no layers of this model; write some of 0 to {count - 1}, with commas between",
-    )
-    return [int(part) for part in parts]
-
-
-def read(config: Config, tokenizer: "Tokenizer", length: int) -> "Sequence":
-    """The first window of `length` tokens. Raises ValueError if no document is that long."""
-    from titan_sparse.data.documents import open_documents
-    from titan_sparse.evaluation.position import long_documents, windows
-
-    for sequence in windows(
-        long_documents(open_documents(config.data, tokenizer), length), length, length
-    ):
-        return sequence
-    raise ValueError(
-        f"no document has --length {length} tokens; write a smaller --length, or another data.source"
-    )
-
-
-def write(layers: dict[int, "Layer"], about: dict, length: int, out: str) -> list[str]:
-    """inspection.json and the pictures; returns the names of the files."""
-    from titan_sparse.evaluation import inspection_pictures as pictures
-    from titan_sparse.evaluation.inspection import summary
-
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "inspection.json").write_text(
-        json.dumps({"about": about, **summary(layers)}) + "\n", encoding="utf-8"
-    )
-    figures = {
-        f"layer-{number}.png": pictures.layer_figure(number, layer, length)
-        for number, layer in layers.items()
-    }
-    figures |= {
-        "curves.png": pictures.curves_figure(list(layers.values())),
-        "top_k.png": pictures.top_k_figure(layers),
-    }
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=110)
-    return ["inspection.json", *figures]
 
 
 def main(words: list[str]) -> int:
     try:
         args, config = parse(words)
-        from titan_sparse.evaluation.pictures import has_matplotlib
-
         require(
-            has_matplotlib(),
-            'inspect_attention.py needs matplotlib; write pip install -e ".[eval]"',
+            pictures.has_matplotlib(),
+            'scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"',
         )
-        from titan_sparse.data import load_tokenizer
-        from titan_sparse.evaluation.inspection import inspect_layers
-        from titan_sparse.evaluation.load import build_scorer, find_checkpoint
-
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer)
         sequence = read(config, tokenizer, args.length)
@@ -145,6 +60,84 @@ def main(words: list[str]) -> int:
     files = write(layers, about, args.length, args.out)
     print(f"wrote {', '.join(files)} in {args.out}")
     return 0
+
+
+def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
+    """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
+    parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
+    parser.add_argument(
+        "--rows", type=int, default=64, help="random queries that recall and density are taken from"
+    )
+    parser.add_argument(
+        "--attention",
+        choices=["dense", "as_trained"],
+        default="as_trained",
+        help="what the forward computes with; what is drawn is dense attention on its queries and "
+        "keys",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random queries")
+    parser.add_argument("--out", default="inspection", help="folder to write")
+    args, rest = parser.parse_known_args(words)
+    config = load_for_evaluation(args, rest)
+    args.length = args.length or config.training.seq_len
+    require(
+        args.length >= 2 * config.attention.block_size,
+        f"--length {args.length} is below two blocks; write "
+        f"{2 * config.attention.block_size} or more",
+    )
+    require(args.rows >= 1, f"--rows {args.rows} is too small; write 1 or more")
+    require(
+        config.parallelism.cp == 1 and world_from_environment()[0] == 1,
+        "one process looks at the whole sequence; "
+        "start without torchrun and write --parallelism.cp 1",
+    )
+    check(config, 1, 1)
+    args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)
+    return args, config
+
+
+def _layers(text: str, count: int) -> list[int]:
+    if not text:
+        return list(range(count))
+    words = [word.strip() for word in text.split(",")]
+    require(
+        all(word.isdecimal() and int(word) < count for word in words),
+        f"--layers {text} are no layers of this model; "
+        f"write some of 0 to {count - 1}, with commas between",
+    )
+    return [int(word) for word in words]
+
+
+def read(config: Config, tokenizer: Tokenizer, length: int) -> Sequence:
+    """The first window of `length` tokens. Raises ValueError if no document is that long."""
+    documents = long_documents(open_documents(config.data, tokenizer), length)
+    first = next(iter(windows(documents, length, length)), None)
+    if first is None:
+        raise ValueError(
+            f"no document has --length {length} tokens; "
+            "write a smaller --length, or another data.source"
+        )
+    return first
+
+
+def write(layers: dict[int, Layer], about: dict, length: int, out: str) -> list[str]:
+    """Write inspection.json and the pictures; returns the names of the files."""
+    from titan_sparse.evaluation import inspection_pictures  # needs matplotlib
+
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"about": about, **summary(layers)})
+    (folder / "inspection.json").write_text(text + "\n", encoding="utf-8")
+    figures = {}
+    for number, layer in layers.items():
+        figures[f"layer-{number}.png"] = inspection_pictures.layer_figure(number, layer, length)
+    figures["curves.png"] = inspection_pictures.curves_figure(list(layers.values()))
+    figures["top_k.png"] = inspection_pictures.top_k_figure(layers)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110)
+    return ["inspection.json", *figures]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Plans attention over many ranks without any: work, bytes and predicted time of layouts and schedules.
 
-    python scripts/plan.py train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
+    python -m scripts.plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
 Further options of the configuration are taken as train.py takes them (--attention.vertical_slash.recall 0.9). The index is
-one that a run saved (--index, titan_sparse/index_file.py) or a synthetic one (titan_sparse/synthetic.py) for one long
+one that a run saved (--index, titan_sparse/estimate/index_file.py) or a synthetic one (titan_sparse/estimate/synthetic.py) for one long
 document, or, with pattern dense, for packed ones (--documents). All times are of one attention layer, selection not
 included. docs/planning.md explains the numbers.
 """
@@ -55,7 +55,8 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--nodes", type=int, help="default: by parallelism.cp_intra, or 8 ranks a node"
     )
     parser.add_argument(
-        "--index", help="file of titan_sparse.index_file.save_indexes(); default: a synthetic index"
+        "--index",
+        help="file of titan_sparse.estimate.index_file.save_indexes(); default: a synthetic index",
     )
     parser.add_argument(
         "--layers",
@@ -86,9 +87,7 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         choices=["auto", *schedules.SCHEDULES],
         help="default: attention.schedule",
     )
-    parser.add_argument(
-        "--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts/calibrate.py"
-    )
+    parser.add_argument("--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts.calibrate")
     parser.add_argument(
         "--out",
         nargs="+",
@@ -175,7 +174,7 @@ def get_indexes(
     if not isinstance(pattern, VerticalSlash):
         raise ConfigError(
             f"a synthetic index is one of vertical_slash, not of {pattern.name}; write --index FILE with what "
-            "a run chose (titan_sparse/index_file.py), or --attention.pattern vertical_slash"
+            "a run chose (titan_sparse/estimate/index_file.py), or --attention.pattern vertical_slash"
         )
     heads = [
         draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, args.seed + layer)
@@ -250,8 +249,8 @@ def summary(p: Plan) -> dict[str, float]:
         "step_imbalance": balance.step_imbalance(p.work).item(),
         "computation_ratio": balance.computation_ratio(p.forward.compute, elapsed).item(),
         "needed_chunks": p.needed,
-        "verticals_forward_ms": p.verticals[0] * 1e3,
-        "verticals_backward_ms": p.verticals[1] * 1e3,
+        "columns_forward_ms": p.verticals[0] * 1e3,
+        "columns_backward_ms": p.verticals[1] * 1e3,
     }
     for name, line in (
         ("forward", p.forward),

@@ -1,4 +1,7 @@
-"""What scripts/bench_attention.py times, and on which tensors: random patterns, our attention, its dense peers."""
+"""What scripts.benchmarks.attention times, and on which tensors.
+
+Random patterns, our attention, and its dense peers.
+"""
 
 import dataclasses
 import functools
@@ -32,12 +35,13 @@ class Shape(NamedTuple):
     device: str = "cuda"
 
 
-# Inputs -------------------------------------------------------------------------------------------------------------
-
-
 def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
-    """A pattern like this one whose every selection is `tensors`, so that attention can be timed without selection."""
-    # The ops know patterns by name and fields: the number tells this one from others with the same fields.
+    """A pattern like this one whose every selection is `tensors`.
+
+    With it, attention can be timed without selection.
+    """
+    # The ops know patterns by name and fields. The number tells this one from others with the same
+    # fields.
     members = {"name": f"ready_index {next(_numbers)}", "select_tensors": lambda self, *_: tensors}
     return type("ReadyIndex", (type(pattern),), members)(**dataclasses.asdict(pattern))
 
@@ -45,64 +49,72 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
 def random_index(
     shape: Shape, density: float, vertical_share: float, sinks: int
 ) -> tuple[VerticalSlash, list[Tensor]]:
-    """A pattern whose caps hold the index, and the index as tensors: VerticalSlashIndex.tensors().
+    """A pattern whose caps hold the index, and the index as VerticalSlashIndex.tensors().
 
-    density: share of the causal pairs, to be reached per head by random block diagonals beside the two local ones.
-    vertical_share: verticals per token of the sequence, the `sinks` first tokens included.
+    density: share of the causal pairs, reached per head by random block diagonals beside the two
+    local ones. vertical_share: verticals per token of the sequence, the `sinks` first tokens
+    included.
     """
-    g = torch.Generator().manual_seed(0)
-    heads, seq_len, blocks = shape.heads, shape.seq_len, shape.seq_len // shape.block_size
+    generator = torch.Generator().manual_seed(0)
+    heads = shape.heads
+    seq_len = shape.seq_len
+    blocks = seq_len // shape.block_size
+    all_tiles = blocks * (blocks + 1) / 2
     verticals = max(sinks, round(vertical_share * seq_len))
-    slashes, picked = torch.zeros(heads, blocks, dtype=torch.bool), []
+
+    slashes = torch.zeros(heads, blocks, dtype=torch.bool)  # [Hq, diagonals]
+    picked = []  # verticals of each head
     for head in range(heads):
-        random = torch.randperm(seq_len - sinks, generator=g)[: verticals - sinks] + sinks
-        picked.append(torch.cat([torch.arange(sinks), random.sort().values]))
+        shuffled = torch.randperm(seq_len - sinks, generator=generator)
+        random_verticals = shuffled[: verticals - sinks] + sinks
+        picked.append(torch.cat([torch.arange(sinks), random_verticals.sort().values]))
         slashes[head, :2] = True
-        area, total = 2 * blocks - 1, blocks * (blocks + 1) / 2
-        for delta in (torch.randperm(blocks - 2, generator=g) + 2).tolist():
-            if area / total + (1 - area / total) * verticals / seq_len >= density:
+        tiles = 2 * blocks - 1
+        for delta in (torch.randperm(blocks - 2, generator=generator) + 2).tolist():
+            # Verticals add their share of what the diagonals leave out.
+            covered = tiles / all_tiles
+            if covered + (1 - covered) * verticals / seq_len >= density:
                 break
-            slashes[head, delta], area = True, area + blocks - delta
+            slashes[head, delta] = True
+            tiles += blocks - delta
+
     pattern = VerticalSlash(
         sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max())
     )
-    padded = torch.full(
-        (heads, pattern.vertical_capacity(seq_len, shape.block_size, False)),
-        seq_len,
-        dtype=torch.int32,
-    )
+    # Unused places hold seq_len, which is no token.
+    capacity = pattern.vertical_capacity(seq_len, shape.block_size, False)
+    padded = torch.full((heads, capacity), seq_len, dtype=torch.int32)
     padded[:, :verticals] = torch.stack(picked)
-    return pattern, [
-        x[None].to(shape.device) for x in (slashes, padded, torch.zeros(heads, 2, dtype=torch.bool))
-    ]
+    capped = torch.zeros(heads, 2, dtype=torch.bool)
+    return pattern, [tensor[None].to(shape.device) for tensor in (slashes, padded, capped)]
 
 
 def draw(shape: Shape) -> list[Tensor]:
     """q, k, v that want a gradient, and the upstream gradient, all bf16."""
     torch.manual_seed(1)
-    q, k, v, d_out = (
-        torch.randn(
-            1, heads, shape.seq_len, shape.head_dim, device=shape.device, dtype=torch.bfloat16
-        )
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    )
+
+    def normal(heads: int) -> Tensor:  # [1, heads, S, D]
+        size = (1, heads, shape.seq_len, shape.head_dim)
+        return torch.randn(size, device=shape.device, dtype=torch.bfloat16)
+
+    q = normal(shape.heads)
+    k = normal(shape.kv_heads)
+    v = normal(shape.kv_heads)
+    d_out = normal(shape.heads)
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out]
-
-
-# What is timed ------------------------------------------------------------------------------------------------------
 
 
 def ours(
     backend: str,
     pattern: Pattern,
-    rows: MaskRanges,
+    ranges: MaskRanges,
     block_size: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
     """attend(); with a ready_index() all of it but the selection."""
-    return attend(q, k, v, rows, pattern, backend=backend, block_size=block_size)
+    return attend(q, k, v, ranges, pattern, backend=backend, block_size=block_size)
 
 
 def sdpa(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,15 +129,18 @@ def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention-4 (CuTe) called directly, causal."""
     from flash_attn.cute import flash_attn_func
 
+    # Its tensors are [B, S, H, D].
     out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    if isinstance(out, tuple):  # some versions return the LSE too
+        out = out[0]
+    return out.transpose(1, 2)
 
 
-def dense_peers(names: list[str], rows: MaskRanges, block_size: int) -> dict[str, Attention]:
+def dense_peers(names: list[str], ranges: MaskRanges, block_size: int) -> dict[str, Attention]:
     """The dense peers asked for, in the order in which they are timed."""
     peers = {
         CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
         FLASH4: flash4,
-        OURS_DENSE: functools.partial(ours, "flex", Dense(), rows, block_size),
+        OURS_DENSE: functools.partial(ours, "flex", Dense(), ranges, block_size),
     }
     return {name: call for name, call in peers.items() if name in names}

@@ -1,33 +1,40 @@
-"""Attention over several GPUs: scaling, dense peers, pretended nodes, balance, timelines and errors. JSON out.
+"""Attention over several GPUs: scaling, dense peers, pretended nodes, balance, timelines, errors.
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench_context_parallel.py scaling dense --out results.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench_context_parallel.py nodes timeline --pretend-nodes 2 \\
-        --out nodes.json
+    torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel \\
+        scaling dense --out results.json
+    torchrun --standalone --nproc-per-node 4 -m scripts.benchmarks.context_parallel \\
+        nodes timeline --pretend-nodes 2 --out nodes.json
 
-All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups. GPUs
-start together, and their hosts run ahead by a sleep of some 20 ms, as in bench_attention.py. `total_ms` is the slowest
-rank's, `per_rank_ms` every rank's. TFLOP/s are of one rank, count the visited pairs (4 D forward, 10 D backward per
-pair and head) and go by the slowest rank.
+All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after
+--warm-ups. GPUs start together, and their hosts run ahead by a sleep of some 20 ms, as in
+scripts.benchmarks.attention. `total_ms` is the slowest rank's, `per_rank_ms` every rank's. TFLOP/s
+are of one rank, count the visited pairs (4 D forward, 10 D backward per pair and head) and go by
+the slowest rank.
 
-scaling   sparse attention with a random index of --density, striped, for every schedule and dtype of the gradients on
-          the wire; `alone`: a sequence shorter by the root of the number of ranks, which is the same work for one GPU,
-          on every rank at the same time. `of_alone` is the ratio of their TFLOP/s. The index is given; choosing one
-          with the same caps is timed beside, and in `..._with_selection` added.
-dense     zigzag and striped, ring and all_gather; torch's context_parallel over cuDNN attention, load balancing on
-nodes     double_ring against ring over --pretend-nodes; `compute_alone`: the same kernels, nothing sent; `outer_alone`:
-          only the hops between nodes. `..._of_limit` is time / the larger of these two.
-balance   striped against zigzag, index selected from realistic q and k; `slowest_kernels_ms`: of the slowest rank when
-          nothing is sent; imbalance degrees (balance.py) of counted pairs and of measured times of steps
-timeline  what the streams of rank 0 do, for scripts/plot_timeline.py
+scaling   sparse attention with a random index of --density, striped, for every schedule and dtype
+          of the gradients on the wire. `alone`: a sequence shorter by the root of the number of
+          ranks, which is the same work for one GPU, on every rank at the same time. `of_alone` is
+          the ratio of their TFLOP/s. The index is given; choosing one with the same caps is timed
+          beside it, and in `..._with_selection` added
+dense     zigzag and striped, ring and all_gather; torch's context_parallel over cuDNN attention,
+          load balancing on
+nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the same kernels, nothing
+          sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger of
+          these two
+balance   striped against zigzag, index selected from realistic q and k. `slowest_kernels_ms`: of
+          the slowest rank when nothing is sent. Imbalance degrees (observe/visits.py) of counted
+          pairs and of measured times of steps
+timeline  what the streams of rank 0 do, for scripts.benchmarks.plot_timeline
 errors    relative errors against fp32, on one rank alone and by every schedule
 
-A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it after --timeout.
-Rows are written at once. --pretend-nodes tells NCCL that the ranks of this host are on several, so that it
-sends over sockets between them. With --device cpu everything runs over gloo, to try it out at small sizes.
+A measurement that fails is a row with `error`, and the run goes on; a rank that fails alone ends it
+after --timeout. Rows are written at once. --pretend-nodes tells NCCL that the ranks of this host
+are on several, so that it sends over sockets between them. With --device cpu everything runs over
+gloo, to try it out at small sizes.
 """
 
 import argparse
-import datetime
+import functools
 import json
 import os
 import sys
@@ -35,19 +42,33 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from scripts.benchmarks.attention import head_set, share, versions
 from scripts.benchmarks.context_parallel_cases import CASES
 from scripts.benchmarks.context_parallel_timing import Bench, attempt
+from scripts.benchmarks.options import head_set, share
+from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
 
+PROGRAM = "scripts.benchmarks.context_parallel"
 Cases = dict[str, Callable[[Bench], Iterator[dict]]]
+"""{name: a function that yields the rows of the case, on all ranks alike}."""
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
+    rank, world = place()
+    refused = refusal(args, world)
+    if refused is None and args.pretend_nodes > 1:
+        pretend(args.pretend_nodes, rank, world)
+    return measure(args, CASES, refused, PROGRAM, args.pretend_nodes)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"torchrun -m {PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
@@ -60,7 +81,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--heads", type=head_set, default=(16, 2), help="query heads:KV heads, as 16:2")
     add("--density", type=share, default=0.05, help="share of the causal pairs, of random indexes")
     add(
-        "--verticals",
+        "--columns",
         type=share,
         default=0.005,
         help="share of the sequence that is verticals, of random indexes",
@@ -74,7 +95,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="of the case scaling",
     )
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
-    add("--max-verticals", type=int, default=2048)
+    add("--max-columns", type=int, default=2048)
     add("--max-slashes", type=int, default=0, help="0: no cap")
     add("--pretend-nodes", type=int, default=1, help="nodes that NCCL is told the ranks are on")
     add_common_options(add)
@@ -108,12 +129,12 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
     if "nodes" in args.cases and args.pretend_nodes == 1:
         return "the case nodes compares schedules across nodes; write --pretend-nodes 2"
     if world == 1 and set(args.cases) != {"errors"}:
-        return "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, or write the case errors"
-    if (
-        "double_ring" in args.schedules
-        and "scaling" in args.cases
-        and world % max(2, args.pretend_nodes)
-    ):
+        return (
+            "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, "
+            "or write the case errors"
+        )
+    scales_double_ring = "double_ring" in args.schedules and "scaling" in args.cases
+    if scales_double_ring and world % max(2, args.pretend_nodes):
         return (
             f"double_ring needs an even number of ranks, not {world}; leave it out of --schedules"
         )
@@ -125,7 +146,7 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
 
 
 def pretend(nodes: int, rank: int, world: int) -> None:
-    """Tell NCCL, before it starts, that this rank is on one of so many nodes, with sockets between them."""
+    """Tell NCCL, before it starts, that this rank is on one of `nodes` nodes, joined by sockets."""
     os.environ |= {
         "NCCL_HOSTID": f"node{rank * nodes // world}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -133,56 +154,18 @@ def pretend(nodes: int, rank: int, world: int) -> None:
     }
 
 
-def about(args: argparse.Namespace, device: torch.device, world: int) -> dict:
-    """What the numbers belong to: command, date, GPUs, versions, options."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {
-        "command": " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "gpu": name,
-        "ranks": world,
-        "versions": versions(),
-        "options": vars(args),
-    }
-
-
-def report(result: dict, row: dict, out: str) -> None:
-    """Print a row, its intervals left out, and write all rows so far."""
-    print(json.dumps({key: value for key, value in row.items() if key != "intervals"}), flush=True)
-    result["rows"].append(row)
-    if out:
-        with open(out + ".part", "w") as file:
-            json.dump(result, file)
-        os.replace(out + ".part", out)
-
-
-def run(bench: Bench, result: dict, cases: Cases) -> None:
-    """All cases in the order asked for; rank 0 reports."""
-    for case in bench.args.cases:
-
-        def rows_of_case() -> dict:
-            for row in cases[case](bench):
-                if bench.rank == 0:
-                    report(result, row, bench.args.out)
-            return {}
-
-        failed = attempt(bench, {"case": case}, rows_of_case)
-        if "error" in failed and bench.rank == 0:
-            report(result, failed, bench.args.out)
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def place() -> tuple[int, int]:
     """This process's rank and the number of processes, as torchrun says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def measure(
     args: argparse.Namespace, cases: Cases, refused: str | None, program: str, nodes: int = 1
 ) -> int:
-    """Carry out args.cases over so many (pretended) nodes and return the exit status: 0, or 2 with one line on stderr for
-    what cannot run here."""
+    """Carry out args.cases over so many (pretended) nodes.
+
+    Returns the exit status: 0, or 2 with one line on stderr for what cannot run here.
+    """
     rank, world = place()
     if refused is None and args.device == "cuda" and not torch.cuda.is_available():
         refused = "there is no GPU here; write --device cpu and small sizes to try it out"
@@ -193,21 +176,45 @@ def measure(
     device = choose_device(args.device)
     init_distributed(device, args.timeout)
     if device.type == "cuda":
-        torch.set_num_threads(
-            max(1, os.cpu_count() // world)
-        )  # torchrun says 1; realistic inputs are made on the CPU
+        # torchrun says 1, but realistic inputs are made on the CPU.
+        torch.set_num_threads(max(1, os.cpu_count() // world))
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    run(Bench(args, device, rank, world, nodes), about(args, device, world) | {"rows": []}, cases)
+    result = provenance(args, device) | {"ranks": world, "rows": []}
+    run(Bench(args, device, rank, world, nodes), result, cases)
     leave_distributed()
     return 0
 
 
-def main(words: list[str]) -> int:
-    args, (rank, world) = parse(words), place()
-    refused = refusal(args, world)
-    if refused is None and args.pretend_nodes > 1:
-        pretend(args.pretend_nodes, rank, world)
-    return measure(args, CASES, refused, "bench_context_parallel.py", args.pretend_nodes)
+def run(bench: Bench, result: dict, cases: Cases) -> None:
+    """All cases in the order asked for; rank 0 reports."""
+    for case in bench.args.cases:
+        failed = attempt(
+            bench, {"case": case}, functools.partial(report_case, bench, result, cases[case])
+        )
+        if "error" in failed and bench.rank == 0:
+            report(result, failed, bench.args.out)
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def report_case(bench: Bench, result: dict, case: Callable[[Bench], Iterator[dict]]) -> dict:
+    """Report a case's rows as they come; returns nothing to add to a row."""
+    for row in case(bench):
+        if bench.rank == 0:
+            report(result, row, bench.args.out)
+    return {}
+
+
+def report(result: dict, row: dict, out: str) -> None:
+    """Print a row without its intervals, and write all rows so far."""
+    shown = {key: value for key, value in row.items() if key != "intervals"}
+    print(json.dumps(shown), flush=True)
+    result["rows"].append(row)
+    if out:
+        # All at once: a run that is killed leaves a whole file.
+        with open(out + ".part", "w") as file:
+            json.dump(result, file)
+        os.replace(out + ".part", out)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,18 @@
-"""Clocks and context-parallel groups for scripts/bench_context_parallel.py and scripts/bench_masks.py."""
+"""Context-parallel groups and clocks over several ranks.
+
+For scripts.benchmarks.context_parallel and scripts.benchmarks.masks.
+"""
 
 import argparse
+import contextlib
 import functools
+import json
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,16 +21,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.benchmarks.attention_cases import Shape
+from scripts.benchmarks.traces import after_start, intervals
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.context_parallel.group import Pending
 
 LEAD_CYCLES = 40_000_000
-"""GPU cycles of sleep before a timed call, about 20 ms: the host queues the call meanwhile, as it
-runs ahead in training."""
+"""GPU cycles of sleep before a timed call, about 20 ms.
+
+The host queues the call meanwhile, as it runs ahead in training.
+"""
 
 
 class Bench(NamedTuple):
-    """The run: its options, this process's device and rank, and the number of processes and of (pretended) nodes."""
+    """The run: its options, and this process among all others. nodes: the pretended ones count."""
 
     args: argparse.Namespace
     device: torch.device
@@ -31,9 +42,14 @@ class Bench(NamedTuple):
     nodes: int
 
     def shape(self, seq_len: int) -> Shape:
-        """What attention is timed on, all ranks together; --seq-len wins over the case's own length."""
+        """What attention is timed on, all ranks together.
+
+        seq_len: the case's own length, where --seq-len says nothing.
+        """
+        heads, kv_heads = self.args.heads
         return Shape(
-            *self.args.heads,
+            heads,
+            kv_heads,
             self.args.head_dim,
             self.args.block_size,
             self.args.seq_len or seq_len,
@@ -49,7 +65,9 @@ class Bench(NamedTuple):
         overlap_stages: int = 2,
     ) -> ContextParallel:
         """A context-parallel group of all ranks, or what looks like one (WithoutTransfers)."""
-        nodes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}.get(schedule, 1)
+        # double_ring needs two axes even where all ranks are on one node.
+        axes = {"double_ring": max(2, self.nodes), "group_cast": self.nodes}
+        nodes = axes.get(schedule, 1)
         mesh = cp_mesh(self.device.type, nodes, self.world)
         return kind(
             mesh,
@@ -72,15 +90,16 @@ def cp_mesh(device_type: str, nodes: int, world: int) -> DeviceMesh:
 
 
 class WithoutTransfers(ContextParallel):
-    """Nothing of a ring is sent: the chunk in hand stands in for the one that would come.
+    """A ring that sends nothing: the chunk in hand takes the place of the one that would come.
 
-    Tiles and kernels are those of the schedule, so that times are right and results are not. `marks`: the moments at
-    which inner hops were waited for, one after each step but a window's last.
+    Tiles and kernels are those of the schedule, so times are right and results are not. `marks`:
+    the moments at which inner hops were waited for, one after each step but a window's last.
     """
 
-    def __init__(self, mesh: DeviceMesh, *args, **kwargs):
-        super().__init__(mesh, *args, **kwargs)
-        self.on_gpu, self.marks = mesh.device_type == "cuda", []
+    def __init__(self, mesh: DeviceMesh, layout: str, schedule: str, block_size: int, **options):
+        super().__init__(mesh, layout, schedule, block_size, **options)
+        self.on_gpu = mesh.device_type == "cuda"
+        self.marks = []
         if self.schedule not in ("ring", "double_ring"):
             raise ValueError(
                 f'WithoutTransfers knows what a ring sends, not "{self.schedule}"; '
@@ -98,15 +117,14 @@ class WithoutTransfers(ContextParallel):
 
 class _Arrived:
     def __init__(self, cp: WithoutTransfers, axis: str, chunk: list[Tensor]):
-        self.cp, self.axis, self.chunk = cp, axis, chunk
+        self.cp = cp
+        self.axis = axis
+        self.chunk = chunk
 
     def wait(self) -> list[Tensor]:
         if self.axis == "inner":
             self.cp.marks.append(mark(self.cp.on_gpu))
         return self.chunk
-
-
-# Clocks -------------------------------------------------------------------------------------------------------------
 
 
 def mark(on_gpu: bool) -> torch.cuda.Event | float:
@@ -121,13 +139,16 @@ def mark(on_gpu: bool) -> torch.cuda.Event | float:
 def milliseconds(marks: Sequence) -> list[float]:
     """Between each mark and the next."""
     if isinstance(marks[0], float):
-        return [(b - a) * 1e3 for a, b in zip(marks, marks[1:])]
+        return [(end - start) * 1e3 for start, end in pairwise(marks)]
     marks[-1].synchronize()
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+    return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
 
 def start_together(bench: Bench) -> None:
-    """All ranks go on from here at the same time; on GPUs the GPUs do, while the hosts already queue what follows."""
+    """Let all ranks go on from here at the same time.
+
+    On GPUs the GPUs wait for each other, while the hosts already queue what follows.
+    """
     if bench.device.type == "cpu":
         dist.barrier()
         return
@@ -138,33 +159,38 @@ def start_together(bench: Bench) -> None:
 
 def gather(bench: Bench, numbers: Sequence) -> Tensor:
     """[ranks, ...] of every rank's numbers, float64 on the CPU."""
-    own = torch.tensor(numbers, dtype=torch.float64)
-    every = [torch.empty_like(own) for _ in range(bench.world)]
-    dist.all_gather(every, own)
+    here = torch.tensor(numbers, dtype=torch.float64)
+    every = [torch.empty_like(here) for _ in range(bench.world)]
+    dist.all_gather(every, here)
     return torch.stack(every)
 
 
 def timed(bench: Bench, steps: Sequence[Callable[[], object]]) -> dict:
-    """Milliseconds of a forward and a backward: medians over repeats of the slowest rank, and of each rank.
+    """Milliseconds of a forward and a backward: medians of the slowest rank, and of each rank.
 
-    Each step's slowest rank may be another one: total_ms, the slowest rank's sum, can be less than both together.
+    Each step's slowest rank may be another one: total_ms, the slowest rank's sum, can be less than
+    both together.
     """
+    on_gpu = bench.device.type == "cuda"
     spent = []
     for _ in range(bench.args.warm_ups + bench.args.repeats):
         start_together(bench)
-        marks = [mark(bench.device.type == "cuda")]
+        marks = [mark(on_gpu)]
         for step in steps:
             step()
-            marks.append(mark(bench.device.type == "cuda"))
+            marks.append(mark(on_gpu))
         spent.append(milliseconds(marks))
-    every = gather(bench, spent[bench.args.warm_ups :])
-    slowest = [_median(every[..., place].amax(0)) for place in range(len(steps))]
-    found = {"forward_ms": slowest[0], "backward_ms": slowest[1]} if len(steps) == 2 else {}
-    total = every.sum(-1)
-    return found | {
-        "total_ms": _median(total.amax(0)),
-        "per_rank_ms": [_median(own) for own in total],
-    }
+    every = gather(bench, spent[bench.args.warm_ups :])  # [ranks, repeats, steps]
+
+    measured = {}
+    if len(steps) == 2:
+        slowest = every.amax(0)  # [repeats, steps]
+        measured["forward_ms"] = _median(slowest[:, 0])
+        measured["backward_ms"] = _median(slowest[:, 1])
+    total = every.sum(-1)  # [ranks, repeats]
+    measured["total_ms"] = _median(total.amax(0))
+    measured["per_rank_ms"] = [_median(of_rank) for of_rank in total]
+    return measured
 
 
 def _median(numbers: Tensor) -> float:
@@ -172,34 +198,70 @@ def _median(numbers: Tensor) -> float:
 
 
 def step_times(bench: Bench, cp: WithoutTransfers, steps: Sequence[Callable[[], object]]) -> Tensor:
-    """Median milliseconds of every step of a plain ring's forward and of its backward, float64 [2, ranks, steps].
+    """Median milliseconds of every step of a plain ring, float64 [2, ranks, steps].
 
-    Ranks run each for itself. RuntimeError if a schedule does not wait once a step.
+    First those of the forward, then those of the backward. Ranks run each for itself. RuntimeError
+    if a schedule does not wait once a step.
     """
+    on_gpu = bench.device.type == "cuda"
     spent = []
     for _ in range(bench.args.warm_ups + bench.args.repeats):
         start_together(bench)
-        cp.marks = [mark(bench.device.type == "cuda")]
+        cp.marks = [mark(on_gpu)]
         for step in steps:
             step()
-            cp.marks.append(mark(bench.device.type == "cuda"))
+            cp.marks.append(mark(on_gpu))
         spent.append(milliseconds(cp.marks))
     if len(spent[-1]) != 2 * cp.size:
         raise RuntimeError(
             f"{len(spent[-1])} intervals for {cp.size} steps forward and backward: "
             "the ring waits elsewhere now"
         )
-    every = gather(bench, spent[bench.args.warm_ups :])
+    every = gather(bench, spent[bench.args.warm_ups :])  # [ranks, repeats, 2 x steps]
     return every.median(dim=1).values.unflatten(-1, (2, -1)).transpose(0, 1)
 
 
+def traced(bench: Bench, steps: Sequence[Callable[[], object]]) -> list[dict]:
+    """intervals() of rank 0 in one call of the steps, after one to warm up.
+
+    The other ranks take part and return [].
+    """
+    for step in steps:
+        step()
+    on_gpu = bench.device.type == "cuda"
+    profile = contextlib.nullcontext()
+    if bench.rank == 0:
+        kinds = torch.profiler.ProfilerActivity
+        profile = torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU])
+    with profile:
+        start_together(bench)
+        for step in steps:
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if bench.rank != 0:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profile.export_chrome_trace(path)
+        with open(path) as file:
+            events = json.load(file)["traceEvents"]
+    return intervals(after_start(events), on_gpu)
+
+
 def attempt(bench: Bench, row: dict, measure: Callable[[], dict]) -> dict:
-    """row with what was measured; with "error" if any rank failed, for which all ranks have to fail or none."""
+    """row with what was measured; with "error" if any rank failed.
+
+    All ranks have to fail at the same place, or none: a rank that fails alone leaves the others in
+    a collective.
+    """
     try:
-        found = measure()
-    except Exception as error:  # whatever goes wrong, the run goes on with the next measurement
-        found = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        measured = measure()
+    except Exception as error:  # noqa: BLE001  whatever goes wrong, the run goes on
+        measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
     every = [None] * bench.world
-    dist.all_gather_object(every, found.get("error"))
+    dist.all_gather_object(every, measured.get("error"))
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(every) if error]
-    return row | ({"error": failed[0]} if failed else found)
+    if failed:
+        return row | {"error": failed[0]}
+    return row | measured

@@ -1,9 +1,11 @@
 """Times the loader alone: how many tokens a second one process hands out, with no model behind it.
 
-From the project's root: python -m scripts.benchmarks.loader --data.source PREPARED --training.seq_len 524288 [--seconds 10]
+    python -m scripts.benchmarks.loader --data.source PREPARED --training.seq_len 524288 \\
+        [--seconds 10]
 
-Other options are taken as train.py takes them. One process is what one rank has; the world size is 1, so nothing is sharded
-and nothing is passed over. It is compared with a node of eight H200 at 13,000 tokens a second each, in 512K sequences.
+Other options are taken as train.py takes them. One process is what one rank has; the world size is
+1, so nothing is sharded and nothing is passed over. It is compared with a node of eight H200 at
+13,000 tokens a second each, in 512K sequences.
 """
 
 import argparse
@@ -18,26 +20,34 @@ NODE_TOKENS_PER_SECOND = 8 * 13_000
 
 
 def tokens_per_second(config: Config, seconds: float) -> float:
-    """Tokens of sequences handed out in `seconds`, the first batch (which opens files and permutes) not counted."""
+    """Tokens of sequences handed out in `seconds`.
+
+    The first batch, which opens files and permutes, is not counted.
+    """
     training = config.training
+    rank = 0
+    world = 1
     loader = build_loader(
         config.data,
         training.seq_len,
         training.local_batch_size,
         training.seed,
-        0,
-        1,
+        rank,
+        world,
         padding_multiple(config),
     )
     next(loader)
-    began, tokens = time.perf_counter(), 0
+    tokens = 0
+    began = time.perf_counter()
     while time.perf_counter() - began < seconds:
-        tokens += sum(map(sum, next(loader).lengths))
+        lengths = next(loader).lengths  # of the documents of each sequence
+        tokens += sum(sum(documents) for documents in lengths)
     return tokens / (time.perf_counter() - began)
 
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks.loader",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -52,9 +62,9 @@ def main(words: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{config.data.source}, {config.data.sequences}, {config.training.seq_len:,} tokens a sequence: "
-        f"{rate / 1e6:.1f} million tokens a second, {rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 "
-        "trains on"
+        f"{config.data.source}, {config.data.sequences}, "
+        f"{config.training.seq_len:,} tokens a sequence: {rate / 1e6:.1f} million tokens a second, "
+        f"{rate / NODE_TOKENS_PER_SECOND:.0f} times what a node of eight H200 trains on"
     )
     return 0
 

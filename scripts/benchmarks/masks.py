@@ -1,50 +1,62 @@
-"""Masks and patterns on GPUs: kernels beside FlashAttention-4, packed documents over several GPUs, patterns at equal
-recall. JSON out.
+"""Masks and patterns on GPUs: kernels, packed documents over several GPUs, patterns at equal recall.
 
-    python scripts/bench_masks.py kernels patterns --repeats 3 --out masks.json
-    torchrun --standalone --nproc-per-node 8 scripts/bench_masks.py varlen --out varlen.json
+    python -m scripts.benchmarks.masks kernels patterns --repeats 3 --out masks.json
+    torchrun --standalone --nproc-per-node 8 -m scripts.benchmarks.masks varlen --out varlen.json
 
-All in bf16. Times are of the forward and the backward of attend(), medians of --repeats after --warm-ups, of the
-slowest rank, taken as by bench_context_parallel.py. TFLOP/s are of one GPU and count the pairs that the mask lets a
-query see (4 D forward, 10 D backward per pair and head). Documents are drawn by synthetic.ragged_lengths: most under 1K
-tokens, the longest a quarter of the sequence; rows are means over --packs such sequences.
+All in bf16, JSON out. Times are of the forward and the backward of attend(), medians of --repeats
+after --warm-ups, of the slowest rank, taken as by scripts.benchmarks.context_parallel. TFLOP/s are
+of one GPU and count the pairs that the mask lets a query see (4 D forward, 10 D backward per pair
+and head). Documents are drawn by synthetic.ragged_lengths: most under 1K tokens, the longest a
+quarter of the sequence; rows are means over --packs such sequences.
 
-kernels   one GPU: causal inside packed documents, and a causal window of --window; each of --backends (`auto`: what
-          "auto" takes) and FlashAttention-4's own attention for that mask. `..._of_flash_attn_4`: its time / ours;
-          `tables_ms`: what building the block tables, forward and backward, has of our time (not where a kernel needs
-          none). Before it is timed, each is checked at 4096 tokens against fp32: errors above 5e-3 or twice those of
-          torch's flash kernel (for the window: of that kernel without one) make its row an error
-varlen    2 GPUs or more: packed documents by layouts and schedules, group_cast with each of --stages.
-          `megabytes_needed_...`: keys and values that ranks see and do not hold, again in the backward, and their
-          gradients in fp32; all ranks together, as `megabytes_sent_...`. Imbalance is the busiest rank / mean of a
-          forward, by pairs and by computing time. torch's context_parallel knows no documents: it computes the causal
-          mask over the whole sequence, and its TFLOP/s count that. Plans and layouts are made before, as in training
-          once a batch
-patterns  one GPU: vertical_slash with independent and with joint budgets, xattention and moba on realistic q and k
-          (synthetic.py), over a few values of the knob of each. The index is given to forward and backward, choosing it
-          is `selection_ms`; `step_ms` is all three. Density is counted; recall is the share of the softmax mass that
-          --recall-rows sampled rows keep. At the end what each costs --at-recalls, linear between measurements
+kernels   one GPU: causal inside packed documents, and a causal window of --window; each of
+          --backends (`auto`: what "auto" takes) and FlashAttention-4's own attention for that mask.
+          `..._of_flash_attn_4`: its time / ours. `tables_ms`: the share of our time that builds the
+          block tables, forward and backward (absent where a kernel needs none). Before it is timed,
+          each is checked at 4096 tokens against fp32: errors above 5e-3, or above twice those of
+          torch's flash kernel (for the window: of that kernel without one), make its row an error
+varlen    2 GPUs or more: packed documents by layouts and schedules, group_cast with each of
+          --stages. `megabytes_needed_...`: keys and values that ranks see and do not hold, again in
+          the backward, and their gradients in fp32; all ranks together, as `megabytes_sent_...`.
+          Imbalance is the busiest rank / mean of a forward, by pairs and by computing time. torch's
+          context_parallel knows no documents: it computes the causal mask over the whole sequence,
+          and its TFLOP/s count that. Plans and layouts are made before, as in training once a batch
+patterns  one GPU: vertical_slash with independent and with joint budgets, xattention and moba on
+          realistic q and k (estimate/synthetic.py), over a few values of the knob of each. The
+          index is given to forward and backward, choosing it is `selection_ms`; `step_ms` is all
+          three. Density is counted; recall is the share of the softmax mass that --recall-rows
+          sampled rows keep. At the end what each costs --at-recalls, linear between measurements
 
-A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on. Rows are written at
-once. With --device cpu everything runs over gloo by plain PyTorch, to try it out at small sizes.
+A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on.
+Rows are written at once. With --device cpu everything runs over gloo by plain PyTorch, to try it
+out at small sizes.
 """
 
 import argparse
 import sys
 
-from scripts.benchmarks.attention import head_set, share
 from scripts.benchmarks.context_parallel import Cases, add_common_options, measure, place
 from scripts.benchmarks.masks_cases import TOKENS_A_RANK, kernels, varlen
+from scripts.benchmarks.options import head_set, positive, share
 from scripts.benchmarks.patterns_cases import patterns
 from titan_sparse.attention import backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 
+PROGRAM = "scripts.benchmarks.masks"
 CASES: Cases = {"kernels": kernels, "varlen": varlen, "patterns": patterns}
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
+    _, world = place()
+    return measure(args, CASES, refusal(args, world), PROGRAM)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {PROGRAM}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("cases", nargs="+", choices=list(CASES), metavar="CASE", help=", ".join(CASES))
@@ -84,7 +96,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="of patterns, as all below",
     )
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
-    add("--max-verticals", type=positive, default=4096, help="of vertical_slash")
+    add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add(
         "--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention"
     )
@@ -94,15 +106,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--at-recalls", type=share, nargs="*", default=[0.9, 0.95], help="where costs are compared")
     add_common_options(add)
     args = parser.parse_args(words)
-    args.backends = args.backends or (["eager"] if args.device == "cpu" else ["flex", "triton"])
+    if not args.backends:
+        args.backends = ["eager"] if args.device == "cpu" else ["flex", "triton"]
     return args
-
-
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: write a whole number, 1 or more")
-    return int(text)
 
 
 def refusal(args: argparse.Namespace, world: int) -> str | None:
@@ -112,23 +118,26 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
         return "the case varlen shares a sequence; start torchrun with --nproc-per-node 2 or more"
     if world > 1 and alone:
         return f"the case {alone[0]} is for one GPU; start it with python, not with torchrun"
-    multiple = args.block_size * (block_multiple("zigzag", world) if world > 1 else 1)
+    multiple = args.block_size
+    if world > 1:
+        multiple *= block_multiple("zigzag", world)
     if args.seq_len % multiple:
         return f"--seq-len {args.seq_len}: write a multiple of {multiple}"
     if "patterns" in args.cases and 0 < args.seq_len < 2048:
-        return f"--seq-len {args.seq_len}: realistic q and k of the case patterns need 2048 tokens or more"
+        return (
+            f"--seq-len {args.seq_len}: realistic q and k of the case patterns need 2048 tokens "
+            "or more"
+        )
     if "kernels" in args.cases and 4 * args.window > (args.seq_len or 32768):
-        return f"--window {args.window}: write a quarter of the sequence or less, of which the other tokens see a part"
+        return (
+            f"--window {args.window}: write a quarter of the sequence or less, of which the other "
+            "tokens see a part"
+        )
     if "patterns" in args.cases and args.top_ks and args.chunk_size < args.block_size:
         return f"--chunk-size {args.chunk_size}: write --block-size ({args.block_size}) or more"
     if args.repeats < 1 or args.warm_ups < 0:
         return "--repeats is 1 or more, --warm-ups 0 or more"
     return None
-
-
-def main(words: list[str]) -> int:
-    args = parse(words)
-    return measure(args, CASES, refusal(args, place()[1]), "bench_masks.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The cases kernels and varlen of scripts/bench_masks.py. Each yields its rows as it has them, on all ranks alike."""
+"""The cases kernels and varlen of scripts.benchmarks.masks.
+
+Each yields its rows as it has them, on all ranks alike.
+"""
 
 import functools
 import itertools
@@ -10,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from scripts.benchmarks.attention import training_call
 from scripts.benchmarks.attention_cases import FLASH4, Attention, Shape, draw, ours, sdpa
 from scripts.benchmarks.attention_errors import by_document, errors, too_large
 from scripts.benchmarks.context_parallel_cases import attention, rounded, sent_by_rank, torch_dense
 from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
+from scripts.benchmarks.timing import training_call
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
@@ -29,10 +32,11 @@ from titan_sparse.estimate.synthetic import ragged_lengths
 CHECKED_LENGTH = 4096
 TOKENS_A_RANK = 8192
 """Of the case varlen, as in MagiAttention's benchmarks."""
+ERRORS = ("out", "dq", "dk", "dv")
 
 
 def shapes(bench: Bench, seq_len: int, heads: list[tuple[int, int]]) -> Iterator[Shape]:
-    """What attention is timed on, all ranks together; --heads and --seq-len win over the case's own."""
+    """What attention is timed on, all ranks together; --heads and --seq-len win over these."""
     args = bench.args
     for query_heads, kv_heads in dict.fromkeys(args.heads or heads):
         yield Shape(
@@ -49,56 +53,57 @@ def about(case: str, shape: Shape) -> dict:
     """The first fields of a row."""
     return {
         "case": case,
-        **{name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "seq_len")},
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "seq_len": shape.seq_len,
     }
 
 
-def chosen_backend(bench: Bench, shape: Shape) -> str:
-    """What --backend means."""
-    return backends.choose(
-        bench.args.backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size
-    )
+def chosen_backend(backend: str, shape: Shape) -> str:
+    """What "auto" means for this shape; another name means itself."""
+    return backends.choose(backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
 
 
-def mean(found: list[dict]) -> dict:
+def mean(rows: list[dict]) -> dict:
     """Of rows with the same numbers or lists of numbers."""
-    average = {
-        key: torch.tensor([row[key] for row in found], dtype=torch.float64).mean(0)
-        for key in found[0]
-    }
-    return {
-        key: [rounded(y) for y in x.tolist()] if x.ndim else rounded(x.item())
-        for key, x in average.items()
-    }
+    averages = {}
+    for key in rows[0]:
+        average = torch.tensor([row[key] for row in rows], dtype=torch.float64).mean(0)
+        if average.ndim:
+            averages[key] = [rounded(number) for number in average.tolist()]
+        else:
+            averages[key] = rounded(average.item())
+    return averages
 
 
-def rates(shape: Shape, found: dict, ranks: int = 1) -> dict:
-    """TFLOP/s of a rank, by found's milliseconds and its "pairs", those that the mask lets each head see."""
+def rates(shape: Shape, measured: dict, ranks: int = 1) -> dict:
+    """TFLOP/s of a rank, by the milliseconds measured and the "pairs" that each head sees."""
     flops = {
         "forward": FORWARD_FLOPS,
         "backward": BACKWARD_FLOPS,
         "total": FORWARD_FLOPS + BACKWARD_FLOPS,
     }
-    work = shape.heads * shape.head_dim * found["pairs"] / ranks / 1e9
+    work = shape.heads * shape.head_dim * measured["pairs"] / ranks / 1e9
     return {
-        f"{step}_tflops": rounded(per_pair * work / found[f"{step}_ms"])
+        f"{step}_tflops": rounded(per_pair * work / measured[f"{step}_ms"])
         for step, per_pair in flops.items()
     }
 
 
 def faster(name: str, row: dict, peer: dict) -> dict:
-    """How many times faster than the peer a row is, step by step; nothing where one of them failed."""
+    """How many times faster than the peer a row is, by step; nothing where one of them failed."""
     if "error" in row or "error" in peer:
         return {}
     steps = ("forward", "backward", "total")
     return {f"{step}_{name}": rounded(peer[f"{step}_ms"] / row[f"{step}_ms"]) for step in steps}
 
 
-# Kernels ------------------------------------------------------------------------------------------------------------
-
-
 class Masked(NamedTuple):
-    """A mask, and others' attention under it. yardstick: torch's flash kernel, and the mask that it computes with."""
+    """A mask, and others' attention under it.
+
+    yardstick: torch's flash kernel, and the mask that it computes with.
+    """
 
     mask: Mask
     peer: Attention
@@ -109,91 +114,109 @@ torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
 
 
 def documents(shape: Shape, seed: int) -> Masked:
+    """Packed documents, causal inside each."""
     lengths = ragged_lengths(shape.seq_len, seed)
     mask = Documents(lengths)
-    starts = torch.tensor(
-        [0, *itertools.accumulate(lengths)], dtype=torch.int32, device=shape.device
-    )
+    ends = itertools.accumulate(lengths)
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=shape.device)
     return Masked(
         mask,
-        functools.partial(flash4_varlen, starts, max(lengths)),
-        (functools.partial(by_document, torch_flash, lengths), mask),
+        peer=functools.partial(flash4_varlen, starts, max(lengths)),
+        yardstick=(functools.partial(by_document, torch_flash, lengths), mask),
     )
 
 
 def window(tokens: int, shape: Shape, seed: int) -> Masked:
-    """At the checked length a smaller one, for it to be a window there too."""
+    """A causal window; at the checked length a smaller one, for it to be a window there too."""
     tokens = min(tokens, shape.seq_len // 4)
     return Masked(
-        SlidingWindow(tokens), functools.partial(flash4_window, tokens), (torch_flash, Causal())
+        SlidingWindow(tokens),
+        peer=functools.partial(flash4_window, tokens),
+        yardstick=(torch_flash, Causal()),
     )
 
 
 def flash4_varlen(starts: Tensor, longest: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention-4's own attention over packed documents, causal inside each. starts: int32, with the end."""
+    """FlashAttention-4's own attention over packed documents, causal inside each.
+
+    starts: int32, with the end of the last document. longest: tokens of the longest document.
+    """
     from flash_attn.cute import flash_attn_varlen_func
 
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    # [1, H, S, D] -> [S, H, D]
     out = flash_attn_varlen_func(
-        q,
-        k,
-        v,
+        q[0].transpose(0, 1),
+        k[0].transpose(0, 1),
+        v[0].transpose(0, 1),
         cu_seqlens_q=starts,
         cu_seqlens_k=starts,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         causal=True,
     )
-    return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
+    if isinstance(out, tuple):  # some versions return the LSE too
+        out = out[0]
+    return out.transpose(0, 1)[None]
 
 
 def flash4_window(tokens: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FlashAttention-4's own causal window, the query itself included."""
     from flash_attn.cute import flash_attn_func
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = flash_attn_func(
-        q, k, v, causal=True, window_size=(tokens - 1, 0)
-    )  # keys before its own, and after
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        q.transpose(1, 2),  # [B, S, H, D]
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        causal=True,
+        window_size=(tokens - 1, 0),  # keys before the query's own, and after
+    )
+    if isinstance(out, tuple):
+        out = out[0]
+    return out.transpose(1, 2)
+
+
+class KernelCase(NamedTuple):
+    """What the kernels of one mask are measured on.
+
+    shape: timed. small: checked against fp32. make: (shape, seed) -> the mask and its peers. packs:
+    how many seeds are timed.
+    """
+
+    shape: Shape
+    small: Shape
+    make: Callable[[Shape, int], Masked]
+    packs: int
 
 
 def kernels(bench: Bench) -> Iterator[dict]:
     """Masks on one GPU by each of our backends, beside FlashAttention-4's own."""
     args = bench.args
     for shape in shapes(bench, 32768, [(64, 8), (16, 2)]):
-        row = about("kernels", shape)
-        yield from _by_mask(
-            bench, shape, row | {"mask": "documents", "packs": args.packs}, documents, args.packs
-        )
-        yield from _by_mask(
-            bench,
-            shape,
-            row | {"mask": "window", "window": args.window},
-            functools.partial(window, args.window),
-            1,
-        )
+        small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
+        row = about("kernels", shape) | {"mask": "documents", "packs": args.packs}
+        yield from _by_mask(bench, row, KernelCase(shape, small, documents, args.packs))
+        row = about("kernels", shape) | {"mask": "window", "window": args.window}
+        make_window = functools.partial(window, args.window)
+        yield from _by_mask(bench, row, KernelCase(shape, small, make_window, packs=1))
 
 
-def _by_mask(
-    bench: Bench, shape: Shape, row: dict, make: Callable[[Shape, int], Masked], packs: int
-) -> Iterator[dict]:
+def _by_mask(bench: Bench, row: dict, case: KernelCase) -> Iterator[dict]:
     """The yardstick's errors, then the peer and our backends."""
-    small = shape._replace(seq_len=min(CHECKED_LENGTH, shape.seq_len))
-    check = functools.partial(_yardstick, small, make(small, 0))
-    yardstick = attempt(
-        bench, row | {"name": "torch's flash kernel", "checked_seq_len": small.seq_len}, check
-    )
+    check = functools.partial(_yardstick, case.small, case.make(case.small, 0))
+    named = row | {"name": "torch's flash kernel", "checked_seq_len": case.small.seq_len}
+    yardstick = attempt(bench, named, check)
     yield yardstick
-    bounds = yardstick.get("errors", dict.fromkeys(("out", "dq", "dk", "dv"), math.inf))
-    measure = functools.partial(_kernel, bench, shape, small, FLASH4, make, packs, bounds)
+    # Without a yardstick only the absolute limit counts.
+    bounds = yardstick.get("errors", dict.fromkeys(ERRORS, math.inf))
+
+    measure = functools.partial(_kernel, bench, case, bounds, FLASH4)
     peer = attempt(bench, row | {"name": FLASH4}, measure)
     yield peer
-    auto = backends.choose("auto", shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
+    auto = chosen_backend("auto", case.shape)
     for name in bench.args.backends:
-        measure = functools.partial(_kernel, bench, shape, small, name, make, packs, bounds)
-        own = attempt(bench, row | {"name": name, "auto": name == auto}, measure)
-        yield own | faster("of_flash_attn_4", own, peer)
+        measure = functools.partial(_kernel, bench, case, bounds, name)
+        ours_row = attempt(bench, row | {"name": name, "auto": name == auto}, measure)
+        yield ours_row | faster("of_flash_attn_4", ours_row, peer)
 
 
 def _yardstick(shape: Shape, masked: Masked) -> dict:
@@ -202,130 +225,125 @@ def _yardstick(shape: Shape, masked: Masked) -> dict:
 
 
 def _seen(mask: Mask, shape: Shape) -> Tensor:
-    return mask.dense(shape.seq_len, shape.device)[0].expand(shape.heads, -1, -1)
+    """bool [Hq, S, S]: which keys each query sees."""
+    dense = mask.dense(shape.seq_len, shape.device)  # [1, S, S]
+    return dense[0].expand(shape.heads, -1, -1)
 
 
-def _kernel(
-    bench: Bench,
-    shape: Shape,
-    small: Shape,
-    name: str,
-    make: Callable[[Shape, int], Masked],
-    packs: int,
-    bounds: dict[str, float],
-) -> dict:
-    """Errors at the small shape, then times at the other. RuntimeError for a missing peer, and for errors too large."""
+def _kernel(bench: Bench, case: KernelCase, bounds: dict[str, float], name: str) -> dict:
+    """Errors at the small shape, then times at the other.
+
+    RuntimeError for a missing peer, and for errors that are too large.
+    """
     if name == FLASH4 and flash.missing():
         raise RuntimeError(f"not measured: {flash.missing()}")
-    masked = make(small, 0)
+    shape = case.shape
+    small = case.small
+    masked = case.make(small, 0)
     found = errors(_call(name, masked, small), small, _seen(masked.mask, small))
-    if too_large(found, bounds):
-        raise RuntimeError(f"wrong at {small.seq_len} tokens: {too_large(found, bounds)}")
-    *leaves, d_out = draw(shape)
-    times = []
-    for seed in range(packs):
-        masked = make(shape, seed)
+    wrong = too_large(found, bounds)
+    if wrong:
+        raise RuntimeError(f"wrong at {small.seq_len} tokens: {wrong}")
+
+    tensors = draw(shape)
+    packs = []
+    for seed in range(case.packs):
+        masked = case.make(shape, seed)
         pairs = visible_pairs(masked.mask.rows(shape.seq_len)).item()
-        spent = timed(bench, training_call(_call(name, masked, shape), leaves, d_out))
-        times.append(
-            spent
-            | {"pairs": pairs}
-            | ({} if name == FLASH4 else _tables(bench, shape, name, masked.mask))
-        )
-    return (average := mean(times)) | rates(shape, average) | {"errors": found}
+        steps = training_call(_call(name, masked, shape), tensors[:3], tensors[3])
+        measured = timed(bench, steps) | {"pairs": pairs}
+        if name != FLASH4:
+            measured |= _tables(bench, shape, name, masked.mask)
+        packs.append(measured)
+    average = mean(packs)
+    return average | rates(shape, average) | {"errors": found}
 
 
 def _call(name: str, masked: Masked, shape: Shape) -> Attention:
     if name == FLASH4:
         return masked.peer
-    return functools.partial(
-        ours, name, Dense(), masked.mask.rows(shape.seq_len, shape.device), shape.block_size
-    )
+    ranges = masked.mask.rows(shape.seq_len, shape.device)
+    return functools.partial(ours, name, Dense(), ranges, shape.block_size)
 
 
 def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
-    """What the backend is given to go by, made as in every forward and every backward."""
-    rows = mask.rows(shape.seq_len, bench.device)
+    """Milliseconds of the tables that the backend reads, made in every forward and backward."""
+    ranges = mask.rows(shape.seq_len, bench.device)
     blocks = torch.arange(shape.seq_len // shape.block_size, device=bench.device)
-    index = Dense().index([], rows, 1, shape.heads, shape.block_size)
-    make = functools.partial(block_tiles, rows, index, blocks, blocks, 1)
-    steps = [
-        functools.partial(make, by_key)
-        for by_key in (False, backends.BACKENDS[backend].READS_BY_KEY)
-    ]
-    return {"tables_ms": timed(bench, steps)["total_ms"]}
-
-
-# Packed documents over several GPUs ---------------------------------------------------------------------------------
+    index = Dense().index([], ranges, 1, shape.heads, shape.block_size)
+    make = functools.partial(block_tiles, ranges, index, blocks, blocks, 1)
+    forward = functools.partial(make, False)
+    backward = functools.partial(make, backends.BACKENDS[backend].READS_BY_KEY)
+    return {"tables_ms": timed(bench, [forward, backward])["total_ms"]}
 
 
 def varlen(bench: Bench) -> Iterator[dict]:
-    """Packed documents by layouts and schedules, beside torch's context_parallel without documents."""
+    """Packed documents by layouts and schedules, and torch's context_parallel without documents."""
     args = bench.args
-    casts = [
-        (layout, "group_cast", stages)
-        for layout in ("balanced", "contiguous")
-        for stages in args.stages
-    ]
-    others = [("balanced", "ring", None), ("zigzag", "ring", None), ("striped", "all_gather", None)]
+    ways: list[tuple[str, str, int | None]] = []  # layout, schedule, stages
+    for layout in ("balanced", "contiguous"):
+        for stages in args.stages:
+            ways.append((layout, "group_cast", stages))
+    ways.append(("balanced", "ring", None))
+    ways.append(("zigzag", "ring", None))
+    ways.append(("striped", "all_gather", None))
+
     for shape in shapes(bench, TOKENS_A_RANK * bench.world, [(64, 8)]):
         row = about("varlen", shape) | {"ranks": bench.world}
         peers = []
         for method in ("allgather", "alltoall"):
-            named = {
+            named = row | {
                 "name": "torch context_parallel",
                 "rotate": method,
                 "mask": "causal, since it knows no documents",
             }
-            peers.append(
-                attempt(bench, row | named, functools.partial(_torch_causal, bench, shape, method))
-            )
-            yield peers[-1]
+            peer = attempt(bench, named, functools.partial(_torch_causal, bench, shape, method))
+            peers.append(peer)
+            yield peer
         best = min(peers, key=lambda peer: peer.get("total_ms", math.inf))
-        for layout, schedule, stages in casts + others:
-            named = {
+        for layout, schedule, stages in ways:
+            named = row | {
                 "name": "ours",
                 "mask": "documents",
                 "packs": args.packs,
                 "layout": layout,
                 "schedule": schedule,
+                "overlap_stages": stages,
             }
-            own = attempt(
-                bench,
-                row | named | {"overlap_stages": stages},
-                functools.partial(_documents, bench, shape, layout, schedule, stages),
-            )
-            yield own | faster("times_faster_than_torch", own, best)
+            measure = functools.partial(_documents, bench, shape, layout, schedule, stages)
+            ours_row = attempt(bench, named, measure)
+            yield ours_row | faster("times_faster_than_torch", ours_row, best)
 
 
 def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
-    found = torch_dense(bench, shape, method) | {"pairs": shape.seq_len * (shape.seq_len + 1) / 2}
-    return found | rates(shape, found, bench.world)
+    measured = torch_dense(bench, shape, method)
+    measured["pairs"] = shape.seq_len * (shape.seq_len + 1) / 2
+    return measured | rates(shape, measured, bench.world)
 
 
 def _documents(bench: Bench, shape: Shape, layout: str, schedule: str, stages: int | None) -> dict:
     """Means over packs of times, bytes and imbalance."""
     cp = bench.context(layout, schedule, overlap_stages=stages or 1)
-    *leaves, d_out = draw(shape._replace(seq_len=shape.seq_len // cp.size))
+    tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
     packs = []
     for seed in range(bench.args.packs):
-        rows = cp.balance(
-            Documents(ragged_lengths(shape.seq_len, seed)).rows(shape.seq_len, bench.device)
-        )
-        steps = training_call(attention(bench, Dense(), rows, cp), leaves, d_out)
-        times = timed(bench, steps) | {"pairs": visible_pairs(rows).item()}
-        packs.append(times | _imbalance(steps) | _megabytes(bench, shape, cp, rows, steps))
-    found = mean(packs)
-    needed = found["megabytes_needed_forward"] + found["megabytes_needed_backward"]
-    sent = found["megabytes_sent_forward"] + found["megabytes_sent_backward"]
-    return (
-        found
-        | rates(shape, found, cp.size)
-        | {
-            "sent_of_needed": rounded(sent / needed) if needed else None,
-            "backend": chosen_backend(bench, shape),
-        }
-    )
+        mask = Documents(ragged_lengths(shape.seq_len, seed))
+        ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
+        steps = training_call(attention(bench, Dense(), ranges, cp), tensors[:3], tensors[3])
+        measured = timed(bench, steps)
+        measured["pairs"] = visible_pairs(ranges).item()
+        measured |= _imbalance(steps)
+        measured |= _megabytes(bench, shape, cp, ranges, steps)
+        packs.append(measured)
+    average = mean(packs)
+    needed = average["megabytes_needed_forward"] + average["megabytes_needed_backward"]
+    sent = average["megabytes_sent_forward"] + average["megabytes_sent_backward"]
+    return {
+        **average,
+        **rates(shape, average, cp.size),
+        "sent_of_needed": rounded(sent / needed) if needed else None,
+        "backend": chosen_backend(bench.args.backend, shape),
+    }
 
 
 def _imbalance(steps: list[Callable[[], None]]) -> dict:
@@ -334,29 +352,25 @@ def _imbalance(steps: list[Callable[[], None]]) -> dict:
         for step in steps:
             step()
         by_rank = seen.by_rank()
-    degrees = {"worker_imbalance": by_rank.work, "worker_imbalance_time": by_rank.compute}
-    return {name: balance.worker_imbalance(work).item() for name, work in degrees.items()}
+    return {
+        "worker_imbalance": balance.worker_imbalance(by_rank.work).item(),
+        "worker_imbalance_time": balance.worker_imbalance(by_rank.compute).item(),
+    }
 
 
 def _megabytes(
     bench: Bench,
     shape: Shape,
     cp: ContextParallel,
-    rows: MaskRanges,
+    ranges: MaskRanges,
     steps: list[Callable[[], None]],
 ) -> dict:
     """1e6 bytes, all ranks together, that are sent and that would do."""
     sent = sent_by_rank(bench, cp, steps).sum(0).tolist()
-    keys, gradients = (
-        needed_blocks(cp, rows)
-        * 2
-        * shape.kv_heads
-        * shape.block_size
-        * shape.head_dim
-        * size
-        / 1e6
-        for size in (torch.bfloat16.itemsize, torch.float32.itemsize)
-    )
+    # Of K and V, and of their gradients.
+    elements = needed_blocks(cp, ranges) * 2 * shape.kv_heads * shape.block_size * shape.head_dim
+    keys = elements * torch.bfloat16.itemsize / 1e6
+    gradients = elements * torch.float32.itemsize / 1e6
     return {
         "megabytes_sent_forward": sent[0],
         "megabytes_needed_forward": keys,
@@ -365,8 +379,8 @@ def _megabytes(
     }
 
 
-def needed_blocks(cp: ContextParallel, rows: MaskRanges) -> int:
+def needed_blocks(cp: ContextParallel, ranges: MaskRanges) -> int:
     """Blocks of keys that the mask lets ranks see and that others hold, summed over ranks."""
-    table = cp.table(rows)
-    seen = seen_blocks(rows, table, cp.block_size)
+    table = cp.table(ranges)  # [ranks, n]
+    seen = seen_blocks(ranges, table, cp.block_size)
     return int(seen.sum() - seen.gather(1, table).sum())

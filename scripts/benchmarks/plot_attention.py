@@ -1,6 +1,7 @@
-"""A picture of what scripts/bench_attention.py measured: time against length, and time against density.
+"""A picture of what scripts.benchmarks.attention measured: time against length, and time against density.
 
-    python scripts/plot_attention_benchmark.py benchmarks/results/A.json ... --out docs/pictures/attention_h200.png
+    python -m scripts.benchmarks.plot_attention benchmarks/results/A.json ... \\
+        --out docs/pictures/attention_h200.png
 
 Times are forward + backward, without the selection. Dense attention is dashed.
 Needs matplotlib: pip install -e ".[eval]"
@@ -25,10 +26,11 @@ COLOURS = {
 
 def lines(rows: list[dict], x: str) -> dict[str, list[tuple[float, float]]]:
     """{name: (row[x], forward + backward in ms) in the order of x}."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        found.setdefault(row["name"], []).append((row[x], row["forward_ms"] + row["backward_ms"]))
-    return {name: sorted(points) for name, points in found.items()}
+        total_ms = row["forward_ms"] + row["backward_ms"]
+        points.setdefault(row["name"], []).append((row[x], total_ms))
+    return {name: sorted(of_name) for name, of_name in points.items()}
 
 
 def longest_scan(rows: list[dict]) -> int:
@@ -40,13 +42,12 @@ def longest_scan(rows: list[dict]) -> int:
 
 def plot_lengths(axes, rows: list[dict], density: float) -> None:
     """Left: log-log, dense rows and those of one density."""
+    dense = [row for row in rows if not is_sparse(row)]
     sparse = [row for row in rows if is_sparse(row) and row["target_density"] == density]
-    for name, points in lines([row for row in rows if not is_sparse(row)], "seq_len").items():
-        axes.plot(*zip(*points), "--o", color=COLOURS[name], label=name, markersize=4)
+    for name, points in lines(dense, "seq_len").items():
+        plot_points(axes, points, "--o", name, name)
     for name, points in lines(sparse, "seq_len").items():
-        axes.plot(
-            *zip(*points), "-o", color=COLOURS[name], label=f"{name}, {density:.0%}", markersize=4
-        )
+        plot_points(axes, points, "-o", name, f"{name}, {density:.0%}")
     lengths = sorted({row["seq_len"] for row in rows})
     axes.set(
         xscale="log",
@@ -55,21 +56,31 @@ def plot_lengths(axes, rows: list[dict], density: float) -> None:
         ylabel="forward + backward, ms",
         title="against length",
     )
-    axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths])
+    labels = [f"{n // 1024}K" if n % 1024 == 0 else f"{n:,}" for n in lengths]
+    axes.set_xticks(lengths, labels)
     axes.minorticks_off()
 
 
 def plot_densities(axes, rows: list[dict], seq_len: int) -> None:
     """Right: every density at one length, dense attention as level lines."""
     rows = [row for row in rows if row["seq_len"] == seq_len]
-    for name, points in lines([row for row in rows if not is_sparse(row)], "seq_len").items():
+    dense = [row for row in rows if not is_sparse(row)]
+    sparse = [row for row in rows if is_sparse(row)]
+    for name, points in lines(dense, "seq_len").items():
         axes.axhline(points[0][1], linestyle="--", color=COLOURS[name], label=name)
-    for name, points in lines([row for row in rows if is_sparse(row)], "density").items():
+    for name, points in lines(sparse, "density").items():
         percent = [(100 * density, ms) for density, ms in points]
-        axes.plot(*zip(*percent), "-o", color=COLOURS[name], label=name, markersize=4)
+        plot_points(axes, percent, "-o", name, name)
     axes.set(xlabel="density, %", title=f"against density at {seq_len:,} tokens")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
+
+
+def plot_points(axes, points: list[tuple[float, float]], style: str, name: str, label: str) -> None:
+    """A line in the color of `name`."""
+    x = [point[0] for point in points]
+    y = [point[1] for point in points]
+    axes.plot(x, y, style, color=COLOURS[name], label=label, markersize=4)
 
 
 def picture(rows: list[dict], density: float, seq_len: int, title: str, out: str) -> None:
@@ -93,10 +104,12 @@ def picture(rows: list[dict], density: float, seq_len: int, title: str, out: str
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.benchmarks.plot_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "results", nargs="+", help="JSON files of scripts/bench_attention.py, of one GPU"
+        "results", nargs="+", help="JSON files of scripts.benchmarks.attention, of one GPU"
     )
     parser.add_argument("--out", required=True, help="the picture, .png")
     parser.add_argument(
@@ -112,19 +125,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = parse(sys.argv[1:])
+def main(words: list[str]) -> None:
+    args = parse(words)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        sys.exit('plot_attention_benchmark.py needs matplotlib: pip install -e ".[eval]"')
+        sys.exit('scripts.benchmarks.plot_attention needs matplotlib: pip install -e ".[eval]"')
     rows = read_rows(args.results)
-    heads = args.heads or (head_set(rows[0]) if rows else "")
+    heads = args.heads
+    if not heads and rows:
+        heads = head_set(rows[0])
     rows = [row for row in rows if head_set(row) == heads]
     densities = {row["target_density"] for row in rows if is_sparse(row)}
     if args.density not in densities:
         sys.exit(
-            f"no sparse row at --density {args.density} for heads {heads}; measured: {sorted(densities)}"
+            f"no sparse row at --density {args.density} for heads {heads}; "
+            f"measured: {sorted(densities)}"
         )
     seq_len = args.seq_len or longest_scan(rows)
     if not any(row["seq_len"] == seq_len for row in rows):
@@ -135,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,17 +1,23 @@
-"""Writes docs/combinations.md: which masks, patterns, layouts, schedules and backends go together.
+"""Writes which masks, patterns, layouts, schedules and backends go together.
 
-Nothing in it is written by hand: every combination is put to the code that refuses, config.check() for train.py's options
-and attend() for what only the library can say. From the project's root: python -m scripts.docs.combinations_table
+    python -m scripts.docs.combinations_table            write the page
+    python -m scripts.docs.combinations_table --check    write nothing; status 1 if it is stale
+
+Nothing in it is written by hand: every combination is put to the code that refuses, config.check()
+for train.py's options and attend() for what only the library can say. A page with the comments
+<!-- combinations --> and <!-- end of combinations --> gets the tables between them; a page without
+them is nothing but the tables.
 """
 
 import itertools
+import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
 import torch
 
+from scripts.docs import generated
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
@@ -19,7 +25,8 @@ from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttenti
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.config.sections import KINDS
 
-PAGE = Path(__file__).parents[2] / "docs/combinations.md"
+PAGE = generated.ROOT / "docs/combinations.md"
+MARKER = "combinations"
 MASKS = {
     "causal": {"mask": "causal"},
     "documents": {"mask": "documents"},
@@ -31,90 +38,104 @@ MASKS = {
         "window_sinks": 64,
     },
 }
-INTRO = """# What goes with what
-
-Written by `python -m scripts.docs.combinations_table`, which asks the code that refuses; do not edit. The dimensions are those of
-docs/design.md. What is not listed is refused in one line before anything starts.
+"""Masks that train.py has options for: keys of [attention]."""
+TITLE = "# What goes with what\n\n"
+INTRO = """\
+Written by `python -m scripts.docs.combinations_table`, which asks the code that refuses; do not
+edit. What is not listed is refused in one line before anything starts.
 
 ## train.py, 4 context-parallel ranks on 2 nodes
 `auto` always finds a schedule and a backend. `local` is the schedule of one rank.
 """
 LIBRARY = """
 ## attend() on one rank
-Masks that have no option of train.py are there for users of the library (docs/masks.md).
+Masks that have no option of train.py are there for users of the library.
 """
 
-
-def _choices(name: str) -> list[str]:
-    return [
-        choice for choice in get_args(KINDS[f"attention.{name}"]) if choice not in ("auto", "local")
-    ]
+Refusals = dict[tuple[str, ...], str | None]
+"""{(layout, schedule, backend): the refusal, None if they run}."""
 
 
-def _config(mask: dict, pattern: str, layout: str, schedule: str, backend: str) -> Config:
+def choices(name: str) -> list[str]:
+    """What attention.NAME can be, without "auto" and the schedule of one rank."""
+    every = get_args(KINDS[f"attention.{name}"])
+    return [choice for choice in every if choice not in ("auto", "local")]
+
+
+def build_config(mask: dict, pattern: str, layout: str, schedule: str, backend: str) -> Config:
+    """A configuration of 65,536 tokens over four ranks on two nodes with these choices."""
     config = Config()
-    config.training.device, config.training.dtype, config.training.seq_len = (
-        "cuda",
-        "bfloat16",
-        65536,
-    )
-    config.parallelism.cp, config.parallelism.cp_intra = 4, 2
-    for key, value in {
-        **mask,
-        "pattern": pattern,
-        "layout": layout,
-        "schedule": schedule,
-        "backend": backend,
-    }.items():
+    config.training.device = "cuda"
+    config.training.dtype = "bfloat16"
+    config.training.seq_len = 65536
+    config.parallelism.cp = 4
+    config.parallelism.cp_intra = 2
+    for key, value in mask.items():
         setattr(config.attention, key, value)
+    config.attention.pattern = pattern
+    config.attention.layout = layout
+    config.attention.schedule = schedule
+    config.attention.backend = backend
     return config
 
 
-def refusal(mask: str, *others: str) -> str | None:
-    """What check() says against a mask of MASKS, pattern, layout, schedule and backend; None if it runs."""
+def refusal(mask: str, pattern: str, layout: str, schedule: str, backend: str) -> str | None:
+    """What check() says against a mask of MASKS with these choices; None if it runs."""
     try:
-        check(_config(MASKS[mask], *others), 4, 2)
+        check(build_config(MASKS[mask], pattern, layout, schedule, backend), 4, 2)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _by_options() -> Iterator[str]:
-    """Table rows and the refusals."""
-    dims = [_choices(name) for name in ("layout", "schedule", "backend")]
-    yield "\n| mask | pattern | layouts | schedules | backends | but not |\n|---|---|---|---|---|---|"
-    messages: dict[str, int] = {}
-    for mask, pattern in itertools.product(MASKS, _choices("pattern")):
-        found = {others: refusal(mask, pattern, *others) for others in itertools.product(*dims)}
-        runs = [others for others, message in found.items() if message is None]
-        cells = [
-            [choice for choice in dim if any(others[i] == choice for others in runs)]
-            for i, dim in enumerate(dims)
-        ]
-        for message in filter(None, found.values()):
-            messages[message] = messages.get(message, 0) + 1
+def table_of_options() -> list[str]:
+    """The lines of the table for train.py, and of its refusals."""
+    dimensions = [choices("layout"), choices("schedule"), choices("backend")]
+    lines = ["", "| mask | pattern | layouts | schedules | backends | but not |"]
+    lines.append("|---|---|---|---|---|---|")
+    counts: dict[str, int] = {}  # of each refusal
+    for mask, pattern in itertools.product(MASKS, choices("pattern")):
+        refusals: Refusals = {}
+        for layout, schedule, backend in itertools.product(*dimensions):
+            message = refusal(mask, pattern, layout, schedule, backend)
+            refusals[layout, schedule, backend] = message
+            if message is not None:
+                counts[message] = counts.get(message, 0) + 1
+        runs = [combination for combination, message in refusals.items() if message is None]
+        cells = []
+        for place, dimension in enumerate(dimensions):
+            runs_somehow = {combination[place] for combination in runs}
+            cells.append([choice for choice in dimension if choice in runs_somehow])
         shown = " | ".join(", ".join(cell) or "none" for cell in cells)
-        yield f"| {mask} | {pattern} | {shown} | {', '.join(_exceptions(cells, found))} |"
-    yield "\nThe refusals:\n"
-    yield from (f"* {message} ({count} combinations)" for message, count in messages.items())
+        but_not = ", ".join(exceptions(cells, refusals))
+        lines.append(f"| {mask} | {pattern} | {shown} | {but_not} |")
+    lines += ["", "The refusals:", ""]
+    lines += [f"* {message} ({count} combinations)" for message, count in counts.items()]
+    return lines
 
 
-def _exceptions(cells: list[list[str]], found: dict[tuple[str, ...], str | None]) -> list[str]:
-    """Pairs of choices that run with others but not with each other, and what of three is refused besides."""
-    refused = {others for others in itertools.product(*cells) if found[others]}
+def exceptions(cells: list[list[str]], refusals: Refusals) -> list[str]:
+    """Pairs of choices that run with others but not with each other, then triples refused besides.
+
+    cells: the layouts, schedules and backends of a line of the table.
+    """
+    listed = set(itertools.product(*cells))
+    refused = {combination for combination in listed if refusals[combination]}
     said = []
     for i, j in itertools.combinations(range(3), 2):
         for pair in itertools.product(cells[i], cells[j]):
-            of_pair = {
-                others for others in itertools.product(*cells) if (others[i], others[j]) == pair
+            with_pair = {
+                combination for combination in listed if (combination[i], combination[j]) == pair
             }
-            if of_pair and of_pair <= refused:
+            if with_pair and with_pair <= refused:
                 said.append(" + ".join(pair))
-                refused -= of_pair
-    return [*said, *(" + ".join(others) for others in sorted(refused))]
+                refused -= with_pair
+    said += [" + ".join(combination) for combination in sorted(refused)]
+    return said
 
 
-def _by_masks() -> Iterator[str]:
+def table_of_masks() -> list[str]:
+    """The lines of the table for attend(), and of its refusals."""
     masks = {
         "Full()": Full(),
         "Causal()": Causal(),
@@ -128,8 +149,8 @@ def _by_masks() -> Iterator[str]:
         "XAttention()": XAttention(stride=4, dense_below=16),
         "MoBA()": MoBA(chunk_size=16, top_k=2),
     }
-    yield f"\n| mask | {' | '.join(patterns)} |\n|---{'|---' * len(patterns)}|"
-    q = torch.zeros(1, 2, 64, 8)
+    lines = ["", f"| mask | {' | '.join(patterns)} |", f"|---{'|---' * len(patterns)}|"]
+    q = torch.zeros(1, 2, 64, 8)  # [B, H, S, D]
     messages: list[str] = []
     for name, mask in masks.items():
         cells = []
@@ -138,19 +159,40 @@ def _by_masks() -> Iterator[str]:
                 attend(q, q, q, mask, pattern, backend="eager", block_size=16)
                 cells.append("yes")
             except ValueError as error:
-                messages += [] if str(error) in messages else [str(error)]
+                if str(error) not in messages:
+                    messages.append(str(error))
                 cells.append(f"no ({messages.index(str(error)) + 1})")
-        yield f"| `{name}` | {' | '.join(cells)} |"
-    yield ""
-    yield from (f"{number}. {message}" for number, message in enumerate(messages, 1))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [f"{number}. {message}" for number, message in enumerate(messages, 1)]
+    return lines
 
 
-def page() -> str:
-    """The whole of docs/combinations.md."""
+def generated_part() -> str:
+    """Both tables with their introductions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return INTRO + "\n".join(_by_options()) + "\n" + LIBRARY + "\n".join(_by_masks()) + "\n"
+        options = "\n".join(table_of_options())
+        masks = "\n".join(table_of_masks())
+    return f"{INTRO}{options}\n{LIBRARY}{masks}"
+
+
+def page_text(page: Path = PAGE) -> str:
+    """The whole page with the tables of today."""
+    part = generated_part()
+    if page.is_file():
+        # Between the comments the tables belong to a section of a page: one level of heading down.
+        lower = part.replace("\n## ", "\n### ")
+        text = page.read_text(encoding="utf-8")
+        replaced = generated.replace_between(text, MARKER, lower)
+        if replaced is not None:
+            return replaced
+    return f"{TITLE}{part}\n"
+
+
+def main(words: list[str]) -> int:
+    return generated.main(words, PAGE, page_text(), __doc__)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    sys.exit(main(sys.argv[1:]))

@@ -126,7 +126,7 @@ def _pyplot():
     try:
         import matplotlib
     except ImportError:
-        sys.exit('draw_attention.py needs matplotlib: pip install -e ".[eval]"')
+        sys.exit('scripts.docs.draw_attention needs matplotlib: pip install -e ".[eval]"')
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

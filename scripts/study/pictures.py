@@ -1,4 +1,4 @@
-"""Pictures of the study's results (scripts/study_report.py); needs pip install -e ".[eval]"."""
+"""Pictures of the study's results (scripts.study.report); needs pip install -e ".[eval]"."""
 
 from pathlib import Path
 from typing import Any

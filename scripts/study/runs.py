@@ -1,4 +1,4 @@
-"""The study's runs: sizes, methods, the configuration of each run, and what it costs by titan_sparse/flops.py."""
+"""The study's runs: sizes, methods, the configuration of each run, and what it costs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,10 +16,14 @@ PRETRAIN = "pretrain"
 
 @dataclass(frozen=True)
 class Size:
-    """Of the whole study: lengths in tokens, batches in sequences of `short` tokens. An extension's step is one
-    sequence of `context` tokens. common: keys that all runs share. windows: of validation text, for the loss by
-    position. tasks, depths, samples: of scripts.evaluate. reserve_seconds: with less time left than that nothing is
-    begun (a compilation, an evaluation). most_characters: of the text, from each package; 0: all."""
+    """Of the whole study.
+
+    Lengths are in tokens, batches in sequences of `short` tokens. An extension's step is one
+    sequence of `context` tokens. common: keys that all runs share. windows: of validation text, for
+    the loss by position. tasks, depths, samples: of scripts.evaluate. reserve_seconds: with less
+    time left than that nothing is begun (a compilation, an evaluation). most_characters: of the
+    text, from each package; 0: all.
+    """
 
     name: str
     model: dict[str, Any]
@@ -47,7 +51,8 @@ class Size:
 
 
 FULL = Size(
-    # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), a small vocabulary.
+    # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), and
+    # a small vocabulary.
     "full",
     {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
     short=4096,
@@ -57,7 +62,7 @@ FULL = Size(
     accumulation=4,
     steps=300,
     block_size=128,
-    # MoBA: chunks as large a share of the context as published (4096 of 524288, docs/patterns.md); fixed budgets as
+    # MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
     # published.
     dense_below=4096,
     moba_chunk=512,
@@ -133,9 +138,10 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
     }
     blocks = {"xattention.threshold": 0.9, "xattention.dense_below": size.dense_below}
     fixed = {
-        f"vertical_slash.{bound}_{name}": count
-        for bound in ("min", "max")
-        for name, count in (("columns", size.fixed_columns), ("slashes", size.fixed_slashes))
+        "vertical_slash.min_columns": size.fixed_columns,
+        "vertical_slash.min_slashes": size.fixed_slashes,
+        "vertical_slash.max_columns": size.fixed_columns,
+        "vertical_slash.max_slashes": size.fixed_slashes,
     }
     return {
         "dense": {"pattern": "dense"},
@@ -157,9 +163,26 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
     }
 
 
+def evaluations(size: Size) -> dict[str, list[str]]:
+    """The attentions to evaluate with, by weights: dense, and as trained.
+
+    Two runs are also evaluated with minference's fixed budgets, as in MTraining's Table 1. What the
+    extensions start from is evaluated densely.
+    """
+    found = {PRETRAIN: ["dense"]}
+    for name in methods(size):
+        found[name] = list(dict.fromkeys(["dense", name]))
+    for name in ("dense", "vertical_slash_95"):
+        found[name].append("minference")
+    return found
+
+
 def configuration(size: Size, folder: Path, name: str) -> Config:
-    """The checked configuration of a run of the study in `folder`: PRETRAIN, or a method's extension, which starts from
-    the newest checkpoint of PRETRAIN, if there is one. Raises ConfigError."""
+    """The checked configuration of a run of the study in `folder`.
+
+    name: PRETRAIN, or a method, whose extension starts from the newest checkpoint of PRETRAIN, if
+    there is one. Raises ConfigError.
+    """
     keys = (
         {f"model.{key}": value for key, value in size.model.items()}
         | size.common
@@ -176,11 +199,12 @@ def configuration(size: Size, folder: Path, name: str) -> Config:
     )
     keys |= _pretraining(size) if name == PRETRAIN else _extension(size, folder, name)
     keys["checkpoint.interval"] = keys["training.steps"]
-    words = [
-        f"--{key}={show(value) if isinstance(value, bool) else value}"
-        for key, value in keys.items()
-    ]
-    return load_and_check(words, 1, 1)[0]
+    words = []
+    for key, value in keys.items():
+        shown = show(value) if isinstance(value, bool) else value
+        words.append(f"--{key}={shown}")
+    config, _ = load_and_check(words, 1, 1)
+    return config
 
 
 def _pretraining(size: Size) -> dict[str, Any]:
@@ -221,9 +245,8 @@ def is_done(size: Size, folder: Path, name: str) -> bool:
 
 
 def _newest(run: Path) -> str | None:
-    from titan_sparse.training.checkpoint import (
-        newest_checkpoint,
-    )  # here, as it loads torch, which --list does without
+    # Imported here, as it loads torch, which --list does without.
+    from titan_sparse.training.checkpoint import newest_checkpoint
 
     return newest_checkpoint(str(run))
 
@@ -238,12 +261,16 @@ class Cost(NamedTuple):
 
 def cost(size: Size, name: str) -> Cost:
     """What a run is to cost; a sparse method's attention is its density's share of what stands here."""
-    length = size.short if name == PRETRAIN else size.context
-    per_step = (
-        size.short * size.micro_batch * size.accumulation if name == PRETRAIN else size.context
-    )
-    tokens = per_step * (size.pretrain_steps if name == PRETRAIN else size.steps)
+    if name == PRETRAIN:
+        length = size.short
+        steps = size.pretrain_steps
+        tokens_per_step = size.short * size.micro_batch * size.accumulation
+    else:
+        length = size.context
+        steps = size.steps
+        tokens_per_step = size.context
+    tokens = tokens_per_step * steps
     model = resolve(**size.model)
-    pairs = causal_pairs(length) / length * model.layers * model.heads
+    pairs = causal_pairs(length) / length * model.layers * model.heads  # of a token
     linear = flops_per_token(model, 0)
     return Cost(tokens, linear * tokens, (flops_per_token(model, pairs) - linear) * tokens)

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: from a run's checkpoint and from its export, dense and as trained, on one rank and two."""
+"""scripts.evaluate: from a run's checkpoint and from its export, dense and as trained, on one rank and two."""
 
 import csv
 import json

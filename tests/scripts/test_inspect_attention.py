@@ -1,4 +1,4 @@
-"""scripts/inspect_attention.py, and its numbers against tables of all pairs."""
+"""scripts.inspect_attention, and its numbers against tables of all pairs."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_masses_against_the_table_of_all_pairs():
         .softmax(-1)[:, :TOKENS]
     )
     last = dense[:, -BLOCK:]
-    torch.testing.assert_close(layer.vertical_mass, last.mean(1))
+    torch.testing.assert_close(layer.column_mass, last.mean(1))
     distance = torch.arange(TOKENS)[:, None] // BLOCK - torch.arange(PADDED) // BLOCK
     by_distance = torch.stack(
         [(rows * (distance == d)).sum((1, 2)) for rows in [dense] for d in range(10)], dim=1
@@ -173,5 +173,5 @@ def test_matplotlib_is_asked_for(tmp_path, capsys, monkeypatch):
     assert main(["--config", str(tmp_path / "config.toml"), "--checkpoint", str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
-        == 'error: inspect_attention.py needs matplotlib; write pip install -e ".[eval]"\n'
+        == 'error: scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"\n'
     )

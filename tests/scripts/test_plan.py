@@ -1,4 +1,4 @@
-"""scripts/plan.py and scripts/calibrate.py: what they write, and what they refuse in one line."""
+"""scripts.plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
 import os
@@ -262,7 +262,8 @@ def test_calibration_writes_what_plans_read(tmp_path):
             "--standalone",
             "--nproc-per-node",
             "2",
-            "scripts/calibrate.py",
+            "-m",
+            "scripts.calibrate",
             *words,
         ],
         cwd=ROOT,

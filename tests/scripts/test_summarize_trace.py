@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-from summarize_trace import summary  # noqa: E402
+from scripts.summarize_trace import summary
 
 
 def _event(name: str, start: float, end: float, cat: str = "kernel") -> dict:
@@ -43,7 +42,8 @@ def test_script(tmp_path):
         return subprocess.run(
             [
                 sys.executable,
-                "scripts/summarize_trace.py",
+                "-m",
+                "scripts.summarize_trace",
                 tmp_path / "rank0.json",
                 "--json",
                 tmp_path / "out.json",

@@ -13,14 +13,13 @@ import torch
 from torch.autograd import DeviceType
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "scripts"))
 
-from scripts.benchmarks import attention as bench_attention  # noqa: E402
-from scripts.benchmarks import break_even  # noqa: E402
-from scripts.benchmarks import plot_attention as plot_attention_benchmark  # noqa: E402
-from scripts.benchmarks.attention_cases import Shape, draw, ours, random_index, ready_index  # noqa: E402
-from scripts.benchmarks.attention_errors import cases_to_check, check, errors  # noqa: E402
-from titan_sparse.attention.masks.ranges import Causal  # noqa: E402
+from scripts.benchmarks import attention as bench_attention
+from scripts.benchmarks import break_even, options, timing
+from scripts.benchmarks import plot_attention as plot_attention_benchmark
+from scripts.benchmarks.attention_cases import Shape, draw, ours, random_index, ready_index
+from scripts.benchmarks.attention_errors import cases_to_check, check, errors
+from titan_sparse.attention.masks.ranges import Causal
 
 SHAPE = Shape(heads=4, kv_heads=2, head_dim=32, block_size=32, seq_len=512, device="cpu")
 
@@ -130,9 +129,7 @@ def test_random_index_has_the_density(density):
     ).all()  # a diagonal is up to 3 %
     assert len({tuple(row) for row in index[0][0].tolist()}) == 4  # heads differ
     call = functools.partial(ours, "eager", ready_index(pattern, index), rows, 32)
-    assert bench_attention.visited_share(call, draw(shape)[:3]) == pytest.approx(
-        shares.mean().item()
-    )
+    assert timing.visited_share(call, draw(shape)[:3]) == pytest.approx(shares.mean().item())
     assert all(error < 5e-3 for error in errors(call, shape, seen).values())
 
 
@@ -206,20 +203,20 @@ def test_kernels_by_total_time():
             ("least", DeviceType.CUDA, False, 1.0, 1),
         )
     ]
-    assert bench_attention.by_total_time(events, 2) == [
+    assert timing.by_total_time(events, 2) == [
         {"kernel": "large", "launches": 2, "ms": 2.0},
         {"kernel": "small", "launches": 7, "ms": 0.5},
     ]
 
 
 def test_head_sets_and_shares():
-    assert bench_attention.head_set("32:8") == (32, 8)
+    assert options.head_set("32:8") == (32, 8)
     for wrong in ("32", "8:32", "16:0", "a:b", "10:4", "16:2:1"):
         with pytest.raises(Exception, match="write query heads:KV heads"):
-            bench_attention.head_set(wrong)
+            options.head_set(wrong)
     for wrong in ("0", "1.5", "-1", "x"):
         with pytest.raises(Exception, match="share above 0"):
-            bench_attention.share(wrong)
+            options.share(wrong)
     args = SimpleNamespace(
         head_sets=[(16, 2), (4, 4), (16, 2)], seq_lens=[1024, 512], head_dim=64, block_size=128
     )
@@ -231,9 +228,9 @@ def test_head_sets_and_shares():
     ]
 
 
-def _run(script, *arguments):
+def _run(program, *arguments):
     return subprocess.run(
-        [sys.executable, f"scripts/{script}", *arguments],
+        [sys.executable, "-m", f"scripts.benchmarks.{program}", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -243,7 +240,7 @@ def _run(script, *arguments):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_gpu_one_line_and_status_2():
-    result = _run("bench_attention.py")
+    result = _run("attention")
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.count("\n") == 1 and "CUDA GPU" in result.stderr
 
@@ -266,7 +263,7 @@ def test_rows_of_several_files(tmp_path):
         break_even.read_rows([first, _result(tmp_path / "c.json", ROWS, gpu="other")])
     with pytest.raises(SystemExit, match="without target_density"):
         break_even.read_rows([_result(tmp_path / "d.json", [{"name": "cudnn", "seq_len": 1024}])])
-    printed = _run("break_even.py", first)
+    printed = _run("break_even", first)
     assert printed.returncode == 0 and printed.stdout.count("sparse pays") == 4
 
 
@@ -274,10 +271,10 @@ def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "pictures" / "attention.png"
     arguments = [_result(tmp_path / "a.json", ROWS), "--out", str(out), "--density", "0.1"]
-    result = _run("plot_attention_benchmark.py", *arguments)
+    result = _run("plot_attention", *arguments)
     assert result.returncode == 0, result.stderr
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and 5_000 < out.stat().st_size < 150_000
-    wrong = _run("plot_attention_benchmark.py", *arguments[:-1], "0.2")
+    wrong = _run("plot_attention", *arguments[:-1], "0.2")
     assert (
         wrong.returncode == 1
         and "measured: [0.1, 0.3]" in wrong.stderr
@@ -295,19 +292,17 @@ def test_plotted_lines():
 
 def test_plot_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(
-        sys, "argv", ["plot", _result(tmp_path / "a.json", ROWS), "--out", str(tmp_path / "x.png")]
-    )
+    words = [_result(tmp_path / "a.json", ROWS), "--out", str(tmp_path / "x.png")]
     with pytest.raises(SystemExit, match=r'needs matplotlib: pip install -e "\.\[eval\]"'):
-        plot_attention_benchmark.main()
+        plot_attention_benchmark.main(words)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_small_run(tmp_path):
     out = tmp_path / "result.json"
-    options = "--seq-lens 8192 --densities 0.2 0.5 --head-sets 4:2 --repeats 2 --backends triton --peers cudnn"
-    result = _run("bench_attention.py", *options.split(), "--profile", "--out", str(out))
+    words = "--seq-lens 8192 --densities 0.2 0.5 --head-sets 4:2 --repeats 2 --backends triton --peers cudnn"
+    result = _run("attention", *words.split(), "--profile", "--out", str(out))
     assert result.returncode == 0, result.stdout + result.stderr
     written = json.loads(out.read_text())
     assert [row["name"] for row in written["rows"]] == ["cudnn", "triton", "triton"]

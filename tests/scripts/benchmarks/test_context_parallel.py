@@ -14,17 +14,16 @@ import torch.distributed as dist
 from tests.distributed import run_processes
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "scripts"))
 
-from scripts.benchmarks import context_parallel as benchmark  # noqa: E402
-from scripts.benchmarks import context_parallel_cases as cases  # noqa: E402
-from scripts.benchmarks import context_parallel_timing as timing  # noqa: E402
-from scripts.benchmarks import plot_timeline  # noqa: E402
-from titan_sparse.attention.backends import eager  # noqa: E402
+from scripts.benchmarks import context_parallel as benchmark
+from scripts.benchmarks import context_parallel_cases as cases
+from scripts.benchmarks import context_parallel_timing as timing
+from scripts.benchmarks import plot_timeline, traces
+from titan_sparse.attention.backends import eager
 
 SMALL = (
     "--device cpu --heads 4:2 --head-dim 32 --block-size 128 --repeats 1 --warm-ups 0 --density 0.3 "
-    "--verticals 0.03 --backend eager"
+    "--columns 0.03 --backend eager"
 )
 
 
@@ -40,7 +39,8 @@ def _run(ranks, text, out):
         "--standalone",
         "--nproc-per-node",
         str(ranks),
-        "scripts/bench_context_parallel.py",
+        "-m",
+        "scripts.benchmarks.context_parallel",
         *text.split(),
         *SMALL.split(),
         "--out",
@@ -59,7 +59,7 @@ def _run(ranks, text, out):
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "result.json"
     done = _run(
-        2, "scaling dense balance errors --seq-len 2048 --max-verticals 64 --max-slashes 12", out
+        2, "scaling dense balance errors --seq-len 2048 --max-columns 64 --max-slashes 12", out
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
@@ -88,7 +88,7 @@ def test_header(two_ranks):
     )
     assert (
         two_ranks["options"]["density"] == 0.3
-        and "bench_context_parallel.py" in two_ranks["command"]
+        and "scripts.benchmarks.context_parallel" in two_ranks["command"]
     )
 
 
@@ -144,7 +144,7 @@ def test_dense_rows_and_a_peer_that_cannot_run(two_ranks):
 
 def test_balance_rows(two_ranks):
     index, striped, zigzag, compared = _rows(two_ranks, "balance")
-    assert index["verticals_per_head"] > 30 and 2 < index["slashes_per_head"] <= 14
+    assert index["columns_per_head"] > 30 and 2 < index["slashes_per_head"] <= 14
     for row in (striped, zigzag):
         assert {"counted_forward", "measured_forward", "measured_backward"} == row[
             "imbalance"
@@ -347,7 +347,7 @@ def test_without_gpu_one_line(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert benchmark.main(["scaling"]) == 2
     assert capsys.readouterr().err == (
-        "bench_context_parallel.py: there is no GPU here; write --device cpu and small sizes to try it out\n"
+        "scripts.benchmarks.context_parallel: there is no GPU here; write --device cpu and small sizes to try it out\n"
     )
 
 
@@ -381,7 +381,7 @@ EVENTS = [
 
 
 def test_intervals_of_a_trace():
-    found = plot_timeline.intervals(plot_timeline.after_start(EVENTS), on_gpu=True)
+    found = traces.intervals(traces.after_start(EVENTS), on_gpu=True)
     assert [tuple(x.values()) for x in found] == [
         (0, 80, 24, "send-receive", "ncclDevKernel_SendRecv"),
         (10, 42, 7, "compute", "long_one"),
@@ -401,22 +401,17 @@ def test_intervals_of_a_trace():
 
 
 def test_long_traces_are_merged_until_they_are_short():
-    events = [
-        _event(100 * i, 10, 7, f"kernel_{i}") for i in range(3 * plot_timeline.MOST_INTERVALS)
-    ]
-    found = plot_timeline.intervals(events, on_gpu=True)
-    assert (
-        0 < len(found) <= plot_timeline.MOST_INTERVALS
-        and plot_timeline.intervals([], on_gpu=True) == []
-    )
+    events = [_event(100 * i, 10, 7, f"kernel_{i}") for i in range(3 * traces.MOST_INTERVALS)]
+    found = traces.intervals(events, on_gpu=True)
+    assert 0 < len(found) <= traces.MOST_INTERVALS and traces.intervals([], on_gpu=True) == []
     assert (
         found[-1]["start_us"] + found[-1]["duration_us"]
-        == 100 * (3 * plot_timeline.MOST_INTERVALS - 1) + 10
+        == 100 * (3 * traces.MOST_INTERVALS - 1) + 10
     )
 
 
 def test_lanes_have_the_kernels_first():
-    found = plot_timeline.intervals(plot_timeline.after_start(EVENTS), on_gpu=True)
+    found = traces.intervals(traces.after_start(EVENTS), on_gpu=True)
     assert list(plot_timeline.lanes(found)) == ["compute 7", "send-receive 24"]
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "scripts"))
 
-from scripts.benchmarks import loss as bench_loss  # noqa: E402
+from scripts.benchmarks import loss as bench_loss
 
 TOY = [
     "--tokens",

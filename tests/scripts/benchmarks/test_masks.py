@@ -17,19 +17,18 @@ import torch.distributed as dist
 from tests.distributed import run_processes
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "scripts"))
 
-from scripts.benchmarks import masks as benchmark  # noqa: E402
-from scripts.benchmarks import masks_cases as cases  # noqa: E402
-from scripts.benchmarks import patterns_cases  # noqa: E402
-from scripts.benchmarks.attention_cases import FLASH4, Shape, draw  # noqa: E402
-from scripts.benchmarks.context_parallel import run  # noqa: E402
-from scripts.benchmarks.context_parallel_cases import realistic  # noqa: E402
-from scripts.benchmarks.context_parallel_timing import Bench  # noqa: E402
-from titan_sparse.attention.context_parallel.layouts import block_ids  # noqa: E402
-from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow  # noqa: E402
-from titan_sparse.attention.patterns import XAttention  # noqa: E402
-from titan_sparse.estimate.synthetic import ragged_lengths  # noqa: E402
+from scripts.benchmarks import masks as benchmark
+from scripts.benchmarks import masks_cases as cases
+from scripts.benchmarks import patterns_cases
+from scripts.benchmarks.attention_cases import FLASH4, Shape, draw
+from scripts.benchmarks.context_parallel import run
+from scripts.benchmarks.context_parallel_cases import realistic
+from scripts.benchmarks.context_parallel_timing import Bench
+from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns import XAttention
+from titan_sparse.estimate.synthetic import ragged_lengths
 
 SMALL = "--device cpu --heads 2:1 --head-dim 32 --repeats 1 --warm-ups 0 --packs 2"
 ALONE = (
@@ -92,10 +91,9 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
             cases, "_call", lambda *x, spoil=spoil: functools.partial(spoil, right(*x))
         )
         bounds = dict.fromkeys(("out", "dq", "dk", "dv"), 5e-3)
+        case = cases.KernelCase(shape, shape, functools.partial(cases.window, 128), packs=1)
         with pytest.raises(RuntimeError, match="wrong at 512 tokens"):
-            cases._kernel(
-                None, shape, shape, "eager", functools.partial(cases.window, 128), 1, bounds
-            )
+            cases._kernel(None, case, bounds, "eager")
 
 
 def test_peers_are_called_as_they_want_to_be(monkeypatch):
@@ -335,7 +333,14 @@ def test_small_run_on_a_gpu(tmp_path):
         "kernels patterns --heads 4:2 --seq-len 8192 --window 1024 --repeats 2 --packs 2 --chunk-size 512 "
         "--independent-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4"
     )
-    command = [sys.executable, "scripts/bench_masks.py", *options.split(), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks.masks",
+        *options.split(),
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -1,10 +1,26 @@
-"""docs/combinations.md is what the code refuses and accepts."""
+"""The page of combinations is what the code refuses and accepts."""
 
-from scripts.docs.combinations_table import PAGE, page, refusal
+from scripts.docs import combinations_table
+from scripts.docs.combinations_table import PAGE, page_text, refusal
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == page(), "run python -m scripts.docs.combinations_table"
+    assert PAGE.read_text() == page_text(), "run python -m scripts.docs.combinations_table"
+
+
+def test_tables_stand_between_the_comments_of_a_larger_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(combinations_table, "generated_part", lambda: "intro\n\n## table\n| a |")
+    page = tmp_path / "page.md"
+    before = "# Masks\n\nBy hand.\n\n## What goes with what\n"
+    page.write_text(f"{before}<!-- combinations -->\nold\n<!-- end of combinations -->\nThe end.\n")
+    expected = (
+        f"{before}<!-- combinations -->\nintro\n\n### table\n| a |\n<!-- end of combinations -->\n"
+        "The end.\n"
+    )
+    assert page_text(page) == expected
+    page.write_text(expected)
+    assert page_text(page) == expected
+    assert page_text(tmp_path / "new.md") == "# What goes with what\n\nintro\n\n## table\n| a |\n"
 
 
 def test_a_refusal_and_its_absence():

@@ -1,4 +1,4 @@
-"""The pictures of scripts/draw_attention.py: written, and their bars are the pairs that each rank computes."""
+"""The pictures of scripts.docs.draw_attention: written, and their bars are the pairs that each rank computes."""
 
 import sys
 

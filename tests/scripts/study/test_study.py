@@ -1,4 +1,4 @@
-"""scripts/study.py: the toy from text to report, stopped and gone on; configurations of all sizes; what is refused."""
+"""scripts.study: the toy from text to report, stopped and gone on; configurations of all sizes; what is refused."""
 
 import dataclasses
 import json

@@ -1,0 +1,190 @@
+"""Writes the drawing in docs/architecture.md: the packages of titan_sparse and the floors of attention.
+
+    python -m scripts.docs.architecture            write the page
+    python -m scripts.docs.architecture --check    write nothing; status 1 if the drawing is stale
+
+The order of the drawing is that of the import contracts in pyproject.toml, [tool.importlinter]. The
+drawing stands between the comments <!-- drawing --> and <!-- end of drawing -->; everything else on
+the page is written by hand.
+"""
+
+import sys
+from pathlib import Path
+
+import tomli
+
+from scripts.docs import generated
+
+PAGE = generated.ROOT / "docs/architecture.md"
+PYPROJECT = generated.ROOT / "pyproject.toml"
+MARKER = "drawing"
+
+Layers = dict[str, list[list[str]]]
+"""{package: its floors, top down}; a floor is the names of the files and folders that share it."""
+
+LAYERS: Layers = {
+    "titan_sparse": [
+        ["train"],
+        ["trainer"],
+        ["evaluation"],
+        ["training"],
+        ["estimate"],
+        ["from_config"],
+        ["data"],
+        ["config"],
+        ["models"],
+        ["loss"],
+        ["attention"],
+        ["kernels"],
+    ],
+    "titan_sparse.attention": [
+        ["attend"],
+        ["observe"],
+        ["ops"],
+        ["schedules"],
+        ["call"],
+        ["backends"],
+        ["tiles"],
+        ["patterns"],
+        ["recorder", "timing", "inputs"],
+        ["context_parallel"],
+        ["masks"],
+        ["blocks", "merge", "registry"],
+    ],
+}
+"""The floors where pyproject.toml has no contracts."""
+
+WORDS = {
+    "titan_sparse": {
+        "train": "the command: reads the options, starts a run",
+        "trainer": "the loop: batch, step, log, save",
+        "evaluation": "loss by position, needles, RULER, what attention keeps",
+        "training": "parallelism, optimizer, checkpoints, metrics",
+        "estimate": "memory, FLOPs and times before a run",
+        "from_config": "configuration -> mask, pattern, schedule, group",
+        "data": "text -> tokens -> packed sequences",
+        "config": "TOML and command line -> checked options; no torch",
+        "models": "decoders of published families",
+        "loss": "LM head and cross-entropy in chunks",
+        "attention": "mask, pattern, layout, schedule, backend",
+        "kernels": "Triton kernels beside their twins in plain torch",
+    },
+    "titan_sparse.attention": {
+        "attend": "the public call",
+        "observe": "what was computed: density, recall, balance",
+        "ops": "custom ops: forward, backward, shapes for torch.compile",
+        "schedules": "in which order keys and values meet queries",
+        "call": "what one call is made of, frozen",
+        "backends": "which kernel computes: eager, flex, triton, flash",
+        "tiles": "mask and selection -> tables of blocks for kernels",
+        "patterns": "what is worth seeing: dense, vertical_slash, ...",
+        "recorder": "where numbers go",
+        "timing": "clocks",
+        "inputs": "checks of inputs",
+        "context_parallel": "who holds which blocks, and every transfer",
+        "masks": "what may be seen",
+        "blocks": "block arithmetic",
+        "merge": "two results -> one",
+        "registry": "objects of ops",
+    },
+}
+"""A few words for each file or folder of the drawing."""
+
+NEW_PAGE = """# Architecture
+
+titan_sparse is built in layers. A file imports only from layers below its own, or from its own
+folder. The import contracts in pyproject.toml enforce this, and a test compares this drawing with
+the imports in the code.
+
+<!-- drawing -->
+
+<!-- end of drawing -->
+
+Read it from the top to follow a training step: the trainer takes a batch from data, the model calls
+attend() in every layer, and the loss comes out of chunks of the LM head. Inside attention, a call
+goes down the same way: attend() checks it, an op runs a schedule, the schedule hands a backend one
+piece of keys and values at a time, and the backend reads tables that tiles made of a mask and a
+pattern.
+
+Read it from the bottom to see what depends on nothing else: a kernel can be tested without a mask,
+a mask without a group of processes, a schedule without a model.
+"""
+"""The page where there is none yet."""
+
+
+def contracts(pyproject: Path = PYPROJECT) -> list[dict]:
+    """The layer contracts of import-linter; empty if there are none."""
+    tools = tomli.loads(pyproject.read_text(encoding="utf-8")).get("tool", {})
+    every = tools.get("importlinter", {}).get("contracts", [])
+    return [contract for contract in every if contract.get("type") == "layers"]
+
+
+def layers(pyproject: Path = PYPROJECT) -> Layers:
+    """The floors of titan_sparse and of titan_sparse.attention, top down.
+
+    They come from the contracts of pyproject.toml; a package without one has those of LAYERS.
+    Names of a contract are absolute, or relative to its `containers`.
+    """
+    found: Layers = {}
+    for contract in contracts(pyproject):
+        floors = [_names(layer) for layer in contract["layers"]]
+        containers = contract.get("containers")
+        if not containers:
+            container = floors[0][0].rpartition(".")[0]
+            containers = [container]
+            # A contract may end below its package: attention's floors stand on kernels.
+            prefix = f"{container}."
+            floors = [
+                [name.removeprefix(prefix) for name in floor if name.startswith(prefix)]
+                for floor in floors
+            ]
+            floors = [floor for floor in floors if floor]
+        for container in containers:
+            found[container] = floors
+    return {package: found.get(package, floors) for package, floors in LAYERS.items()}
+
+
+def _names(layer: str) -> list[str]:
+    """The modules of one layer: "a | b", "a : b" and optional "(a)", as import-linter writes them."""
+    separated = layer.replace("|", " ").replace(":", " ").replace("(", " ").replace(")", " ")
+    return separated.split()
+
+
+def drawing() -> str:
+    """The tree of packages as text, attention opened into its floors."""
+    lines = ["titan_sparse"]
+    lines += _branch("titan_sparse", "", layers())
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def _branch(package: str, indent: str, every: Layers) -> list[str]:
+    floors = every[package]
+    lines = []
+    for number, floor in enumerate(floors):
+        last = number == len(floors) - 1
+        names = ", ".join(floor)
+        # A name without words stays without: the test asks for them.
+        words = "; ".join(WORDS[package].get(name, "") for name in floor)
+        branch = indent + ("└── " if last else "├── ") + names
+        lines.append(f"{branch:<32} {words}".rstrip())
+        inner = f"{package}.{floor[0]}"
+        if inner in every:
+            lines += _branch(inner, indent + ("    " if last else "│   "), every)
+    return lines
+
+
+def page_text(page: Path = PAGE) -> str:
+    """The whole page with the drawing of today."""
+    text = page.read_text(encoding="utf-8") if page.is_file() else NEW_PAGE
+    replaced = generated.replace_between(text, MARKER, drawing())
+    if replaced is None:
+        raise ValueError(f"{page} holds no <!-- {MARKER} --> and <!-- end of {MARKER} -->")
+    return replaced
+
+
+def main(words: list[str]) -> int:
+    return generated.main(words, PAGE, page_text(), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
