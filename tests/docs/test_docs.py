@@ -1,102 +1,204 @@
-"""The documents tell the truth: their examples run, the table of options is the config's, the files they name exist."""
+"""The documents tell the truth: their examples and commands run, and what they name exists."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.docs.options_table import options_table
+from tests.docs.commands import (
+    OTHERS,
+    python_program,
+    refuses_unknown_options,
+    try_command,
+    workspace,
+)
+from tests.docs.pages import PAGES, ROOT, Command, all_commands, commands_of, fenced_blocks
+from titan_sparse.config import Config, load
+from titan_sparse.config.sections import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = all_commands()
+LANGUAGES = {"", "text", "bash", "sh", "python", "toml"}
+PROGRAMS = ("python ", "torchrun ", "make ", "pip ", "sbatch ", "scripts/", "tensorboard ")
 
 
-def _python_blocks(page: str) -> list[str]:
-    return re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE
-    )
+def _python_blocks(page: Path) -> list[str]:
+    return [block.text for block in fenced_blocks(page.read_text(), "python")]
 
 
 def _is_distributed(block: str) -> bool:
     return "init_process_group" in block
 
 
-@pytest.mark.parametrize("page, least", [("docs/attention.md", 5), ("docs/masks.md", 1)])
-def test_examples_run(page, least):
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _python_blocks(page)], ids=lambda page: page.name
+)
+def test_examples_run(page, tmp_path, monkeypatch):
     torch.set_num_threads(1)
-    blocks = [block for block in _python_blocks(page) if not _is_distributed(block)]
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in blocks:  # one after the other, as a reader would
-        exec(compile(block, page, "exec"), names)
-    assert len(blocks) >= least
+    for block in _python_blocks(page):  # one after the other, as a reader would
+        if not _is_distributed(block):
+            exec(compile(block, page.name, "exec"), names)  # noqa: S102
+
+
+def test_pages_with_examples():
+    """At least these pages have examples, and as many."""
+    counts = {page.name: len(_python_blocks(page)) for page in PAGES}
+    assert counts["attention.md"] >= 7
+    assert counts["masks_and_patterns.md"] >= 1
+    assert counts["context_parallel.md"] >= 1
+    assert counts["training.md"] >= 1
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_example_over_several_processes_runs(tmp_path, processes):
-    blocks = [block for block in _python_blocks("docs/attention.md") if _is_distributed(block)]
+    blocks = [block for page in PAGES for block in _python_blocks(page) if _is_distributed(block)]
     assert len(blocks) == 1
     script = tmp_path / "example.py"
     script.write_text(blocks[0])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            str(script),
-        ],
+        [*launch, str(processes), str(script)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder that holds all that the commands name."""
+    folder = tmp_path_factory.mktemp("workspace")
+    workspace(folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_commands_run(command, files, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.chdir(files)
+    try_command(command.words, files)
+
+
+def _first_of_each_program() -> list[Command]:
+    programs: dict[str, Command] = {}
+    for command in COMMANDS:
+        if command.words[0] in OTHERS or "pytest" in command.words:
+            continue
+        programs.setdefault(python_program(list(command.words)).program, command)
+    return list(programs.values())
+
+
+@pytest.mark.parametrize("command", _first_of_each_program(), ids=str)
+def test_unknown_options_are_refused(command, files, monkeypatch):
+    monkeypatch.chdir(files)
+    assert refuses_unknown_options(command.words, files)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m scripts.no_such_program",
+        "torchrun --no-such-option 2 train.py",
+        "python -m scripts.benchmarks.context_parallel scaling --no-such-option 1",
+        "python train.py --training.no_such_key 1",
+        "nosuchprogram --help",
+    ],
+)
+def test_wrong_commands_are_noticed(line, tmp_path):
+    (command,) = commands_of(f"```bash\n{line}\n```\n", "a page")
+    with pytest.raises((AssertionError, SystemExit)):
+        try_command(command.words, tmp_path)
+
+
+def test_commands_are_read_as_a_shell_reads_them():
+    text = "```bash\nA_B=1 torchrun \\\n    train.py  # why\n\n```\n```\npython x.py\n```\n"
+    assert [command.words for command in commands_of(text, "")] == [("torchrun", "train.py")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_are_named(page):
+    """A command cannot hide in a block whose fence does not say bash."""
+    for block in fenced_blocks(page.read_text()):
+        assert block.language in LANGUAGES
+        if block.language in ("", "text"):
+            assert not [line for line in block.text.splitlines() if line.startswith(PROGRAMS)]
+
+
+def test_toml_examples_are_configurations(tmp_path):
+    path = tmp_path / "example.toml"
+    texts = [block.text for page in PAGES for block in fenced_blocks(page.read_text(), "toml")]
+    for text in texts:
+        path.write_text(text)
+        load(["--config", str(path)])
+        assert tomllib.loads(text)
+    assert len(texts) >= 3
+
+
 def test_table_of_options_is_the_config():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/configuration.md").read_text()
     table = text.split("<!-- options -->\n")[1].split("\n<!-- end of options -->")[0]
     assert table == options_table(), (
-        "run python -m scripts.docs.options_table and put what it prints into README.md"
+        "run python -m scripts.docs.options_table and put what it prints into docs/configuration.md"
     )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_options_exist(page):
+    """`section.key` in the text is a key of the configuration."""
+    keys = {key for key, _ in walk(Config)}
+    sections = "|".join(SECTIONS)
+    named = re.findall(rf"`(?:--)?((?:{sections})\.[a-z0-9_.]*[a-z0-9_])", page.read_text())
+    assert [name for name in named if name not in keys] == []
 
 
 def test_flavours_are_listed():
     text = (ROOT / "docs/training.md").read_text()
-    names = [
-        name for name in FLAVOURS if name != "tiny"
-    ]  # which tests/runs.py adds, in the process that ran it
+    # tests/runs.py adds "tiny" in the process that ran it.
+    names = [name for name in FLAVOURS if name != "tiny"]
     assert ", ".join(f"`{name}`" for name in names) + "." in text
+
+
+FOLDERS = "docs|scripts|tests|titan_sparse|train_configs|benchmarks"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_files_exist(page):
     text = page.read_text()
-    named = re.findall(
-        r"(?<![\w/.<])((?:docs|scripts|tests|titan_sparse|train_configs)/[\w/.-]*\.(?:py|toml|md))\b",
-        text,
-    )
+    named = re.findall(rf"(?<![\w/.<])((?:{FOLDERS})/[\w/.-]*\.(?:py|toml|md|sh|json|png))\b", text)
+    named += re.findall(rf"`((?:{FOLDERS})/[\w/.-]*/)`", text)
     named += re.findall(r"\]\(([^)#:]+)\)", text)
+    beside = re.findall(r"`([\w]+_[\w]*h200[\w]*\.json)`", text)
+    named += [f"benchmarks/results/{name}" for name in beside]
     assert [
         name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()
     ] == []
 
 
-def test_tree_of_the_design_names_all_files():
-    tree = (ROOT / "docs/design.md").read_text().split("## The house\n```\n")[1].split("```")[0]
-    files = {
-        path.name
-        for folder in ("titan_sparse", "kernels", "scripts")
-        for path in (ROOT / folder).glob("**/*.*")
-        if path.suffix in (".py", ".sh")
-    } | {"train.py"}
-    assert set(re.findall(r"[\w]+\.(?:py|sh)\b", tree)) == files
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_modules_exist(page):
+    text = page.read_text()
+    named = re.findall(r"-m ((?:scripts|titan_sparse)(?:\.\w+)*)", text)
+    assert [name for name in named if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_sections_exist(page):
+    """[page.md](page.md), "Section": the page has a heading or a bold paragraph of that name."""
+    named = re.findall(r'\]\(([\w/.]+\.md)\)[,\s]+"([^"]+)"', page.read_text())
+    for path, section in named:
+        target = (page.parent / path).read_text()
+        assert re.search(rf"^(#+ |\*\*){re.escape(section)}", target, re.MULTILINE), section
 
 
 def test_pages_are_listed_in_the_readme():
@@ -106,10 +208,7 @@ def test_pages_are_listed_in_the_readme():
     ] == []
 
 
-def test_test_files_are_listed():
-    text = (ROOT / "docs/testing.md").read_text()
-    assert [
-        path.name
-        for path in (ROOT / "tests").glob("[!_]*.py")
-        if f"`tests/{path.name}`" not in text
-    ] == []
+def test_words():
+    """The docs stay short enough to be read."""
+    words = sum(len(page.read_text().split()) for page in PAGES)
+    assert words < 20_000

@@ -1,0 +1,343 @@
+"""What the tests do with a command that README or docs show: RULES has a rule for every program.
+
+A rule runs the program in this process, in a folder that holds everything the commands name (workspace() makes it).
+Options appended to a command shrink it. A program that needs GPUs or hours is stopped once its command line is parsed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.run import get_args_parser
+
+import train as train_entry
+from tests.docs.pages import ROOT
+from tests.runs import tiny_config, train, write_texts
+from titan_sparse.config import load, save
+
+REFUSED = 2
+
+
+class Invocation(NamedTuple):
+    """A Python program as a command starts it."""
+
+    program: str  # a module, or a file such as train.py
+    words: list[str]
+    processes: int
+
+
+class Parsed(Exception):
+    """A command line was accepted."""
+
+
+class Rule(NamedTuple):
+    """How a program is tried. `stop_when_parsed`: no more than its command line. `shrink`: options appended to it.
+
+    `refuses_options` is False for the programs that take file names and nothing else.
+    """
+
+    shrink: tuple[str, ...] = ()
+    stop_when_parsed: bool = False
+    refuses_options: bool = True
+
+
+PARSED = Rule(stop_when_parsed=True)
+EVALUATED = ("--lengths", "1100", "--samples", "1", "--depths", "2", "--parallelism.cp", "1")
+INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
+FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384", "--layers", "1")
+SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
+
+RULES = {
+    "scripts.benchmarks.attention": PARSED,
+    "scripts.benchmarks.break_even": Rule(refuses_options=False),
+    "scripts.benchmarks.context_parallel": PARSED,
+    "scripts.benchmarks.loader": Rule(("--training.seq_len", "256", "--seconds", "0.05")),
+    "scripts.benchmarks.loss": Rule(SMALL_LOSS),
+    "scripts.benchmarks.masks": PARSED,
+    "scripts.benchmarks.plot_attention": Rule(),
+    "scripts.calibrate": PARSED,
+    "scripts.compare_runs": Rule(),
+    "scripts.docs.draw_attention": Rule(),
+    "scripts.evaluate": Rule(EVALUATED),
+    "scripts.export_hf": Rule(),
+    "scripts.inspect_attention": Rule(INSPECTED),
+    "scripts.plan": Rule(FEW_RANKS),
+    "scripts.prepare_data": Rule(("--processes", "1")),
+    "scripts.study": Rule(("--list",)),
+    "scripts.summarize_trace": Rule(),
+}
+
+
+def workspace(folder: Path) -> None:
+    """Fill a folder with the files that the commands of the docs name."""
+    for name in ("train_configs", "scripts", "benchmarks", "docs", "Makefile", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+
+    # outputs/run: a finished run of the flavour debug, with a checkpoint and what a GPU's trace holds.
+    write_texts(folder / "texts", documents=4)
+    (folder / "texts/long.txt").write_text("The grass is green. The sky is blue. " * 120)
+    config = tiny_config(
+        folder,
+        "outputs/run",
+        model__flavour="debug",
+        training__steps=2,
+        training__dtype="float32",
+        checkpoint__enable=True,
+    )
+    train(config)
+    save(config, config.training.output_dir)
+    dist.destroy_process_group()
+    for name in ("a", "b"):
+        (folder / "outputs" / name).mkdir()
+        shutil.copy(folder / "outputs/run/metrics.jsonl", folder / "outputs" / name)
+
+    (folder / "outputs/run/profile").mkdir()
+    kernel = {"name": "gemm", "cat": "kernel", "ts": 0.0, "dur": 1000.0}
+    (folder / "outputs/run/profile/rank0.json").write_text(json.dumps({"traceEvents": [kernel]}))
+
+    # books.jsonl.zst with a tokenizer, and prepared/python.
+    rows = "\n".join(json.dumps({"text": f"a book about a dog {n}"}) for n in range(20))
+    (folder / "books.jsonl.zst").write_bytes(zstandard.compress(rows.encode()))
+    (folder / "qwen2.5").mkdir()
+    words = ["<|endoftext|>", "[UNK]", "a", "book", "about", "dog"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "qwen2.5/tokenizer.json"))
+    prepared = ["texts", "prepared/python", "--tokenizer", "bytes", "--processes", "1"]
+    assert run_module("scripts.prepare_data", prepared, folder) == 0
+
+    # FOLDER: a model in Hugging Face's format; constants.json: what calibrate writes.
+    assert run_module("scripts.export_hf", ["outputs/run", "FOLDER"], folder) == 0
+    shutil.copy(ROOT / "benchmarks/results/constants_h200.json", folder / "constants.json")
+
+
+def try_command(words: tuple[str, ...], folder: Path) -> None:
+    """Runs a command in shrunken form in `folder`. Raises AssertionError if it does not work or no rule fits."""
+    if words[0] in OTHERS:
+        OTHERS[words[0]](list(words[1:]))
+        return
+    invocation = python_program(list(words))
+    if is_training(invocation):
+        try_training(invocation, folder)
+        return
+    if invocation.program == "pytest":
+        check_pytest(invocation.words)
+        return
+    assert invocation.program in RULES, f"no rule for {invocation.program}; add one to RULES"
+    rule = RULES[invocation.program]
+    if rule.stop_when_parsed:
+        assert is_parsed(invocation.program, invocation.words, folder)
+    else:
+        status = run_module(invocation.program, [*invocation.words, *rule.shrink], folder)
+        assert status == 0, f"status {status}"
+
+
+def refuses_unknown_options(words: tuple[str, ...], folder: Path) -> bool:
+    """Whether a Python program of ours ends in an error if an option that it does not have is added."""
+    invocation = python_program(list(words))
+    extended = [*invocation.words, "--no-such-option", "1"]
+    if is_training(invocation):
+        return run_training(extended, invocation.processes) == REFUSED
+    rule = RULES[invocation.program]
+    if not rule.refuses_options:
+        return True
+    if rule.stop_when_parsed:
+        return not is_parsed(invocation.program, extended, folder)
+    return run_module(invocation.program, extended, folder) == REFUSED
+
+
+def python_program(words: list[str]) -> Invocation:
+    """What `python ...` or `torchrun ...` starts. torchrun's own options go through torchrun's parser."""
+    assert words[0] in ("python", "torchrun"), f"no rule for the program {words[0]}"
+    if words[0] == "torchrun":
+        launch = get_args_parser().parse_args(words[1:])
+        return Invocation(
+            launch.training_script, launch.training_script_args, int(launch.nproc_per_node)
+        )
+    if words[1] == "-m":
+        return Invocation(words[2], words[3:], 1)
+    return Invocation(words[1], words[2:], 1)
+
+
+def is_training(invocation: Invocation) -> bool:
+    return invocation.program in ("train.py", "titan_sparse.train")
+
+
+def try_training(invocation: Invocation, folder: Path) -> None:
+    """A run on the CPU does two steps. A run on GPUs is accepted, and fits into its GPUs by --dry-run."""
+    if any(word in invocation.words for word in ("--dry-run", "--find-max-length", "--help")):
+        assert run_training(invocation.words) == 0
+        return
+    assert run_training([*invocation.words, "--print-config"], invocation.processes) == 0
+    config = load(invocation.words)[0]
+    if config.training.device == "cpu":
+        train_two_steps(invocation, folder)
+        return
+    report = ["--dry-run", "--ranks", str(invocation.processes), "--device-memory", "139.8"]
+    assert run_training([*invocation.words, *report]) == 0
+
+
+def train_two_steps(invocation: Invocation, folder: Path) -> None:
+    short = [
+        "--training.steps",
+        "2",
+        "--training.seq_len",
+        "512",
+        "--lr_scheduler.warmup_steps",
+        "1",
+    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [
+        *launch,
+        str(invocation.processes),
+        str(ROOT / "train.py"),
+        *invocation.words,
+        *short,
+    ]
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "finished 2 steps" in result.stdout
+
+
+def run_training(words: list[str], processes: int = 0) -> int:
+    """The status of train.py, run in this process. With `processes`: as torchrun starts each of them."""
+    with command_line("train.py", words), without_ranks():
+        if processes:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": str(processes)}
+            os.environ |= {"LOCAL_WORLD_SIZE": str(processes)}
+        return status_of(train_entry.main)
+
+
+def run_module(module: str, words: list[str], folder: Path) -> int:
+    """The status of `python -m module words`, run in this process in `folder`."""
+    with command_line(module, words), contextlib.chdir(folder), without_ranks():
+        status = status_of(lambda: runpy.run_module(module, run_name="__main__") and 0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def is_parsed(module: str, words: list[str], folder: Path) -> bool:
+    """Whether a program's argparse takes the words. The program stops there."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *arguments: object) -> None:
+        parse_args(parser, *arguments)
+        raise Parsed
+
+    argparse.ArgumentParser.parse_args = parse_and_stop
+    try:
+        run_module(module, words, folder)
+    except Parsed:
+        return True
+    finally:
+        argparse.ArgumentParser.parse_args = parse_args
+    return False
+
+
+def status_of(program: Callable[[], int | None]) -> int:
+    try:
+        return program() or 0
+    except SystemExit as exit:
+        if exit.code is None or isinstance(exit.code, int):
+            return exit.code or 0
+        return 1
+
+
+@contextlib.contextmanager
+def command_line(program: str, words: list[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [program, *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextlib.contextmanager
+def without_ranks() -> Iterator[None]:
+    """One process: torchrun's variables and what train.py sets do not outlive the program."""
+    before = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
+        os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def make(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert words and set(words) <= set(targets)
+
+
+def pip(words: list[str]) -> None:
+    """pip install -e . with extras that pyproject.toml has."""
+    assert words[:2] == ["install", "-e"] and len(words) == 3
+    path, extras = re.fullmatch(r"(\.)(?:\[(.*)\])?", words[2]).groups()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = extras.split(",") if extras else []
+    assert path == "." and set(named) <= set(project["optional-dependencies"])
+
+
+def tensorboard(words: list[str]) -> None:
+    """It reads the folder that one of the ready configurations writes."""
+    option, folder = words
+    written = [load(["--config", str(path)])[0] for path in ROOT.glob("train_configs/*.toml")]
+    assert option == "--logdir" and folder in [config.training.output_dir for config in written]
+
+
+def check_pytest(words: list[str]) -> None:
+    """python -m pytest: markers that exist, files that exist, and -k."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m")
+    parser.add_argument("-k")
+    parser.add_argument("paths", nargs="*")
+    args = parser.parse_args(words)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    markers = project["tool"]["pytest"]["ini_options"]["markers"]
+    assert args.m is None or args.m in [marker.split(":")[0] for marker in markers]
+    assert all((ROOT / path).exists() for path in args.paths)
+
+
+def launch_node(words: list[str]) -> None:
+    """The configuration fits a node of eight GPUs."""
+    config = load(["--config", str(ROOT / words[0]), *words[1:]])[0]
+    ranks = max(8, config.parallelism.cp)
+    options = ["--config", str(ROOT / words[0]), *words[1:], "--ranks", str(ranks)]
+    assert run_training([*options, "--dry-run", "--device-memory", "139.8"]) == 0
+
+
+def sbatch(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("script", choices=["scripts/launch_slurm.sh"])
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    launch_node(parser.parse_args(words).rest)
+
+
+OTHERS: dict[str, Callable[[list[str]], None]] = {
+    "make": make,
+    "pip": pip,
+    "tensorboard": tensorboard,
+    "scripts/launch_node.sh": launch_node,
+    "sbatch": sbatch,
+}
