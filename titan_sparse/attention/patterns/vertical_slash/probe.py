@@ -334,7 +334,7 @@ def _pooled(
     V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
     """
     if k.is_cuda and k.dtype != torch.float64:
-        # What _block_masses() computes, in two kernels.
+        # The same as _block_masses(), by a kernel; it takes no fp64.
         queries = probe.q.shape[3]
         back = blocks_back(queries, block_size)
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
