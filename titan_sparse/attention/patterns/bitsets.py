@@ -47,7 +47,7 @@ def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
     """All ranks' blocks [B, H, n_local, ...] in global order [B, H, blocks, ...], on every rank."""
     if cp.size == 1:
         return x
-    # [ranks, B, H, n_local, ...] -> [B, H, ranks * n_local, ...], rank by rank.
+    # [ranks, B, H, n_local, ...] -> [B, H, ranks * n_local, ...], ordered by rank.
     by_rank = cp.all_gather(x).movedim(0, 2).flatten(2, 3)
     global_order = torch.argsort(cp.table(ranges).flatten())
     return by_rank[:, :, global_order]

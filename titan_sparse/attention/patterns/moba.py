@@ -72,9 +72,11 @@ class MoBAIndex(BlockIndex):
         q_blocks = q_blocks.long()
         k_blocks = k_blocks.long()
         past = q_blocks[:, None] >= k_blocks  # [nq, nk]
+
         # [B, 1, nq, nk]: short documents are seen whole.
         dense_from = spans.dense_from[:, q_blocks, None]
         selected = ((k_blocks >= dense_from) & past)[:, None]
+
         # [B, nq, T]: a query block touches one long document or two.
         touching = spans_of_blocks(spans, q_blocks, self.block_size)
         for number, slot in enumerate(touching.unbind(-1)):
@@ -139,6 +141,7 @@ class MoBAIndex(BlockIndex):
         position = torch.arange(self.seq_len, device=device)
         # [B, Hq, S, S]
         chosen = chosen_keys(self.chosen_chunks(position), position.view(1, 1, -1))
+
         # [Bm, 1, S, S]
         visible = mask.dense(self.seq_len, device)[:, None]
         return chosen & visible
@@ -233,29 +236,31 @@ class MoBA(Pattern):
         seq_len = ranges.start.shape[1]
         size = cp.block_size
         chunks = self._chunks(ranges, batch, cp)
-        means = _mean_keys(k, chunks, cp, self.chunk_size, ranges)  # [B, Hkv, n, D]
+        # [B, Hkv, n, D]
+        means = _mean_keys(k, chunks, cp, self.chunk_size, ranges)
 
         # Some of this rank's query blocks at a time.
         most_chunks = max(means.shape[2], -(-seq_len // self.chunk_size))
         step = max(1, _CHUNK_ELEMENTS // (batch * heads * size * most_chunks))
+        # [B, Hq, m, size, W], [B, Hq, m, T, W] and [B, Hq, m, W] at a time.
         words = []
         any_words = []
         all_words = []
         for first in range(0, seq_len // cp.size // size, step):
             last = first + step
             tokens = slice(first * size, last * size)
+            # [B, Hq, m size, C]
             chosen = self._choose(q[:, :, tokens], means, chunks, tokens, seq_len)
             packed = _pack_by_blocks(chosen, chunks.member[:, first:last], size)
             words.append(packed[0])
             any_words.append(packed[1])
             all_words.append(packed[2])
 
-        gathered_words = gather_blocks(torch.cat(words, dim=2), cp, ranges)
-        return [
-            gathered_words.flatten(2, 3),
-            gather_blocks(torch.cat(any_words, dim=2), cp, ranges),
-            gather_blocks(torch.cat(all_words, dim=2), cp, ranges),
-        ]
+        # Those of all ranks, as MoBAIndex holds them.
+        words = gather_blocks(torch.cat(words, dim=2), cp, ranges)
+        any_words = gather_blocks(torch.cat(any_words, dim=2), cp, ranges)
+        all_words = gather_blocks(torch.cat(all_words, dim=2), cp, ranges)
+        return [words.flatten(2, 3), any_words, all_words]
 
     def _choose(
         self, q: Tensor, means: Tensor, chunks: "Chunks", tokens: slice, seq_len: int
@@ -375,7 +380,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     chunks_of_span = (spans.stop - spans.start) // chunk
     offset = chunks_of_span.cumsum(-1) - chunks_of_span
     most_chunks = max(1, seq_len // chunk)
-    number = torch.arange(most_chunks, device=device).expand(batch, -1).contiguous()
+    number = torch.arange(most_chunks, device=device)
+    number = number.expand(batch, -1).contiguous()
     span = torch.searchsorted(offset + chunks_of_span, number, right=True)
     exists = span < span_count
     span = span.clamp(max=span_count - 1)
@@ -384,7 +390,8 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     begin = begin.where(exists, seq_len)
 
     # [B, blocks]
-    block_begin = torch.arange(0, seq_len, size, device=device).expand(batch, -1).contiguous()
+    block_begin = torch.arange(0, seq_len, size, device=device)
+    block_begin = block_begin.expand(batch, -1).contiguous()
     slot = torch.searchsorted(begin + chunk, block_begin, right=True)
 
     # Which tokens of this rank's blocks are in the two chunks that a block can touch, [B, n_local,
@@ -471,6 +478,7 @@ def _largest(gate: Tensor, count: int) -> Tensor:
     # [..., n]: what is above it, and of what is equal to it the first ones.
     above = gate > least
     equal = (gate == least) & (gate > -torch.inf)
+    # [..., 1]: how many of these there is room for.
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))
 

@@ -129,16 +129,19 @@ class XAttention(Pattern):
         per_block = cp.block_size // self.stride
         block_count = key_cells.shape[1] // per_block
         step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * key_cells.shape[1]))
-        q_blocks = q.unflatten(2, (-1, cp.block_size))  # [B, G, n_local, block, D]
+        # [B, G, n_local, block, D]
+        q_blocks = q.unflatten(2, (-1, cp.block_size))
         chosen = []
         for first in range(0, len(own_blocks), step):
             part = slice(first, first + step)
+
             # Blocks of the future are never chosen, so they are not scored.
             visible = max(own_blocks[part]) + 1
 
             # [B, G m cells, stride D]: m query blocks, the tokens of each cell in reverse order.
             q_part = q_blocks[:, :, part] * cells.queries[:, None, part, :, None]
-            query_cells = q_part.unflatten(3, (-1, self.stride)).flip(4)
+            query_cells = q_part.unflatten(3, (-1, self.stride))
+            query_cells = query_cells.flip(4)
             query_cells = query_cells.reshape(batch, -1, self.stride * dim)
 
             # [B, G, m, cells a block, key cells]
@@ -167,6 +170,7 @@ class XAttention(Pattern):
     def index(
         self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
     ) -> BlockSets:
+        # [B, Hq, blocks, words]
         [words] = tensors
         return BlockSets(words, ranges.start.shape[1], block_size)
 

@@ -81,6 +81,7 @@ def vertical_tiles(
     vertical_blocks = verticals.unflatten(-1, (-1, size))[:, :, None]
     first = vertical_blocks[..., 0]
     last = vertical_blocks[..., -1]
+
     # [B, Hq, nq, C], and the rest [B, Hq, nq, n].
     covered = covered_verticals(index, index.selects(q_blocks, all_blocks(index)))
     any_covered = covered.unflatten(-1, (-1, size)).any(-1)
@@ -125,6 +126,7 @@ def _list(listed: Tensor) -> tuple[Tensor, Tensor]:
     # [B, H, n]
     count = listed.sum(-1, dtype=torch.int32)
     if listed.is_cuda:
+        # [rows, m] at a time.
         numbers = []
         for rows in listed.flatten(0, 2).split(_ROWS):
             numbers.append(compact(rows, listed.shape[-1], 0))
@@ -145,6 +147,7 @@ def list_width(most: int, blocks: int) -> int:
     A power of two, or all blocks where that is less.
     Widths that followed the data would compile kernels again and again.
     """
+    # At least 32, so that short lists do not come in many widths either.
     power_of_two = 1 << (most - 1).bit_length()
     return min(blocks, max(32, power_of_two))
 

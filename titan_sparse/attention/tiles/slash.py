@@ -126,5 +126,6 @@ def _kind_lists(kind: Tensor, by_key: bool) -> BlockLists:
 
     They are as wide as the table: verticals make few tiles, so one of its sides is short.
     """
+    # counts [B, H, n], numbers [B, H, n, m]
     full_count, full, partial_count, partial = block_tables.kind_lists(kind, by_key)
     return BlockLists(full_count, full, partial_count, partial)

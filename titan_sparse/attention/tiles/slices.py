@@ -75,6 +75,7 @@ def _lists(
     """
     batch, heads, lines = whole.shape[:3]
     shape = (batch, heads, lines)
+
     # [full tiles]
     full_line, full_block = whole.flatten(0, 2).nonzero().unbind(-1)
     full_count, [full] = _table(full_line, [full_block], shape)
@@ -92,6 +93,7 @@ def _lists(
 
     # One entry for each cut that a head of a sequence computes, [entries].
     b, h, cut = on.nonzero().unbind(-1)
+    # [entries], ascending.
     partial_line = (b * heads + h) * lines + line[cut]
     values = [other[cut], slice_number[cut]]
     partial_count, [partial, partial_slice] = _table(partial_line, values, shape)
@@ -111,9 +113,12 @@ def _table(
     # Entries of each line, [total], and the place of each entry in its line, [entries].
     count = torch.bincount(line, minlength=total)
     place = within_runs(count)
+
+    # Tables are at least one entry wide, also where all lines are empty.
     width = max(1, int(count.max())) if total else 1
     tables = []
     for value in values:
+        # [total, K], filled up with 0.
         table = torch.zeros(total, width, dtype=torch.int32, device=line.device)
         table[line, place] = value.int()
         tables.append(table.view(batch, heads, lines, width))

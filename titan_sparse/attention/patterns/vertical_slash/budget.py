@@ -68,6 +68,8 @@ def smallest_sets_naive(mass: Tensor, segments: Segments, recall: float) -> tupl
     first = torch.searchsorted(segment, segment)
     last = torch.searchsorted(segment, segment, right=True) - 1
     rank = torch.arange(mass.shape[1], device=mass.device) - first
+
+    # [N, L]: the mass up to each element, and in front of its segment.
     sorted_mass = mass.gather(1, order).double()
     up_to = sorted_mass.cumsum(-1)
     base = (up_to - sorted_mass).gather(1, first)

@@ -50,28 +50,30 @@ def incidence(
 ) -> Incidence:
     """Which diagonals each vertical meets.
 
-    segments: n spans' verticals, then their diagonals. back: U, blocks that the probe's rows lie
-        in.
+    segments: n spans' verticals, then their diagonals.
+    back: U, blocks that the probe's rows lie in.
     """
     n = spans.start.shape[1]
     device = spans.start.device
     count = segments.segment.shape[1]  # S + E
     segment = segments.segment.long()
 
-    # touching: [B, K, T], spans at each block. delta: [B, K, T, U], how far apart it is from the
-    # probe's blocks.
+    # [B, K, T]: the spans at each block.
     block = torch.arange(seq_len // block_size, device=device)
     touching = spans_of_blocks(spans, block, block_size)
     known = touching.clamp(min=0)
     last_block = lookup(spans.last_block, known)
     offset = lookup(spans.offset, known)
+
+    # [B, K, T, U]: how far apart the block is from each of the probe's blocks.
     delta = (last_block - block[:, None])[..., None] - torch.arange(back, device=device)
     met = (touching >= 0)[..., None] & (delta >= 0)
     diagonal = torch.where(met, offset[..., None] + delta, count - seq_len)
 
     # [B, K, b]: slots that touch a block are consecutive, so a vertical's place among them is a
     # difference.
-    vertical_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, block_size))
+    vertical_span = span_of_tokens(spans.start, spans.stop, seq_len)
+    vertical_span = vertical_span.unflatten(1, (-1, block_size))
     slot = vertical_span - touching[:, :, :1]
 
     # [B, S + E]; diagonals are segments n .. 2 n - 1 there.
@@ -101,6 +103,7 @@ def smallest_union(
     """For each span of each row, the cheapest union of verticals and diagonals.
 
     It is the one of least cost that holds `recall` of the span's mass.
+
     verticals: float [N, K, U, b], masses by block back, at most most_mass in a span. of: which
     diagonals hold them too. Elements that are always on count as held; the bounds on counts are on
     what comes in addition. Equal prices are taken in order of position and sums are integers, so

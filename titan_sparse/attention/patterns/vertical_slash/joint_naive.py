@@ -123,10 +123,12 @@ def smallest_union_naive(
     """The twin of kernels.smallest_union(); called like joint.smallest_union()."""
     incidence = of.of_rows(segments.sequence.long())
     problem = _problem(verticals, segments, incidence, recall, most_mass)
-    # Two sets of diagonals, and the verticals that reach the target beside each.
+
+    # Two sets of diagonals, bool [N, E], and the verticals that reach the target beside each.
     with_last, without_last, wants_more = _diagonals(problem)
     first, short = _verticals_beside(problem, with_last)
     second, second_short = _verticals_beside(problem, without_last)
+
     # [N, n] -> [N, S + E]
     cheaper = (_cost(problem, second) < _cost(problem, first)) & ~second_short
     takes_second = F.pad(cheaper, (0, 1)).gather(1, incidence.segment)
@@ -251,7 +253,8 @@ def _diagonals(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     mass = problem.mass
     incidence = problem.incidence
     n = problem.spare.shape[1]
-    whole = incidence.diagonal_sums(mass)  # [N, E]
+    # [N, E]
+    whole = incidence.diagonal_sums(mass)
     pays, price = _replacing_prices(problem, whole)
 
     # The mass that verticals hold before the diagonals take over, [N, K, U, b].
@@ -266,6 +269,8 @@ def _diagonals(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
     vertical_gain = held.sum(2).flatten(1)
     diagonal_gain = whole - incidence.diagonal_sums(held)
     gain = torch.cat([vertical_gain, diagonal_gain], dim=1).gather(1, order.place)
+
+    # What comes before each element in its span: mass, and a number of diagonals.
     before = order.before(gain)
     rank = order.before(is_diagonal)
 
@@ -291,6 +296,7 @@ def _diagonals(problem: _Problem) -> tuple[Tensor, Tensor, Tensor]:
 def _vertical_prices(mass: Tensor) -> Tensor:
     """Mass for cost, fp32 [N, K, b], of verticals in units [N, K, U, b]."""
     block_size = mass.shape[3]
+    # [N, K, b]
     vertical_mass = mass.sum(2).double()
     return (vertical_mass * (block_size / VERTICAL_COST)).float()
 
@@ -312,7 +318,8 @@ def _replacing_prices(problem: _Problem, whole: Tensor) -> tuple[Tensor, Tensor]
     cost_per_mass = VERTICAL_COST * _COST_UNITS / block_size / vertical_mass
     cost = (mass * cost_per_mass).long()
 
-    vertical_price = _vertical_prices(mass)[:, :, None]  # [N, K, 1, b]
+    # [N, K, 1, b], and [N, E]
+    vertical_price = _vertical_prices(mass)[:, :, None]
     price = whole.float()
     for _ in range(ROUNDS):
         pays = vertical_price > incidence.of_verticals(price)

@@ -334,8 +334,9 @@ class VerticalSlash(Pattern):
     ) -> VerticalSlashIndex:
         slashes, verticals, capped = tensors
         seq_len = ranges.start.shape[1]
+        packed = ranges.document_start is not None
         spans = self._spans(ranges, batch, block_size)
-        most_blocks = self.most_blocks(seq_len, block_size, ranges.document_start is not None)
+        most_blocks = self.most_blocks(seq_len, block_size, packed)
         return VerticalSlashIndex(
             slashes, verticals, capped, spans, seq_len, block_size, most_blocks
         )
@@ -362,7 +363,9 @@ def _bounds(begin: Tensor, stop: Tensor, least: int, most: Tensor, always: int) 
     # [B, n]
     least = torch.full_like(begin, least)
     always = torch.full_like(begin, always)
-    return torch.stack([begin, stop, least, most, always], dim=-1)
+    # In the order that Segments names.
+    fields = [begin, stop, least, most, always]
+    return torch.stack(fields, dim=-1)
 
 
 def _share(most: int, least: int, spans: Spans) -> Tensor:

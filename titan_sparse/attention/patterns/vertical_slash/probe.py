@@ -81,31 +81,32 @@ def probe_masses(
 ) -> tuple[Tensor, Tensor]:
     """Attention masses that the probe gives to verticals and to block diagonals.
 
-    For this rank's share of the heads.
-    q [B, Hq, S_local, D], k [B, Hkv, S_local, D]: whole blocks. geometry: probe_geometry() for
-    `queries` queries.
-    Collective over cp. Each rank gets N = ceil(B Hq / ranks) (sequence, head) pairs;
-    sequences_of_pairs() tells their sequences. Returns the masses of verticals [N, K, V,
-    block_size] and of diagonals [N, E], in fp32 (fp64 for fp64 inputs). split: masses of verticals
-    come apart for each of the V = blocks_back() blocks that the probe's rows lie in, 0 being the
-    span's last; else V = 1.
+    Collective over cp. Each rank gets the masses of its share of the heads: of N = ceil(B Hq /
+    ranks) (sequence, head) pairs, whose sequences sequences_of_pairs() tells.
+
+    q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
+    geometry: probe_geometry() for `queries` queries.
+    split: the masses of verticals come apart for each of the V = blocks_back() blocks that the
+        probe's rows lie in, 0 being the span's last; else V = 1.
+    Returns the masses of verticals [N, K, V, block_size] and of diagonals [N, E], in fp32 (fp64 for
+    fp64 inputs).
     """
     batch, heads = q.shape[:2]
     probe = _gather_probe(q, geometry, cp, queries, scale)
     lse = _normaliser(probe, k, geometry, cp)
-    # vertical [B, Hq, n_local, V, b], tile [B, Hq, n_local, T, U]: of this rank's keys, for all
-    # heads.
+    # Of this rank's keys, for all heads: [B, Hq, n_local, V, b] and [B, Hq, n_local, T, U].
     vertical, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size, split)
+
     # What one head of one sequence holds on this rank.
     vertical_elements = vertical[0, 0].numel()
     tile_elements = tile[0, 0].numel()
 
-    # One exchange for both: [ranks, N, elements], padded so that every rank gets equally many
-    # pairs.
+    # [B Hq, elements]: one exchange for both, padded so that every rank gets equally many pairs.
     pairs = -(-batch * heads // cp.size)
     pooled = torch.cat([vertical.flatten(2), tile.flatten(2)], dim=-1)
     pooled = pooled.flatten(0, 1)
     pooled = F.pad(pooled, (0, 0, 0, pairs * cp.size - batch * heads))
+    # [ranks, N, elements]
     received = cp.all_to_all(pooled.unflatten(0, (cp.size, pairs)))
     # [N, ranks, elements]: now of all ranks' keys, for this rank's pairs.
     by_pair = received.transpose(0, 1)
@@ -173,16 +174,18 @@ def _geometry(
     """The Geometry of the last `queries` queries of each span."""
     seq_len = ranges.start.shape[1]
     device = ranges.start.device
+    # [n_local], and [B, n_local, T]
     blocks = cp.blocks(ranges)
     slot = spans_of_blocks(spans, blocks, cp.block_size)
 
-    # All [B, n, P]. A row before the span's start sees nothing; its position only has to be a legal
-    # one.
+    # [B, n, P]. A row before the span's start sees nothing, its position only has to be legal.
     row = torch.arange(queries, device=device)
     position = spans.stop[..., None] - queries + row
     used = (spans.start < spans.stop)[..., None]
     exists = (position >= spans.start[..., None]) & used
     position = position.clamp(min=0, max=seq_len - 1)
+
+    # [B, n, P]
     start = lookup(ranges.start.expand(batch, -1), position)
     stop = lookup(ranges.stop.expand(batch, -1), position)
     block_back = spans.last_block[..., None] - position // cp.block_size
@@ -191,7 +194,8 @@ def _geometry(
     # [B, n P]
     local = cp.local_position(position.flatten(1), ranges)
     # [N, n]
-    spans_of_pairs = spans.of_sequences(sequences_of_pairs(batch, heads, cp, device))
+    sequences = sequences_of_pairs(batch, heads, cp, device)
+    spans_of_pairs = spans.of_sequences(sequences)
     back = blocks_back(queries, cp.block_size)
     return Geometry(
         blocks=blocks.int(),
@@ -330,6 +334,7 @@ def _pooled(
     V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
     """
     if k.is_cuda and k.dtype != torch.float64:
+        # The same as _block_masses(), by a kernel; it takes no fp64.
         queries = probe.q.shape[3]
         back = blocks_back(queries, block_size)
         inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
@@ -394,6 +399,7 @@ def _scores(
 def _block_lse(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> Tensor:
     """Twin of kernels.block_lse(): [B, Hq, n_local, T, P]."""
     chunks = []
+    # [B, Hq, m, T, P, b] -> [B, Hq, m, T, P]
     for _, _, scores in _scores(probe, k, blocks, slot, block_size):
         chunks.append(scores.logsumexp(-1))
     return torch.cat(chunks, dim=2)
