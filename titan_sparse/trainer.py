@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.build import build_mask
 from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
+from titan_sparse.from_config import build_mask, build_pattern
 from titan_sparse.loss import count_valid
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder

@@ -34,7 +34,7 @@ from scripts.study.report import report
 from scripts.study.runs import PRETRAIN, SIZES, Size, configuration, cost, is_done, methods
 from titan_sparse.config import ConfigError, save
 from titan_sparse.config.reading import require
-from train import set_allocator
+from titan_sparse.train import set_allocator
 
 if TYPE_CHECKING:
     from titan_sparse.data import Tokenizer

@@ -26,7 +26,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from titan_sparse.trainer import Trainer
-import train
+from titan_sparse import train
 
 forward_backward = Trainer._forward_backward
 

@@ -14,11 +14,11 @@ import torch
 from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.from_config import build_pattern, has_slices
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _backend(config: "Config", model: DecoderConfig) -> str:
         config.attention.block_size,
         getattr(torch, config.training.dtype),
     )
-    slices = config.attention.window_sinks > 0
+    slices = has_slices(config.attention)
     if name != "auto" or config.training.device == "cpu":
         return "eager" if name == "auto" else name
     if torch.cuda.is_available():

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import padding_multiple, resolve_cp_intra, resolve_overlap_stages
 from titan_sparse.config.sections import KINDS
+from titan_sparse.from_config import schedule_named
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from titan_sparse.attention import attend
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.from_config import build_pattern
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes

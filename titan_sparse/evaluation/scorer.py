@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.build import build_mask
 from titan_sparse.config import padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
+from titan_sparse.from_config import build_mask
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.decoder import Decoder, run_blocks
 

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import (
 )
 
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.context_parallel.group import forget_contexts
 from titan_sparse.config import resolve_overlap_stages
+from titan_sparse.from_config import schedule_named
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.context_parallel.layouts import (
     LAYOUTS,
     block_ids,
@@ -24,6 +23,7 @@ from titan_sparse.attention.context_parallel.windows import (
     vertical_steps,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
+from titan_sparse.from_config import schedule_named
 
 WORLDS = [
     (inter, size // inter)
