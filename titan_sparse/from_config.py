@@ -5,11 +5,15 @@ pattern, a schedule or a context-parallel group that "the run" uses builds it he
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_sparse.attention import ContextParallel
+from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel import windows
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
@@ -46,6 +50,20 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
 def has_slices(attention: Attention) -> bool:
     """Whether build_mask() makes a mask of Slices, which not every backend computes."""
     return attention.window_sinks > 0
+
+
+def backend_case(
+    attention: Attention, device_type: str, dtype: torch.dtype, head_dim: int
+) -> dict[str, Any]:
+    """The arguments of backends.choose() and backends.explain() for the section's attention."""
+    return {
+        "name": attention.backend,
+        "device_type": device_type,
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "block_size": attention.block_size,
+        "slices": has_slices(attention),
+    }
 
 
 def build_pattern(attention: Attention) -> Pattern:
@@ -111,3 +129,29 @@ def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextPar
         gradient_dtype=gradient_dtype(attention),
         overlap_stages=resolve_overlap_stages(attention, inter),
     )
+
+
+def build_attend(
+    attention: Attention, cp: ContextParallel, recomputed: float = 0.0
+) -> Callable[..., Tensor]:
+    """attend(q, k, v, mask) with the section's choices, as a decoder takes it.
+
+    recomputed: the share of each sequence whose attention is computed again in the backward.
+    """
+    return functools.partial(
+        attend,
+        pattern=build_pattern(attention),
+        cp=cp,
+        backend=attention.backend,
+        recomputed=recomputed,
+    )
+
+
+def block_table(
+    attention: Attention, cp: ContextParallel, lengths: list[list[int]], seq_len: int
+) -> Tensor | None:
+    """int64 [ranks, n]: the blocks of every rank for one batch, before it is sharded.
+
+    For a layout that depends on the mask; None for others. lengths: as for build_mask().
+    """
+    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table
