@@ -1,9 +1,10 @@
 # make demo   install into .venv, then train a small model on real text with two processes on the CPU
 # make test   install into .venv, then run the test suite
+# make lint   install into .venv, then check layout, mistakes and who imports whom
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: demo test test-gpu clean
+.PHONY: demo test test-gpu lint clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +20,11 @@ test: $(VENV)/.installed
 
 test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m gpu
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 clean:
 	rm -rf $(VENV) outputs *.egg-info build

@@ -18,14 +18,12 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.attention.build import schedule_named
-from titan_sparse.attention.context_parallel import windows as schedules
+from titan_sparse.attention.context_parallel import schedule as schedules
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import (
     Config,
     ConfigError,
@@ -37,6 +35,7 @@ from titan_sparse.config import (
 from titan_sparse.estimate.index_file import load_indexes
 from titan_sparse.estimate.planner import Constants, Plan, Shape, count, load_constants, plan
 from titan_sparse.estimate.synthetic import draw_heads, expected_selection, ragged_lengths
+from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "benchmarks/results/constants_h200.json"

@@ -1,5 +1,43 @@
 """titan_sparse: long-context LLM training with dynamic sparse attention under context parallelism.
 
-attention: attend(), usable as a library (docs/attention.md). config, data, models: what a run is, reads and trains.
-trainer: wires them and runs the steps; the entry is train.py. docs/design.md has the words and the contracts.
+As a library (docs/attention.md):
+
+    from titan_sparse import ContextParallel, attend, masks, patterns, recording
+
+As a program: torchrun -m titan_sparse.train --config X.toml. docs/design.md has the words and the
+contracts.
 """
+
+import importlib
+
+__version__ = "0.1.0"
+"""The only place that says it: pyproject.toml reads it from here."""
+
+__all__ = ["ContextParallel", "__version__", "attend", "masks", "patterns", "recording"]
+
+# Loaded at first use. A mistake in a configuration must be told before torch has even been loaded,
+# and `import titan_sparse.config` runs this file first.
+_MODULES = {
+    "masks": "titan_sparse.attention.masks",
+    "patterns": "titan_sparse.attention.patterns",
+}
+_HOMES = {
+    "ContextParallel": "titan_sparse.attention.context_parallel.group",
+    "attend": "titan_sparse.attention.attend",
+    "recording": "titan_sparse.attention.observe.statistics",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # The next access finds it without coming here.
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

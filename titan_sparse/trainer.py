@@ -1,4 +1,8 @@
-"""Wires the parts (Trainer.__init__) and runs the steps (Trainer.train). No parallelism details, no kernels."""
+"""A training run: Trainer.__init__ builds the parts, Trainer.train runs the steps.
+
+No parallelism details and no kernels are here. What each part does is in the file that it is
+imported from.
+"""
 
 import dataclasses
 import functools
@@ -7,38 +11,41 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.build import build_mask
+from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.attention.patterns import Pattern
-from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.config import padding_multiple, resolve_cp_intra, save
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
+from titan_sparse.from_config import (
+    backend_case,
+    block_table,
+    build_attend,
+    build_context_parallel,
+    build_mask,
+    build_pattern,
+)
 from titan_sparse.loss import count_valid
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
-from titan_sparse.training.banner import banner
+from titan_sparse.training.banner import Resolved, banner
 from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
 from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.optimizer import build_optimizer, build_schedule
 from titan_sparse.training.parallelize import (
-    build_context_parallel,
     build_meshes,
     choose_device,
     init_distributed,
@@ -48,59 +55,63 @@ from titan_sparse.training.profiling import profiler
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Attention, Config
-
 logger = logging.getLogger("titan_sparse")
 
 _AUTO_SHARE = 0.9
-"""Of the free memory, what attention_recompute = -1 counts on: the rest is for communicators, gaps and wrong estimates."""
+"""Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
+and wrong estimates."""
 
 
 class Trainer:
-    """A training run. The config has passed config.check(); data is opened before any process group is.
+    """A training run. The config has passed config.check().
 
     Raises ValueError, naming the key, for data, tokenizers and checkpoints that cannot be used.
     """
 
-    def __init__(self, config: "Config"):
-        self.config, training = config, config.training
-        self.device, self.dtype = choose_device(training.device), getattr(torch, training.dtype)
+    def __init__(self, config: Config):
+        self.config = config
+        training = config.training
+
+        # First whatever may be refused, before any process group exists.
+        self.device = choose_device(training.device)
+        self.dtype = getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_device(self.device)
         _check_initial_weights(config, self.model_config)
         self.loader = _open_data(config, self.model_config)
         self.validation = Validation(config, self.loader.tokenizer)
-        self.stop_signals = 0
+        case = backend_case(
+            config.attention, self.device.type, self.dtype, self.model_config.head_dim
+        )
+        self.backend = backends.choose(**case)
+        self.kernel = backends.explain(**case)
+
         torch.manual_seed(training.seed)
         if training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.kernel = backends.explain(
-            config.attention.backend,
-            self.device.type,
-            self.dtype,
-            self.model_config.head_dim,
-            config.attention.block_size,
-            slices=config.attention.window_sinks > 0,
-        )
 
+        # Who works together.
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
-        cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        cp_intra = resolve_cp_intra(config.parallelism, _local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         self.loader.shard = self.cp.shard
-        self.loader.place = (
-            functools.partial(_block_table, config.attention, self.cp)
-            if self.cp.depends_on_mask
-            else None
-        )
+        self.loader.place = None
+        if self.cp.depends_on_mask:
+            # No method of this class: the loader would keep the trainer, and with it process
+            # groups, until Python has torn itself down, which ends in an abort.
+            self.loader.place = functools.partial(block_table, config.attention, self.cp)
+
+        # What is trained.
         self.recomputed = self._recomputed_share()
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
+
+        # What is kept and told of it.
         self.progress = Progress(self.device)
         self.checkpointer = Checkpointer(
             config.checkpoint,
@@ -111,16 +122,8 @@ class Trainer:
             self.loader,
             self.progress,
         )
-        self.metrics = MetricsLog(
-            config.metrics,
-            training.output_dir,
-            training.steps,
-            self.model_config,
-            self.device,
-            dist.get_world_size(),
-            writes=dist.get_rank() == 0,
-            float8=config.float8.enable,
-        )
+        is_first_rank = dist.get_rank() == 0
+        self.metrics = MetricsLog(config, self.model_config, self.device, writes=is_first_rank)
         self.scorer = Scorer(
             self.model,
             config,
@@ -130,56 +133,19 @@ class Trainer:
             self.meshes.dp_rank,
             self.meshes.dp_size,
         )
+        self.stop_signals = 0
         self.watch = Watch(config.parallelism.first_step_timeout_seconds)
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
-    def _recomputed_share(self) -> float:
-        """activation_checkpoint.attention_recompute; for auto what the rank with the least memory needs."""
-        share = self.config.activation_checkpoint.attention_recompute
-        if share != AUTO:
-            return share
-        needed = torch.zeros(())
-        if self.device.type == "cuda":
-            free = _AUTO_SHARE * torch.cuda.mem_get_info(self.device)[0] / 2**30
-            needed.fill_(choose_recompute(lambda share: peak_gib(self._step_size(share)), free))
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        return needed.item()
-
-    def _step_size(self, recomputed: float) -> Step:
-        """What a step's memory depends on, with this share of attention recomputed."""
-        config, attention = self.config, self.config.attention
-        backend = backends.choose(
-            attention.backend,
-            self.device.type,
-            self.dtype,
-            self.model_config.head_dim,
-            attention.block_size,
-            slices=attention.window_sinks > 0,
-        )
-        step = step_of(
-            config,
-            self.model_config,
-            build_pattern(attention),
-            backend,
-            dist.get_world_size(),
-            int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        )
-        return dataclasses.replace(step, attention_recompute=recomputed)
-
     def _build_model(self) -> Decoder:
+        """The decoder with its initial weights, on the devices that it is sharded over."""
         config = self.config
-        call = functools.partial(
-            _attend,
-            pattern=build_pattern(config.attention),
-            cp=self.cp,
-            backend=config.attention.backend,
-            recomputed=self.recomputed,
-        )
+        attend = build_attend(config.attention, self.cp, self.recomputed)
+        # Float64 runs keep float64 weights; all others train float32 weights.
+        weights_dtype = torch.promote_types(self.dtype, torch.float32)
         with torch.device("meta"):
-            model = Decoder(self.model_config, call, self._mlp()).to(
-                torch.promote_types(self.dtype, torch.float32)
-            )
+            model = Decoder(self.model_config, attend, self._mlp()).to(weights_dtype)
         if config.float8.enable:
             convert_to_float8(model, config.float8)
         if config.activation_checkpoint.offload:
@@ -198,16 +164,19 @@ class Trainer:
         return model
 
     def _mlp(self) -> Callable[[DecoderConfig], nn.Module]:
-        chunk, compiler = self.config.training.mlp_chunk_tokens, self.config.compile
+        """What makes a layer's MLP."""
+        chunk_tokens = self.config.training.mlp_chunk_tokens
+        if not chunk_tokens:
+            return MLP
+        compiler = self.config.compile
         backend = compiler.backend if compiler.enable else ""
-        return (
-            functools.partial(ChunkedMLP, chunk_tokens=chunk, compile_backend=backend)
-            if chunk
-            else MLP
-        )
+        return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
 
     def train(self) -> None:
-        """From the newest checkpoint to training.steps, or until SIGINT or SIGTERM: then the step ends, is saved."""
+        """Train from the newest checkpoint to training.steps.
+
+        SIGINT or SIGTERM ends the run earlier: the step in hand is finished and saved.
+        """
         self._announce()
         with self.watch:
             self._load()
@@ -216,148 +185,154 @@ class Trainer:
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 self._save_in_hf()
         self.metrics.close()
-        logger.info(
-            "stopped by a signal after step %d" if stopped else "finished %d steps",
-            self.progress.step,
-        )
+        if stopped:
+            logger.info("stopped by a signal after step %d", self.progress.step)
+        else:
+            logger.info("finished %d steps", self.progress.step)
 
     def _load(self) -> None:
+        """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
         initial_hf = self.config.model.initial_hf
         if self.checkpointer.load():
-            instead = (
-                f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
-            )
-            logger.info("resumed at step %d%s", self.progress.step, instead if initial_hf else "")
+            instead = ""
+            if initial_hf:
+                instead = (
+                    f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
+                )
+            logger.info("resumed at step %d%s", self.progress.step, instead)
         elif initial_hf:
+            # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
 
             load_weights(self.model, initial_hf, self.model_config)
             logger.info("read the weights of %s", initial_hf)
 
-    def _save_in_hf(self) -> None:
-        self._set_timeout(
-            self.config.parallelism.first_step_timeout_seconds
-        )  # the others wait for rank 0
-        if dist.get_rank() == 0:
-            initial_hf = self.config.model.initial_hf
-            self.checkpointer.save_in_hf(
-                self.progress.step, self.model_config, self.dtype, initial_hf
-            )
-        meet()
-
     def _run_steps(self) -> bool:
-        """Returns whether a signal ended them."""
-        config = self.config
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        """All steps that are left. Returns whether a signal ended them."""
+        training = self.config.training
+        previous_handlers = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
-        stopped, first = False, self.progress.step + 1
-        with profiler(config.profiling, config.training.output_dir, dist.get_rank()) as profile:
-            while self.progress.step < config.training.steps and not stopped:
+        first_step = self.progress.step + 1
+        stopped = False
+        with profiler(self.config.profiling, training.output_dir, dist.get_rank()) as profile:
+            while self.progress.step < training.steps and not stopped:
                 self.watch.step = self.progress.step + 1
                 stopped = self.step()
-                self._after_step(stopped, profile, is_first=self.progress.step == first)
+                self._after_step(stopped, is_first=self.progress.step == first_step)
+                if profile is not None:
+                    profile.step()
         gc.enable()
-        for number, handler in previous.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
         return stopped
 
     def step(self) -> bool:
         """One optimizer step. Returns whether any rank was asked to stop."""
-        batches = [
-            next(self.loader) for _ in range(self.config.training.gradient_accumulation_steps)
-        ]
+        accumulated = self.config.training.gradient_accumulation_steps
+        batches = [next(self.loader) for _ in range(accumulated)]
         valid, tokens, stop = self._totals(batches)
         step = self.progress.step + 1
-        logged, loss = (
-            self.metrics.should_log(step),
-            torch.zeros((), dtype=torch.float64, device=self.device),
-        )
-        for number, batch in enumerate(batches):
-            watch = logged and number == len(batches) - 1
-            pictures = self.metrics.thumbnail_cells(step)
-            with (
-                recording(self.metrics.recall_rows(step), pictures)
-                if watch
-                else nullcontext() as seen
-            ):
-                loss += self._forward_backward(batch, valid)
+        is_logged = self.metrics.should_log(step)
+
+        # Gradients add up over the micro-batches. Attention is recorded in the last one.
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in batches[:-1]:
+            loss += self._forward_backward(batch, valid)
+        with self._recording(step, is_logged) as recorded:
+            loss += self._forward_backward(batches[-1], valid)
+
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
         self.checkpointer.before_update()
         self.optimizers.step()
         self.schedule.step()
         self.optimizers.zero_grad()
-        self.progress.step, self.progress.tokens_seen = step, self.progress.tokens_seen + tokens
+
+        self.progress.step = step
+        self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
-        if logged:
+        if is_logged:
             dist.all_reduce(loss)
             values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": learning_rate}
-            self._log(values, seen, batches[-1])
+            lengths = batches[-1].lengths
+            tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
+            self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
         return stop
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
-        """Over the world: labels that count, tokens consumed (each once), and whether any rank was asked to stop.
+        """Over the world: labels that count, tokens consumed (each once), and whether any rank was
+        asked to stop.
 
         On the CPU, so that no GPU is waited for.
         """
         labels = sum(int(count_valid(batch.labels)) for batch in batches)
         tokens = sum(sum(lengths) for batch in batches for lengths in batch.lengths)
-        # All ranks of a context-parallel group see the same sequences: one of them counts their tokens.
-        totals = torch.tensor([labels, tokens if self.cp.rank == 0 else 0, self.stop_signals])
+        # All ranks of a context-parallel group see the same sequences: one counts their tokens.
+        if self.cp.rank > 0:
+            tokens = 0
+        totals = torch.tensor([labels, tokens, self.stop_signals])
         dist.all_reduce(totals)
-        labels, tokens, signals = totals.tolist()
-        return max(labels, 1), tokens, signals > 0
+        labels, tokens, stop_signals = totals.tolist()
+        return max(labels, 1), tokens, stop_signals > 0
+
+    def _recording(self, step: int, is_logged: bool) -> AbstractContextManager[Recording | None]:
+        """Records the attention of what runs inside, if the step is logged."""
+        if not is_logged:
+            return nullcontext()
+        return recording(self.metrics.recall_rows(step), self.metrics.thumbnail_cells(step))
 
     def _forward_backward(self, batch: Batch, valid: int) -> Tensor:
         """This rank's share of the mean loss over `valid` labels, gradients left in the parameters."""
-        tokens, labels = batch.tokens.to(self.device), batch.labels.to(self.device)
+        training = self.config.training
+        # [b, S_local]
+        tokens = batch.tokens.to(self.device)
+        labels = batch.labels.to(self.device)
         seq_len = tokens.shape[1] * self.cp.size
-        rows = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
-        rows = rows._replace(table=None if batch.table is None else batch.table.to(self.device))
+        ranges = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
+        table = None if batch.table is None else batch.table.to(self.device)
+        ranges = ranges._replace(table=table)
         positions = batch.positions
         if self.config.attention.mask == "causal":
-            positions = self.cp.shard(
-                torch.arange(seq_len).expand(tokens.shape[0], -1), 1, batch.table
-            )
-        training = self.config.training
-        loss = (
-            self.model(
-                tokens,
-                positions.to(self.device),
-                rows,
-                labels,
-                training.loss_chunk_tokens,
-                training.z_loss,
-            )
-            / valid
+            # Documents run into each other, so positions do not begin anew with each of them.
+            positions = torch.arange(seq_len).expand(tokens.shape[0], -1)
+            positions = self.cp.shard(positions, 1, batch.table)
+        total = self.model(
+            tokens,
+            positions.to(self.device),
+            ranges,
+            labels,
+            training.loss_chunk_tokens,
+            training.z_loss,
         )
+        loss = total / valid
         loss.backward()
         return loss.detach()
 
     def _clip(self) -> Tensor:
-        """Scale gradients down to training.max_norm; returns their norm before that."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        """Scale gradients down to training.max_norm. Returns their norm before that."""
+        parameters = list(self.model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.config.training.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.model.parameters(), self.config.training.max_norm, norm
-            )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        max_norm = self.config.training.max_norm
+        if max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
-    def _log(self, values: dict[str, float], seen: Recording, batch: Batch) -> None:
-        sequence_tokens = sum(map(sum, batch.lengths)) / len(batch.lengths)
-        self.metrics.log(
-            self.progress.step, self.progress.tokens_seen, values, seen, sequence_tokens
-        )
-
-    def _after_step(self, stopped: bool, profile, is_first: bool) -> None:
-        step, training = self.progress.step, self.config.training
+    def _after_step(self, stopped: bool, is_first: bool) -> None:
+        """What is due after a step: saving, validation, collecting garbage."""
+        step = self.progress.step
+        training, parallelism = self.config.training, self.config.parallelism
         is_last = stopped or step == training.steps
-        saves, validates = self.checkpointer.is_due(step, is_last), self.validation.is_due(step)
+        saves = self.checkpointer.is_due(step, is_last)
+        validates = self.validation.is_due(step)
         if saves or validates:
-            # Disks may be slow, and not alike; what has not been compiled for validation is, at first.
-            self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+            # Disks may be slow, and not alike. The first validation compiles what training has not.
+            self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
             self.checkpointer.save(step, is_last)
         if validates:
@@ -365,16 +340,25 @@ class Trainer:
             self.metrics.start_interval()
         if saves or validates or is_first:
             meet()
-            self._set_timeout(self.config.parallelism.timeout_seconds)
+            self._set_timeout(parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
             gc.collect(1)
-        if profile is not None:
-            profile.step()
+
+    def _save_in_hf(self) -> None:
+        # The other ranks wait for rank 0.
+        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+        if dist.get_rank() == 0:
+            initial_hf = self.config.model.initial_hf
+            self.checkpointer.save_in_hf(
+                self.progress.step, self.model_config, self.dtype, initial_hf
+            )
+        meet()
 
     def _set_timeout(self, seconds: int) -> None:
-        # What writes checkpoints in the background goes on through many steps: its group keeps the long timeout.
-        short = seconds == self.config.parallelism.timeout_seconds
-        set_timeout(seconds, without=self.checkpointer.background_groups() if short else [])
+        # Checkpoints are written in the background through many steps: that group keeps the long
+        # timeout.
+        is_short = seconds == self.config.parallelism.timeout_seconds
+        set_timeout(seconds, without=self.checkpointer.background_groups() if is_short else [])
         self.watch.timeout_seconds = seconds
 
     def _on_signal(self, number: int, _) -> None:
@@ -387,59 +371,66 @@ class Trainer:
             return
         step = self._step_size(self.recomputed)
         phases = estimate(step)
-        print(
-            banner(
-                self.config,
-                self.model_config,
-                self.meshes,
-                self.cp,
-                self.kernel,
-                self.device,
-                step.seq_len,
-                phases[peak_phase(phases)],
-                self.recomputed,
-            ),
-            flush=True,
+        resolved = Resolved(
+            model=self.model_config,
+            meshes=self.meshes,
+            cp=self.cp,
+            kernel=self.kernel,
+            device=self.device,
+            padded_seq_len=step.seq_len,
+            memory=phases[peak_phase(phases)],
+            recomputed=self.recomputed,
         )
+        print(banner(self.config, resolved), flush=True)
         save(self.config, self.config.training.output_dir)
 
+    def _recomputed_share(self) -> float:
+        """activation_checkpoint.attention_recompute; for auto what the rank with the least memory
+        needs. Collective."""
+        share = self.config.activation_checkpoint.attention_recompute
+        if share != AUTO:
+            return share
+        needed = torch.zeros(())
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+            free_gib = _AUTO_SHARE * free_bytes / 2**30
+            needed.fill_(choose_recompute(lambda share: peak_gib(self._step_size(share)), free_gib))
+        dist.all_reduce(needed, dist.ReduceOp.MAX)
+        return needed.item()
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask,
-    *,
-    pattern: Pattern,
-    cp: ContextParallel,
-    backend: str,
-    recomputed: float,
-) -> Tensor:
-    return attend(q, k, v, mask, pattern, cp, backend, recomputed=recomputed)
+    def _step_size(self, recomputed: float) -> Step:
+        """What a step's memory depends on, with this share of attention recomputed."""
+        step = step_of(
+            self.config,
+            self.model_config,
+            build_pattern(self.config.attention),
+            self.backend,
+            dist.get_world_size(),
+            _local_world_size(),
+        )
+        return dataclasses.replace(step, attention_recompute=recomputed)
 
 
-def _block_table(
-    attention: "Attention", cp: ContextParallel, lengths: list[list[int]], seq_len: int
-) -> Tensor:
-    """For a layout that depends on the mask: the blocks of every rank in a batch, before it is sharded.
-
-    No method: the loader would keep the trainer, and with it process groups, until Python has torn itself down, which ends
-    in an abort."""
-    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table
+def _local_world_size() -> int:
+    """Ranks of this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _check_initial_weights(config: "Config", model: DecoderConfig) -> None:
-    """Refuses a model.initial_hf that does not fit, unless the run resumes from its own checkpoint: ValueError."""
+def _check_initial_weights(config: Config, model: DecoderConfig) -> None:
+    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
+
+    Raises ValueError.
+    """
     resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
     if config.model.initial_hf and not resumes:
-        from titan_sparse.models.huggingface import (
-            check_weights,
-        )  # only where asked for: it needs safetensors
+        # Only where asked for: it needs safetensors.
+        from titan_sparse.models.huggingface import check_weights
 
         check_weights(config.model.initial_hf, model)
 
 
-def _open_data(config: "Config", model: DecoderConfig) -> PackedLoader:
+def _open_data(config: Config, model: DecoderConfig) -> PackedLoader:
+    """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(

@@ -41,7 +41,7 @@ from scripts.study.runs import (
 )
 from titan_sparse.config import ConfigError
 from titan_sparse.config.reading import require
-from train import set_allocator
+from titan_sparse.train import set_allocator
 
 MORE_TO_DO = 3
 

@@ -10,8 +10,8 @@ from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import Config, load, load_and_check
+from titan_sparse.from_config import build_pattern
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs/variants").glob("*.toml"))
 ROWS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
+from titan_sparse import train
 from titan_sparse.config import ConfigError, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
 from titan_sparse.estimate.dry_run import World, dry_run, find_max_length
@@ -211,7 +211,7 @@ def test_ranks_take_the_place_of_the_world():
 )
 def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
     """In a process of its own, as torch must not have been loaded before."""
-    code = "import os, sys, train; train.set_allocator(); print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
+    code = "import os, sys; from titan_sparse import train; train.set_allocator(); print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
     clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=clean | given, capture_output=True, text=True
@@ -223,7 +223,7 @@ def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_allocator_has_read_it():
     code = (
-        "import train; train.set_allocator(); import torch; torch.zeros(1, device='cuda'); "
+        "from titan_sparse import train; train.set_allocator(); import torch; torch.zeros(1, device='cuda'); "
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )
     clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}

@@ -17,8 +17,8 @@ from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import load_and_check
 from titan_sparse.estimate import memory
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import FLAVOURS, resolve
-from titan_sparse.trainer import build_pattern
 
 ROOT = Path(__file__).parents[2]
 # Published shapes with few layers: tied with biases; a head of its own; queries wider than the model, with their norms.

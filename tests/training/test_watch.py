@@ -26,7 +26,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from titan_sparse.trainer import Trainer
-import train
+from titan_sparse import train
 
 forward_backward = Trainer._forward_backward
 
@@ -147,7 +147,7 @@ def _check_failure() -> None:
         if rank == 1:
             raise RuntimeError("out of\nmemory")
         dist.recv(torch.zeros(1), src=1)  # in vain
-    place = r"at test_timeouts.py:\d+ in _check_failure: RuntimeError: out of memory"
+    place = r"at test_watch.py:\d+ in _check_failure: RuntimeError: out of memory"
     wanted = rf"rank 1 \(host \S+, process \d+\) failed in step 4, {place}"
     assert len(log.lines) == (rank == 1) and all(
         re.fullmatch(wanted, line) for line in log.lines
@@ -264,7 +264,7 @@ def _check_timeouts(folder: Path) -> None:
         seen, background = _train_dawdling(config, seconds=3 if async_mode == "disabled" else 0)
         assert set(seen) == {"step 1", "step 2", "step 3", "save 2", "save 3"}
         for when, timeouts in seen.items():
-            assert {"cp", "cp columns", "cp inner", "cp inner_gradient"} <= {
+            assert {"cp", "cp verticals", "cp inner", "cp inner_gradient"} <= {
                 name.rpartition(" ")[0] for name in timeouts
             }
             for name, seconds in timeouts.items():

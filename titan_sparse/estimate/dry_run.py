@@ -13,11 +13,11 @@ from titan_sparse.attention import backends
 from titan_sparse.attention.backends import flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
-from titan_sparse.attention.patterns.build import build_pattern
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.from_config import build_pattern, has_slices
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
 
 OUTSIDE_GIB = 1.5
@@ -142,16 +142,16 @@ def _backend(config: Config, model: DecoderConfig) -> str:
         return "eager"
     block_size = config.attention.block_size
     dtype = getattr(torch, config.training.dtype)
-    has_slices = config.attention.window_sinks > 0
+    slices = has_slices(config.attention)
     if torch.cuda.is_available():
-        return backends.choose(name, "cuda", dtype, model.head_dim, block_size, has_slices)
+        return backends.choose(name, "cuda", dtype, model.head_dim, block_size, slices)
     if dtype == torch.float64:
         return "eager"
     flash_can = (
         dtype == torch.bfloat16
         and model.head_dim in flash.HEAD_DIMS
         and block_size == 128
-        and not has_slices
+        and not slices
     )
     return "flex" if flash_can else "triton"
 

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import torch
 
-from titan_sparse.attention.build import schedule_named
+from titan_sparse.from_config import schedule_named
 from titan_sparse.attention.context_parallel.schedule import LOCAL, SCHEDULES, Schedule
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import (

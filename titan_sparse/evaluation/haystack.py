@@ -9,91 +9,63 @@ from numpy.typing import NDArray
 from titan_sparse.data.documents import Documents
 from titan_sparse.data.tokenizer import Tokenizer
 
-_ADJECTIVES = (
-    "amber",
-    "brave",
-    "calm",
-    "dusty",
-    "early",
-    "fancy",
-    "gentle",
-    "hollow",
-    "icy",
-    "jolly",
-    "kind",
-    "lazy",
-    "misty",
-    "noble",
-    "olive",
-    "proud",
-    "quiet",
-    "rusty",
-    "silent",
-    "tidy",
-    "urban",
-    "vivid",
-    "windy",
-    "young",
+_ADJECTIVES = tuple(
+    (
+        "amber brave calm dusty early fancy gentle hollow icy jolly kind lazy "
+        "misty noble olive proud quiet rusty silent tidy urban vivid windy young"
+    ).split()
 )
-_NOUNS = (
-    "anchor",
-    "barrel",
-    "candle",
-    "desert",
-    "engine",
-    "forest",
-    "garden",
-    "harbor",
-    "island",
-    "jacket",
-    "kettle",
-    "ladder",
-    "market",
-    "needle",
-    "orchard",
-    "pillow",
-    "quarry",
-    "river",
-    "saddle",
-    "temple",
-    "umbrella",
-    "valley",
-    "window",
-    "yard",
+_NOUNS = tuple(
+    (
+        "anchor barrel candle desert engine forest garden harbor island jacket kettle ladder "
+        "market needle orchard pillow quarry river saddle temple umbrella valley window yard"
+    ).split()
 )
 _EMPTY = "the text to hide needles in is empty; write another data.source"
 
 
 class Haystack:
-    """The documents one after the other, from the beginning again after the last; read as far as asked for."""
+    """The documents one after the other, from the beginning again after the last.
+
+    Read only as far as asked for.
+    """
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer) -> None:
-        self.documents, self.tokenizer = documents, tokenizer
-        self._tokens, self._documents_read = np.empty(0, dtype=np.int64), 0
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._documents_read = 0
         self._sentences: list[str] = []
         self._documents_split = 0
 
     def tokens(self, start: int, count: int) -> NDArray[np.int64]:
-        """int64 [count], from token `start` on, a line break between documents. Raises ValueError if no document holds text."""
+        """int64 [count], from token `start` on, a line break between documents.
+
+        Raises ValueError if no document holds text.
+        """
         if len(self._tokens) < start + count:
             self._read(start + count)
         return self._tokens[start : start + count]
 
     def sentences(self, count: int) -> list[str]:
-        """`count` sentences or lines from the first document on. Raises ValueError if no document holds any text."""
+        """`count` sentences or lines from the first document on.
+
+        Raises ValueError if no document holds any text.
+        """
         while len(self._sentences) < count:
             if self._documents_split >= len(self.documents) and not self._sentences:
                 raise ValueError(_EMPTY)
             text = self.tokenizer.decode(self._document(self._documents_split))
-            self._sentences += [
-                piece.strip() for piece in re.split(r"(?<=[.!?])\s+|\n+", text) if piece.strip()
-            ]
+            for sentence in re.split(r"(?<=[.!?])\s+|\n+", text):
+                if sentence.strip():
+                    self._sentences.append(sentence.strip())
             self._documents_split += 1
         return self._sentences[:count]
 
     def _read(self, count: int) -> None:
         line_break = self.tokenizer.encode("\n")
-        parts, length = [self._tokens], len(self._tokens)
+        parts = [self._tokens]
+        length = len(self._tokens)
         while length < count:
             if self._documents_read >= len(self.documents) and length == 0:
                 raise ValueError(_EMPTY)
@@ -105,7 +77,7 @@ class Haystack:
         self._tokens = np.concatenate(parts).astype(np.int64)
 
     def _document(self, place: int) -> NDArray[np.integer]:
-        """Tokens at a place of the endless row of documents, without the end-of-document token."""
+        """The tokens of one document, without the end-of-document token. Places go round and round."""
         index = place % len(self.documents)
         ids = self.documents.tokens(index)[:-1]
         self.documents.forget(index)

@@ -1,28 +1,28 @@
-"""Pictures of inspection.py's layers, as matplotlib figures; needs pip install -e ".[eval]"."""
+"""Pictures of inspection.py's layers, as matplotlib figures; needs pip install -e ".[eval]".
 
-from typing import TYPE_CHECKING
+matplotlib is loaded by the first picture, so its types are Any here.
+"""
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from titan_sparse.evaluation.inspection import TOP_K, Layer
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-def layer_figure(number: int, layer: Layer, seq_len: int) -> "Figure":
-    """Heads down; mass by position of the key, and by distance in blocks; the colour is logarithmic."""
+def layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
+    """Heads down; mass by position of the key, and by distance in blocks. Colors are logarithmic."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     heads = len(layer.column_mass)
     figure = Figure(figsize=(12, 1.6 + 0.2 * heads), layout="constrained")
     panels = figure.subplots(1, 2)
-    for axes, mass, label, right in (
-        (panels[0], layer.column_mass, "position of the key (tokens)", seq_len),
-        (panels[1], layer.diagonal_mass, "distance (blocks)", layer.diagonal_mass.shape[1]),
-    ):
+    masses = (layer.column_mass, layer.diagonal_mass)
+    labels = ("position of the key (tokens)", "distance (blocks)")
+    ends = (seq_len, layer.diagonal_mass.shape[1])
+    for axes, mass, label, right in zip(panels, masses, labels, ends):
         image = axes.imshow(
             mass.clamp(min=1e-6),
             norm=LogNorm(1e-6, 1),
@@ -37,17 +37,23 @@ def layer_figure(number: int, layer: Layer, seq_len: int) -> "Figure":
     return figure
 
 
-def curves_figure(layers: list[Layer]) -> "Figure":
-    """Recall against density, means over layers and heads: a curve a pattern, and the largest keys of each row to
-    compare with."""
+def curves_figure(layers: list[Layer]) -> Any:
+    """Recall against density, means over layers and heads.
+
+    A curve for each pattern, and the largest keys of each row to compare with.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for name in dict.fromkeys(point["pattern"] for point in layers[0].curves):
-        at = [i for i, point in enumerate(layers[0].curves) if point["pattern"] == name]
-        mean = lambda key: [np.mean([layer.curves[i][key] for layer in layers]) for i in at]
-        axes.plot(mean("density"), mean("recall"), marker="o", markersize=3, label=name)
+        densities = []
+        recalls = []
+        for number, point in enumerate(layers[0].curves):
+            if point["pattern"] == name:
+                densities.append(np.mean([layer.curves[number]["density"] for layer in layers]))
+                recalls.append(np.mean([layer.curves[number]["recall"] for layer in layers]))
+        axes.plot(densities, recalls, marker="o", markersize=3, label=name)
     axes.plot(
         layers[0].top_k_density,
         _mean_top_k(layers),
@@ -66,17 +72,20 @@ def curves_figure(layers: list[Layer]) -> "Figure":
     return figure
 
 
-def top_k_figure(layers: dict[int, Layer]) -> "Figure":
-    """Layers down, heads to the right, in two panels: recall of the 64 and the 1024 largest keys of a row; and the
-    means over k."""
+def top_k_figure(layers: dict[int, Layer]) -> Any:
+    """Recall of a row's largest keys.
+
+    Two panels for 64 and 1024 keys, layers down and heads to the right; and the means over k.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2 + 0.18 * len(layers)), layout="constrained")
     panels = figure.subplots(1, 3)
-    for axes, which in zip(panels, (TOP_K.index(64), TOP_K.index(1024))):
-        table = torch.stack([layer.top_k[:, which] for layer in layers.values()])
+    for axes, count in zip(panels, (64, 1024)):
+        # [layers, Hq]
+        table = torch.stack([layer.top_k[:, TOP_K.index(count)] for layer in layers.values()])
         image = axes.imshow(table, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        axes.set(title=f"recall of the {TOP_K[which]} largest keys", xlabel="head", ylabel="layer")
+        axes.set(title=f"recall of the {count} largest keys", xlabel="head", ylabel="layer")
         axes.set_yticks(range(len(layers)), list(layers))
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=panels[:2])
@@ -89,4 +98,6 @@ def top_k_figure(layers: dict[int, Layer]) -> "Figure":
 
 
 def _mean_top_k(layers: list[Layer]) -> list[float]:
-    return torch.stack([layer.top_k.mean(0) for layer in layers]).mean(0).tolist()
+    """Over layers and heads, for each of TOP_K."""
+    by_layer = [layer.top_k.mean(0) for layer in layers]
+    return torch.stack(by_layer).mean(0).tolist()

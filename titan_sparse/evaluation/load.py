@@ -1,9 +1,10 @@
-"""A decoder for evaluation: weights of a run's checkpoint or of a Hugging Face folder, no optimizer, no backward."""
+"""A decoder for evaluation: no optimizer, no backward.
+
+Its weights come from a run's checkpoint or from a Hugging Face folder.
+"""
 
 import dataclasses
-import functools
 import os
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,34 +12,33 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from titan_sparse.attention import attend
-from titan_sparse.attention.patterns.build import build_pattern
-from titan_sparse.config import ActivationCheckpoint, Compile, resolve_cp_intra
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
+from titan_sparse.from_config import build_attend, build_context_parallel
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.training.checkpoint import newest_checkpoint
 from titan_sparse.training.parallelize import (
-    build_context_parallel,
     build_meshes,
     choose_device,
     init_distributed,
     parallelize,
 )
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Config
-
-
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
-"""What a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
+"""What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
 
 
 def find_checkpoint(path: str) -> str:
-    """The folder step-N that `path` names: that folder, or an output_dir, whose newest one counts. ValueError if none."""
-    folder = path if os.path.isfile(os.path.join(path, ".metadata")) else newest_checkpoint(path)
+    """The folder step-N that `path` names: that folder, or the newest one of an output_dir.
+
+    Raises ValueError if there is none.
+    """
+    if os.path.isfile(os.path.join(path, ".metadata")):
+        return path
+    folder = newest_checkpoint(path)
     if folder is None:
         raise ValueError(
             f"--checkpoint {path} holds no complete checkpoint; write a run's output_dir or its checkpoint/step-N"
@@ -47,25 +47,31 @@ def find_checkpoint(path: str) -> str:
 
 
 def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
-    """Raises ValueError, one line, naming a tensor that only `folder` or only the model has, or that has two shapes."""
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found = {name: list(item.size) for name, item in saved.items() if name.startswith(_NAMES)}
+    """Raises ValueError, one line, if the tensors of `folder` are not those of the model.
+
+    It names a tensor that only one of them has, or that has two shapes.
+    """
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
     wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
             raise ValueError(
-                f"--checkpoint {folder} has {found.get(name, 'no')} {name}, the model of --config has "
+                f"--checkpoint {folder} has {saved.get(name, 'no')} {name}, the model of --config has "
                 f"{wanted.get(name, 'none')}; write the config.toml of that run"
             )
 
 
-def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
-    """Join the process group, unless that is done, build config.model and fill it from `checkpoint` (a folder step-N),
-    or, if that is None, from config.model.initial_hf. Weights are kept in training.dtype, sharded over all ranks.
+def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
+    """Build config.model and fill it from `checkpoint` (a folder step-N), or from
+    config.model.initial_hf if that is None.
 
-    Raises ValueError, before any process group, for a tokenizer or weights that do not fit the model.
+    Joins the process group unless that is done. Weights are kept in training.dtype, sharded over all
+    ranks. Raises ValueError, before any process group, for a tokenizer or weights that do not fit
+    the model.
     """
-    device, dtype = choose_device(config.training.device), getattr(torch, config.training.dtype)
+    device = choose_device(config.training.device)
+    dtype = getattr(torch, config.training.dtype)
     model_config = resolve(**dataclasses.asdict(config.model))
     if tokenizer.vocab_size > model_config.vocab_size:
         raise ValueError(
@@ -81,12 +87,16 @@ def build_scorer(config: "Config", checkpoint: str | None, tokenizer: Tokenizer)
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
-    call = functools.partial(
-        attend, pattern=build_pattern(config.attention), cp=cp, backend=config.attention.backend
-    )
     with torch.device("meta"):
-        model = Decoder(model_config, call).to(dtype)
-    parallelize(model, meshes.fsdp, dtype, True, ActivationCheckpoint(mode="none"), Compile())
+        model = Decoder(model_config, build_attend(config.attention, cp)).to(dtype)
+    parallelize(
+        model,
+        meshes.fsdp,
+        dtype,
+        reshard_after_forward=True,
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        compile=Compile(),
+    )
     model.to_empty(device=device)
     if checkpoint is None:
         load_weights(model, config.model.initial_hf, model_config)

@@ -1,12 +1,17 @@
-"""Needle In A Haystack: a fact hidden at some depth of a long text must be found again (Kamradt, 2023,
-github.com/gkamradt/LLMTest_NeedleInAHaystack), with RULER's wording of needle and question (arXiv 2404.06654, table 8) so
-that answers can be scored exactly. Samples are put together from tokens: depth and length are exact."""
+"""Needle In A Haystack: a fact hidden at some depth of a long text must be found again (Kamradt,
+2023, github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
+Needle and question have RULER's wording (arXiv 2404.06654, table 8), so that answers can be scored
+exactly. Samples are put together from tokens: depth and length are exact.
+"""
+
+import itertools
 import random
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan_sparse.evaluation.answers import Sample
 from titan_sparse.evaluation.haystack import Haystack, key, number
@@ -24,62 +29,75 @@ _QUESTION = (
 
 def depths(count: int) -> list[float]:
     """`count` depths, evenly from 0 (the beginning) to 1 (right before the question)."""
-    return [round(step / max(count - 1, 1), 4) for step in range(count)]
+    last = max(count - 1, 1)
+    return [round(step / last, 4) for step in range(count)]
 
 
 def needle_samples(
     haystack: Haystack, lengths: list[int], depths: list[float], samples: int, seed: int
 ) -> list[Sample]:
-    """`samples` prompts for each length (tokens, the answer included) and depth (share of the text before the needle).
+    """`samples` prompts for each length and depth.
 
-    Each has its own key, number and piece of the haystack, fixed by `seed`. Raises ValueError for a length that does not
-    hold the question and needle, or a depth outside [0, 1].
+    lengths: tokens, the answer included. depths: share of the text before the needle. Each prompt has
+    its own key, number and part of the haystack, fixed by `seed`.
+    Raises ValueError for a length that does not hold the question and needle, or a depth outside
+    [0, 1].
     """
     for depth in depths:
         if not 0 <= depth <= 1:
             raise ValueError(f"a depth of {depth} is no share of the text; write 0 to 1")
-    return [
-        _sample(haystack, length, depth, random.Random(f"needle {seed} {length} {depth} {count}"))
-        for length in lengths
-        for depth in depths
-        for count in range(samples)
-    ]
+    prompts = []
+    for length, depth, repeat in itertools.product(lengths, depths, range(samples)):
+        draw = random.Random(f"needle {seed} {length} {depth} {repeat}")
+        prompts.append(_sample(haystack, length, depth, draw))
+    return prompts
 
 
 def _sample(haystack: Haystack, length: int, depth: float, draw: random.Random) -> Sample:
-    names = {"key": key(draw), "value": number(draw)}
-    first, needle, question, answer = (
-        haystack.tokenizer.encode(text.format(**names)).astype(np.int64)
-        for text in (_INTRODUCTION, _NEEDLE, _QUESTION, " {value}.")
-    )
-    room = length - sum(map(len, (first, needle, question, answer)))
+    hidden_key = key(draw)
+    value = number(draw)
+
+    def encode(text: str) -> NDArray[np.int64]:
+        filled = text.format(key=hidden_key, value=value)
+        return haystack.tokenizer.encode(filled).astype(np.int64)
+
+    introduction = encode(_INTRODUCTION)
+    needle = encode(_NEEDLE)
+    question = encode(_QUESTION)
+    answer = encode(" {value}.")
+    room = length - len(introduction) - len(needle) - len(question) - len(answer)
     if room < 0:
         raise ValueError(
             f"a needle and its question do not fit in {length} tokens; write {length - room} or more"
         )
     text = haystack.tokens(draw.randrange(length), room)
     before = round(depth * room)
-    prompt = np.concatenate([first, text[:before], needle, text[before:], question])
+    prompt = np.concatenate([introduction, text[:before], needle, text[before:], question])
     return Sample(
-        prompt, answer, (names["value"],), len(answer), length, {"length": length, "depth": depth}
+        prompt=prompt,
+        answer=answer,
+        references=(value,),
+        new_tokens=len(answer),
+        length=length,
+        about={"length": length, "depth": depth},
     )
 
 
 def by_cell(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the samples of each length and depth, of all that was measured, with their number as "samples"."""
+    """Means over the samples of each length and depth, of all that was measured.
+
+    "samples" is their number.
+    """
     cells = defaultdict(list)
     for record in records:
         cells[record["length"], record["depth"]].append(record)
     return [
-        {"length": length, "depth": depth, "samples": len(found), **means(found)}
-        for (length, depth), found in sorted(cells.items())
+        {"length": length, "depth": depth, "samples": len(members), **means(members)}
+        for (length, depth), members in sorted(cells.items())
     ]
 
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of each of score, exact, correct and loss that the records have."""
-    return {
-        name: float(np.mean([record[name] for record in records]))
-        for name in ("score", "exact", "correct", "loss")
-        if name in records[0]
-    }
+    names = [name for name in ("score", "exact", "correct", "loss") if name in records[0]]
+    return {name: float(np.mean([record[name] for record in records])) for name in names}

@@ -1,19 +1,19 @@
-"""Pictures of results, as matplotlib figures; needs pip install -e ".[eval]"."""
+"""Pictures of results, as matplotlib figures; needs pip install -e ".[eval]".
 
-from typing import TYPE_CHECKING, Any
+matplotlib is loaded by the first picture, so its types are Any here.
+"""
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+import importlib.util
+from typing import Any
 
 
 def has_matplotlib() -> bool:
     """Whether pictures can be drawn."""
-    import importlib.util
-
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _figure(title: str) -> tuple["Figure", Any]:
+def _figure(title: str) -> tuple[Any, Any]:
+    """A figure and its axes."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global list of figures
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -22,18 +22,12 @@ def _figure(title: str) -> tuple["Figure", Any]:
     return figure, axes
 
 
-def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> "Figure":
+def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> Any:
     """Heat map of by_cell()'s cells, depth over length; red is 0, green is 1."""
-    lengths, depths = (sorted({cell[name] for cell in cells}) for name in ("length", "depth"))
-    grid = [
-        [
-            next(
-                cell[value] for cell in cells if (cell["length"], cell["depth"]) == (length, depth)
-            )
-            for length in lengths
-        ]
-        for depth in depths
-    ]
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    value_at = {(cell["depth"], cell["length"]): cell[value] for cell in cells}
+    grid = [[value_at[depth, length] for length in lengths] for depth in depths]
     figure, axes = _figure(f"Needle In A Haystack: {value}")
     image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     axes.set(xlabel="length (tokens)", ylabel="depth (%)")
@@ -43,29 +37,27 @@ def needle_figure(cells: list[dict[str, Any]], value: str = "score") -> "Figure"
     return figure
 
 
-def position_figure(results: list[dict[str, Any]]) -> "Figure":
+def position_figure(results: list[dict[str, Any]]) -> Any:
     """Loss against position, a curve for each result of position_loss()."""
     figure, axes = _figure("Loss by position")
     for result in results:
-        known = [part for part in result["buckets"] if part["loss"] is not None]
-        middles = [(part["start"] + part["stop"]) / 2 for part in known]
-        axes.plot(
-            middles,
-            [part["loss"] for part in known],
-            marker="o",
-            label=f"windows of {result['length']:,}",
-        )
+        known = [bucket for bucket in result["buckets"] if bucket["loss"] is not None]
+        middles = [(bucket["start"] + bucket["stop"]) / 2 for bucket in known]
+        losses = [bucket["loss"] for bucket in known]
+        axes.plot(middles, losses, marker="o", label=f"windows of {result['length']:,}")
     axes.set(xlabel="position in the window (tokens)", ylabel="cross-entropy (nats)")
     axes.legend()
     return figure
 
 
-def ruler_figure(rows: list[dict[str, Any]]) -> "Figure":
+def ruler_figure(rows: list[dict[str, Any]]) -> Any:
     """Score against length, a curve for each task."""
     figure, axes = _figure("RULER")
     for task in dict.fromkeys(row["task"] for row in rows):
-        found = sorted((row["length"], row["score"]) for row in rows if row["task"] == task)
-        axes.plot(*zip(*found), marker="o", label=task)
+        points = sorted((row["length"], row["score"]) for row in rows if row["task"] == task)
+        lengths = [length for length, _ in points]
+        scores = [score for _, score in points]
+        axes.plot(lengths, scores, marker="o", label=task)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="length (tokens)", ylabel="score (%)", ylim=(-2, 102))
     axes.legend(fontsize="small")

@@ -1,8 +1,9 @@
 """Loss and perplexity by position: does the model use the context that is further away?
 
-Documents are read through a window that slides, as perplexity of PG-19 is commonly measured: each token is scored once,
-in the first window that reaches it. Its position in that window is the context that it has. (Press et al., ALiBi, arXiv
-2108.12409, appendix B; Xiong et al., arXiv 2309.16039, figure 1, for loss against position.)
+Documents are read through a window that slides, as perplexity of PG-19 is commonly measured: each
+token is scored once, in the first window that reaches it. Its position in that window is the context
+that it has. (Press et al., ALiBi, arXiv 2108.12409, appendix B; Xiong et al., arXiv 2309.16039,
+figure 1, for loss against position.)
 """
 
 import itertools
@@ -21,8 +22,11 @@ from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 
 def long_documents(documents: Documents, min_length: int) -> Iterator[NDArray[np.int64]]:
-    """Tokens of each document in the source's order, closed by the end-of-document token; those with fewer than
-    `min_length` tokens (that token not counted), and empty ones, are skipped."""
+    """Tokens of each document in the source's order, closed by the end-of-document token.
+
+    Documents with fewer than `min_length` tokens (that token not counted), and empty ones, are
+    skipped.
+    """
     for index in range(len(documents)):
         if documents.length(index) > max(min_length, 1):
             yield documents.tokens(index).astype(np.int64)
@@ -30,9 +34,12 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[NDArray[np
 
 
 def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) -> Iterator[Sequence]:
-    """Windows of up to `length` tokens, `stride` apart, over each document. Labels that an earlier window has scored are
-    -100: with stride = length all tokens of a window count, with a smaller one all but the first window's tokens have at
-    least length - stride tokens of context. Raises ValueError for a stride outside [1, length]."""
+    """Windows of up to `length` tokens, `stride` apart, over each document.
+
+    Labels that an earlier window has scored are -100. With stride = length all tokens of a window
+    count. With a smaller stride all but the first window's tokens have at least length - stride
+    tokens of context. Raises ValueError for a stride outside [1, length].
+    """
     if not 1 <= stride <= length:
         raise ValueError(
             f"a stride of {stride} leaves out or repeats tokens of windows of {length}; write 1 to {length}"
@@ -42,10 +49,8 @@ def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) ->
         for start in itertools.count(0, stride):
             if scored >= len(document) - 1:
                 break
-            tokens, following = (
-                document[start : start + length],
-                document[start + 1 : start + length + 1],
-            )
+            tokens = document[start : start + length]
+            following = document[start + 1 : start + length + 1]
             labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
             labels[scored - start : len(following)] = following[scored - start :]
             scored = start + len(following)
@@ -55,33 +60,37 @@ def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) ->
 def first_windows(
     documents: Documents, min_length: int, length: int, stride: int, count: int
 ) -> list[Sequence]:
-    """The first `count` windows() over documents of at least `min_length` tokens; fewer if there are no more of them.
+    """The first `count` windows() over documents of at least `min_length` tokens; fewer if there are
+    no more of them.
 
-    Raises ValueError if no document is that long."""
-    found = list(
-        itertools.islice(windows(long_documents(documents, min_length), length, stride), count)
-    )
-    if not found:
+    Raises ValueError if no document is that long.
+    """
+    endless = windows(long_documents(documents, min_length), length, stride)
+    first = list(itertools.islice(endless, count))
+    if not first:
         raise ValueError(
             f"no document has data.min_document_length = {min_length} tokens, or any at all; write a smaller "
             "data.min_document_length or another source"
         )
-    return found
+    return first
 
 
 def position_loss(
     scorer: Scorer, sequences: Iterable[Sequence], length: int, buckets: int
 ) -> dict[str, Any]:
-    """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges of positions.
+    """Mean cross-entropy (natural log) and perplexity over all labels, and in `buckets` equal ranges
+    of positions.
 
-    Sums and counts are float64, over all ranks. Returns {"length", "tokens", "loss", "perplexity", "buckets": [{"start",
-    "stop", "tokens", "loss", "perplexity"}, ...]}, positions in tokens; None where a range has no label. Collective: all
-    ranks bring the same `sequences` of at most `length` tokens. Raises ValueError if there are more buckets than tokens.
+    Returns {"length", "tokens", "loss", "perplexity", "buckets": [{"start", "stop", "tokens", "loss",
+    "perplexity"}, ...]}, positions in tokens; None where a range has no label. Sums and counts are
+    float64, over all ranks. Collective: all ranks bring the same `sequences` of at most `length`
+    tokens. Raises ValueError if there are more buckets than tokens.
     """
     if not 1 <= buckets <= length:
         raise ValueError(
             f"{length} positions cannot be cut into {buckets} buckets; write 1 to {length}"
         )
+    # [2, buckets]: sums of losses, and how many they are
     totals = torch.zeros(2, buckets, dtype=torch.float64, device=scorer.device)
     for _, sequence in scorer.own(sequences):
         losses, positions = scorer.token_losses(sequence, length)
@@ -89,20 +98,22 @@ def position_loss(
         totals[0].index_add_(0, bucket, losses.double())
         totals[1].index_add_(0, bucket, torch.ones_like(losses, dtype=torch.float64))
     scorer.release()
-    dist.all_reduce(
-        totals
-    )  # ranks of a context-parallel group hold different tokens: nothing is counted twice
+    # Ranks of a context-parallel group hold different tokens: nothing is counted twice.
+    dist.all_reduce(totals)
     sums, counts = totals.tolist()
     # Bucket b holds the positions p with p * buckets // length == b.
     edges = [-(-number * length // buckets) for number in range(buckets + 1)]
-    parts = [
-        {"start": start, "stop": stop, **_mean(total, count)}
-        for start, stop, total, count in zip(edges, edges[1:], sums, counts)
-    ]
-    return {"length": length, **_mean(math.fsum(sums), math.fsum(counts)), "buckets": parts}
+    ranges = []
+    for number in range(buckets):
+        means = _mean(sums[number], counts[number])
+        ranges.append({"start": edges[number], "stop": edges[number + 1], **means})
+    return {"length": length, **_mean(math.fsum(sums), math.fsum(counts)), "buckets": ranges}
 
 
 def _mean(total: float, count: float) -> dict[str, float | int | None]:
-    loss = total / count if count else None
-    perplexity = None if loss is None else math.exp(loss) if loss < 700 else math.inf
+    if not count:
+        return {"tokens": 0, "loss": None, "perplexity": None}
+    loss = total / count
+    # exp(710) is beyond what a float holds.
+    perplexity = math.exp(loss) if loss < 700 else math.inf
     return {"tokens": int(count), "loss": loss, "perplexity": perplexity}

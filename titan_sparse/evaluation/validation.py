@@ -6,11 +6,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.config import needle_lengths
+from titan_sparse.config import Config, Data, needle_lengths
 from titan_sparse.config.mixture import single_source
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import is_prepared
@@ -21,36 +22,27 @@ from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.training.metrics import json_ready
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-    from titan_sparse.config import Config, Data
-
 logger = logging.getLogger("titan_sparse")
 
 
 class Validation:
-    """The sequences of the [validation] section, read once, and the runs over them. Made before any process group.
+    """The sequences of the [validation] section, read once, and the runs over them.
 
-    Raises ValueError, one line, for a source that cannot be read, lengths that hold no needle, or missing matplotlib.
+    Made before any process group. Raises ValueError, one line, for a source that cannot be read,
+    lengths that hold no needle, or missing matplotlib.
     """
 
-    def __init__(self, config: "Config", tokenizer: Tokenizer) -> None:
-        self.section, self.length, self.output_dir = (
-            config.validation,
-            config.training.seq_len,
-            config.training.output_dir,
-        )
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self.section = config.validation
+        self.length = config.training.seq_len
+        self.output_dir = config.training.output_dir
         self.steps = config.training.steps
         self.sequences: list[Sequence] = []
         self.needles: list[Sample] = []
         if not self.section.enable:
             return
-        if (
-            self.section.needle_lengths
-            and config.metrics.tensorboard
-            and not pictures.has_matplotlib()
-        ):
+        draws_needles = self.section.needle_lengths and config.metrics.tensorboard
+        if draws_needles and not pictures.has_matplotlib():
             raise ValueError(
                 'validation.needle_lengths draws with matplotlib: pip install -e ".[eval]", or write '
                 "metrics.tensorboard = false"
@@ -60,8 +52,9 @@ class Validation:
         except ValueError as error:
             raise ValueError(f"[validation]: {error}") from error
 
-    def _read(self, config: "Config", tokenizer: Tokenizer) -> None:
-        data, section = _data(config), self.section
+    def _read(self, config: Config, tokenizer: Tokenizer) -> None:
+        data = _data(config)
+        section = self.section
         documents = open_documents(data, tokenizer)
         self.sequences = position.first_windows(
             documents, data.min_document_length, self.length, self.length, section.windows
@@ -75,25 +68,29 @@ class Validation:
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after `step`: every validation.every steps, and after the last of all."""
-        return self.section.enable and (step % self.section.every == 0 or step == self.steps)
+        """Whether to measure after `step`: every validation.every steps, and after the last one."""
+        if not self.section.enable:
+            return False
+        return step == self.steps or step % self.section.every == 0
 
     def run(
-        self, scorer: Scorer, step: int, board: "SummaryWriter | None", writes: bool
+        self, scorer: Scorer, step: int, board: SummaryWriter | None, writes: bool
     ) -> dict[str, Any]:
-        """Measure; the rank that `writes` appends to <output_dir>/validation.jsonl and to TensorBoard. Collective."""
+        """Measure. Collective.
+
+        The rank that `writes` appends to <output_dir>/validation.jsonl and to TensorBoard.
+        """
         with _random_states_kept(scorer.device):
-            found = position.position_loss(
+            losses = position.position_loss(
                 scorer, self.sequences, self.length, self.section.position_buckets
             )
-            record: dict[str, Any] = {"step": step, **found}
+            record: dict[str, Any] = {"step": step, **losses}
             if self.needles:
                 records = score_samples(scorer, self.needles, generate=False)
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
         if writes:
-            with open(
-                os.path.join(self.output_dir, "validation.jsonl"), "a", encoding="utf-8"
-            ) as file:
+            path = os.path.join(self.output_dir, "validation.jsonl")
+            with open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(json_ready(record)) + "\n")
             if board is not None:
                 _write_board(board, record)
@@ -101,9 +98,10 @@ class Validation:
         return record
 
 
-def _data(config: "Config") -> "Data":
+def _data(config: Config) -> Data:
     """The [data] section that says how to read validation.source."""
-    data, section = config.data, config.validation
+    data = config.data
+    section = config.validation
     source = single_source(section.source or data.source, "validation.source")
     if section.source in ("", data.source):
         return dataclasses.replace(
@@ -128,33 +126,32 @@ def _random_states_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _write_board(board: "SummaryWriter", record: dict[str, Any]) -> None:
+def _write_board(board: SummaryWriter, record: dict[str, Any]) -> None:
     step = record["step"]
     for name in ("loss", "perplexity"):
         board.add_scalar(f"validation/{name}", record[name], step)
-    for part in record["buckets"]:
-        if part["loss"] is not None:
-            board.add_scalar(f"validation_loss_by_position/{part['start']}", part["loss"], step)
+    for bucket in record["buckets"]:
+        if bucket["loss"] is not None:
+            name = f"validation_loss_by_position/{bucket['start']}"
+            board.add_scalar(name, bucket["loss"], step)
     if "needle" in record:
+        needles = record["needle"]
         for name in ("score", "exact", "correct", "loss"):
-            board.add_scalar(f"validation_needle/{name}", record["needle"][name], step)
-        for value in ("score", "correct"):
-            board.add_figure(
-                f"validation_needle/{value}_by_depth",
-                pictures.needle_figure(record["needle"]["cells"], value),
-                step,
-            )
+            board.add_scalar(f"validation_needle/{name}", needles[name], step)
+        for name in ("score", "correct"):
+            figure = pictures.needle_figure(needles["cells"], name)
+            board.add_figure(f"validation_needle/{name}_by_depth", figure, step)
 
 
 def _line(record: dict[str, Any]) -> str:
+    """One line for people."""
     parts = [
-        f"validation after step {record['step']}: loss {record['loss']:.4f}, perplexity {record['perplexity']:.3f}"
+        f"validation after step {record['step']}: loss {record['loss']:.4f}",
+        f"perplexity {record['perplexity']:.3f}",
     ]
-    known = [part for part in record["buckets"] if part["loss"] is not None]
-    parts.append(
-        f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: "
-        + " ".join(f"{part['loss']:.3f}" for part in known)
-    )
+    known = [bucket for bucket in record["buckets"] if bucket["loss"] is not None]
+    losses = " ".join(f"{bucket['loss']:.3f}" for bucket in known)
+    parts.append(f"loss at {known[0]['start']:,} to {known[-1]['stop']:,}: {losses}")
     if "needle" in record:
         parts.append(f"needles found {100 * record['needle']['score']:.0f} %")
     return ", ".join(parts)

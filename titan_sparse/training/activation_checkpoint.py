@@ -1,8 +1,9 @@
 """Activation checkpointing: what a decoder block keeps for its backward and what it computes again.
 
-In every mode attention's index, output and LSE are kept (SAVED_OPS): computing them again would repeat the selection
-and the whole ring of collectives. Where their memory is short, attend(recomputed=...) gives up output and LSE of the first
-part of each sequence, which are the cheapest to compute again (docs/activation_checkpointing.md).
+In every mode attention's index, output and LSE are kept (SAVED_OPS): computing them again would
+repeat the selection and the whole ring of collectives. Where their memory is short,
+attend(recomputed=...) gives up output and LSE of the first part of each sequence, which are the
+cheapest to compute again (docs/activation_checkpointing.md).
 """
 
 from collections import Counter
@@ -15,32 +16,30 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from titan_sparse.attention import SAVED_OPS
 
+AUTO = -1.0
+"""activation_checkpoint.attention_recompute: as much as memory requires."""
+
 _MATMULS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
 )
+_STEPS = 16
+"""attention_recompute is chosen in so many steps, so that a little more or less free memory does not
+change a run."""
 
 
-def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+def checkpointed(block: nn.Module, mode: str) -> nn.Module:
+    """The block under `mode`. Parameter names in state dicts stay as they are.
 
-
-def _attention_and_matmuls():
-    """A policy that keeps every second matmul too: half of their memory for half of their recomputation."""
-    seen: Counter = Counter()
-
-    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        if op in _MATMULS:
-            seen[context.is_recompute] += 1
-            return (
-                CheckpointPolicy.MUST_SAVE
-                if seen[context.is_recompute] % 2
-                else CheckpointPolicy.PREFER_RECOMPUTE
-            )
-        return _attention_only(context, op)
-
-    return policy
+    mode: "none" keeps all activations, "full" attention's results and the block's input, "selective"
+    every second matmul besides.
+    """
+    if mode == "none":
+        return block
+    contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
+    # Nothing in a block draws random numbers.
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
 
 
 def _full_contexts():
@@ -51,25 +50,37 @@ def _selective_contexts():
     return create_selective_checkpoint_contexts(_attention_and_matmuls())
 
 
-def checkpointed(block: nn.Module, mode: str) -> nn.Module:
-    """The block under `mode`: "none" keeps all activations, "full" attention's results and the block's input,
-    "selective" every second matmul besides. Parameter names in state dicts stay as they are."""
-    if mode == "none":
-        return block
-    contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
-    # Nothing in a block draws random numbers.
-    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
+def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
+    if op in SAVED_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-AUTO = -1.0
-"""activation_checkpoint.attention_recompute: as much as memory requires."""
+def _attention_and_matmuls():
+    """A policy that keeps every second matmul too: half of their memory for half of their
+    recomputation."""
+    matmuls_seen: Counter[bool] = Counter()
 
-_STEPS = 16
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        if op not in _MATMULS:
+            return _attention_only(context, op)
+        # Forward and recomputation are counted apart, so that both choose the same matmuls.
+        matmuls_seen[context.is_recompute] += 1
+        if matmuls_seen[context.is_recompute] % 2:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
 
 
 def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> float:
-    """The smallest attention_recompute, in sixteenths, with which the peak fits into what is free; 1 if none does.
+    """The smallest attention_recompute with which the peak fits into what is free; 1 if none does.
 
-    peak_gib: of a share. In steps, so that a little more or less free memory does not change a run.
+    peak_gib(share): the estimated peak with that attention_recompute. The result is a multiple of a
+    sixteenth.
     """
-    return next((n / _STEPS for n in range(_STEPS) if peak_gib(n / _STEPS) <= free_gib), 1.0)
+    for step in range(_STEPS):
+        share = step / _STEPS
+        if peak_gib(share) <= free_gib:
+            return share
+    return 1.0

@@ -1,85 +1,118 @@
 """The start-up banner: what is about to run, on what, with which attention kernel and why."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from titan_sparse.attention import ContextParallel
+from titan_sparse.config import Attention, Config
+from titan_sparse.config.checking_attention import uses_xattention
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 from titan_sparse.training.parallelize import Meshes
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Attention, Config
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the banner tells besides the configuration: what it came to on these devices."""
+
+    model: DecoderConfig
+    meshes: Meshes
+    cp: ContextParallel
+    kernel: str
+    """What backends.explain() says."""
+    device: torch.device
+    padded_seq_len: int
+    """Tokens of a sequence, padded to whole blocks of every rank."""
+    memory: dict[str, float]
+    """GiB a device by part, at the step's peak."""
+    recomputed: float
+    """Share of attention that is computed again in the backward."""
 
 
-def _pattern(attention: "Attention") -> str:
-    """The pattern and its most important choices."""
-    name, slash, cells = attention.pattern, attention.vertical_slash, attention.xattention
-    joint = " jointly" if slash.budget == "joint" else ""
-    if name == "moba":
-        return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
-    if name == "xattention" or (name == "vertical_slash" and slash.index == "xattention"):
-        return f"xattention (threshold {cells.threshold:g}, stride {cells.stride})"
-    return name + (
-        f" (recall {slash.recall:g}{joint}, at most {slash.max_columns} columns)"
-        if name == "vertical_slash"
-        else ""
-    )
-
-
-def banner(
-    config: "Config",
-    model: DecoderConfig,
-    meshes: Meshes,
-    cp: ContextParallel,
-    kernel: str,
-    device: torch.device,
-    padded_seq_len: int,
-    memory: dict[str, float],
-    recomputed: float,
-) -> str:
-    """Several lines. kernel: what backends.explain() says; memory: GiB by part at the peak; recomputed: share of attention."""
-    training, attention = config.training, config.attention
-    dtype = training.dtype + (
-        "" if training.dtype == "float64" else ", float32 weights and optimizer"
-    )
-    window = f", window {attention.sliding_window}" if attention.sliding_window else ""
-    window += f" and {attention.window_sinks} sinks" if attention.window_sinks else ""
-    kept = f"activation checkpointing {config.activation_checkpoint.mode}"
-    kept += f" (attention of the first {100 * recomputed:g} % too)" if recomputed else ""
-    compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
-    sequences = training.local_batch_size * training.gradient_accumulation_steps * meshes.dp_size
-    pattern = _pattern(attention)
-    lines = [
-        (
-            "model",
-            f"{config.model.initial_hf or config.model.flavour}, {number_of_parameters(model) / 1e6:,.1f} M parameters, "
-            f"{dtype}",
-        ),
-        (
-            "mesh",
-            f"{config.parallelism.dp_replicate} dp_replicate x {meshes.dp_size // config.parallelism.dp_replicate} dp_shard"
-            f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {device.type}",
-        ),
-        (
-            "data",
-            f"{config.data.source}, tokenizer {config.data.tokenizer}, {sequences} sequences a step of {training.seq_len:,}"
-            f" tokens (padded to {padded_seq_len:,}, {padded_seq_len // cp.size:,} a rank)",
-        ),
-        ("attention", f"{attention.mask}{window} mask, {pattern}, blocks of {cp.block_size}"),
-        ("layout", f"{cp.layout}, schedule {cp.schedule}"),
-        ("kernel", kernel),
-        ("blocks", f"{kept}, {compiled}"),
-        (
-            "memory",
-            f"expect a peak of {sum(memory.values()):.2f} GiB a device: "
-            + ", ".join(f"{part} {size:.2f}" for part, size in memory.items() if size >= 0.005),
-        ),
-        (
-            "timeouts",
+def banner(config: Config, resolved: Resolved) -> str:
+    """Several lines, each with its name to the left."""
+    lines = {
+        "model": _model(config, resolved),
+        "mesh": _mesh(config, resolved),
+        "data": _data(config, resolved),
+        "attention": _attention(config.attention, resolved.cp),
+        "layout": f"{resolved.cp.layout}, schedule {resolved.cp.schedule}",
+        "kernel": resolved.kernel,
+        "blocks": _blocks(config, resolved.recomputed),
+        "memory": _memory(resolved.memory),
+        "timeouts": (
             f"collectives fail after {config.parallelism.first_step_timeout_seconds:,} s in the first step and in "
-            f"saves, else after {config.parallelism.timeout_seconds:,} s",
+            f"saves, else after {config.parallelism.timeout_seconds:,} s"
         ),
-        ("output", training.output_dir),
-    ]
-    return "\n".join(f"{name:>10}  {text}" for name, text in lines)
+        "output": config.training.output_dir,
+    }
+    return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
+
+
+def _model(config: Config, resolved: Resolved) -> str:
+    name = config.model.initial_hf or config.model.flavour
+    millions = number_of_parameters(resolved.model) / 1e6
+    dtype = config.training.dtype
+    if dtype != "float64":
+        dtype += ", float32 weights and optimizer"
+    return f"{name}, {millions:,.1f} M parameters, {dtype}"
+
+
+def _mesh(config: Config, resolved: Resolved) -> str:
+    replicas = config.parallelism.dp_replicate
+    shards = resolved.meshes.dp_size // replicas
+    cp = resolved.cp
+    return (
+        f"{replicas} dp_replicate x {shards} dp_shard"
+        f" x {cp.inter} cp_inter x {cp.intra} cp_intra on {resolved.device.type}"
+    )
+
+
+def _data(config: Config, resolved: Resolved) -> str:
+    training = config.training
+    accumulated = training.local_batch_size * training.gradient_accumulation_steps
+    sequences = accumulated * resolved.meshes.dp_size
+    padded = resolved.padded_seq_len
+    return (
+        f"{config.data.source}, tokenizer {config.data.tokenizer},"
+        f" {sequences} sequences a step of {training.seq_len:,}"
+        f" tokens (padded to {padded:,}, {padded // resolved.cp.size:,} a rank)"
+    )
+
+
+def _attention(attention: Attention, cp: ContextParallel) -> str:
+    mask = attention.mask
+    if attention.sliding_window:
+        mask += f", window {attention.sliding_window}"
+    if attention.window_sinks:
+        mask += f" and {attention.window_sinks} sinks"
+    return f"{mask} mask, {_pattern(attention)}, blocks of {cp.block_size}"
+
+
+def _pattern(attention: Attention) -> str:
+    """The pattern and its most important choices."""
+    if attention.pattern == "moba":
+        return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
+    if uses_xattention(attention):
+        section = attention.xattention
+        return f"xattention (threshold {section.threshold:g}, stride {section.stride})"
+    if attention.pattern == "vertical_slash":
+        section = attention.vertical_slash
+        joint = " jointly" if section.budget == "joint" else ""
+        recall = f"recall {section.recall:g}{joint}"
+        return f"vertical_slash ({recall}, at most {section.max_columns} columns)"
+    return attention.pattern
+
+
+def _blocks(config: Config, recomputed: float) -> str:
+    kept = f"activation checkpointing {config.activation_checkpoint.mode}"
+    if recomputed:
+        kept += f" (attention of the first {100 * recomputed:g} % too)"
+    compiled = f"compiled by {config.compile.backend}" if config.compile.enable else "not compiled"
+    return f"{kept}, {compiled}"
+
+
+def _memory(memory: dict[str, float]) -> str:
+    # Parts that would show as 0.00 are left out.
+    parts = [f"{part} {size:.2f}" for part, size in memory.items() if size >= 0.005]
+    return f"expect a peak of {sum(memory.values()):.2f} GiB a device: " + ", ".join(parts)

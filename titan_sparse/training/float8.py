@@ -1,51 +1,54 @@
-"""The blocks' linear layers in float8, through torchao: operands scaled and cast in each forward and backward.
+"""The blocks' linear layers in float8, through torchao.
 
-Weights, gradients and optimizer states stay as they are, and FSDP gathers training.dtype. torchtitan's own component
-wants torchtitan's whole configuration and passes over layers that do not fit in silence; the conversion is one call.
+Operands are scaled and cast in each forward and backward. Weights, gradients and optimizer states
+stay as they are, and FSDP gathers training.dtype. torchtitan's own component wants torchtitan's
+whole configuration, and silently skips layers that do not fit. The conversion itself is one call.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from titan_sparse.config import Float8
 from titan_sparse.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from titan_sparse.config import Float8
 
 
 def check_device(device: torch.device) -> None:
-    """ValueError unless it is a GPU of the Hopper generation or newer, which multiplies float8 with a scale per row."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    """Raises ValueError unless it is a GPU of the Hopper generation or newer.
+
+    Only these multiply float8 with a scale per row.
+    """
+    is_gpu = device.type == "cuda"
+    if not is_gpu or torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device) if is_gpu else "a CPU"
         raise ValueError(
             f"float8.enable = true needs a Hopper GPU or a newer one, not {name}; write float8.enable = false"
         )
 
 
-def convert_to_float8(model: Decoder, section: "Float8", emulate: bool = False) -> int:
-    """Make the blocks' nn.Linear layers torchao's Float8Linear, in place; names do not change. Returns how many.
+def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) -> int:
+    """Make the blocks' nn.Linear layers torchao's Float8Linear, in place. Returns how many.
 
-    Before the blocks are checkpointed, compiled and sharded. Layers whose name (layers.N.self_attn.q_proj) holds one of
-    section.filter stay. emulate: the same rounding in matmuls of training.dtype, on any device, not compiled; for tests.
+    Names do not change. Call it before the blocks are checkpointed, compiled and sharded. Layers
+    whose name (layers.N.self_attn.q_proj) contains one of section.filter stay as they are.
+    emulate: the same rounding in matmuls of training.dtype, on any device, not compiled; for tests.
     Raises ValueError for a filter that matches nothing or everything.
     """
     import torchao.float8 as torchao_float8  # only where asked for: it loads slowly
 
-    names = [name.strip() for name in section.filter.split(",") if name.strip()]
+    excluded = [name.strip() for name in section.filter.split(",") if name.strip()]
     linears = [
         name
         for name, module in model.layers.named_modules(prefix="layers")
         if isinstance(module, nn.Linear)
     ]
-    for name in names:
+    for name in excluded:
         if not any(name in linear for linear in linears):
             raise ValueError(
                 f'float8.filter: "{name}" is part of no layer\'s name; write for example "o_proj" or "mlp"'
             )
-    chosen = {linear for linear in linears if not any(name in linear for name in names)}
+    chosen = {linear for linear in linears if not any(name in linear for name in excluded)}
     if not chosen:
         raise ValueError(
             f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false'
@@ -56,11 +59,10 @@ def convert_to_float8(model: Decoder, section: "Float8", emulate: bool = False) 
         module_filter_fn=lambda module, name: f"layers.{name}" in chosen,
     )
     if section.recipe == "rowwise":
-        import torch._inductor.config  # a second's work
+        import torch._inductor.config  # only here: it takes a second to load
 
-        torch._inductor.config.emulate_precision_casts = (
-            True  # github.com/pytorch/pytorch/issues/150859
-        )
+        # github.com/pytorch/pytorch/issues/150859
+        torch._inductor.config.emulate_precision_casts = True
     return len(chosen)
 
 

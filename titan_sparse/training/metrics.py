@@ -1,4 +1,7 @@
-"""What a run tells: a progress line, TensorBoard, and one JSON object a logged step in <output_dir>/metrics.jsonl."""
+"""What a run reports at each logged step.
+
+A progress line, TensorBoard, and one JSON object in <output_dir>/metrics.jsonl.
+"""
 
 import json
 import logging
@@ -6,7 +9,7 @@ import math
 import os
 import resource
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,62 +18,50 @@ from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.observe.statistics import Recording
+from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.heat_maps import contact_sheet, heat_map
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Metrics
-
 logger = logging.getLogger("titan_sparse")
 
 THUMBNAIL_CELLS = 48
-"""A side of a TensorBoard picture of one head's selection."""
+"""Cells on a side of a TensorBoard picture of one head's selection."""
 
 
 class MetricsLog:
-    """Writes the metrics of logged steps; on every rank but the first it only keeps the time.
+    """Writes the metrics of logged steps. A rank that does not write only keeps the time.
 
-    steps: of the whole run, for percent and ETA. world_size: devices that share the throughput. float8: whether linear
-    layers compute in float8, whose peak is another.
+    Made when the process group exists: the throughput is shared by all its ranks.
     """
 
-    def __init__(
-        self,
-        section: "Metrics",
-        output_dir: str,
-        steps: int,
-        model: DecoderConfig,
-        device: torch.device,
-        world_size: int,
-        writes: bool,
-        float8: bool = False,
-    ):
-        self.section, self.steps, self.model, self.device, self.world_size = (
-            section,
-            steps,
-            model,
-            device,
-            world_size,
-        )
+    def __init__(self, config: Config, model: DecoderConfig, device: torch.device, writes: bool):
+        self.section = config.metrics
+        self.steps = config.training.steps
+        # Linear layers that compute in float8 have another peak.
+        self.float8 = config.float8.enable
+        self.model = model
+        self.device = device
+        self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self.peak, self.float8 = peak_flops(name, section.peak_tflops), float8
-        self.json = self.board = None
+        self.peak = peak_flops(name, self.section.peak_tflops)
+        self.json = None
+        self.board = None
         if writes:
-            os.makedirs(output_dir, exist_ok=True)
-            self.json = open(os.path.join(output_dir, "metrics.jsonl"), "a", buffering=1)
-            self.board = (
-                SummaryWriter(os.path.join(output_dir, "tensorboard"))
-                if section.tensorboard
-                else None
-            )
+            folder = config.training.output_dir
+            os.makedirs(folder, exist_ok=True)
+            self.json = open(os.path.join(folder, "metrics.jsonl"), "a", buffering=1)
+            if self.section.tensorboard:
+                self.board = SummaryWriter(os.path.join(folder, "tensorboard"))
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
         self.start_interval()
 
     def start_interval(self) -> None:
-        """Begin to count time and tokens anew: after the start, and after pauses that are no training."""
-        self.began, self.tokens, self.counted_steps = time.perf_counter(), 0, 0
+        """Count time and tokens anew: after the start, and after pauses that are not training."""
+        self.began = time.perf_counter()
+        self.tokens = 0
+        self.counted_steps = 0
 
     def count(self, tokens: int) -> None:
         """A step has consumed `tokens`, over all ranks and each once."""
@@ -78,61 +69,66 @@ class MetricsLog:
         self.counted_steps += 1
 
     def should_log(self, step: int) -> bool:
-        """Whether `step` (from 1) is one that is logged: every metrics.log_every, the first and the last."""
-        return step == 1 or step == self.steps or step % self.section.log_every == 0
+        """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
+        is_end = step in (1, self.steps)
+        return is_end or step % self.section.log_every == 0
 
     def recall_rows(self, step: int) -> int:
         """Query rows a sequence to measure recall on at a logged step; 0 where it is not measured."""
-        every = self.section.recall_every
-        return self.section.recall_rows if every and (step == 1 or step % every == 0) else 0
+        if _is_due(step, self.section.recall_every):
+            return self.section.recall_rows
+        return 0
 
     def thumbnail_cells(self, step: int) -> int:
-        """Cells a side of the pictures of what was selected at a logged step; 0 where there are none."""
-        every = self.section.pictures_every
-        return (
-            THUMBNAIL_CELLS
-            if self.board is not None and every and (step == 1 or step % every == 0)
-            else 0
-        )
+        """Cells on a side of the pictures of the selection at a logged step; 0 where there are none."""
+        if self.board is not None and _is_due(step, self.section.pictures_every):
+            return THUMBNAIL_CELLS
+        return 0
 
     def log(
         self,
         step: int,
         tokens_seen: int,
         values: dict[str, float],
-        seen: Recording,
+        recorded: Recording,
         sequence_tokens: float,
     ) -> None:
-        """Write a logged step. values: loss, grad_norm, lr. seen: attention recorded on this rank's last micro-batch,
-        whose sequences held `sequence_tokens` tokens on average. Collective."""
-        sequence_tokens = average_over_ranks(seen, sequence_tokens)
+        """Write a logged step. Collective.
+
+        values: loss, grad_norm, lr. recorded: the attention of this rank's last micro-batch, whose
+        sequences held `sequence_tokens` tokens on average.
+        """
+        sequence_tokens = average_over_ranks(recorded, sequence_tokens)
         seconds = time.perf_counter() - self.began
         per_device = self.tokens / seconds / self.world_size
+        # Pairs of tokens, over layers and heads, per token.
+        visited = float(torch.stack(recorded.visited).sum()) / sequence_tokens
+        visible = float(recorded.visible) * self.model.layers * self.model.heads / sequence_tokens
         record = {
             "step": step,
             **values,
             "tokens_seen": tokens_seen,
             "tokens_per_second_per_device": per_device,
             "step_seconds": seconds / max(self.counted_steps, 1),
-            **self._speeds(
-                per_device,
-                float(torch.stack(seen.visited).sum()) / sequence_tokens,
-                float(seen.visible) * self.model.layers * self.model.heads / sequence_tokens,
-            ),
+            **self._speeds(per_device, visited, visible),
             "memory_gib": _peak_memory_gib(self.device),
-            **attention_averages(seen),
-            **context_parallel_averages(seen),
+            **attention_averages(recorded),
+            **context_parallel_averages(recorded),
         }
         if self.json is not None:
             self.json.write(json.dumps(json_ready(record)) + "\n")
-            self._write_board(step, record, seen)
+            self._write_board(step, record, recorded)
             logger.info(progress_line(record, self.steps))
         self.start_interval()
 
     def _speeds(
         self, tokens_per_second: float, visited: float, visible: float
     ) -> dict[str, float | None]:
-        """mfu, and apart from it dense_equivalent_tflops. visited, visible: pairs a token, over layers and heads."""
+        """mfu, and apart from it dense_equivalent_tflops.
+
+        visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
+        over layers and heads.
+        """
         dense = flops_per_token(self.model, visible) * tokens_per_second / 1e12
         mfu = None
         if self.peak is not None:
@@ -147,24 +143,28 @@ class MetricsLog:
                 mfu = None
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
 
-    def _write_board(self, step: int, record: dict[str, Any], seen: Recording) -> None:
+    def _write_board(self, step: int, record: dict[str, Any], recorded: Recording) -> None:
         if self.board is None:
             return
         for key, value in record.items():
             if key != "step" and value is not None:
                 self.board.add_scalar(key, value, step)
-        for name, layers in (
-            ("density", seen.density()),
-            ("recall", seen.recall),
-            ("capped", seen.capped),
-        ):
+        # [layers, Hq]
+        by_layer = {
+            "density": recorded.density(),
+            "recall": recorded.recall,
+            "capped": recorded.capped,
+        }
+        for name, layers in by_layer.items():
             for number, heads in enumerate(layers):
                 self.board.add_scalar(f"{name}_by_layer/{number}", heads.mean().item(), step)
-        if seen.thumbnails:
-            self.board.add_image("density_heat_map", heat_map(seen.density()), step)
-            if seen.recall:
-                self.board.add_image("recall_heat_map", heat_map(torch.stack(seen.recall)), step)
-            self.board.add_image("selection", contact_sheet(torch.stack(seen.thumbnails)), step)
+        if recorded.thumbnails:
+            self.board.add_image("density_heat_map", heat_map(recorded.density()), step)
+            if recorded.recall:
+                recall = torch.stack(recorded.recall)
+                self.board.add_image("recall_heat_map", heat_map(recall), step)
+            thumbnails = torch.stack(recorded.thumbnails)
+            self.board.add_image("selection", contact_sheet(thumbnails), step)
 
     def close(self) -> None:
         """Flush the files."""
@@ -174,84 +174,109 @@ class MetricsLog:
             self.board.close()
 
 
+def _is_due(step: int, every: int) -> bool:
+    """At the first step and at each multiple of `every`; never for 0."""
+    return every > 0 and (step == 1 or step % every == 0)
+
+
 _BY_LAYER = ("visited", "recall", "capped", "blocks_per_query", "columns", "columns_at_cap")
-"""What a Recording holds by layer and head."""
+"""Fields of a Recording that hold a tensor [Hq] a layer."""
 
 
-def average_over_ranks(seen: Recording, sequence_tokens: float) -> float:
-    """Make a recording the mean over all ranks' data, in place; returns the mean of `sequence_tokens`. Collective."""
-    parts = [x for name in _BY_LAYER for x in getattr(seen, name)]
-    parts += [seen.visible.view(1), seen.visible.new_tensor([sequence_tokens])]
-    means = torch.cat([part.double() for part in parts])
-    dist.all_reduce(means)
-    means = list((means / dist.get_world_size()).split([len(part) for part in parts]))
+def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
+    """Make a recording the mean over all ranks' data, in place. Collective.
+
+    Returns the mean of `sequence_tokens`.
+    """
+    # Everything goes into one vector, so that there is one collective.
+    tensors = [tensor for name in _BY_LAYER for tensor in getattr(recorded, name)]
+    tensors.append(recorded.visible.view(1))
+    tensors.append(recorded.visible.new_tensor([sequence_tokens]))
+    flat = torch.cat([tensor.double() for tensor in tensors])
+    dist.all_reduce(flat)
+    flat = flat / dist.get_world_size()
+    means = iter(flat.split([len(tensor) for tensor in tensors]))
     for name in _BY_LAYER:
-        layers = len(getattr(seen, name))
-        setattr(seen, name, means[:layers])
-        means = means[layers:]
-    seen.visible = means[0][0]
-    return means[1].item()
+        setattr(recorded, name, [next(means) for _ in getattr(recorded, name)])
+    recorded.visible = next(means)[0]
+    return next(means).item()
 
 
-def attention_averages(seen: Recording) -> dict[str, float]:
-    """Over layers and heads: density, blocks_per_query, and where recorded recall, capped (share of budgets kept short by a
-    cap), columns (their mean and 95th percentile) and columns_at_cap."""
-    averages = {"density": seen.density().mean().item()}
+def attention_averages(recorded: Recording) -> dict[str, float]:
+    """Means over layers and heads.
+
+    density and blocks_per_query; and where recorded recall, capped (share of budgets kept short by a
+    cap), columns (their mean and 95th percentile) and columns_at_cap.
+    """
+    averages = {"density": recorded.density().mean().item()}
     for name in _BY_LAYER[1:]:
-        if layers := getattr(seen, name):
+        layers = getattr(recorded, name)
+        if layers:
             averages[name] = torch.stack(layers).double().mean().item()
-    if seen.columns:
-        averages["columns_p95"] = torch.stack(seen.columns).double().quantile(0.95).item()
+    if recorded.columns:
+        columns = torch.stack(recorded.columns).double()
+        averages["columns_p95"] = columns.quantile(0.95).item()
     return averages
 
 
-def context_parallel_averages(seen: Recording) -> dict[str, float]:
-    """Balance and communication of attention, means over its calls and the context-parallel groups; empty for one rank.
+def context_parallel_averages(recorded: Recording) -> dict[str, float]:
+    """Balance and communication of attention, means over its calls and the context-parallel groups.
 
-    Degrees as in attention/balance.py, of visited pairs and (..._time) of computing time. exposed_communication_ms: what
-    a forward takes beyond its computing; ..._share: of the time of the forward. Collective.
+    Empty for one rank. Degrees as in attention/observe/visits.py, of visited pairs and (..._time) of
+    computing time. exposed_communication_ms: what a forward takes beyond its computing; ..._share:
+    as a share of the forward's time. Collective.
     """
-    if not seen.calls:
+    if not recorded.calls:
         return {}
-    by_rank = seen.by_rank()
+    by_rank = recorded.by_rank()
     degrees = (
         balance.worker_imbalance,
         balance.worker_imbalance_per_step,
         balance.step_imbalance,
         balance.lockstep_imbalance,
     )
-    values = {
-        degree.__name__ + suffix: degree(amount).mean().item()
-        for suffix, amount in (("", by_rank.work), ("_time", by_rank.compute))
-        for degree in degrees
-    }
-    values["computation_ratio"] = (
-        balance.computation_ratio(by_rank.compute, by_rank.elapsed).mean().item()
-    )
+    values: dict[str, float] = {}
+    for degree in degrees:
+        values[degree.__name__] = degree(by_rank.work).mean().item()
+    for degree in degrees:
+        values[degree.__name__ + "_time"] = degree(by_rank.compute).mean().item()
+    ratio = balance.computation_ratio(by_rank.compute, by_rank.elapsed)
+    values["computation_ratio"] = ratio.mean().item()
+    # [calls, ranks, steps], ms
     elapsed = by_rank.elapsed.sum(-1).mean().item()
-    values["exposed_communication_ms"] = elapsed - by_rank.compute.sum(-1).mean().item()
-    values["exposed_communication_share"] = values["exposed_communication_ms"] / elapsed
-    amounts = [
-        seen.bytes_sent,
-        seen.bytes_of_columns,
-        seen.bytes_of_selection,
-        seen.plain_ring_bytes,
-    ]
-    sums = torch.tensor([*values.values(), *amounts], dtype=torch.float64).to(seen.work[0].device)
+    exposed = elapsed - by_rank.compute.sum(-1).mean().item()
+    values["exposed_communication_ms"] = exposed
+    values["exposed_communication_share"] = exposed / elapsed
+    values["sent"] = recorded.bytes_sent
+    values["columns"] = recorded.bytes_of_columns
+    values["selection"] = recorded.bytes_of_selection
+    values["plain_ring"] = recorded.plain_ring_bytes
+
+    sums = torch.tensor(list(values.values()), dtype=torch.float64)
+    sums = sums.to(recorded.work[0].device)
     dist.all_reduce(sums)
-    *means, sent, columns, selection, plain = (sums / dist.get_world_size()).tolist()
-    return dict(zip(values, means)) | {
+    means = dict(zip(values, (sums / dist.get_world_size()).tolist()))
+
+    sent = means.pop("sent")
+    columns = means.pop("columns")
+    selection = means.pop("selection")
+    plain_ring = means.pop("plain_ring")
+    return means | {
         "cp_gib_sent": sent / 2**30,
         "cp_gib_columns": columns / 2**30,
         "cp_gib_selection": selection / 2**30,
-        "cp_sent_of_plain_ring": sent / plain,
+        "cp_sent_of_plain_ring": sent / plain_ring,
     }
 
 
 def progress_line(record: dict[str, Any], steps: int) -> str:
-    """One line for people: percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity."""
+    """One line for people.
+
+    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity.
+    """
     step = record["step"]
-    left = time.strftime("%H:%M:%S", time.gmtime((steps - step) * record["step_seconds"]))
+    seconds_left = (steps - step) * record["step_seconds"]
+    left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
     parts = [
         f"step {step}/{steps} {100 * step / steps:3.0f} %",
         f"ETA {left}",
@@ -262,7 +287,8 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
     ]
     if record["mfu"] is not None:
         parts.append(f"MFU {100 * record['mfu']:.1f} %")
-    parts += [f"{record['memory_gib']:.2f} GiB", f"density {100 * record['density']:.1f} %"]
+    parts.append(f"{record['memory_gib']:.2f} GiB")
+    parts.append(f"density {100 * record['density']:.1f} %")
     if "recall" in record:
         parts.append(f"recall {100 * record['recall']:.1f} %")
     return "  ".join(parts)
@@ -276,10 +302,16 @@ def _peak_memory_gib(device: torch.device) -> float:
 
 
 def json_ready(value: Any) -> Any:
-    """Numbers, tensors of one number, lists and dicts of them. JSON has no NaN or infinity: null stands for them."""
+    """Numbers, tensors of one number, lists and dicts of them, as json.dumps() takes them.
+
+    JSON has no NaN or infinity: null stands for them.
+    """
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
     if isinstance(value, list):
         return [json_ready(item) for item in value]
-    value = value.item() if isinstance(value, Tensor) else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

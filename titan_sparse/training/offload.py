@@ -1,9 +1,11 @@
-"""Offload of what activation checkpointing keeps: to pinned CPU memory in the forward, back in the backward.
+"""Offload of what activation checkpointing keeps: to pinned CPU memory in the forward, back in the
+backward.
 
-OffloadedBlocks runs the decoder's blocks and sees through saved_tensors_hooks what each one keeps for its backward: its
-input and attention's out and LSE. A second stream copies them while the next block computes. In the backward, a block's
-tensors are on their way back while the block after it computes. The last block's stay where they are: they are needed
-at once. (The scheme is that of BurstEngine's and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
+OffloadedBlocks runs the decoder's blocks. Through saved_tensors_hooks it sees what each block keeps
+for its backward: its input and attention's out and LSE. A second stream copies them while the next
+block computes. In the backward, a block's tensors come back while the block after it computes. Those
+of the last block stay where they are, since they are needed at once. (The scheme is that of
+BurstEngine's and ALST's checkpoint offload, arXiv 2506.13996, section 3.3.)
 """
 
 import weakref
@@ -21,40 +23,45 @@ MIN_BYTES = 2**20
 def bytes_offloaded(
     layers: int, tokens: int, hidden_size: int, heads: int, head_dim: int, itemsize: int
 ) -> int:
-    """Bytes of pinned CPU memory that one forward of a rank takes: the input [tokens, hidden_size], attention's out
-    [tokens, heads, head_dim] and fp32 LSE [tokens, heads] of each block but the last.
+    """Bytes of pinned CPU memory that one forward of a rank takes.
 
-    tokens: of all sequences of this rank. itemsize: of training.dtype. Columns that a pattern has gathered come on top.
+    For each block but the last: the input [tokens, hidden_size], attention's out [tokens, heads,
+    head_dim] and its fp32 LSE [tokens, heads]. Verticals that a pattern has gathered come on top.
+    tokens: of all sequences of this rank. itemsize: of training.dtype.
     """
-    block = tokens * (
-        hidden_size * itemsize + heads * head_dim * itemsize + heads * max(itemsize, 4)
-    )
-    return (layers - 1) * block
+    block_input = hidden_size * itemsize
+    out = heads * head_dim * itemsize
+    lse = heads * max(itemsize, 4)
+    return (layers - 1) * tokens * (block_input + out + lse)
 
 
 class BufferPool:
-    """CPU buffers of given sizes, kept when they are given back; pinned where there is a GPU to copy from.
+    """CPU buffers of given sizes, kept when they are given back; pinned where there is a GPU.
 
     count, nbytes: of all buffers there are, in use or not.
     """
 
     def __init__(self, pinned: bool) -> None:
-        self.pinned, self.count, self.nbytes = pinned, 0, 0
+        self.pinned = pinned
+        self.count = 0
+        self.nbytes = 0
         self.free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer, uint8 [nbytes]: one that was given back, else a new one."""
         if self.free[nbytes]:
             return self.free[nbytes].pop()
-        self.count, self.nbytes = self.count + 1, self.nbytes + nbytes
+        self.count += 1
+        self.nbytes += nbytes
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         if self.pinned:
             self._pin(buffer)
         return buffer
 
     def _pin(self, buffer: Tensor) -> None:
-        """Not pin_memory=True, which rounds sizes up to a power of two."""
-        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        # Not pin_memory=True, which rounds sizes up to a power of two.
+        runtime = torch.cuda.cudart()
+        address = buffer.data_ptr()
         error = int(runtime.cudaHostRegister(address, buffer.nbytes, 1))  # 1: portable
         if error:
             raise RuntimeError(
@@ -71,17 +78,19 @@ class BufferPool:
 class Copier:
     """Copies between the device and the CPU beside the stream that computes; on the CPU, at once.
 
-    All copies of both directions go through one stream, in order. So a buffer may be taken again as soon as the last
-    copy from it is queued.
+    All copies of both directions go through one stream, in order. So a buffer may be taken again as
+    soon as the last copy from it is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, destination: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Queue a copy behind what the current stream has been given so far; returns what to wait() for.
+        """Queue a copy behind what the current stream has been given so far. Returns what to wait()
+        for.
 
-        Until somebody has waited, both tensors must be kept: the allocator knows nothing of this stream.
+        Until somebody has waited, both tensors must be kept: the allocator does not know of this
+        stream.
         """
         if self.stream is None:
             destination.copy_(source)
@@ -98,23 +107,24 @@ class Copier:
 
 
 class _Saved:
-    """One tensor that a block keeps. Its buffer goes back to the pool when autograd lets go of it."""
+    """One tensor that a block keeps. Its buffer goes back to the pool when autograd drops it."""
 
     def __init__(self, tensor: Tensor, block: "_Block", copies: bool) -> None:
-        self.block, self.size, self.stride, self.dtype, self.device = (
-            block,
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+        self.block = block
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.version = tensor._version
         self.on_device: Tensor | None = tensor.detach()
-        self.version, self.buffer, self.event = tensor._version, None, None
+        self.buffer: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
         if copies:
             self.buffer = block.owner.pool.take(tensor.nbytes)
             self.event = block.owner.copier.start(self._in_buffer(), self.on_device)
 
     def _in_buffer(self) -> Tensor:
+        """The buffer, seen as the tensor that it holds."""
         return self.buffer.view(self.dtype).as_strided(self.size, self.stride)
 
     def free_device(self) -> None:
@@ -130,12 +140,14 @@ class _Saved:
 
     def fetch(self) -> None:
         """Start the copy back, unless the tensor is there or on its way."""
-        if self.on_device is None:
-            # Made by the stream that computes, so that its memory is free for that stream's next tensor afterwards.
-            self.on_device = torch.empty_strided(
-                self.size, self.stride, dtype=self.dtype, device=self.device
-            )
-            self.event = self.block.owner.copier.start(self.on_device, self._in_buffer())
+        if self.on_device is not None:
+            return
+        # Allocated on the stream that computes, so that its memory is free for that stream's next
+        # tensor afterwards.
+        self.on_device = torch.empty_strided(
+            self.size, self.stride, dtype=self.dtype, device=self.device
+        )
+        self.event = self.block.owner.copier.start(self.on_device, self._in_buffer())
 
     def get(self) -> Tensor:
         """The tensor, for the stream that computes; later calls copy once more."""
@@ -151,26 +163,35 @@ class _Saved:
         self.event = None
 
     def __del__(self) -> None:
-        # A graph that is dropped half-way: the copy has to be over before the device's memory is used again.
+        # A graph that is dropped half-way: the copy has to be over before the device's memory is
+        # used again.
         self._settle()
         if self.buffer is not None:
             self.block.owner.pool.give_back(self.buffer)
 
 
 class _Block:
-    """What one block keeps in one forward; `before` is the block that the backward reaches next."""
+    """What one block keeps in one forward. `before`: the block that the backward reaches next."""
 
     def __init__(self, owner: "OffloadedBlocks", before: "_Block | None", stays: bool) -> None:
-        self.owner, self.before, self.stays, self.fetched = owner, before, stays, False
+        self.owner = owner
+        self.before = before
+        self.stays = stays
+        self.fetched = False
         # By address and shape. Weak: only autograd decides how long a tensor is kept.
         self.saved: weakref.WeakValueDictionary[tuple, _Saved] = weakref.WeakValueDictionary()
 
     def save(self, tensor: Tensor) -> _Saved:
         """The tensor's record: a new one, or that of the same tensor in this block or the one before."""
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        # An address says who it is as long as the device's memory is held: for this block and the one before.
-        saved = self.saved.get(key) or (self.before and self.before.saved.get(key))
-        self.saved[key] = saved = saved or _Saved(tensor, self, copies=not self.stays)
+        # An address identifies a tensor as long as the device's memory is held: for this block and
+        # the one before.
+        saved = self.saved.get(key)
+        if saved is None and self.before is not None:
+            saved = self.before.saved.get(key)
+        if saved is None:
+            saved = _Saved(tensor, self, copies=not self.stays)
+        self.saved[key] = saved
         return saved
 
     def free_device(self) -> None:
@@ -178,63 +199,77 @@ class _Block:
             saved.free_device()
 
     def fetch(self) -> None:
-        """Once: what was used and dropped is not to come again."""
-        if not self.fetched:
-            self.fetched = True
-            for saved in self.saved.values():
-                saved.fetch()
+        """Start the copies back. Once: what was used and dropped must not come again."""
+        if self.fetched:
+            return
+        self.fetched = True
+        for saved in self.saved.values():
+            saved.fetch()
 
 
 class OffloadedBlocks:
-    """Runs the blocks as models.decoder.run_blocks() does, with what they keep for the backward on the CPU.
+    """Runs the blocks as models.decoder.run_blocks() does, with what they keep for the backward on
+    the CPU.
 
-    Forwards may follow each other before their backwards come: each has its own record. Without gradients nothing is
-    kept. On the device are at most the tensors of two blocks besides the one that computes, in the forward as in the
-    backward. `pool` holds the buffers, which are kept from step to step.
+    Forwards may follow each other before their backwards come: each has its own record. Without
+    gradients nothing is kept. On the device are at most the tensors of two blocks besides the one
+    that computes, in the forward as in the backward. `pool` holds the buffers, which are kept from
+    step to step.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.pool, self.copier = BufferPool(pinned=device.type == "cuda"), Copier(device)
+        self.pool = BufferPool(pinned=device.type == "cuda")
+        self.copier = Copier(device)
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, *shared: Any) -> Tensor:
-        """x through all blocks, each called with (x, *shared); tensors in `shared` stay on the device."""
-        blocks, kept, record = list(blocks), _storages(_tensors(shared)), None
+        """x through all blocks, each called with (x, *shared); tensors in `shared` stay on the
+        device."""
+        blocks = list(blocks)
+        shared_storages = _storages(_tensors(shared))
+        record: _Block | None = None
         for number, block in enumerate(blocks):
-            if record is not None and record.before is not None:
-                record.before.free_device()
-            record = _Block(self, record, stays=number == len(blocks) - 1)
-            with torch.autograd.graph.saved_tensors_hooks(_Packing(record, block, kept), _unpack):
+            _free_before(record)
+            is_last = number == len(blocks) - 1
+            record = _Block(self, before=record, stays=is_last)
+            pack = _Packing(record, block, shared_storages)
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
                 x = block(x, *shared)
-        if record is not None and record.before is not None:
-            record.before.free_device()
+        _free_before(record)
         return x
+
+
+def _free_before(record: _Block | None) -> None:
+    """Free what the block before this one holds on the device. This one's is still being copied."""
+    if record is not None and record.before is not None:
+        record.before.free_device()
 
 
 class _Packing:
     """The pack hook of one block's forward. Called for every tensor that autograd saves in it."""
 
-    def __init__(self, record: _Block, block: nn.Module, kept: set[int]) -> None:
-        self.record, self.block, self.kept = record, block, kept
-        self.parameters: set[int] | None = None
+    def __init__(self, record: _Block, block: nn.Module, shared_storages: set[int]) -> None:
+        self.record = record
+        self.block = block
+        self.shared_storages = shared_storages
+        self.parameter_storages: set[int] | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor | _Saved:
-        if (
-            type(tensor) is not Tensor
-            or tensor.nbytes < MIN_BYTES
-            or not _is_dense(tensor)
-            or self._stays(tensor)
-        ):
+        is_worth_it = type(tensor) is Tensor and tensor.nbytes >= MIN_BYTES and _is_dense(tensor)
+        if not is_worth_it or self._stays(tensor):
             return tensor
         return self.record.save(tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
-        if self.parameters is None:
-            # Asked for inside of the block's forward: only here does FSDP show the gathered parameters.
-            self.parameters = _storages(self.block.parameters())
-        return tensor.untyped_storage().data_ptr() in self.kept | self.parameters
+        """Whether it is a parameter, or shared by all blocks."""
+        if self.parameter_storages is None:
+            # Asked for inside the block's forward: only there does FSDP show the gathered parameters.
+            self.parameter_storages = _storages(self.block.parameters())
+        address = tensor.untyped_storage().data_ptr()
+        return address in self.shared_storages or address in self.parameter_storages
 
 
 def _unpack(packed: Tensor | _Saved) -> Tensor:
+    """The unpack hook: the backward needs what was saved, and soon what the block before saved."""
     if not isinstance(packed, _Saved):
         return packed
     packed.block.fetch()
@@ -250,6 +285,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among the values, those in nested tuples included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -258,8 +294,8 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the plain tensors' storages."""
+    plain_types = (Tensor, nn.Parameter)
     return {
-        tensor.untyped_storage().data_ptr()
-        for tensor in tensors
-        if type(tensor) in (Tensor, nn.Parameter)
+        tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in plain_types
     }

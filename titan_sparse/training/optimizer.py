@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule: torchtitan's containers, with no weight decay on norms and biases."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,8 +9,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_s
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import LRScheduler as TorchtitanLRScheduler
 
-if TYPE_CHECKING:
-    from titan_sparse.config import LRScheduler, Optimizer
+from titan_sparse.config import LRScheduler, Optimizer
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -23,23 +22,23 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(
-    model: nn.Module, optimizer: "Optimizer", device_type: str
+    model: nn.Module, optimizer: Optimizer, device_type: str
 ) -> OptimizersContainer:
-    """The [optimizer] section's optimizer over the (sharded) model's parameters, on whatever device these are.
+    """The [optimizer] section's optimizer over the (sharded) model's parameters.
 
-    With optimizer.offload they are on the CPU, and a process takes its share of the node's cores.
+    The parameters stay on the device that they are on. With optimizer.offload that is the CPU, and a
+    process takes its share of the node's cores.
     """
     implementation = optimizer.implementation
     if implementation == "auto":
-        fused = optimizer.name != "SGD" and (
-            device_type == "cuda" or optimizer.offload
-        )  # DTensor has no fused SGD
-        implementation = "fused" if fused else "foreach"
+        implementation = "foreach"
+        # DTensor has no fused SGD.
+        if optimizer.name != "SGD" and (device_type == "cuda" or optimizer.offload):
+            implementation = "fused"
     if optimizer.offload and device_type == "cuda" and torch.get_num_threads() == 1:
-        # torchrun starts processes with one thread each where nothing else is said.
-        torch.set_num_threads(
-            max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        )
+        # torchrun starts processes with one thread each unless told otherwise.
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     options: dict[str, Any] = {
         "lr": optimizer.lr,
         "fused": implementation == "fused",
@@ -49,15 +48,16 @@ def build_optimizer(
         options |= {"betas": (optimizer.beta1, optimizer.beta2), "eps": optimizer.eps}
 
     def create(_, **options) -> torch.optim.Optimizer:
-        return getattr(torch.optim, optimizer.name)(
-            parameter_groups(model, optimizer.weight_decay), **options
-        )
+        # In place of the plain list of parameters that torchtitan passes: which of them decay.
+        groups = parameter_groups(model, optimizer.weight_decay)
+        optimizer_class = getattr(torch.optim, optimizer.name)
+        return optimizer_class(groups, **options)
 
     return OptimizersContainer([model], create, options)
 
 
 def build_schedule(
-    optimizers: OptimizersContainer, lr_scheduler: "LRScheduler", steps: int
+    optimizers: OptimizersContainer, lr_scheduler: LRScheduler, steps: int
 ) -> LRSchedulersContainer:
     """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`."""
     section = TorchtitanLRScheduler(

@@ -2,7 +2,7 @@
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,33 +15,31 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.build import schedule_named
-from titan_sparse.attention.context_parallel.group import forget_contexts
-from titan_sparse.config import resolve_overlap_stages
+from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
 
-if TYPE_CHECKING:
-    from titan_sparse.config import ActivationCheckpoint, Attention, Compile, Parallelism
-
 
 class Meshes(NamedTuple):
-    """Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in, so that cp_intra stays in a node.
-
-    fsdp: axis ("dp_shard_cp",), parameters sharded over all data- and context-parallel ranks; with replicas
-    ("dp_replicate", "dp_shard_cp"), which fully_shard reads as HSDP. cp: axes ("cp_inter", "cp_intra").
-    dp_size, dp_rank: data-parallel ranks; those of one context-parallel group share dp_rank and read the same data.
-    """
+    """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
+    so that cp_intra stays in a node."""
 
     fsdp: DeviceMesh
+    """axis ("dp_shard_cp",): parameters are sharded over all data- and context-parallel ranks. With
+    replicas ("dp_replicate", "dp_shard_cp"), which fully_shard reads as HSDP"""
     cp: DeviceMesh
+    """axes ("cp_inter", "cp_intra")"""
     dp_size: int
+    """data-parallel ranks"""
     dp_rank: int
+    """the ranks of one context-parallel group share it and read the same data"""
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process: config training.device, on GPUs the one of LOCAL_RANK. ValueError if there is none."""
+    """The device of this process: training.device; on GPUs the one of LOCAL_RANK.
+
+    Raises ValueError if there is none.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -49,15 +47,17 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError('training.device = "cuda", but torch sees no GPU; write "cpu" or "auto"')
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"this node has {torch.cuda.device_count()} GPUs; start at most as many processes on it"
-        )
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")
     return torch.device("cuda", local_rank)
 
 
 def init_distributed(device: torch.device, timeout_seconds: int) -> None:
-    """Join torchrun's process group, or make one of this process alone. Counters travel by gloo, tensors by NCCL."""
+    """Join torchrun's process group, or make one of this process alone.
+
+    Counters travel by gloo, tensors on GPUs by NCCL.
+    """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
@@ -71,19 +71,25 @@ def init_distributed(device: torch.device, timeout_seconds: int) -> None:
 
 
 def leave_distributed() -> None:
-    """The end of a distributed program: no process group is left, those of context parallelism first."""
-    forget_contexts()
+    """The end of a distributed program: no process group is left."""
     dist.destroy_process_group()
 
 
-def build_meshes(parallelism: "Parallelism", cp_intra: int, device_type: str) -> Meshes:
-    """The meshes of the running world; world size = dp_replicate * dp_shard * cp, which config.check() has seen to."""
-    cp, replicas = parallelism.cp, parallelism.dp_replicate
-    dp_size = dist.get_world_size() // cp
-    # Two meshes over the same ranks, since one cannot name both dp_shard x cp as a single axis and its parts.
-    names = ("dp_replicate", "dp_shard_cp")
+def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
+    """The meshes of the running world.
+
+    World size = dp_replicate * dp_shard * cp, which config.check() has seen to.
+    """
+    world_size = dist.get_world_size()
+    cp = parallelism.cp
+    replicas = parallelism.dp_replicate
+    dp_size = world_size // cp
+    # Two meshes over the same ranks: one mesh cannot name dp_shard x cp as a single axis and its
+    # parts too.
     sharding = init_device_mesh(
-        device_type, (replicas, dist.get_world_size() // replicas), mesh_dim_names=names
+        device_type,
+        (replicas, world_size // replicas),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
     )
     sequence = init_device_mesh(
         device_type,
@@ -91,24 +97,11 @@ def build_meshes(parallelism: "Parallelism", cp_intra: int, device_type: str) ->
         mesh_dim_names=("dp", "cp_inter", "cp_intra"),
     )
     fsdp = sharding if replicas > 1 else sharding["dp_shard_cp"]
-    return Meshes(fsdp, sequence["cp_inter", "cp_intra"], dp_size, dist.get_rank() // cp)
-
-
-def build_context_parallel(attention: "Attention", mesh: DeviceMesh) -> ContextParallel:
-    """What the [attention] section says about the ranks of the mesh that share a sequence; collective over it."""
-    # float32 is also what says nothing: gradients travel as they are summed, in float64 for float64.
-    gradient_dtype = (
-        None if attention.gradient_dtype == "float32" else getattr(torch, attention.gradient_dtype)
-    )
-    inter, intra = mesh.shape if mesh.ndim == 2 else (1, mesh.size())
-    return ContextParallel(
-        mesh,
-        attention.layout,
-        schedule_named(attention, inter, intra),
-        attention.block_size,
-        attention.backward_circulates,
-        gradient_dtype,
-        resolve_overlap_stages(attention, inter),
+    return Meshes(
+        fsdp=fsdp,
+        cp=sequence["cp_inter", "cp_intra"],
+        dp_size=dp_size,
+        dp_rank=dist.get_rank() // cp,
     )
 
 
@@ -117,14 +110,16 @@ def parallelize(
     fsdp: DeviceMesh,
     dtype: torch.dtype,
     reshard_after_forward: bool,
-    activation_checkpoint: "ActivationCheckpoint",
-    compile: "Compile",
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
     offload: bool = False,
 ) -> None:
-    """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not change.
+    """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not
+    change.
 
-    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed, not averaged: the loss
-    is already divided by the global number of tokens. offload: sharded parameters and gradients live on the CPU.
+    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed, not
+    averaged: the loss is already divided by the global number of tokens.
+    offload: sharded parameters and gradients live on the CPU.
     """
     policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
     mixed = MixedPrecisionPolicy(
@@ -143,7 +138,8 @@ def parallelize(
             offload_policy=policy,
             reshard_after_forward=reshard_after_forward,
         )
-    # Embedding, norm and head belong to the root: the head's weight is read in the root's forward, tied or not.
+    # Embedding, norm and head belong to the root: the head's weight is read in the root's forward,
+    # tied or not.
     fully_shard(model, mesh=fsdp, mp_policy=mixed, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

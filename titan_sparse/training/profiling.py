@@ -2,16 +2,20 @@
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
 
 import torch
 
-if TYPE_CHECKING:
-    from titan_sparse.config import Profiling
+from titan_sparse.config import Profiling
 
 
-def profiler(profiling: "Profiling", output_dir: str, rank: int):
-    """A context manager with step(); writes <output_dir>/profile/rank<r>.json after the steps asked for."""
+def profiler(
+    profiling: Profiling, output_dir: str, rank: int
+) -> AbstractContextManager[torch.profiler.profile | None]:
+    """Profiles what runs inside; None where profiling.enable is false. Call its step() after each step.
+
+    Writes <output_dir>/profile/rank<r>.json after the steps asked for.
+    """
     if not profiling.enable:
         return contextlib.nullcontext()
 

@@ -1,6 +1,7 @@
-"""How long ranks wait for each other: long while the first step compiles and while a checkpoint is written, else short.
+"""How long ranks wait for each other.
 
-A collective has the timeout that its process group had when it began.
+Long while the first step compiles and while a checkpoint is written, short otherwise. A collective
+has the timeout that its process group had when the collective began.
 """
 
 from collections.abc import Collection
@@ -11,10 +12,11 @@ import torch.distributed as dist
 
 
 def set_timeout(seconds: float, without: Collection[dist.ProcessGroup] = ()) -> None:
-    """Change the timeout of every process group made so far, those of meshes and of ContextParallel too.
+    """Change the timeout of every process group made so far, those of meshes and of ContextParallel
+    included.
 
-    without: groups that keep theirs. Before it gets shorter all ranks should meet(): else one begins a short collective
-    that another, still compiling or writing, will join late.
+    without: groups that keep theirs. Before the timeout gets shorter all ranks should meet().
+    Otherwise one begins a short collective that another, still compiling or writing, joins too late.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in without:
@@ -22,5 +24,8 @@ def set_timeout(seconds: float, without: Collection[dist.ProcessGroup] = ()) -> 
 
 
 def meet() -> None:
-    """Wait until all ranks are here, under the timeout that holds. On the CPU, so that no GPU is waited for."""
+    """Wait until all ranks are here, under the current timeout.
+
+    On the CPU, so that no GPU is waited for.
+    """
     dist.all_reduce(torch.zeros(()))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from titan_sparse.attention.build import schedule_named
 from titan_sparse.attention.context_parallel.layouts import (
     LAYOUTS,
     block_ids,
@@ -14,9 +13,8 @@ from titan_sparse.attention.context_parallel.layouts import (
     token_positions,
     zigzag,
 )
-from titan_sparse.attention.context_parallel.windows import (
+from titan_sparse.attention.context_parallel.schedule import (
     SCHEDULES,
-    all_gather,
     choose,
     double_ring,
     local,
@@ -24,6 +22,7 @@ from titan_sparse.attention.context_parallel.windows import (
     vertical_steps,
 )
 from titan_sparse.config import Attention, resolve_overlap_stages
+from titan_sparse.from_config import schedule_named
 
 WORLDS = [
     (inter, size // inter)
@@ -156,7 +155,7 @@ def test_balance_under_a_causal_mask(size):
 
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
-@pytest.mark.parametrize("schedule", [all_gather, ring, double_ring])
+@pytest.mark.parametrize("schedule", [ring, double_ring])
 def test_every_rank_meets_every_source_once_and_its_own_first(schedule, inter, intra):
     for rank in range(inter * intra):
         steps = sum(schedule(inter, intra, rank), [])
@@ -227,13 +226,13 @@ def test_local_serves_one_rank_only():
 
 @pytest.mark.parametrize("inter, intra", WORLDS)
 def test_auto_moves_nothing_needless(inter, intra):
-    chosen = choose(inter, intra)
+    chosen = choose(inter, intra).name
     assert chosen in SCHEDULES
     assert (chosen == "local") == (inter * intra == 1)
     assert (chosen == "double_ring") == (min(inter, intra) > 1)
     assert (chosen == "all_gather") == (inter == 1 and intra > 1)
-    assert SCHEDULES[chosen](inter, intra, 0)[0][0] == 0
-    assert choose(inter, intra, "q") == ("ring" if chosen == "all_gather" else chosen)
+    assert SCHEDULES[chosen].windows(inter, intra, 0)[0][0] == 0
+    assert choose(inter, intra, "q").name == ("ring" if chosen == "all_gather" else chosen)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from titan_sparse.attention.context_parallel.comm import Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
-from titan_sparse.training.parallelize import build_context_parallel
+from titan_sparse.from_config import build_context_parallel
 from titan_sparse.training.timeouts import set_timeout
 
 ROOT = Path(__file__).parents[3]

@@ -335,8 +335,8 @@ def test_opcheck():
 
 
 def test_the_mask_of_a_run_with_sinks():
-    from titan_sparse.attention.build import build_mask
     from titan_sparse.config.sections import Attention
+    from titan_sparse.from_config import build_mask
 
     lengths = [[45, 3, 70, 60], [100]]
     for kind, spans in (("documents", lengths), ("causal", [[178], [100]])):

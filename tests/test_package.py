@@ -1,0 +1,125 @@
+"""The package as a user has it: what `import titan_sparse` offers, and a wheel that trains."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import titan_sparse
+from titan_sparse import attention
+from titan_sparse.attention.observe import statistics
+
+ROOT = Path(__file__).parents[1]
+
+
+def _run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """python with these arguments in `folder`, which is not the checkout."""
+    clean = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE"))}
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
+def test_offers():
+    assert set(titan_sparse.__all__) <= set(dir(titan_sparse))
+    assert titan_sparse.attend is attention.attend
+    assert titan_sparse.ContextParallel is attention.ContextParallel
+    assert titan_sparse.recording is statistics.recording
+    assert titan_sparse.masks.Causal().rows(4).stop.tolist() == [[1, 2, 3, 4]]
+    assert titan_sparse.patterns.Dense().name == "dense"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", titan_sparse.__version__)
+    with pytest.raises(AttributeError, match="no attribute 'atend'"):
+        titan_sparse.atend  # noqa: B018  a typing error, on purpose
+
+
+def test_offers_nothing_before_it_is_asked_for():
+    code = (
+        "import sys, titan_sparse; dir(titan_sparse); assert 'torch' not in sys.modules; "
+        "titan_sparse.attend; assert 'torch' in sys.modules"
+    )
+    _run(ROOT, "-c", code)
+
+
+def test_type_checkers_see_what_is_offered():
+    stub = ast.parse((ROOT / "titan_sparse/__init__.pyi").read_text())
+    imported = {
+        alias.asname
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    declared = {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    assert imported | declared == set(titan_sparse.__all__)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel of this checkout, built in a copy of it, so that nothing is left here; no network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(
+        ROOT / "titan_sparse",
+        source / "titan_sparse",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    _run(folder, "-m", "pip", "wheel", *offline, "--wheel-dir", str(folder), str(source))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel) -> Path:
+    """A folder to put first in Python's path."""
+    folder = wheel.parent / "installed"
+    offline = ("--no-deps", "--no-index", "--disable-pip-version-check", "--no-compile")
+    _run(wheel.parent, "-m", "pip", "install", *offline, "--target", str(folder), str(wheel))
+    return folder
+
+
+def test_wheel_holds_the_whole_package(wheel):
+    assert wheel.name.startswith(f"titan_sparse-{titan_sparse.__version__}-")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("titan_sparse/**/*.py")}
+    assert sources <= names
+    assert {"titan_sparse/py.typed", "titan_sparse/__init__.pyi"} <= names
+    assert "titan_sparse/kernels/block_sparse/forward.py" in names
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"titan_sparse", f"titan_sparse-{titan_sparse.__version__}.dist-info"}
+
+
+def test_wheel_trains(installed, tmp_path):
+    path = {"PYTHONPATH": str(installed)}
+    code = "import titan_sparse; print(titan_sparse.__file__)"
+    assert _run(tmp_path, "-c", code, **path).stdout.startswith(str(installed))
+
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[model]\nflavour = "debug"\n\n[data]\nsource = "text.txt"\n\n'
+        '[training]\nsteps = 2\nseq_len = 256\ndevice = "cpu"\ndtype = "float32"\n'
+        'output_dir = "output"\n\n[attention]\nblock_size = 64\npattern = "dense"\n\n'
+        "[lr_scheduler]\nwarmup_steps = 1\n\n[metrics]\ntensorboard = false\n"
+    )
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 50)
+    program = ("-m", "titan_sparse.train", "--config", str(config))
+    shown = _run(tmp_path, *program, "--print-config", **path)
+    assert 'pattern = "dense"' in shown.stdout
+    trained = _run(tmp_path, *program, **path)
+    assert "finished 2 steps" in trained.stdout
+    lines = (tmp_path / "output/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]

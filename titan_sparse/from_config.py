@@ -1,0 +1,156 @@
+"""From the [attention] section of a configuration to attention's objects. The only bridge between the two.
+
+The configuration knows no torch, and attention knows no configuration. Whoever needs a mask, a
+pattern, a schedule or a context-parallel group that "the run" uses builds it here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.context_parallel.schedule import choose
+from titan_sparse.attention.masks.packed import sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.slices import Slices
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.config import Attention, resolve_overlap_stages
+from titan_sparse.config.checking_attention import uses_xattention
+
+
+def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
+    """The mask of one batch of packed sequences.
+
+    lengths: the lengths of the documents in each sequence, in tokens.
+    """
+    is_causal = attention.mask == "causal"
+    if has_slices(attention):
+        documents = [[sum(sequence)] for sequence in lengths] if is_causal else lengths
+        return Slices.batch(
+            [
+                sliding_window(sequence, attention.sliding_window, attention.window_sinks)
+                for sequence in documents
+            ]
+        )
+    mask: Mask
+    if is_causal:
+        mask = Causal(valid=tuple(sum(sequence) for sequence in lengths))
+    else:
+        mask = Documents(lengths)
+    if attention.sliding_window:
+        mask = mask & SlidingWindow(attention.sliding_window)
+    return mask
+
+
+def has_slices(attention: Attention) -> bool:
+    """Whether build_mask() makes a mask of Slices, which not every backend computes."""
+    return attention.window_sinks > 0
+
+
+def backend_case(
+    attention: Attention, device_type: str, dtype: torch.dtype, head_dim: int
+) -> dict[str, Any]:
+    """The arguments of backends.choose() and backends.explain() for the section's attention."""
+    return {
+        "name": attention.backend,
+        "device_type": device_type,
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "block_size": attention.block_size,
+        "slices": has_slices(attention),
+    }
+
+
+def build_pattern(attention: Attention) -> Pattern:
+    """The pattern that the section names, with the parameters of its sub-table.
+
+    vertical_slash.index = "xattention" is MTraining's variant with XAttention's index (its section
+    5): blocks instead of verticals and diagonals, chosen by the parameters of
+    [attention.xattention].
+    """
+    if attention.pattern == "dense":
+        return Dense()
+    if attention.pattern == "moba":
+        return MoBA(**dataclasses.asdict(attention.moba))
+    if uses_xattention(attention):
+        return XAttention(**dataclasses.asdict(attention.xattention))
+    parameters = dataclasses.asdict(attention.vertical_slash)
+    parameters.pop("index")  # It has been dealt with: the pattern itself knows only its own index.
+    return VerticalSlash(**parameters)
+
+
+def schedule_named(attention: Attention, inter: int, intra: int) -> str:
+    """The schedule for `inter` nodes of `intra` ranks each, with "auto" decided (schedule.choose).
+
+    Documents or a window leave most blocks of other ranks unneeded, and the layout "balanced" is
+    made for that.
+    """
+    if attention.schedule != "auto":
+        return attention.schedule
+    has_local_mask = attention.mask == "documents" or attention.sliding_window > 0
+    needs_few_blocks = (
+        attention.layout == "balanced" and attention.pattern == "dense" and has_local_mask
+    )
+    return choose(inter, intra, attention.backward_circulates, needs_few_blocks).name
+
+
+def gradient_dtype(attention: Attention) -> torch.dtype | None:
+    """The dtype in which dK and dV (or dQ) travel; None: the dtype in which they are summed.
+
+    "float32" is also what a configuration that says nothing holds. It gives None, so that float64
+    runs send float64.
+    """
+    if attention.gradient_dtype == "float32":
+        return None
+    return getattr(torch, attention.gradient_dtype)
+
+
+def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextParallel:
+    """What the section says about the ranks of `mesh`, which share a sequence.
+
+    mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
+    """
+    if mesh.ndim == 2:
+        inter, intra = mesh.shape
+    else:
+        inter, intra = 1, mesh.size()
+    return ContextParallel(
+        mesh,
+        layout=attention.layout,
+        schedule=schedule_named(attention, inter, intra),
+        block_size=attention.block_size,
+        backward_circulates=attention.backward_circulates,
+        gradient_dtype=gradient_dtype(attention),
+        overlap_stages=resolve_overlap_stages(attention, inter),
+    )
+
+
+def build_attend(
+    attention: Attention, cp: ContextParallel, recomputed: float = 0.0
+) -> Callable[..., Tensor]:
+    """attend(q, k, v, mask) with the section's choices, as a decoder takes it.
+
+    recomputed: the share of each sequence whose attention is computed again in the backward.
+    """
+    return functools.partial(
+        attend,
+        pattern=build_pattern(attention),
+        cp=cp,
+        backend=attention.backend,
+        recomputed=recomputed,
+    )
+
+
+def block_table(
+    attention: Attention, cp: ContextParallel, lengths: list[list[int]], seq_len: int
+) -> Tensor | None:
+    """int64 [ranks, n]: the blocks of every rank for one batch, before it is sharded.
+
+    For a layout that depends on the mask; None for others. lengths: as for build_mask().
+    """
+    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table
