@@ -32,7 +32,7 @@ from tests.reference import gradients
 from tests.training.test_watch import run_until_it_ends
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.context_parallel.group import Pending, Transfer
+from titan_sparse.attention.context_parallel.comm import Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.training.timeouts import set_timeout
