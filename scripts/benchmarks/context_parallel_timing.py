@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from scripts.benchmarks.attention_cases import Shape
 from scripts.benchmarks.traces import after_start, intervals
 from titan_sparse.attention import ContextParallel
-from titan_sparse.attention.context_parallel.group import Pending
+from titan_sparse.attention.context_parallel.comm import Pending
 
 LEAD_CYCLES = 40_000_000
 """GPU cycles of sleep before a timed call, about 20 ms.

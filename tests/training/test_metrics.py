@@ -13,12 +13,12 @@ from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, timing
-from titan_sparse.attention.call import Run
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe import visits as balance
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.schedules import ring
+from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.needs import needed_chunks_of
 from titan_sparse.training.metrics import context_parallel_averages
 
@@ -112,33 +112,35 @@ SPARSE = VerticalSlash(
 def _check_columns_of_the_backward(schedule: str) -> None:
     """by_step(backward=True) puts each part of the columns where the backward meets it, in each group of heads; the
     gradients of all of them go home at once."""
-    seen, reduced, monkeypatch = (
-        [],
-        [],
-        pytest.MonkeyPatch(),
-    )  # (columns of the group, source) or (columns, part)
-    tiles, part, reduce = Run.tiles, ring.vertical_part, ring.reduce_verticals
+    # ("step", index of the group, source) or ("share", index of the group, number, shares)
+    seen = []
+    reduced = []
+    monkeypatch = pytest.MonkeyPatch()
+    tiles_of_rank = AttentionCall.tiles_of_rank
+    vertical_piece = AttentionCall.vertical_piece
+    reduce_gradients = verticals.reduce_gradients
     cp = _cp("striped", schedule)
     local = [
         cp.shard(x, 2).requires_grad_()
         for x in structured_qkv(1, HEADS, KV_HEADS, TOKENS * cp.size, DIM)
     ]
     out, aux = attend(*local, pattern=SPARSE, cp=cp, return_aux=True)
-    monkeypatch.setattr(
-        Run,
-        "tiles",
-        lambda run, *args: seen.append(("step", id(run.index), args[2])) or tiles(run, *args),
-    )
-    monkeypatch.setattr(
-        ring,
-        "vertical_part",
-        lambda run, kv, number, *args: (
-            seen.append(("part", id(run.index), number, args[0])) or part(run, kv, number, *args)
-        ),
-    )
-    monkeypatch.setattr(
-        ring, "reduce_verticals", lambda *args: reduced.append(len(seen)) or reduce(*args)
-    )
+
+    def seen_tiles(call, batch, source, transpose):
+        seen.append(("step", id(call.index), source))
+        return tiles_of_rank(call, batch, source, transpose)
+
+    def seen_verticals(call, vertical_kv, batch, transpose, share, shares):
+        seen.append(("part", id(call.index), share, shares))
+        return vertical_piece(call, vertical_kv, batch, transpose, share, shares)
+
+    def seen_reduction(*arguments):
+        reduced.append(len(seen))
+        return reduce_gradients(*arguments)
+
+    monkeypatch.setattr(AttentionCall, "tiles_of_rank", seen_tiles)
+    monkeypatch.setattr(AttentionCall, "vertical_piece", seen_verticals)
+    monkeypatch.setattr(verticals, "reduce_gradients", seen_reduction)
     out.sum().backward()
     monkeypatch.undo()
     rows = Causal().rows(TOKENS * cp.size)
@@ -195,7 +197,7 @@ def test_times_of_a_call(monkeypatch):
     """Computing, and elapsed since the step before, which add up to the call; a step in two intervals, one left out."""
     seconds = iter([10.0, 11.0, 13.0, 13.0, 14.0, 20.0, 21.0, 23.0])
     monkeypatch.setattr(timing, "mark", lambda device: next(seconds))
-    call = timing.Call(ContextParallel(None, schedule="local"), 4, torch.device("cpu"))
+    call = timing.TimedCall(ContextParallel(None, schedule="local"), 4, torch.device("cpu"))
     for step in (0, 0, 2):
         with call.computing(step):
             pass
@@ -256,7 +258,7 @@ def test_times_on_a_gpu_need_no_waiting():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        call = timing.Call(ContextParallel(None, schedule="local"), 2, device)
+        call = timing.TimedCall(ContextParallel(None, schedule="local"), 2, device)
         for step, x in enumerate((small, large)):
             with call.computing(step):
                 x @ x
@@ -321,7 +323,7 @@ def _check_bytes_besides() -> None:
     seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
     columns = 2 * index.verticals.numel() * DIM
     assert (
-        seen.bytes_of_columns
+        seen.bytes_of_verticals
         == sum(2 * (2 * columns * size * (ranks - 1) // ranks) for size in (2, 4))
         > 0
     )
@@ -332,10 +334,10 @@ def _check_bytes_besides() -> None:
     pattern.select(*(cp.shard(x, 2) for x in inputs[:2]), Causal(), cp)
     assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
     logged = context_parallel_averages(seen)
-    assert logged["cp_gib_columns"] * 2**30 == pytest.approx(seen.bytes_of_columns)
+    assert logged["cp_gib_columns"] * 2**30 == pytest.approx(seen.bytes_of_verticals)
     assert logged["cp_gib_selection"] * 2**30 == pytest.approx(seen.bytes_of_selection)
     assert seen.bytes_sent == seen.plain_ring_bytes
-    assert _record(_cp("striped", "ring"))[0].bytes_of_columns == 0
+    assert _record(_cp("striped", "ring"))[0].bytes_of_verticals == 0
 
 
 def _check_all(schedules: tuple[str, ...]) -> None:

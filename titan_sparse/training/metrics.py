@@ -179,8 +179,16 @@ def _is_due(step: int, every: int) -> bool:
     return every > 0 and (step == 1 or step % every == 0)
 
 
-_BY_LAYER = ("visited", "recall", "capped", "blocks_per_query", "columns", "columns_at_cap")
-"""Fields of a Recording that hold a tensor [Hq] a layer."""
+_BY_LAYER = {
+    "visited": None,
+    "recall": "recall",
+    "capped": "capped",
+    "blocks_per_query": "blocks_per_query",
+    "verticals": "columns",
+    "verticals_at_cap": "columns_at_cap",
+}
+"""Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log,
+which stay as they were: runs are compared by them."""
 
 
 def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
@@ -209,13 +217,13 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
     cap), columns (their mean and 95th percentile) and columns_at_cap.
     """
     averages = {"density": recorded.density().mean().item()}
-    for name in _BY_LAYER[1:]:
-        layers = getattr(recorded, name)
-        if layers:
+    for field, name in _BY_LAYER.items():
+        layers = getattr(recorded, field)
+        if name is not None and layers:
             averages[name] = torch.stack(layers).double().mean().item()
-    if recorded.columns:
-        columns = torch.stack(recorded.columns).double()
-        averages["columns_p95"] = columns.quantile(0.95).item()
+    if recorded.verticals:
+        verticals = torch.stack(recorded.verticals).double()
+        averages["columns_p95"] = verticals.quantile(0.95).item()
     return averages
 
 
@@ -248,7 +256,7 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     values["exposed_communication_ms"] = exposed
     values["exposed_communication_share"] = exposed / elapsed
     values["sent"] = recorded.bytes_sent
-    values["columns"] = recorded.bytes_of_columns
+    values["columns"] = recorded.bytes_of_verticals
     values["selection"] = recorded.bytes_of_selection
     values["plain_ring"] = recorded.plain_ring_bytes
 
