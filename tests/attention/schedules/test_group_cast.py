@@ -290,7 +290,7 @@ def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], c
     owner, node = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64), cp.rank // cp.intra
     for rank, own in enumerate(cp.block_table(SEQ_LEN)):
         owner[own] = rank
-    want = {axis: 0 for axis in ("inner", "outer", "inner_gradient", "outer_gradient")}
+    want = dict.fromkeys(("inner", "outer", "inner_gradient", "outer_gradient"), 0)
     for block, (own, users) in enumerate(zip(owner.tolist(), needed.T.tolist())):
         nodes = {rank // cp.intra for rank in range(cp.size) if users[rank] and rank != own}
         passes_here = (

@@ -305,7 +305,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: flo
     if shape.offsets is not None:
         batch = len(q)
         q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
-    dtype = accumulation_dtype(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     # [B, Hq, Sk, D]
     keys = k.to(dtype).repeat_interleave(group, 1)
@@ -337,7 +337,7 @@ def dense_backward(
         q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
         k, v = _one_sequence(k), _one_sequence(v)
         lse = _one_sequence(lse[..., None])[..., 0]
-    dtype = accumulation_dtype(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     # [B, Hq, Sk, D]
