@@ -1,11 +1,10 @@
 """Masks of packed sequences that one range of keys a query cannot express. All return Slices.
 
-Each function takes what the sequence is packed of, one item after the other, in tokens. What is left
-of the sequence is padding. For a batch, make one mask for each sequence:
+Each function takes what the sequence is packed of, one item after the other, in tokens. What is
+left of the sequence is padding. For a batch, make one mask for each sequence:
 Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 
-import itertools
 from collections.abc import Sequence
 
 from titan_sparse.attention.masks.slices import CAUSAL, FULL, Slices
@@ -56,8 +55,8 @@ def dilated(lengths: Sequence[int], window: int, rate: int) -> Slices:
     Inside each document, query i sees keys i, i - rate, i - 2 rate, ... later than i - window
     (LongNet, as a window).
 
-    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that goes
-    through it, so this is slower than the whole window, the more so the smaller rate is.
+    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that
+    goes through it, so this is slower than the whole window, the more so the smaller rate is.
     """
     if window < 1 or rate < 1:
         raise ValueError(f"dilated(window={window}, rate={rate}): both are 1 or more")
@@ -125,4 +124,9 @@ def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) of each item, one after the other. ValueError for a length below 0."""
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths {list(lengths)}: 0 or more tokens each")
-    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    spans = []
+    start = 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans
