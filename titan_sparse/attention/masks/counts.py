@@ -79,6 +79,8 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
 
 def _keys_in_block(start: Tensor, stop: Tensor, begin: Tensor, size: int) -> Tensor:
     """How many of the keys start .. stop - 1 lie in the block of `size` keys from `begin` on."""
+    end = begin + size
     first = torch.maximum(start, begin)
-    last = torch.minimum(stop, begin + size)
-    return (last - first).clamp(min=0)
+    last = torch.minimum(stop, end)
+    count = last - first
+    return count.clamp(min=0)

@@ -22,8 +22,9 @@ def within_runs(count: Tensor) -> Tensor:
 
     Example: counts [3, 0, 2] give [0, 1, 2, 0, 1].
     """
-    # Where the run begins that each place belongs to: [0, 0, 0, 3, 3].
+    # Where each run begins: [0, 3, 3].
     begin_of_run = count.cumsum(0) - count
+    # Where the run begins that each place belongs to: [0, 0, 0, 3, 3].
     begin = torch.repeat_interleave(begin_of_run, count)
     place = torch.arange(len(begin), device=count.device)
     return place - begin
@@ -62,6 +63,7 @@ def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
 
 def _no_range_is_empty(slices: Tensor) -> Tensor:
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
+    # `high` is included in its range, the stops are not.
     any_query = q_start < q_stop
     any_key = k_start < k_stop
     any_diagonal = low <= high

@@ -62,6 +62,7 @@ def dilated(lengths: Sequence[int], window: int, rate: int) -> Slices:
         raise ValueError(f"dilated(window={window}, rate={rate}): both are 1 or more")
     slices = []
     for start, stop in _spans(lengths):
+        # No query of the document has a key further back than its length.
         for distance in range(0, min(window, stop - start), rate):
             slices.append((start, stop, start, stop, -distance, -distance))
     return Slices.of_diagonals(slices)
@@ -78,6 +79,7 @@ def prefix_lm(lengths: Sequence[int], prefixes: Sequence[int]) -> Slices:
         )
     slices = []
     for (start, stop), prefix in zip(_spans(lengths), prefixes):
+        # In both directions up to the middle, causally from there on.
         middle = start + prefix
         slices.append((start, middle, start, middle, FULL))
         slices.append((middle, stop, start, stop, CAUSAL))
@@ -94,6 +96,7 @@ def block_causal(samples: Sequence[Sequence[int]]) -> Slices:
     slices = []
     for (sample_start, _), chunks in zip(_spans(sample_lengths), samples):
         for chunk_start, chunk_stop in _spans(chunks):
+            # The chunk sees from the sample's beginning to its own end.
             start = sample_start + chunk_start
             stop = sample_start + chunk_stop
             slices.append((start, stop, sample_start, stop, FULL))

@@ -30,9 +30,15 @@ class Full(Mask):
     """Every query sees every key."""
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
         stop = torch.full_like(start, seq_len)
-        return MaskRanges(start, stop, None, causal=False)
+        return MaskRanges(
+            start,
+            stop,
+            document_start=None,
+            causal=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,9 @@ class SlidingWindow(Mask):
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # [1, S]
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
-        start = (position - self.window + 1).clamp(min=0)
+        # The first queries have fewer keys before them than the window holds.
+        start = position - self.window + 1
+        start = start.clamp(min=0)
         stop = position + 1
         return MaskRanges(start, stop, None)
 

@@ -148,10 +148,19 @@ class Dilated(Mask):
         # Tight already: the first `distance` queries have no key that far back.
         diagonals = []
         for distance in range(0, min(self.window, seq_len), self.rate):
-            numbers = (distance, seq_len, 0, seq_len - distance, -distance, -distance)
+            numbers = (
+                distance,
+                seq_len,
+                0,
+                seq_len - distance,
+                -distance,
+                -distance,
+            )
             diagonals.append(numbers)
-        slices = torch.tensor(diagonals, dtype=torch.int64).reshape(-1, 6)
-        return ranges_of_slices(padded_table([slices]), seq_len, device, causal=True)
+        # [N, 6], also where N is 0
+        slices = torch.tensor(diagonals, dtype=torch.int64)
+        table = padded_table([slices.reshape(-1, 6)])
+        return ranges_of_slices(table, seq_len, device, causal=True)
 
 
 def _range_table(ranges: Sequence[tuple[int, int]]) -> Tensor:
