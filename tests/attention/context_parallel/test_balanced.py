@@ -56,8 +56,6 @@ def degree(work: Tensor) -> float:
     return (work.max() / work.mean()).item()
 
 
-# What it knows of a mask --------------------------------------------------------------------------------------------
-
 RANGES: list[Mask] = [
     Causal(),
     Full(),
@@ -129,9 +127,6 @@ def test_work_and_needs_of_slices(name):
         torch.arange(SEQ_LEN // 16)[:, None],
     )
     _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial[:, 0])
-
-
-# How it deals -------------------------------------------------------------------------------------------------------
 
 
 def _check_table(rows: MaskRanges, ranks: int, size: int) -> Tensor:
@@ -269,9 +264,6 @@ def test_costs_are_those_of_the_constants():
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="pad it to a multiple of 256"):
         block_table(Causal().rows(300), 4, 64)
-
-
-# Its users without processes ----------------------------------------------------------------------------------------
 
 
 def test_the_planner_compares_it(tmp_path, capsys):

@@ -159,8 +159,6 @@ def test_backward_has_the_table_of_its_forward():
     run_processes(2, _check_tables_in_use)
 
 
-# Training -----------------------------------------------------------------------------------------------------------
-
 RUNS = [
     {
         "attention__pattern": "vertical_slash",
@@ -218,12 +216,9 @@ def _train(folder: Path) -> None:
             torch.save((losses, weights), folder / f"{number}.pt")
             continue
         wanted = torch.load(folder / f"{number}.pt")
-        torch.testing.assert_close(
-            losses, wanted[0], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
-        torch.testing.assert_close(
-            weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
+        say = functools.partial("{}: {}".format, case)
+        torch.testing.assert_close(losses, wanted[0], rtol=1e-8, atol=1e-8, msg=say)
+        torch.testing.assert_close(weights, wanted[1], rtol=1e-8, atol=1e-8, msg=say)
         if "attention__mask" not in case:
             assert len({str(table.tolist()) for table in tables}) > 1
     # What outlives the process groups may abort the process when Python ends.

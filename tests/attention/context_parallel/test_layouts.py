@@ -33,9 +33,6 @@ WORLDS = [
 SIZES = [1, 2, 3, 8]
 
 
-# Layouts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "layout, cp, table",
     [
@@ -151,14 +148,11 @@ def test_balance_under_a_causal_mask(size):
     assert size < 8 or _imbalance("contiguous", size, blocks) > 1.5
 
 
-# Schedules ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("inter, intra", WORLDS)
 @pytest.mark.parametrize("schedule", [ring, double_ring])
 def test_every_rank_meets_every_source_once_and_its_own_first(schedule, inter, intra):
     for rank in range(inter * intra):
-        steps = sum(schedule(inter, intra, rank), [])
+        steps = [source for window in schedule(inter, intra, rank) for source in window]
         assert sorted(steps) == list(range(inter * intra))
         assert steps[0] == rank
 

@@ -1,5 +1,6 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
+import itertools
 import time
 
 import pytest
@@ -17,12 +18,12 @@ from titan_sparse.attention.masks import slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.dense import DenseIndex
-from titan_sparse.attention.schedules import needs
 
 BLOCK = 16
 
@@ -43,9 +44,6 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
         "a tile that is covered counts as full, and no other"
     )
     assert torch.equal(partial > 0, (want > 0) & (want < size * size))
-
-
-# What they see ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,9 +164,6 @@ def test_attend_refuses(options, words):
         attend(q, q, q, mask=documents([64]), **options)
 
 
-# Large --------------------------------------------------------------------------------------------------------------
-
-
 def _many(kind: str) -> Slices:
     """2,500 slices of ragged lengths over 1M tokens."""
     inner = (
@@ -178,7 +173,7 @@ def _many(kind: str) -> Slices:
         + 1
     )
     edges = [0, *inner.tolist(), 1 << 20]
-    ranges = list(zip(edges, edges[1:]))
+    ranges = list(itertools.pairwise(edges))
     if kind == "documents":
         return Slices.of((a, b, a, b, "causal") for a, b in ranges)
     if kind == "stripes":
@@ -215,9 +210,6 @@ def test_attention_over_2500_slices():
     out, aux = attend(q, k, v, mask, block_size=32, return_aux=True)
     want, lse = dense_attention(q, k, v, seen)
     assert (out - want).abs().max() < 1e-9 and (aux.lse - lse).abs().max() < 1e-9
-
-
-# Attention ----------------------------------------------------------------------------------------------------------
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:
@@ -270,16 +262,13 @@ def test_work_and_needs_of_ranks(name, layout):
     index = DenseIndex(2, SEQ_LEN, 8, torch.empty(1, 2, 0, dtype=torch.int32))
     want = _by_tile(truth[None], 8)[0][table][:, :, table].sum((1, 3))
     assert torch.equal(count_visits(index, mask.rows(SEQ_LEN), table).pairs[0, 1], want)
-    assert torch.equal(needs.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
+    assert torch.equal(seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
     want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
-    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
+    assert torch.equal(seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
     assert torch.equal(
-        needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
+        seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
         _by_tile(truth[None], 8)[0][table[:, 2]] > 0,
     )
-
-
-# Custom ops ---------------------------------------------------------------------------------------------------------
 
 
 def test_compiles_once_for_any_number_of_slices():
@@ -288,18 +277,15 @@ def test_compiles_once_for_any_number_of_slices():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
-    compiled, qkv = (
-        torch.compile(function, fullgraph=True, backend=counter),
-        structured_qkv(1, 2, 1, SEQ_LEN, 8),
-    )
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    qkv = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     for number in (3, 40, 130, 5):
         rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
         if number == 130:
             rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
-        got, want = (
-            gradients(lambda *x: f(*x, rows), torch.ones_like(qkv[0]), *qkv)
-            for f in (compiled, function)
-        )
+        d_out = torch.ones_like(qkv[0])
+        got = gradients(lambda *x, rows=rows: compiled(*x, rows), d_out, *qkv)
+        want = gradients(lambda *x, rows=rows: function(*x, rows), d_out, *qkv)
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
