@@ -168,8 +168,10 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
 
 def _busy_query_blocks(tiles: Tiles) -> list[int]:
     """The query blocks that meet anything, for any sequence and head."""
-    count = tiles.by_query.full_count + tiles.by_query.partial_count
-    return torch.nonzero(count.amax(dim=(0, 1))).flatten().tolist()
+    lists = tiles.by_query
+    count = lists.full_count + lists.partial_count
+    most = count.amax(dim=(0, 1))
+    return torch.nonzero(most).flatten().tolist()
 
 
 def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,8 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
 
 def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
     """What belongs to the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
-    index = blocks[..., None] * size + torch.arange(size, device=per_token.device)
+    offset = torch.arange(size, device=per_token.device)
+    index = blocks[..., None] * size + offset
     return per_token.gather(2, index.flatten(2))
 
 
@@ -286,7 +289,8 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 
 def _finite(lse: Tensor) -> Tensor:
     """lse without -inf, which would give NaN in exp(-inf - lse)."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
+    lowest = torch.finfo(lse.dtype).min
+    return lse.clamp(min=lowest)
 
 
 def serves_dense(q: Tensor, shape: DenseShape) -> bool:
@@ -418,4 +422,5 @@ def _one_sequence(x: Tensor) -> Tensor:
 
 def _many_sequences(x: Tensor, batch: int) -> Tensor:
     """The inverse of _one_sequence()."""
-    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    by_head = x[0].unflatten(1, (batch, -1))
+    return by_head.transpose(0, 1)
