@@ -1,4 +1,5 @@
-"""What can run and what cannot: check() refuses impossible combinations before any process group exists."""
+"""What can run and what cannot: check() refuses impossible combinations before any process group
+exists."""
 
 import math
 import os
@@ -87,7 +88,8 @@ _MINIMUMS = {
 
 
 def world_from_environment() -> tuple[int, int]:
-    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where unset."""
+    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where
+    unset."""
     sizes = []
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, "1")
@@ -185,8 +187,8 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     """load() and then check(), whose ConfigError gets the name of the --config file in front, or
     "command line".
 
-    The flag --ranks takes the place of the world size. A node then has the ranks that torchrun says,
-    or RANKS_PER_NODE.
+    The flag --ranks takes the place of the world size. A node then has the ranks that torchrun
+    says, or RANKS_PER_NODE.
     """
     config, flags = load(argv)
     world_size, local_world_size = world_of(flags, world_size, local_world_size)

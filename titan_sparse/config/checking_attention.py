@@ -128,7 +128,8 @@ def check_recompute(config: Config) -> None:
 def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int) -> None:
     table = "attention.vertical_slash"
     for value, limit, key, bound in (
-        # An unset probe is one block, and the loader pads every sequence to whole blocks: it always fits.
+        # An unset probe is one block, and the loader pads every sequence to whole blocks: it always
+        # fits.
         (pattern.probe, seq_len, f"{table}.probe", "training.seq_len"),
         (pattern.probe, pattern.dense_below, f"{table}.probe", f"{table}.dense_below"),
         (block_size, pattern.dense_below, "attention.block_size", f"{table}.dense_below"),

@@ -1,4 +1,5 @@
-"""Text to configuration and back: the command line wins over the TOML file, the file over the defaults.
+"""Text to configuration and back: the command line wins over the TOML file, the file over the
+defaults.
 
 load() reads, to_toml() and save() write, usage() explains. The helpers that checking.py needs too,
 for types and for the wording of messages, are here as well.
@@ -151,7 +152,8 @@ def _apply_option(config: Config, key: str, text: str | None) -> None:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """The text as a value of the field's type, or unchanged where it is none: typed() refuses it."""
+    """The text as a value of the field's type, or unchanged where it is none: typed() refuses
+    it."""
     if kind is bool:
         return {"true": True, "false": False}.get(text, text)
     if kind not in (int, float):
@@ -259,7 +261,8 @@ def require(condition: bool, message: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages only."""
+    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages
+    only."""
     if isinstance(value, str):
         # A JSON string is a TOML string but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
