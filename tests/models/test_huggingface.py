@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
-from tests.models.test_decoder import _pretended_rank as pretended_rank
-from tests.models.test_decoder import causal, dense_attend
+from tests.models.helpers import causal, dense_attend, pretended_rank
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, check
 from titan_sparse.models import flavours
