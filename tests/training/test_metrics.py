@@ -277,7 +277,11 @@ def _check_bytes() -> None:
     """Chunks of keys and values in bf16 (1), their gradients in fp32 (2) or bf16 (1), on rings of 2 and 3."""
     rank, ranks, n = dist.get_rank(), dist.get_world_size(), TOKENS
     chunk = 2 * BATCH * KV_HEADS * n * DIM * 2
-    record = lambda *options: _record(_cp(*options), dtype=torch.bfloat16, backward=True)[0]
+
+    def record(*options):
+        seen, _ = _record(_cp(*options), dtype=torch.bfloat16, backward=True)
+        return seen
+
     plain = (ranks - 1) * (1 + 1 + 2) * chunk
     for layout, schedule in (
         ("zigzag", "ring"),
