@@ -383,12 +383,13 @@ def work_lines(plans: list[Plan]) -> str:
     work = torch.stack([p.work for p in plans]).mean(0) / 1e6  # [ranks, steps]
     ranks = work.sum(-1)
     steps = work.amax(0) / work.mean(0).clamp(min=1e-9)
-    lines = [
+    first = (
         f"{plans[0].layout}, {plans[0].schedule}: million pairs a rank: "
         f"min {ranks.min():,.1f} (rank {ranks.argmin()}), mean {ranks.mean():,.1f}, "
         f"max {ranks.max():,.1f} (rank {ranks.argmax()}); "
         f"worst step {steps.argmax()}: max / mean over ranks {steps.max():.2f}"
-    ]
+    )
+    lines = [first]
     if len(work) <= 16:
         for rank, of_rank in enumerate(work.tolist()):
             by_step = " ".join(f"{pairs:,.1f}" for pairs in of_rank)
