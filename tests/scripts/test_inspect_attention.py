@@ -69,7 +69,7 @@ def test_masses_against_the_table_of_all_pairs():
         ]
         for row in last.mean(1)
     ]
-    assert layer.verticals.tolist() == verticals
+    assert layer.columns.tolist() == verticals
     assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
     assert len({point["pattern"] for point in layer.curves}) == 4
 
@@ -100,7 +100,7 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     point = curve(("name", 1.0, pattern), q, k, rows, cp, at, mass)
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
-    assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
+    assert ("columns" in point) == isinstance(pattern, VerticalSlash)
 
 
 def test_count_to_hold():
