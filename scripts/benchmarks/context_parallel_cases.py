@@ -169,7 +169,7 @@ def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
     """
     try:
         return _torch_timed(bench, shape, method) | {"repeated_heads": False}
-    except Exception:  # noqa: BLE001  the versions of torch raise different ones
+    except Exception:  # the versions of torch raise different ones
         repeated = shape._replace(kv_heads=shape.heads)
         return _torch_timed(bench, repeated, method) | {"repeated_heads": True}
 

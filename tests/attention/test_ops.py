@@ -159,7 +159,7 @@ def test_plain_checkpointing_would_run_them_twice(calls):
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_the_trainers_checkpointing_runs_attention_once(calls, mode):
-    """activation_checkpoint.checkpointed() as parallel.py uses it, on the layer of this file."""
+    """activation_checkpoint.checkpointed() as parallelize.py uses it, on the layer of this file."""
     layer, rows = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
     _step(layer, checkpointed(layer, mode), _input(0), rows)
     assert calls == {"forward": 1, "select": 1}

@@ -101,7 +101,7 @@ def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(
-            a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}, {note}: {text}"
+            a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}, {note}: {text}"
         )
 
 
@@ -174,11 +174,8 @@ def test_nested():
     want = _step(functools.partial(two_layers, 0.0, CHECKPOINTS["none"]), leaves)
     for inner, share in itertools.product(("selective", "plain"), (0.5, 1.0)):
         function = functools.partial(two_layers, share, CHECKPOINTS[inner])
-        _assert_equal(
-            _step(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves),
-            want,
-            (inner, share),
-        )
+        outer = functools.partial(checkpoint, function, use_reentrant=False)
+        _assert_equal(_step(outer, leaves), want, (inner, share))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,9 @@ def test_nested():
         ("dense", sliding_window([45, 11], 20, sinks=5)),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a GPU test_gpu.py does it")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="interpreted; tests/gpu/test_attention.py does it on a GPU"
+)
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(
@@ -305,7 +304,8 @@ def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
     if compiled and torch.__version__ < "2.12":
         pytest.skip(
-            "with aot_eager torch 2.11 saves other tensors too; tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
+            "with aot_eager torch 2.11 saves other tensors too; "
+            "tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
         )
     rows, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):

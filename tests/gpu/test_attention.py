@@ -101,7 +101,10 @@ def test_bf16_on_one_gpu(mask, pattern):
 @pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_recomputed_attention(pattern, backend, compiled):
-    """The first part of a sequence computed again: out, gradients and memory. Plain causal, so flex takes its fastest path."""
+    """The first part of a sequence computed again: out, gradients and memory.
+
+    Plain causal, so flex takes its fastest path.
+    """
     q, k, v = (
         x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16)
     )
@@ -151,7 +154,7 @@ def test_bf16_over_nccl(tmp_path):
             "--nproc-per-node",
             str(torch.cuda.device_count()),
             "-m",
-            "tests.test_gpu",
+            "tests.gpu.test_attention",
             str(tmp_path),
         ],
         cwd=ROOT,

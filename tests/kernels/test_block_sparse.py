@@ -110,7 +110,10 @@ class Case:
         return [base.Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
 
     def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
-        """The same by the triton backend, blocks and verticals fused; gradients with its own out and lse unless given."""
+        """The same by the triton backend, blocks and verticals fused.
+
+        Gradients use its own out and lse unless they are given.
+        """
         pieces = self.backend_pieces()
         own = triton.forward(self.q, pieces, None, self.scale)
         if out is None:

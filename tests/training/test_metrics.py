@@ -167,7 +167,7 @@ def _check_columns_of_the_backward(schedule: str) -> None:
 
 
 def _check_sparse_work(schedules: tuple[str, ...]) -> None:
-    """Against balance.py's own count, which test_balance.py checks against index.dense()."""
+    """Against the count of visits.py, which test_visits.py checks against index.dense()."""
     for schedule in schedules:
         if schedule != "all_gather":
             _check_columns_of_the_backward(schedule)

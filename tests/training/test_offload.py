@@ -40,7 +40,7 @@ def _small_tensors_too(monkeypatch) -> Iterator[None]:
 def _decoder(
     backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None
 ) -> Decoder:
-    """fp32, checkpointed and compiled block by block as parallel.py does."""
+    """fp32, checkpointed and compiled block by block as parallelize.py does."""
     call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
     model = Decoder(CONFIG, lambda q, k, v, mask: call(q, k, v, mask))
     initialize(model, 0, CONFIG)

@@ -72,9 +72,11 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """q and d_out of half a sequence, and k and v of the other half and of the verticals."""
     g = torch.Generator().manual_seed(head_dim)
-    draw = lambda h, n: torch.randn(batch, h, n, head_dim, generator=g, dtype=torch.float64).to(
-        device, dtype
-    )
+
+    def draw(number_of_heads: int, tokens: int) -> Tensor:
+        shape = (batch, number_of_heads, tokens, head_dim)
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype)
+
     kv = [
         (draw(kv_heads, seq_len // 2), draw(kv_heads, seq_len // 2)),
         (draw(heads, verticals), draw(heads, verticals)),
@@ -128,12 +130,17 @@ def _check(
     tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, Tensor]], tolerance: float
 ) -> None:
     scale = q.shape[-1] ** -0.5
-    pieces = [eager.forward(q, [Piece(*x, t)], None, scale) for t, x in zip(tiles, kv)]
-    lse = torch.logaddexp(pieces[0][1], pieces[1][1])
-    out = sum(o * (l - lse.clamp(min=-1e30)).exp()[..., None] for o, l in pieces)
-    whole = (out, lse)
-    for piece, x in zip(tiles, kv):
-        _check_piece(piece, q, d_out, x, whole, tolerance)
+    results = []
+    for piece_tiles, (k, v) in zip(tiles, kv):
+        results.append(eager.forward(q, [Piece(k, v, piece_tiles)], None, scale))
+    (out_0, lse_0), (out_1, lse_1) = results
+    lse = torch.logaddexp(lse_0, lse_1)
+    finite_lse = lse.clamp(min=-1e30)
+    share_0 = (lse_0 - finite_lse).exp()[..., None]
+    share_1 = (lse_1 - finite_lse).exp()[..., None]
+    whole = (out_0 * share_0 + out_1 * share_1, lse)
+    for piece_tiles, piece_kv in zip(tiles, kv):
+        _check_piece(piece_tiles, q, d_out, piece_kv, whole, tolerance)
 
 
 # Without a GPU ------------------------------------------------------------------------------------------------------

@@ -119,8 +119,10 @@ def test_attention_is_that_of_one_process(axes):
 
 
 def _check_tables_in_use() -> None:
-    """Two batches' forwards before their backwards, which come in the other order; masks of other layers share a table; nothing
-    is compiled anew for another table."""
+    """Two batches run forward, then backward in the other order.
+
+    Masks of other layers share a table. Nothing is compiled anew for another table.
+    """
     cp = ContextParallel(
         init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK
     )

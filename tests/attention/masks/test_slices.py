@@ -1,5 +1,6 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
+import functools
 import itertools
 import time
 
@@ -189,7 +190,10 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     made = time.process_time()
     found = slice_tiles.classify(mask.rows(1 << 20).slices, 128)
     assert made - start < 1 and time.process_time() - made < 1
-    tiles = lambda runs: int((runs.last - runs.first).sum())
+
+    def tiles(runs) -> int:
+        return int((runs.last - runs.first).sum())
+
     if kind == "documents":
         lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
         pairs = (
@@ -276,25 +280,30 @@ def test_compiles_once_for_any_number_of_slices():
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
-    compiled = torch.compile(function, fullgraph=True, backend=counter)
+
+    def twice(q, k, v, ranges):
+        return attend(q, k, v, ranges, block_size=BLOCK) * 2
+
+    compiled = torch.compile(twice, fullgraph=True, backend=counter)
     qkv = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     for number in (3, 40, 130, 5):
-        rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
+        ranges = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
         if number == 130:
-            rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
+            ranges = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
         d_out = torch.ones_like(qkv[0])
-        got = gradients(lambda *x, rows=rows: compiled(*x, rows), d_out, *qkv)
-        want = gradients(lambda *x, rows=rows: function(*x, rows), d_out, *qkv)
+        got = gradients(functools.partial(compiled, ranges=ranges), d_out, *qkv)
+        want = gradients(functools.partial(twice, ranges=ranges), d_out, *qkv)
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     mask = mask_and_truth("random 3")[0]
-    function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
-    inside = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK)
-    )
+
+    def with_mask_inside(q):
+        return attend(q, q, q, mask, Dense(), block_size=BLOCK)
+
+    inside = torch.compile(with_mask_inside, fullgraph=True, backend="aot_eager")
+    q = qkv[0]
+    torch.testing.assert_close(inside(q), attend(q, q, q, mask, block_size=BLOCK))
     torch._dynamo.reset()
 
 

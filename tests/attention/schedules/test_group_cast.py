@@ -1,5 +1,8 @@
-"""Schedule group_cast: the plan on integers, played through on all ranks; attention over processes against dense
-attention in fp64, and not a byte more than is needed. All combinations: pytest -m slow tests/attention/schedules/test_group_cast.py
+"""Schedule group_cast.
+
+The plan on integers, played through on all ranks. Attention over processes against dense attention
+in fp64, and not a byte more than is needed. All combinations:
+pytest -m slow tests/attention/schedules/test_group_cast.py
 """
 
 import functools
@@ -106,7 +109,10 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
         assert len(memory[rank]) == plans[rank].memory
         assert sorted(got[rank]) == sorted(needs[rank] - owned[rank])
     # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
-    of_node = lambda sets, node: set().union(*sets[node * intra : node * intra + intra])
+
+    def of_node(sets: list[set[int]], node: int) -> set[int]:
+        return set().union(*sets[node * intra : node * intra + intra])
+
     assert sorted(crossings) == sorted(
         (block, node)
         for node in range(inter)
@@ -287,15 +293,15 @@ def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], case: str) -> None:
     """Sent is what is needed, and to another node once, counted from pairs of blocks without the plan."""
-    owner, node = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64), cp.rank // cp.intra
+    owner = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64)
+    node = cp.rank // cp.intra
     for rank, own in enumerate(cp.block_table(SEQ_LEN)):
         owner[own] = rank
     want = dict.fromkeys(("inner", "outer", "inner_gradient", "outer_gradient"), 0)
-    for block, (own, users) in enumerate(zip(owner.tolist(), needed.T.tolist())):
+    for own, users in zip(owner.tolist(), needed.T.tolist()):
         nodes = {rank // cp.intra for rank in range(cp.size) if users[rank] and rank != own}
-        passes_here = (
-            own % cp.intra == cp.rank % cp.intra and node in nodes
-        )  # here it is owned or handed on
+        # Here the block is owned or handed on.
+        passes_here = own % cp.intra == cp.rank % cp.intra and node in nodes
         others = sum(
             users[rank]
             for rank in range(node * cp.intra, (node + 1) * cp.intra)
@@ -351,16 +357,21 @@ def _check_plans_are_made_once_a_mask() -> None:
 
 
 def _check_lengths_that_are_compiled_for() -> None:
-    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks, and the result is the same."""
-    monkeypatch, lengths = pytest.MonkeyPatch(), set()
+    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks.
+
+    The result is the same.
+    """
+    monkeypatch = pytest.MonkeyPatch()
+    lengths = set()
     monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
     for name, at in (("forward", 1), ("backward", 2)):
         inner = getattr(eager, name)
-        monkeypatch.setattr(
-            eager,
-            name,
-            lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x),
-        )
+
+        def noted(*args, at=at, inner=inner):
+            lengths.add(args[at].shape[2] // BLOCK)
+            return inner(*args)
+
+        monkeypatch.setattr(eager, name, noted)
     cp = _context((1, 1, 3), "striped", (2, 3))
     for mask, pattern in (("documents", "dense"), ("window", "moba")):
         _check(cp, mask, pattern)
@@ -397,11 +408,15 @@ def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
 
 
 def _check_compiled_and_recomputed() -> None:
-    """As training calls it: compiled without graph breaks, checkpointed, a part of it computed again in the backward."""
-    cp, (qkv, d_out) = _context((1, 2, 2), "striped"), _inputs()
-    policy = lambda _, op, *args, **kwargs: (
-        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    """As training calls it: compiled without graph breaks, checkpointed, partly recomputed."""
+    cp = _context((1, 2, 2), "striped")
+    qkv, d_out = _inputs()
+
+    def policy(_, op, *args, **kwargs) -> CheckpointPolicy:
+        if op in SAVED_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     call = functools.partial(
         attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4

@@ -53,8 +53,9 @@ def test_equals_attention_over_tiles(name, monkeypatch):
     calls = []
     monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
     for kind in ("dense_forward", "dense_backward"):
+        inner = getattr(eager, kind)
 
-        def counted(*inputs, kind=kind, inner=getattr(eager, kind)):
+        def counted(*inputs, kind=kind, inner=inner):
             *_, shape, scale = inputs
             assert shape.is_packed and scale == 8**-0.5
             calls.append((kind, shape.window))
