@@ -14,7 +14,8 @@ from tests.reference import dense_attention, gradients
 from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import Tiles, block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Lists, Piece, naive
 from titan_sparse.kernels.verticals import add_verticals, add_verticals_naive

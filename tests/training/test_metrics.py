@@ -15,8 +15,9 @@ from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, timing
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.observe.imbalance import worker_imbalance
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.visits import Visits, by_step, count_visits, step_sources
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.needs import needed_chunks_of
@@ -144,7 +145,7 @@ def _check_columns_of_the_backward(schedule: str) -> None:
     out.sum().backward()
     monkeypatch.undo()
     rows = Causal().rows(TOKENS * cp.size)
-    visits = balance.count_visits(aux.index, rows, cp.block_table(TOKENS * cp.size))
+    visits = count_visits(aux.index, rows, cp.block_table(TOKENS * cp.size))
     needed = needed_chunks_of(aux.index, rows, cp.layout, cp.size)
     columns, sources = visits.vertical_pairs[0, :, cp.rank].sum(0), sum(cp.windows, [])
     work = visits.pairs[0, :, cp.rank].sum(0)[sources]
@@ -153,8 +154,8 @@ def _check_columns_of_the_backward(schedule: str) -> None:
     assert (
         reduced[0] == max(i for i, event in enumerate(seen) if event[0] == "part") + 1 < len(seen)
     )
-    want = balance.by_step(
-        visits, balance.step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
+    want = by_step(
+        visits, step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
     )
     for group in groups:
         found, at = work.clone(), None
@@ -175,16 +176,14 @@ def _check_sparse_work(schedules: tuple[str, ...]) -> None:
         mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
         seen, index = _record(cp, mask=mask, pattern=SPARSE)
         rows = mask.rows(index.seq_len)
-        visits = balance.count_visits(index, rows, cp.block_table(index.seq_len))
+        visits = count_visits(index, rows, cp.block_table(index.seq_len))
         assert visits.vertical_pairs.sum() > 0
         if schedule == "all_gather":
             want = visits.total().unflatten(1, (KV_HEADS, -1)).sum((0, 2)).T
         else:
-            summed = balance.Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
+            summed = Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
             needed = needed_chunks_of(index, rows, cp.layout, cp.size)
-            want = balance.by_step(
-                summed, balance.step_sources(schedule, cp.inter, cp.intra), needed=needed
-            )[0, 0]
+            want = by_step(summed, step_sources(schedule, cp.inter, cp.intra), needed=needed)[0, 0]
         work, compute, _ = seen.by_rank()
         assert torch.equal(work[0], want.double()), schedule
         assert (compute > 0)[work > 0].all(), schedule
@@ -224,7 +223,7 @@ def _check_waiting() -> None:
             (waited.sum() / elapsed.sum()).item()
         )
         assert 0 < logged["computation_ratio"] < 1
-        assert logged["worker_imbalance_time"] == balance.worker_imbalance(compute).item()
+        assert logged["worker_imbalance_time"] == worker_imbalance(compute).item()
 
 
 def _check_nothing_is_timed() -> None:

@@ -10,7 +10,8 @@ from titan_sparse.attention.backends.base import Piece, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -24,7 +24,8 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
 )
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
+from titan_sparse.attention.observe.imbalance import worker_imbalance
+from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths

@@ -42,11 +42,12 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
+from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
-from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
+from titan_sparse.attention.schedules.needs import met_blocks
 
 BLOCK, SEQ_LEN = 8, 192
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
