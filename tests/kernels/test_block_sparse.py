@@ -66,12 +66,12 @@ class Case:
         whole=False,
         dtype=torch.float32,
     ):
-        rows = mask.rows(blocks * size, DEVICE)
+        ranges = mask.rows(blocks * size, DEVICE)
         index = RandomIndex(heads[0], blocks, size, batch, verticals * size)
         numbers = torch.arange(blocks, device=DEVICE)
         q_blocks, k_blocks = (numbers, numbers) if whole else (numbers[::2], numbers[1::2])
-        self.tiles = block_tiles(rows, index, q_blocks, k_blocks, batch, True)
-        self.vertical_tiles = vertical_tiles(rows, index, q_blocks, True)
+        self.tiles = block_tiles(ranges, index, q_blocks, k_blocks, batch, True)
+        self.vertical_tiles = vertical_tiles(ranges, index, q_blocks, True)
         self.scale = 0.9 / math.sqrt(dim)
         g = torch.Generator().manual_seed(1)
         lengths = (len(q_blocks) * size, len(k_blocks) * size, verticals * size)

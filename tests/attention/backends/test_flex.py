@@ -53,12 +53,12 @@ def _ragged(seq_len: int) -> list[Mask]:
 
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
-    rows, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
+    ranges, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
     q_blocks, k_blocks = (
         torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0)
     )
-    blocks = block_tiles(rows, index, q_blocks, k_blocks, len(index.verticals), True)
-    return [blocks, vertical_tiles(rows, index, q_blocks, True)]
+    blocks = block_tiles(ranges, index, q_blocks, k_blocks, len(index.verticals), True)
+    return [blocks, vertical_tiles(ranges, index, q_blocks, True)]
 
 
 def _inputs(
@@ -378,7 +378,7 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
     )
     step = torch.compile(
-        lambda q, k, v, rows, backend: attend(q, k, v, rows, pattern, backend=backend),
+        lambda q, k, v, ranges, backend: attend(q, k, v, ranges, pattern, backend=backend),
         fullgraph=True,
     )
     for lengths in ([700, 9, 1000, 301], [1500, 400]):

@@ -14,8 +14,7 @@ from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import classification as slice_tiles
-from titan_sparse.attention.masks import slices
+from titan_sparse.attention.masks import classification, slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
@@ -36,9 +35,9 @@ def _by_tile(seen: Tensor, size: int) -> Tensor:
 
 
 def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
-    rows, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
+    ranges, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
     blocks = torch.arange(want.shape[-1]).flip(0)
-    whole, partial, pairs = slice_tiles.tile_weights(rows, blocks, blocks, size)
+    whole, partial, pairs = classification.tile_weights(ranges, blocks, blocks, size)
     want = want[:, blocks][:, :, blocks]
     assert torch.equal(pairs.long(), want)
     assert torch.equal(whole == 1, want == size * size), (
@@ -50,12 +49,14 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sees_the_definition(name):
     mask, truth = mask_and_truth(name)
-    rows = mask.rows(SEQ_LEN)
+    ranges = mask.rows(SEQ_LEN)
     assert torch.equal(mask.dense(SEQ_LEN)[0], truth)
     assert int(sum(area(x).sum() for x in mask.sequences)) == truth.sum()
-    assert torch.equal(rows.start[0] < rows.stop[0], truth.any(1))
-    assert rows.causal == (not truth.triu(1).any()) and rows.slices.dtype == torch.int32
-    assert rows.slices.shape[1].bit_count() == 1, "the number of slices is padded to a power of two"
+    assert torch.equal(ranges.start[0] < ranges.stop[0], truth.any(1))
+    assert ranges.causal == (not truth.triu(1).any()) and ranges.slices.dtype == torch.int32
+    assert ranges.slices.shape[1].bit_count() == 1, (
+        "the number of slices is padded to a power of two"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,8 +115,8 @@ ROWS = [
     "mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"]
 )
 def test_rows_as_slices_and_intersections(mask):
-    rows = mask.rows(SEQ_LEN)
-    same = Slices.of_diagonals(slices_of_ranges(rows.start[0], rows.stop[0]))
+    ranges = mask.rows(SEQ_LEN)
+    same = Slices.of_diagonals(slices_of_ranges(ranges.start[0], ranges.stop[0]))
     assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)
@@ -188,7 +189,7 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     start = time.process_time()
     mask = _many(kind)
     made = time.process_time()
-    found = slice_tiles.classify(mask.rows(1 << 20).slices, 128)
+    found = classification.classify(mask.rows(1 << 20).slices, 128)
     assert made - start < 1 and time.process_time() - made < 1
 
     def tiles(runs) -> int:
@@ -197,7 +198,8 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     if kind == "documents":
         lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
         pairs = (
-            slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+            classification.cut_tiles(mask.rows(1 << 20), 128).pairs.sum()
+            + tiles(found.whole) * 128**2
         )
         assert pairs == (lengths * (lengths + 1) // 2).sum()
     else:  # joined they are a plain mask
@@ -310,7 +312,7 @@ def test_compiles_once_for_any_number_of_slices():
 def test_opcheck():
     from titan_sparse.attention.context_parallel.group import one_rank
 
-    rows, (q, k, v) = (
+    ranges, (q, k, v) = (
         mask_and_truth("random 4")[0].rows(SEQ_LEN),
         structured_qkv(1, 2, 1, SEQ_LEN, 8),
     )
@@ -320,12 +322,12 @@ def test_opcheck():
         "eager",
         0.3,
         False,
-        rows.slices,
+        ranges.slices,
         None,
     )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(
-        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names)
+        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *ranges[:3], *names)
     )
 
 

@@ -165,17 +165,17 @@ def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
         .sort(dim=-1)
         .values
     )
-    rows = MaskRanges(
+    ranges = MaskRanges(
         start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False
     )
     keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
-    seen = (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
+    seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
     want = (
         seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
     )
     assert want.any() and (layout == "striped" or not want.all())
-    assert torch.equal(seen_blocks(rows, table, BLOCK), want)
-    met = met_blocks(rows, Dense().index([], rows, 2, 1, BLOCK), table)
+    assert torch.equal(seen_blocks(ranges, table, BLOCK), want)
+    met = met_blocks(ranges, Dense().index([], ranges, 2, 1, BLOCK), table)
     assert (want <= met).all()  # a tile may have a hole that the mask empties
 
 
@@ -348,11 +348,11 @@ def _check_plans_are_made_once_a_mask() -> None:
     monkeypatch.setattr(
         group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args)
     )
-    cp, rows = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
+    cp, ranges = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
     for pattern, layers in (("dense", 1), ("moba", 2)):
         leaves = [cp.shard(x, 2).requires_grad_() for x in _inputs()[0]]
         made.clear()
-        sum(attend(*leaves, rows, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
+        sum(attend(*leaves, ranges, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
         assert made == [2] * layers + [3] * layers
     monkeypatch.undo()
 
@@ -391,12 +391,12 @@ def _check_lengths_that_are_compiled_for() -> None:
 
 def _check_calls_with_other_heads() -> None:
     """Under one mask, backwards that begin with other parts of the own blocks, as gradients of more heads go home."""
-    cp, rows = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
+    cp, ranges = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
     seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
     for kv_heads in (1, 4):
         qkv, d_out = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3), _inputs()[1]
         leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-        got = torch.autograd.grad(attend(*leaves, rows, Dense(), cp), leaves, cp.shard(d_out, 2))
+        got = torch.autograd.grad(attend(*leaves, ranges, Dense(), cp), leaves, cp.shard(d_out, 2))
         _, wanted = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
