@@ -287,11 +287,7 @@ def _inject_delays(case: Case, device: str) -> Counter:
 
     transfers = ("shift", "start_all_gather", "start_reduce_scatter", "start_all_reduce")
     for kind, owner, names in (
-        (
-            "work",
-            BACKENDS[case.backend],
-            ("forward", "forward_with_verticals", "backward", "backward_with_verticals"),
-        ),
+        ("work", BACKENDS[case.backend], ("forward", "backward")),
         ("wait", Transfer, ("wait",)),
         ("wait", Pending, ("wait",)),
         ("transfer", ContextParallel, transfers),

@@ -65,7 +65,7 @@ def _inject_delays() -> None:
         return late
 
     for owner, names in (
-        (eager, ("forward", "forward_with_verticals", "backward", "backward_with_verticals")),
+        (eager, ("forward", "backward")),
         (Transfer, ("__init__", "wait")),
         (Pending, ("__init__", "wait")),
         (ContextParallel, ("all_reduce", "all_gather", "all_to_all")),

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.masks import classification, slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
@@ -310,25 +312,10 @@ def test_compiles_once_for_any_number_of_slices():
 
 
 def test_opcheck():
-    from titan_sparse.attention.context_parallel.group import one_rank
-
-    ranges, (q, k, v) = (
-        mask_and_truth("random 4")[0].rows(SEQ_LEN),
-        structured_qkv(1, 2, 1, SEQ_LEN, 8),
-    )
-    names = (
-        Dense().key,
-        one_rank(BLOCK).key,
-        "eager",
-        0.3,
-        False,
-        ranges.slices,
-        None,
-    )
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *ranges[:3], *names)
-    )
+    ranges = mask_and_truth("random 4")[0].rows(SEQ_LEN)
+    leaves = [x.clone().requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
+    rest = op_arguments([], ranges, Dense(), one_rank(BLOCK), 0.3)
+    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, *rest))
 
 
 def test_the_mask_of_a_run_with_sinks():

@@ -365,12 +365,13 @@ def _check_lengths_that_are_compiled_for() -> None:
     monkeypatch = pytest.MonkeyPatch()
     lengths = set()
     monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
-    for name, at in (("forward", 1), ("backward", 2)):
+    for name in ("forward", "backward"):
         inner = getattr(eager, name)
 
-        def noted(*args, at=at, inner=inner):
-            lengths.add(args[at].shape[2] // BLOCK)
-            return inner(*args)
+        def noted(queries, pieces, *args, inner=inner):
+            for piece in pieces:
+                lengths.add(piece.k.shape[2] // BLOCK)
+            return inner(queries, pieces, *args)
 
         monkeypatch.setattr(eager, name, noted)
     cp = _context((1, 1, 3), "striped", (2, 3))
