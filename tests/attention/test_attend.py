@@ -69,9 +69,6 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-# Against the reference ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
 def test_attend_is_dense_attention_over_what_was_selected(shape, mask, pattern):
@@ -170,9 +167,6 @@ def test_lower_precision(dtype, bound, pattern):
         assert a.dtype == dtype and ((a.double() - b).norm() / b.norm()).item() < bound, name
 
 
-# Perturbation and poison: with the index held fixed -----------------------------------------------------------------
-
-
 def _with_index(p: Problem, tensors: list[Tensor], *qkv: Tensor) -> Tensor:
     """The forward op alone, on an index made before."""
     ranges = p.mask.rows(p.q.shape[2])._replace(plain=False)
@@ -258,9 +252,6 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     assert out[seen[..., here].any(-1)].isnan().all()
 
 
-# Statistics ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("mask, pattern", COMBINATIONS)
 def test_statistics_count_what_is_computed(shape, mask, pattern):
@@ -295,9 +286,6 @@ def test_statistics_of_budgets_and_layers():
     assert len(record.visited) == 2, "recorded outside of recording()"
 
 
-# Custom ops ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", ["dense", "sparse"])
 @pytest.mark.parametrize("mask, dtype", [("causal", torch.float64), ("documents", torch.bfloat16)])
 def test_opcheck(mask, dtype, pattern):
@@ -317,9 +305,6 @@ def test_opcheck(mask, dtype, pattern):
         ops.attend_backward.default, (torch.ones_like(p.q), *p.qkv, list(saved), *rest)
     )
     assert set(result.values()) == {"SUCCESS"}
-
-
-# Refusals -----------------------------------------------------------------------------------------------------------
 
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -97,9 +97,6 @@ def test_compiled_without_context_parallelism():
     _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
 
 
-# Activation checkpointing -------------------------------------------------------------------------------------------
-
-
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 

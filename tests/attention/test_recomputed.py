@@ -105,9 +105,6 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
         )
 
 
-# What comes out -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)]
 )
@@ -233,9 +230,6 @@ def test_opcheck():
         ops.attend_forward(*leaves, *second)
 
 
-# What runs, and what is kept ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, int] | str]:
     """Blocks of queries and of keys of each attention forward that really ran, and selections."""
@@ -338,9 +332,6 @@ def test_choose_recompute(free, expected):
     assert choose_recompute(lambda share: 40 * (1 - share), free) == expected
 
 
-# Statistics ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "how, share",
     [("none", 0.5), ("selective", 0.25), ("selective", 1.0), ("plain", 0.0), ("reentrant", 0.5)],
@@ -362,9 +353,6 @@ def test_a_layer_is_counted_once(how, share):
             ).sum().backward()
     assert torch.equal(got.density(), want.density()) and len(got.recall) == len(got.capped) == 2
     assert torch.equal(torch.stack(got.recall), torch.stack(want.recall))
-
-
-# Over ranks ---------------------------------------------------------------------------------------------------------
 
 
 def _check_ranks() -> None:

@@ -95,9 +95,6 @@ def _succeeds(process: subprocess.Popen) -> None:
     assert process.returncode == 0, output
 
 
-# Attention: one start of four processes -------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict]:
     """What each rank found."""
@@ -150,9 +147,6 @@ def test_memory_does_not_grow(found):
         assert set(rank["memory"]) == set(SCHEDULES)
         for name, (after_5, after_50) in rank["memory"].items():
             assert 0 < after_5 == after_50, (name, after_5, after_50)
-
-
-# What the processes run -----------------------------------------------------------------------------------------------
 
 
 def _main(folder: str, device: str) -> None:
@@ -307,9 +301,6 @@ def _started_on(stream: "torch.cuda.Stream | None"):
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
-
-
-# Training -------------------------------------------------------------------------------------------------------------
 
 
 SHORT = {

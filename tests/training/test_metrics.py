@@ -73,9 +73,6 @@ def _record(
     return seen, aux.index
 
 
-# Work ---------------------------------------------------------------------------------------------------------------
-
-
 def _check_work() -> None:
     ranks = dist.get_world_size()
     n = TOKENS
@@ -193,9 +190,6 @@ def _check_sparse_work(schedules: tuple[str, ...]) -> None:
         assert (compute > 0)[work > 0].all(), schedule
 
 
-# Time ---------------------------------------------------------------------------------------------------------------
-
-
 def test_times_of_a_call(monkeypatch):
     """Computing, and elapsed since the step before, which add up to the call; a step in two intervals, one left out."""
     seconds = iter([10.0, 11.0, 13.0, 13.0, 14.0, 20.0, 21.0, 23.0])
@@ -271,9 +265,6 @@ def test_times_on_a_gpu_need_no_waiting():
         torch.cuda.set_sync_debug_mode("default")
     compute, elapsed = call.milliseconds()
     assert 0 < compute[0] < compute[1] / 2 and (elapsed > compute + compute[1] / 2)[1]
-
-
-# Bytes --------------------------------------------------------------------------------------------------------------
 
 
 def _check_bytes() -> None:
@@ -361,9 +352,6 @@ def test_recorded_over_ranks(ranks):
 
 def test_recorded_over_two_nodes():
     run_processes(4, _check_sparse_work, ("double_ring",))
-
-
-# Training -----------------------------------------------------------------------------------------------------------
 
 
 def _check_training(folder: Path) -> None:

@@ -112,9 +112,6 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     assert seconds < 30
 
 
-# What a rank that fails by itself says ------------------------------------------------------------------------------
-
-
 class _Lines(logging.Handler):
     """What the package logs in this process."""
 

@@ -144,9 +144,6 @@ def _check(
         _check_piece(piece_tiles, q, d_out, piece_kv, whole, tolerance)
 
 
-# Without a GPU ------------------------------------------------------------------------------------------------------
-
-
 def _unlisted(tiles: Tiles) -> Tensor:
     """Bits of [B, Hq, nq, Sk]: keys outside the listed tiles, which the uncompiled ops do not know of."""
     met = torch.zeros(*tiles.by_query.full.shape[:3], tiles.by_key.full.shape[2], dtype=torch.bool)
@@ -252,8 +249,6 @@ def test_describe_names_the_kernels(monkeypatch, reason):
     for dtype, head_dim in ((torch.float32, 64), (torch.float16, 80)):
         assert flex._kernel(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == "TRITON"
 
-
-# On a GPU -----------------------------------------------------------------------------------------------------------
 
 SHAPES = [
     (16, 2, 64),

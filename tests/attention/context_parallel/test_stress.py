@@ -49,9 +49,6 @@ def _context(*arguments) -> ContextParallel:
     return cp
 
 
-# Late ranks ---------------------------------------------------------------------------------------------------------
-
-
 def _inject_delays() -> None:
     """From here on this process dawdles, a little differently at every call: computing, sending, waiting, gathering."""
     delays = random.Random(dist.get_rank())
@@ -153,9 +150,6 @@ def test_late_ranks_do_not_change_a_bit(world_size, cases):
     run_processes(world_size, _check_delays, cases)
 
 
-# Buffers that are kept ----------------------------------------------------------------------------------------------
-
-
 class _Call:
     """One attention call, forward and backward at times of the caller's choosing."""
 
@@ -233,9 +227,6 @@ def test_steps_allocate_no_new_buffers():
     run_processes(4, _check_no_new_buffers, (2, 2), ["double_ring", "all_gather"])
 
 
-# Groups -------------------------------------------------------------------------------------------------------------
-
-
 def _check_groups_beside_each_other() -> None:
     """Two double rings, on ranks 0, 1, 4, 5 and 2, 3, 6, 7, with different masks and a different number of calls."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("cp_inter", "dp", "cp_intra"))
@@ -252,9 +243,6 @@ def _check_groups_beside_each_other() -> None:
 
 def test_double_rings_beside_each_other():
     run_processes(8, _check_groups_beside_each_other)
-
-
-# Bytes on the wire --------------------------------------------------------------------------------------------------
 
 
 def _check_bytes(
@@ -315,9 +303,6 @@ def _check_all_bytes() -> None:
 
 def test_bytes_of_a_sliding_window_are_those_counted_by_hand():
     run_processes(4, _check_all_bytes)
-
-
-# The end ------------------------------------------------------------------------------------------------------------
 
 
 def _check_nothing_is_held() -> None:

@@ -53,9 +53,6 @@ BLOCK, SEQ_LEN = 8, 192
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
 
 
-# The plan -----------------------------------------------------------------------------------------------------------
-
-
 def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) -> dict[int, list]:
     """An all-to-all among `members`, of (sender, entry of the sender's memory)."""
     exchanges = [getattr(plans[rank].stages[stage], kind) for rank in members]
@@ -177,9 +174,6 @@ def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
     assert torch.equal(seen_blocks(ranges, table, BLOCK), want)
     met = met_blocks(ranges, Dense().index([], ranges, 2, 1, BLOCK), table)
     assert (want <= met).all()  # a tile may have a hole that the mask empties
-
-
-# Attention ----------------------------------------------------------------------------------------------------------
 
 
 MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
