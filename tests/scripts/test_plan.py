@@ -268,6 +268,7 @@ def test_calibration_writes_what_plans_read(tmp_path):
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
         capture_output=True,
         text=True,
     )

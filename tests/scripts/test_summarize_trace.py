@@ -49,6 +49,7 @@ def test_script(tmp_path):
                 tmp_path / "out.json",
             ],
             cwd=ROOT,
+            check=False,
             capture_output=True,
             text=True,
         )

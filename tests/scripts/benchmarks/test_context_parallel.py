@@ -49,6 +49,7 @@ def _run(ranks, text, out):
     return subprocess.run(
         command,
         cwd=ROOT,
+        check=False,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,7 +1,6 @@
 """The loss benchmark runs at toy size on any device; its errors are those of what it compares."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest

@@ -318,11 +318,11 @@ def test_what_can_run():
         assert benchmark.refusal(benchmark.parse(text.split()), world) is None
     assert benchmark.parse(["kernels"]).backends == ["flex", "triton"]
     bench = SimpleNamespace(
-        args=benchmark.parse("kernels --heads 4:2 4:2".split()), device=torch.device("cuda")
+        args=benchmark.parse(["kernels", "--heads", "4:2", "4:2"]), device=torch.device("cuda")
     )
     assert list(cases.shapes(bench, 32768, [])) == [Shape(4, 2, 128, 128, 32768, "cuda")]
     with pytest.raises(SystemExit):
-        benchmark.parse("patterns --top-ks 0".split())
+        benchmark.parse(["patterns", "--top-ks", "0"])
 
 
 @pytest.mark.gpu
@@ -344,6 +344,7 @@ def test_small_run_on_a_gpu(tmp_path):
     done = subprocess.run(
         command,
         cwd=ROOT,
+        check=False,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
