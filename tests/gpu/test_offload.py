@@ -1,4 +1,4 @@
-"""The memory levers on one GPU, as training runs of three steps: the same numbers, less memory. docs/memory_levers.md."""
+"""The memory levers on one GPU, as training runs of three steps: the same numbers, less memory. docs/memory.md."""
 
 import gc
 from dataclasses import replace
@@ -193,7 +193,7 @@ def test_float8(tmp_path, recipe):
     )
     print(plain.losses[::10], float8.losses[::10])
     assert float8.losses != plain.losses
-    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory_levers.md).
+    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory.md).
     assert sum(float8.losses) == pytest.approx(sum(plain.losses), rel=0.04)
 
 
