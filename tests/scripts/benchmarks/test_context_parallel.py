@@ -216,14 +216,11 @@ def _seen_tiles(bench, cp, monkeypatch):
         function = getattr(eager, name)
 
         def spy(*args, function=function, name=name, **kwargs):
-            tiles = next(x for x in args if type(x).__name__ == "Tiles")
-            seen.append(
-                (
-                    name,
-                    int(tiles.by_query.full_count.sum()),
-                    int(tiles.by_query.partial_count.sum()),
-                )
-            )
+            _, pieces, *_ = args
+            for piece in pieces:
+                lists = piece.tiles.by_query
+                counts = (int(lists.full_count.sum()), int(lists.partial_count.sum()))
+                seen.append((name, *counts))
             return function(*args, **kwargs)
 
         monkeypatch.setattr(eager, name, spy)
