@@ -25,7 +25,7 @@ from titan_sparse.attention.context_parallel import schedule as schedules
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.observe import imbalance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.config import (
     Config,
@@ -311,10 +311,10 @@ def summary(p: Plan) -> dict[str, float]:
     elapsed = p.forward.compute + p.forward.waiting
     numbers = {
         "density": p.density,
-        "worker_imbalance": balance.worker_imbalance(p.work).item(),
-        "worker_imbalance_per_step": balance.worker_imbalance_per_step(p.work).item(),
-        "step_imbalance": balance.step_imbalance(p.work).item(),
-        "computation_ratio": balance.computation_ratio(p.forward.compute, elapsed).item(),
+        "worker_imbalance": imbalance.worker_imbalance(p.work).item(),
+        "worker_imbalance_per_step": imbalance.worker_imbalance_per_step(p.work).item(),
+        "step_imbalance": imbalance.step_imbalance(p.work).item(),
+        "computation_ratio": imbalance.computation_ratio(p.forward.compute, elapsed).item(),
         "needed_chunks": p.needed,
         "columns_forward_ms": p.verticals[0] * 1e3,
         "columns_backward_ms": p.verticals[1] * 1e3,

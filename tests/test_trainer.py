@@ -199,7 +199,7 @@ def _all_levers(folder: Path) -> None:
     blocks = trainer.model.run_blocks
     tokens = 320 // 2  # 300 padded to blocks of 16 for two ranks
     assert isinstance(trainer.model.layers["0"].mlp, ChunkedMLP)
-    # Of the one block that is not the last: input, out, LSE, columns. No gathered weights.
+    # Of the one block that is not the last: input, out, LSE, verticals. No gathered weights.
     assert (
         blocks.pool.count == 4
         and blocks.pool.free[tokens * 32 * 8]

@@ -167,7 +167,8 @@ def test_impossible_combination(words, world_size, expected):
         ("--attention.schedule ring", 1),
         ("--attention.schedule group_cast --attention.backend flex --parallelism.cp 2", 2),
         (
-            "--attention.schedule group_cast --attention.overlap_stages 4 --attention.overlap_stages_backward 1 --parallelism.cp 2",
+            "--attention.schedule group_cast --attention.overlap_stages 4 "
+            "--attention.overlap_stages_backward 1 --parallelism.cp 2",
             2,
         ),
         ("--attention.schedule all_gather", 1),

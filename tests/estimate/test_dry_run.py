@@ -1,4 +1,7 @@
-"""--dry-run and --find-max-length, their flags, the allocator's default, the ready configurations and launch scripts."""
+"""--dry-run and --find-max-length, and their flags.
+
+Also the allocator's default, the ready configurations and the launch scripts.
+"""
 
 import os
 import re
@@ -206,7 +209,10 @@ def test_ranks_take_the_place_of_the_world():
 )
 def test_segments_grow_unless_the_user_says_otherwise(given, wanted):
     """In a process of its own, as torch must not have been loaded before."""
-    code = "import os, sys; from titan_sparse import train; train.set_allocator(); print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
+    code = (
+        "import os, sys; from titan_sparse import train; train.set_allocator(); "
+        "print(os.environ.get('PYTORCH_CUDA_ALLOC_CONF'), 'torch' in sys.modules)"
+    )
     clean = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
     result = subprocess.run(
         [sys.executable, "-c", code],

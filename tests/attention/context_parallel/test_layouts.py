@@ -234,10 +234,15 @@ def test_auto_moves_nothing_needless(inter, intra):
     [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")],
 )
 def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
-    """Documents or a window, nothing chosen by layer, in the layout that is made for it; else as the mesh suggests."""
-    named = lambda **keys: schedule_named(
-        Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra
-    )
+    """group_cast for documents or a window under a static pattern, in the layout made for it.
+
+    Everywhere else the mesh decides.
+    """
+
+    def named(**keys) -> str:
+        settings = {"pattern": "dense", "layout": "balanced"} | keys
+        return schedule_named(Attention(**settings), inter, intra)
+
     cast = "group_cast" if inter * intra > 1 else "local"
     assert named(mask="documents") == named(mask="causal", sliding_window=4096) == cast
     assert (

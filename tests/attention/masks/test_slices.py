@@ -1,5 +1,6 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
+import functools
 import itertools
 import time
 
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import classification as slice_tiles
-from titan_sparse.attention.masks import slices
+from titan_sparse.attention.masks import classification, slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
@@ -35,9 +37,9 @@ def _by_tile(seen: Tensor, size: int) -> Tensor:
 
 
 def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
-    rows, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
+    ranges, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
     blocks = torch.arange(want.shape[-1]).flip(0)
-    whole, partial, pairs = slice_tiles.tile_weights(rows, blocks, blocks, size)
+    whole, partial, pairs = classification.tile_weights(ranges, blocks, blocks, size)
     want = want[:, blocks][:, :, blocks]
     assert torch.equal(pairs.long(), want)
     assert torch.equal(whole == 1, want == size * size), (
@@ -49,12 +51,14 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sees_the_definition(name):
     mask, truth = mask_and_truth(name)
-    rows = mask.rows(SEQ_LEN)
+    ranges = mask.rows(SEQ_LEN)
     assert torch.equal(mask.dense(SEQ_LEN)[0], truth)
     assert int(sum(area(x).sum() for x in mask.sequences)) == truth.sum()
-    assert torch.equal(rows.start[0] < rows.stop[0], truth.any(1))
-    assert rows.causal == (not truth.triu(1).any()) and rows.slices.dtype == torch.int32
-    assert rows.slices.shape[1].bit_count() == 1, "the number of slices is padded to a power of two"
+    assert torch.equal(ranges.start[0] < ranges.stop[0], truth.any(1))
+    assert ranges.causal == (not truth.triu(1).any()) and ranges.slices.dtype == torch.int32
+    assert ranges.slices.shape[1].bit_count() == 1, (
+        "the number of slices is padded to a power of two"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,8 +117,8 @@ ROWS = [
     "mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"]
 )
 def test_rows_as_slices_and_intersections(mask):
-    rows = mask.rows(SEQ_LEN)
-    same = Slices.of_diagonals(slices_of_ranges(rows.start[0], rows.stop[0]))
+    ranges = mask.rows(SEQ_LEN)
+    same = Slices.of_diagonals(slices_of_ranges(ranges.start[0], ranges.stop[0]))
     assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)
@@ -187,13 +191,17 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     start = time.process_time()
     mask = _many(kind)
     made = time.process_time()
-    found = slice_tiles.classify(mask.rows(1 << 20).slices, 128)
+    found = classification.classify(mask.rows(1 << 20).slices, 128)
     assert made - start < 1 and time.process_time() - made < 1
-    tiles = lambda runs: int((runs.last - runs.first).sum())
+
+    def tiles(runs) -> int:
+        return int((runs.last - runs.first).sum())
+
     if kind == "documents":
         lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
         pairs = (
-            slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+            classification.cut_tiles(mask.rows(1 << 20), 128).pairs.sum()
+            + tiles(found.whole) * 128**2
         )
         assert pairs == (lengths * (lengths + 1) // 2).sum()
     else:  # joined they are a plain mask
@@ -276,48 +284,38 @@ def test_compiles_once_for_any_number_of_slices():
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
-    compiled = torch.compile(function, fullgraph=True, backend=counter)
+
+    def twice(q, k, v, ranges):
+        return attend(q, k, v, ranges, block_size=BLOCK) * 2
+
+    compiled = torch.compile(twice, fullgraph=True, backend=counter)
     qkv = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     for number in (3, 40, 130, 5):
-        rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
+        ranges = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
         if number == 130:
-            rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
+            ranges = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
         d_out = torch.ones_like(qkv[0])
-        got = gradients(lambda *x, rows=rows: compiled(*x, rows), d_out, *qkv)
-        want = gradients(lambda *x, rows=rows: function(*x, rows), d_out, *qkv)
+        got = gradients(functools.partial(compiled, ranges=ranges), d_out, *qkv)
+        want = gradients(functools.partial(twice, ranges=ranges), d_out, *qkv)
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     mask = mask_and_truth("random 3")[0]
-    function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
-    inside = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK)
-    )
+
+    def with_mask_inside(q):
+        return attend(q, q, q, mask, Dense(), block_size=BLOCK)
+
+    inside = torch.compile(with_mask_inside, fullgraph=True, backend="aot_eager")
+    q = qkv[0]
+    torch.testing.assert_close(inside(q), attend(q, q, q, mask, block_size=BLOCK))
     torch._dynamo.reset()
 
 
 def test_opcheck():
-    from titan_sparse.attention.context_parallel.group import one_rank
-
-    rows, (q, k, v) = (
-        mask_and_truth("random 4")[0].rows(SEQ_LEN),
-        structured_qkv(1, 2, 1, SEQ_LEN, 8),
-    )
-    names = (
-        Dense().key,
-        one_rank(BLOCK).key,
-        "eager",
-        0.3,
-        False,
-        rows.slices,
-        None,
-    )
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names)
-    )
+    ranges = mask_and_truth("random 4")[0].rows(SEQ_LEN)
+    leaves = [x.clone().requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
+    arguments = op_arguments([], ranges, Dense(), one_rank(BLOCK), 0.3)
+    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, *arguments))
 
 
 def test_the_mask_of_a_run_with_sinks():

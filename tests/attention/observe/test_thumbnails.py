@@ -59,7 +59,8 @@ def test_counts_of_blocks_and_verticals():
         _, aux = attend(q, k, v, mask, SPARSE, block_size=BLOCK, return_aux=True)
         attend(q, k, v, mask, Dense(), block_size=BLOCK)
     verticals = [sorted(set(row.tolist()) - {TOKENS}) for row in aux.index.verticals[0]]
-    assert seen.columns[0].tolist() == [len(row) for row in verticals] and len(seen.columns) == 1
+    assert seen.verticals[0].tolist() == [len(row) for row in verticals]
+    assert len(seen.verticals) == 1
     blocks = torch.arange(TOKENS // BLOCK)
     in_blocks = aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(
         BLOCK, 2
@@ -68,10 +69,8 @@ def test_counts_of_blocks_and_verticals():
         seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / BLOCK, check_dtype=False
     )
     assert (seen.blocks_per_query[1] == (100 * 101 + 60 * 61) / 2 / 160 / BLOCK).all()
-    assert (
-        torch.equal(seen.columns_at_cap[0], aux.index.capped[0, :, 0].double())
-        and aux.index.capped.any()
-    )
+    assert torch.equal(seen.verticals_at_cap[0], aux.index.capped[0, :, 0].double())
+    assert aux.index.capped.any()
 
 
 def test_images():

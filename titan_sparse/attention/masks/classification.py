@@ -481,9 +481,6 @@ def cuts_between(
     return which, q[which], k[which]
 
 
-_of_blocks = cuts_between  # the name that tiles/ still imports
-
-
 def _places_in(listed: Tensor, blocks: int) -> Tensor:
     """int64 [blocks]: where each global block is in the list, -1 if it is not in it."""
     place = torch.full((blocks,), -1, device=listed.device)

@@ -18,16 +18,10 @@ from titan_sparse.attention.masks.base import (
     whole_number,
 )
 from titan_sparse.attention.masks.geometry import (
-    area,
     check_disjoint,
     padded_table,
     tightened,
-    within_runs,
 )
-from titan_sparse.attention.masks.reach import seen_by
-
-# Other packages still import area, within_runs (geometry.py) and seen_by (reach.py) from here.
-__all__ = ["KINDS", "Dilated", "Slices", "area", "seen_by", "within_runs"]
 
 FULL = "full"
 """Every pair."""
