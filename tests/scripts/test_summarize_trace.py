@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 from scripts.summarize_trace import summary
+
+ROOT = Path(__file__).parents[2]
 
 
 def _event(name: str, start: float, end: float, cat: str = "kernel") -> dict:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-ROOT = Path(__file__).parents[3]
-
 from scripts.benchmarks import attention as bench_attention
 from scripts.benchmarks import break_even, options, timing
 from scripts.benchmarks import plot_attention as plot_attention_benchmark
 from scripts.benchmarks.attention_cases import Shape, draw, ours, random_index, ready_index
 from scripts.benchmarks.attention_errors import cases_to_check, check, errors
 from titan_sparse.attention.masks.ranges import Causal
+
+ROOT = Path(__file__).parents[3]
 
 SHAPE = Shape(heads=4, kv_heads=2, head_dim=32, block_size=32, seq_len=512, device="cpu")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
-
 from scripts.benchmarks import loss as bench_loss
+
+ROOT = Path(__file__).parents[3]
 
 TOY = [
     "--tokens",
