@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+from torch import Tensor
+
 from titan_sparse.config import Config
 from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
@@ -26,7 +28,7 @@ TINY = flavours.DecoderConfig(
 
 
 def write_texts(folder: Path, documents: int = 12) -> None:
-    """Ragged documents of 20 to 400 letters, so that sequences are packed from long and short ones."""
+    """Ragged documents of 20 to 400 letters, so that long and short ones are packed together."""
     letters = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
@@ -35,7 +37,10 @@ def write_texts(folder: Path, documents: int = 12) -> None:
 
 
 def tiny_config(folder: Path, output: str, **overrides) -> Config:
-    """A float64 run of 5 SGD steps on the texts in `folder`; overrides are dotted keys with __ for the dot."""
+    """A float64 run of 5 SGD steps on the texts in `folder`.
+
+    overrides: dotted keys, with __ for the dot.
+    """
     flavours.FLAVOURS["tiny"] = TINY
     config = Config()
     settings = {
@@ -61,10 +66,10 @@ def tiny_config(folder: Path, output: str, **overrides) -> Config:
         "attention__vertical_slash__dense_below": 64,
     } | overrides
     for key, value in settings.items():
-        *path, name = key.split("__")
+        *sections, name = key.split("__")
         section = config
-        for part in path:
-            section = getattr(section, part)
+        for section_name in sections:
+            section = getattr(section, section_name)
         assert hasattr(section, name), key
         setattr(section, name, value)
     return config
@@ -75,6 +80,14 @@ def train(config: Config) -> Trainer:
     trainer = Trainer(config)
     trainer.train()
     return trainer
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole weights. Collective."""
+    weights = {}
+    for name, parameter in trainer.model.state_dict().items():
+        weights[name] = parameter.full_tensor()
+    return weights
 
 
 def metrics_of(config: Config) -> list[dict]:

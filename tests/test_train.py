@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.distributed import torchrun
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -25,21 +27,13 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def _torchrun(*arguments: str) -> subprocess.CompletedProcess:
-    return _run(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        *arguments,
-    )
+def _run_two(*arguments: str) -> subprocess.CompletedProcess:
+    """The training program in two processes."""
+    return _run(*torchrun(2, "train.py", *arguments))
 
 
 def test_demo(tmp_path):
-    result = _torchrun(
+    result = _run_two(
         "--config",
         "train_configs/demo_cpu.toml",
         "--training.steps",

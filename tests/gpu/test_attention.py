@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.distributed import torchrun
 from tests.reference import attention_bytes, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
@@ -148,17 +149,7 @@ def test_recomputed_attention(pattern, backend, compiled):
 def test_bf16_over_nccl(tmp_path):
     """Every schedule over all GPUs: errors as on one GPU."""
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(torch.cuda.device_count()),
-            "-m",
-            "tests.gpu.test_attention",
-            str(tmp_path),
-        ],
+        torchrun(torch.cuda.device_count(), "-m", "tests.gpu.test_attention", tmp_path),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -176,29 +167,14 @@ def test_training_run(tmp_path):
     """The demo on all GPUs, compiled, in bf16."""
     gpus = torch.cuda.device_count()
     gpus = gpus if gpus & (gpus - 1) == 0 else 1
+    words = ["train.py", "--config", "train_configs/demo_gpu.toml", "--checkpoint.enable"]
+    words += ["--parallelism.cp", gpus]
+    words += ["--training.steps", 20]
+    words += ["--training.seq_len", 8192]
+    words += ["--metrics.recall_every", 10]
+    words += ["--training.output_dir", tmp_path]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(gpus),
-            "train.py",
-            "--config",
-            "train_configs/demo_gpu.toml",
-            "--parallelism.cp",
-            str(gpus),
-            "--training.steps",
-            "20",
-            "--training.seq_len",
-            "8192",
-            "--metrics.recall_every",
-            "10",
-            "--training.output_dir",
-            str(tmp_path),
-            "--checkpoint.enable",
-        ],
+        torchrun(gpus, *words),
         cwd=ROOT,
         capture_output=True,
         text=True,

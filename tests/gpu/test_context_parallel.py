@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.compare_runs import beyond, differences
 from tests.attention.context_parallel.test_stress import layer_inputs, layers
+from tests.distributed import torchrun
 from tests.gpu.test_attention import errors, flash_errors, inputs
 from tests.reference import gradients
 from tests.training.test_watch import run_until_it_ends
@@ -79,18 +80,9 @@ CASES = {
 }
 
 
-def _torchrun(processes: int, *words) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        *words,
-    ]
+def _torchrun(processes: int, *words: object) -> subprocess.Popen:
     return subprocess.Popen(
-        list(map(str, command)),
+        torchrun(processes, *words),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

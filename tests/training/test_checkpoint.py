@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train, write_texts
+from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 from titan_sparse.trainer import Trainer
 
 SETTINGS = {
@@ -25,10 +25,6 @@ SETTINGS = {
 }
 
 
-def _weights(trainer: Trainer) -> dict:
-    return {name: p.full_tensor() for name, p in trainer.model.state_dict().items()}
-
-
 def _lines(config) -> list[list]:
     dist.barrier()
     return [
@@ -39,7 +35,7 @@ def _lines(config) -> list[list]:
 
 def _six_equal_three_and_three(folder: Path) -> None:
     whole = tiny_config(folder, "whole", **SETTINGS)
-    wanted = _weights(train(whole))
+    wanted = weights_of(train(whole))
     halves = tiny_config(folder, "halves", **SETTINGS | {"training__steps": 3})
     train(halves)
     if dist.get_rank() == 0:  # a save that was cut short, newer than the complete one
@@ -48,7 +44,7 @@ def _six_equal_three_and_three(folder: Path) -> None:
     dist.barrier()
     halves.training.steps = 6
     torch.rand(7)  # the state of the generators must come from the checkpoint
-    got = _weights(train(halves))
+    got = weights_of(train(halves))
     assert _lines(halves) == _lines(whole)
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
@@ -153,7 +149,7 @@ def _initial_weights(folder: Path) -> None:
     assert first.checkpointer.load()
     second = train(config)
     assert second.progress.step == 1
-    wanted, got = _weights(first), _weights(second)
+    wanted, got = weights_of(first), weights_of(second)
     assert all((wanted[name] - got[name]).abs().max() < 1e-6 for name in wanted)
 
 

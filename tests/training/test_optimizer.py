@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_processes
-from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.trainer import Trainer
+from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
 
 SETTINGS = {
     "training__steps": 4,
@@ -26,10 +25,6 @@ SETTINGS = {
 }
 
 
-def _weights(trainer: Trainer) -> dict:
-    return {name: p.full_tensor() for name, p in trainer.model.state_dict().items()}
-
-
 def _lines(config) -> list[list]:
     dist.barrier()
     return [
@@ -39,7 +34,7 @@ def _lines(config) -> list[list]:
 
 def _equal_and_resumed(folder: Path) -> None:
     plain = tiny_config(folder, "plain", **SETTINGS)
-    wanted = _weights(train(plain))
+    wanted = weights_of(train(plain))
     halves = tiny_config(
         folder, "halves", **SETTINGS | {"optimizer__offload": True, "training__steps": 2}
     )
@@ -53,7 +48,7 @@ def _equal_and_resumed(folder: Path) -> None:
     ]
     assert len(groups) == 3 and all(p.offload_to_cpu for group in groups for p in group.fsdp_params)
     assert all(group["fused"] for group in trainer.optimizers.optimizers[0].param_groups)
-    got = _weights(trainer)
+    got = weights_of(trainer)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(
         torch.tensor(_lines(halves)), torch.tensor(_lines(plain)), rtol=1e-12, atol=0

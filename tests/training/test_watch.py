@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_processes
+from tests.distributed import run_processes, torchrun
 from tests.runs import write_texts
 from titan_sparse.training.watch import Watch, culprits, describe
 
@@ -52,16 +51,7 @@ def run_until_it_ends(
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     path = filter(None, [os.environ.get("PYTHONPATH")])
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            folder / "job.py",
-            *words,
-        ],
+        torchrun(processes, folder / "job.py", *words),
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), *path]), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

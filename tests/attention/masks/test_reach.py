@@ -15,6 +15,7 @@ from titan_sparse.attention.masks.reach import (
     seen_blocks,
     seen_by,
     seen_chunks,
+    seen_whole,
 )
 
 SIZE = 8
@@ -48,6 +49,17 @@ def test_reached_tiles_hold_all_that_is_seen(name):
     before = want.cumsum(-1) > 0
     behind = want.flip(-1).cumsum(-1).flip(-1) > 0
     assert torch.equal(got, before & behind)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_tiles_seen_whole(name):
+    ranges = RANGES[name].rows(SEQ_LEN)
+    hidden = _tiles(~RANGES[name].dense(SEQ_LEN))
+    q_blocks = torch.tensor([3, 17, 0])
+    positions = (q_blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()
+    k_blocks = torch.arange(BLOCKS).flip(0)
+    got = seen_whole(block_reach(ranges, positions, SIZE), k_blocks, SIZE)
+    assert torch.equal(got, ~hidden[:, q_blocks][:, :, k_blocks])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

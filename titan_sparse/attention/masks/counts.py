@@ -8,7 +8,7 @@ from titan_sparse.attention.masks import classification
 from titan_sparse.attention.masks.base import MaskRanges
 from titan_sparse.attention.masks.classification import TileWeights
 from titan_sparse.attention.masks.geometry import area
-from titan_sparse.attention.masks.reach import block_reach, reached
+from titan_sparse.attention.masks.reach import block_reach, reached, seen_whole
 
 _MAX_Q_BLOCKS = 16
 """Query blocks that pairs_by_block() looks at together. Bounds the memory."""
@@ -59,12 +59,7 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
     if ranges.slices is not None:
         return classification.tile_weights(ranges, q_blocks, k_blocks, size)
     reach = block_reach(ranges, token_positions(q_blocks, size), size)
-    begin = k_blocks * size
-    end = begin + size
-    # [Bm, nq, 1] against [nk]: every query sees the block from its first to its last key
-    from_first = reach.all_first[..., None] <= begin
-    to_last = reach.all_last[..., None] >= end
-    whole = from_first & to_last
+    whole = seen_whole(reach, k_blocks, size)
     partial = reached(reach, k_blocks, size) & ~whole
     pairs = whole.int() * size * size
     # Only the pairs of partial tiles are counted one by one: n tiles, [n, size] queries.
@@ -72,7 +67,8 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
     positions = token_positions(q_blocks[q], size).view(-1, size)
     start = ranges.start[sequence[:, None], positions]
     stop = ranges.stop[sequence[:, None], positions]
-    seen = _keys_in_block(start, stop, begin[k, None], size)
+    begin = k_blocks[k, None] * size
+    seen = _keys_in_block(start, stop, begin, size)
     pairs[sequence, q, k] = seen.sum(-1).int()
     return TileWeights(whole.int(), partial.int(), pairs)
 

@@ -57,6 +57,19 @@ def reached(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
     return (first < end) & (last > begin)
 
 
+def seen_whole(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
+    """bool [Bm, nq, nk]: every query of the block sees every key of the KV block.
+
+    k_blocks: int [nk], global.
+    """
+    begin = k_blocks * block_size
+    end = begin + block_size
+    # [Bm, nq, 1] against [nk]
+    all_first = reach.all_first[..., None]
+    all_last = reach.all_last[..., None]
+    return (all_first <= begin) & (all_last >= end)
+
+
 def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
     """bool [W, blocks]: the mask lets some query of rank r see a key of block b, in any sequence.
 

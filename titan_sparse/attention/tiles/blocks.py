@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.reach import Reach, block_reach, reached
+from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.budget import compact
 from titan_sparse.attention.tiles.tables import BlockLists, Tiles
@@ -37,10 +37,9 @@ def block_tiles(
     q_positions = token_positions(q_blocks, size)
     k_positions = token_positions(k_blocks, size)
 
-    # [Bm, nq, nk]: every query of the block sees every key of the block.
+    # [Bm, nq, nk]
     reach = block_reach(ranges, q_positions, size)
-    begin = k_blocks * size
-    whole = (reach.all_first[..., None] <= begin) & (reach.all_last[..., None] >= begin + size)
+    whole = seen_whole(reach, k_blocks, size)
 
     # [B or 1, Hq or 1, nq, nk]
     listed = index.selects(q_blocks, k_blocks) & reached(reach, k_blocks, size)[:, None]
