@@ -7,7 +7,7 @@ Several layouts and schedules are compared. Further options of the configuration
 train.py takes them (--attention.vertical_slash.recall 0.9). The index is one that a run saved
 (--index, titan_sparse/estimate/index_file.py) or a synthetic one
 (titan_sparse/estimate/synthetic.py) for one long document, or, with pattern dense, for packed ones
-(--documents). All times are of one attention layer, selection not included. docs/planning.md
+(--documents). All times are of one attention layer, selection not included. docs/context_parallel.md
 explains the numbers.
 """
 

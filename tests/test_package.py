@@ -42,7 +42,7 @@ def test_offers():
     assert titan_sparse.patterns.Dense().name == "dense"
     assert re.fullmatch(r"\d+\.\d+\.\d+", titan_sparse.__version__)
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
-        titan_sparse.atend  # noqa: B018  a typing error, on purpose
+        titan_sparse.atend  # noqa: B018
 
 
 def test_offers_nothing_before_it_is_asked_for():

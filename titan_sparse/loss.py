@@ -1,6 +1,6 @@
 """LM head fused with the cross-entropy: the full logits never exist, forward or backward.
 
-docs/loss.md explains it.
+docs/training.md explains it.
 """
 
 from typing import Any, NamedTuple

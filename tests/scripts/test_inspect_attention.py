@@ -46,7 +46,7 @@ def test_masses_against_the_table_of_all_pairs():
         .softmax(-1)[:, :TOKENS]
     )
     last = dense[:, -BLOCK:]
-    torch.testing.assert_close(layer.column_mass, last.mean(1))
+    torch.testing.assert_close(layer.vertical_mass, last.mean(1))
     distance = torch.arange(TOKENS)[:, None] // BLOCK - torch.arange(PADDED) // BLOCK
     by_distance = torch.stack(
         [(rows * (distance == d)).sum((1, 2)) for rows in [dense] for d in range(10)], dim=1
@@ -69,7 +69,7 @@ def test_masses_against_the_table_of_all_pairs():
         ]
         for row in last.mean(1)
     ]
-    assert layer.columns.tolist() == verticals
+    assert layer.verticals.tolist() == verticals
     assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
     assert len({point["pattern"] for point in layer.curves}) == 4
 

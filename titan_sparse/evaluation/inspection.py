@@ -274,7 +274,7 @@ def curve(
         recall.append((mass[head] * is_selected).sum(-1).mean().item())
     point = {"pattern": name, "setting": setting, "density": density, "recall": recall}
     if isinstance(pattern, VerticalSlash):
-        point["verticals"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
+        point["columns"] = (index.verticals[0] < index.seq_len).sum(-1).tolist()
         point["diagonals"] = index.slashes[0].sum(-1).tolist()
     return point
 
@@ -308,7 +308,7 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
             "layer": number,
             "top_k": layer.top_k.tolist(),
             "top_k_density": layer.top_k_density.tolist(),
-            "verticals": layer.verticals.tolist(),
+            "columns": layer.verticals.tolist(),
             "diagonals": layer.diagonals.tolist(),
             "blocks": layer.blocks.tolist(),
             "curves": layer.curves,

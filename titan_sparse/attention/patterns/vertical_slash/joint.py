@@ -8,7 +8,7 @@ hold more than was asked for. Here mass counts once, whoever computes it. It is 
 time that it costs a block of queries: 1 for a diagonal, VERTICAL_COST / block_size for a vertical.
 If costs were counted over the whole sequence instead, verticals near its end would cost next to
 nothing, and the choice would hold the probe's mass with verticals that no other query wants
-(docs/patterns.md).
+(docs/masks_and_patterns.md).
 
 For each vertical the probe tells which diagonals hold its mass too: one for each block that the
 probe's rows lie in, so mostly one. Call mass for cost a price. A vertical pays at prices below its
