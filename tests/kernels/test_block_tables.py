@@ -156,7 +156,7 @@ def test_add(total, dtype):
 def test_probe(mask, queries):
     """The kernels and the twin, which is fp32 here, on the same probe."""
     from titan_sparse.attention.context_parallel.group import one_rank
-    from titan_sparse.attention.patterns.vertical_slash.spans import find_spans
+    from titan_sparse.attention.patterns.spans import find_spans
 
     q, k, _ = (
         x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 24, seed=6, dtype=torch.float32)

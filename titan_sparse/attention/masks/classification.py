@@ -316,7 +316,7 @@ def tile_weights(ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, size: i
     """TileWeights of a mask with slices. counts.tile_weights() takes any mask."""
     whole = whole_tiles(ranges, q_blocks, k_blocks, size).int()
     cuts = cut_tiles(ranges, size)
-    which, q, k = cuts_between(cuts, q_blocks, k_blocks, _count_blocks(ranges, size))
+    which, q, k = cuts_between_blocks(cuts, q_blocks, k_blocks, _count_blocks(ranges, size))
     tile = (cuts.sequence[which], q, k)
     ones = torch.ones_like(q, dtype=torch.int32)
     partial = torch.zeros_like(whole).index_put_(tile, ones, accumulate=True)
@@ -351,7 +351,7 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
     return changes.cumsum(1)[:ranks, :blocks] > 0
 
 
-def cuts_between(
+def cuts_between_blocks(
     cuts: Cuts, q_blocks: Tensor, k_blocks: Tensor, blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cuts of tiles between these blocks: their numbers, and the places of both blocks in the lists.
@@ -362,9 +362,6 @@ def cuts_between(
     k = _places_in(k_blocks, blocks)[cuts.k_block]
     which = ((q >= 0) & (k >= 0)).nonzero().flatten()
     return which, q[which], k[which]
-
-
-_of_blocks = cuts_between  # the name that tiles/ still imports
 
 
 def _places_in(listed: Tensor, blocks: int) -> Tensor:
