@@ -1,12 +1,14 @@
-"""Plans attention over many ranks without any: work, bytes and predicted time of layouts and schedules.
+"""Plans attention over many ranks without any: work, bytes and predicted time.
 
     python -m scripts.plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
-Further options of the configuration are taken as train.py takes them (--attention.vertical_slash.recall 0.9). The index is
-one that a run saved (--index, titan_sparse/estimate/index_file.py) or a synthetic one (titan_sparse/estimate/synthetic.py) for one long
-document, or, with pattern dense, for packed ones (--documents). All times are of one attention layer, selection not
-included. docs/planning.md explains the numbers.
+Several layouts and schedules are compared. Further options of the configuration are taken as
+train.py takes them (--attention.vertical_slash.recall 0.9). The index is one that a run saved
+(--index, titan_sparse/estimate/index_file.py) or a synthetic one
+(titan_sparse/estimate/synthetic.py) for one long document, or, with pattern dense, for packed ones
+(--documents). All times are of one attention layer, selection not included. docs/context_parallel.md
+explains the numbers.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +25,7 @@ from titan_sparse.attention.context_parallel import schedule as schedules
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.observe import imbalance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.config import (
     Config,
@@ -41,9 +44,64 @@ from titan_sparse.models.flavours import DecoderConfig, resolve
 DEFAULT_CONSTANTS = Path(__file__).parents[1] / "benchmarks/results/constants_h200.json"
 
 
+def main(words: list[str]) -> int:
+    started = time.perf_counter()
+    args, others = arguments(words)
+    try:
+        setting = settings(args, others)
+        if any(Path(path).suffix == ".png" for path in args.out):
+            import matplotlib  # noqa: F401  asked for here, before minutes of work
+        config = setting.config
+        constants = load_constants(args.constants)
+        model = resolve(**vars(config.model))
+        ranges, indexes = get_indexes(args, config, model)
+        # Bytes of an element: of keys and values, and of their gradients.
+        bytes_of = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
+        key_bytes, gradient_bytes = bytes_of[config.training.dtype]
+        shape = Shape(model.kv_heads, model.head_dim, key_bytes, gradient_bytes)
+        plans = make_plans(ranges, indexes, setting, shape, constants)
+    except ModuleNotFoundError as error:
+        print(
+            f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png',
+            file=sys.stderr,
+        )
+        return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    about = {
+        "config": args.config,
+        "index": args.index or f"synthetic, seed {args.seed}",
+        "layers": len(indexes),
+        "nodes": setting.nodes,
+        "ranks_of_a_node": setting.ranks_of_node,
+        "seq_len": ranges.start.shape[1],
+        "heads": indexes[0].heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "block_size": indexes[0].block_size,
+        "density": mean_summary(plans[0])["density"],
+        "constants": vars(constants),
+    }
+    for key, value in about.items():
+        print(f"{key:>16}  {value}")
+    for layers in plans:
+        print(work_lines(layers))
+    print(table(plans))
+    for path in args.out:
+        if path.endswith(".png"):
+            draw(path, plans)
+        else:
+            write_json(path, plans, about)
+        print(f"wrote {path}")
+    print(f"planned in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
 def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This script's options, and the words that are left for the configuration."""
+    """This program's options, and the words that are left for the configuration."""
     parser = argparse.ArgumentParser(
+        prog="python -m scripts.plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -96,20 +154,32 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(words)
 
 
-def settings(
-    args: argparse.Namespace, words: list[str]
-) -> tuple[Config, int, int, list[tuple[str, str]]]:
-    """The configuration with this script's options put in and checked, nodes, ranks of a node, (layout, schedule) pairs."""
+class Setting(NamedTuple):
+    """What is planned: the checked configuration, the machines, (layout, schedule) pairs."""
+
+    config: Config
+    nodes: int
+    ranks_of_node: int
+    pairs: list[tuple[str, str]]
+
+
+def settings(args: argparse.Namespace, words: list[str]) -> Setting:
+    """The configuration of `words` with this program's options put in, checked for every pair."""
     config, _ = load(["--config", args.config, *words])
     ranks = args.ranks or config.parallelism.cp
-    nodes = args.nodes or -(-ranks // min(config.parallelism.cp_intra or 8, max(ranks, 1)))
+    nodes = args.nodes
+    if not nodes:
+        ranks_of_node = min(config.parallelism.cp_intra or 8, max(ranks, 1))
+        nodes = -(-ranks // ranks_of_node)
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(
             f"--ranks {ranks} do not divide evenly over {nodes} nodes; write another --nodes"
         )
-    intra = ranks // nodes
-    config.parallelism.cp, config.parallelism.cp_intra = ranks, intra
-    config.parallelism.dp_replicate, config.parallelism.dp_shard = 1, 1
+    ranks_of_node = ranks // nodes
+    config.parallelism.cp = ranks
+    config.parallelism.cp_intra = ranks_of_node
+    config.parallelism.dp_replicate = 1
+    config.parallelism.dp_shard = 1
     config.training.seq_len = args.seq_len or config.training.seq_len
     if args.index and args.documents:
         raise ConfigError(
@@ -117,34 +187,28 @@ def settings(
         )
     if not args.index:  # what is planned, whatever the configuration says: "auto" goes by it
         config.attention.mask = "documents" if args.documents else "causal"
-    named = lambda layout, schedule: schedule_named(
-        dataclasses.replace(config.attention, layout=layout, schedule=schedule), nodes, intra
-    )
-    pairs = [
-        (layout, named(layout, schedule))
-        for layout in args.layout or [config.attention.layout]
-        for schedule in args.schedule or [config.attention.schedule]
-    ]
+
+    pairs = []
+    for layout in args.layout or [config.attention.layout]:
+        for schedule in args.schedule or [config.attention.schedule]:
+            asked = dataclasses.replace(config.attention, layout=layout, schedule=schedule)
+            pairs.append((layout, schedule_named(asked, nodes, ranks_of_node)))
     casts = any(schedule == "group_cast" for _, schedule in pairs)
     for layout, schedule in pairs:
-        # Stages are group_cast's alone, which is no reason to refuse to compare it with others.
-        stages = (
-            {"overlap_stages": 0, "overlap_stages_backward": 0}
-            if casts and schedule != "group_cast"
-            else {}
-        )
-        attention = dataclasses.replace(
-            config.attention, layout=layout, schedule=schedule, **stages
-        )
-        check(dataclasses.replace(config, attention=attention), ranks, intra)
-    # The sequence is padded once, for all layouts.
-    config.attention.layout = (
-        "zigzag" if any(layout == "zigzag" for layout, _ in pairs) else pairs[0][0]
-    )
-    unknown = [path for path in args.out if Path(path).suffix not in (".json", ".png")]
-    if unknown:
-        raise ConfigError(f"--out {unknown[0]}: write a name that ends in .json or .png")
-    return config, nodes, intra, list(dict.fromkeys(pairs))
+        attention = dataclasses.replace(config.attention, layout=layout, schedule=schedule)
+        if casts and schedule != "group_cast":
+            # Stages are group_cast's alone, which is no reason to refuse to compare it with others.
+            attention.overlap_stages = 0
+            attention.overlap_stages_backward = 0
+        check(dataclasses.replace(config, attention=attention), ranks, ranks_of_node)
+
+    # The sequence is padded once, for all layouts; zigzag's multiple suits the others too.
+    layouts = [layout for layout, _ in pairs]
+    config.attention.layout = "zigzag" if "zigzag" in layouts else layouts[0]
+    for path in args.out:
+        if Path(path).suffix not in (".json", ".png"):
+            raise ConfigError(f"--out {path}: write a name that ends in .json or .png")
+    return Setting(config, nodes, ranks_of_node, list(dict.fromkeys(pairs)))
 
 
 def get_indexes(
@@ -152,114 +216,121 @@ def get_indexes(
 ) -> tuple[MaskRanges, list[BlockIndex]]:
     """The mask, and an index for each layer."""
     if args.index:
-        rows, indexes = load_indexes(args.index)
-        if args.seq_len and args.seq_len != rows.start.shape[1]:
+        ranges, indexes = load_indexes(args.index)
+        saved = ranges.start.shape[1]
+        if args.seq_len and args.seq_len != saved:
             raise ConfigError(
-                f"--seq-len {args.seq_len} is not that of --index, {rows.start.shape[1]}; leave it out"
+                f"--seq-len {args.seq_len} is not that of --index, {saved}; leave it out"
             )
-        return rows, indexes
-    attention, multiple = config.attention, padding_multiple(config)
+        return ranges, indexes
+    attention = config.attention
+    multiple = padding_multiple(config)
     seq_len = -(-config.training.seq_len // multiple) * multiple
     mask = Documents(_lengths(args, config)) if args.documents else Causal()
-    mask = mask & SlidingWindow(attention.sliding_window) if attention.sliding_window else mask
+    if attention.sliding_window:
+        mask = mask & SlidingWindow(attention.sliding_window)
     if attention.window_sinks:
         mask = sliding_window(
             [config.training.seq_len], attention.sliding_window, attention.window_sinks
         )
-    rows = mask.rows(seq_len)
+    ranges = mask.rows(seq_len)
     pattern = build_pattern(attention)
     if not pattern.dynamic:
-        return rows, [pattern.index([], rows, 1, model.heads, attention.block_size)]
+        return ranges, [pattern.index([], ranges, 1, model.heads, attention.block_size)]
     if not isinstance(pattern, VerticalSlash):
         raise ConfigError(
-            f"a synthetic index is one of vertical_slash, not of {pattern.name}; write --index FILE with what "
-            "a run chose (titan_sparse/estimate/index_file.py), or --attention.pattern vertical_slash"
+            f"a synthetic index is one of vertical_slash, not of {pattern.name}; "
+            "write --index FILE with what a run chose (titan_sparse/estimate/index_file.py), "
+            "or --attention.pattern vertical_slash"
         )
-    heads = [
-        draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, args.seed + layer)
-        for layer in range(args.layers)
-    ]
-    chosen = [expected_selection(layer, pattern, attention.block_size) for layer in heads]
-    return rows, [
-        pattern.index(tensors, rows, 1, model.heads, attention.block_size) for tensors in chosen
-    ]
+    indexes = []
+    for layer in range(args.layers):
+        seed = args.seed + layer
+        heads = draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, seed)
+        chosen = expected_selection(heads, pattern, attention.block_size)
+        indexes.append(pattern.index(chosen, ranges, 1, model.heads, attention.block_size))
+    return ranges, indexes
 
 
 def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
-    """Of the packed documents. Raises ConfigError for what is no such list, and for what cannot be planned with it."""
+    """Of the packed documents.
+
+    Raises ConfigError for what is no such list, and for what cannot be planned with it.
+    """
     whole = config.training.seq_len
     if config.attention.pattern != "dense" or config.attention.window_sinks:
         raise ConfigError(
-            "--documents goes with pattern dense and no window_sinks: a synthetic index is of one document; write "
-            "--attention.pattern dense, or --index FILE of a run on packed documents"
+            "--documents goes with pattern dense and no window_sinks: a synthetic index is of one "
+            "document; write --attention.pattern dense, or --index FILE of a run on packed documents"
         )
     if args.documents == ["ragged"]:
         return ragged_lengths(whole, args.seed)
-    if (
-        not all(word.isdigit() and int(word) for word in args.documents)
-        or sum(map(int, args.documents)) > whole
-    ):
+    are_numbers = all(word.isdigit() and int(word) for word in args.documents)
+    if not are_numbers or sum(int(word) for word in args.documents) > whole:
         raise ConfigError(
-            f"--documents {' '.join(args.documents)}: write ragged, or lengths that add up to {whole} tokens or less"
+            f"--documents {' '.join(args.documents)}: "
+            f"write ragged, or lengths that add up to {whole} tokens or less"
         )
     return [int(word) for word in args.documents]
 
 
 def make_plans(
-    rows: MaskRanges,
+    ranges: MaskRanges,
     indexes: list[BlockIndex],
-    pairs: list[tuple[str, str]],
-    inter: int,
-    intra: int,
+    setting: Setting,
     shape: Shape,
     constants: Constants,
-    overlap_stages: tuple[int, int] = (2, 2),
 ) -> list[list[Plan]]:
     """For each (layout, schedule) the plans of all layers. Work is counted once a layout."""
-    plans: dict[tuple[str, str], list[Plan]] = {pair: [] for pair in pairs}
+    overlap_stages = resolve_overlap_stages(setting.config.attention, setting.nodes)
+    ranks = setting.nodes * setting.ranks_of_node
+    plans: dict[tuple[str, str], list[Plan]] = {pair: [] for pair in setting.pairs}
     for index in indexes:
-        for layout in dict.fromkeys(layout for layout, _ in pairs):
-            visits = count(index, rows, layout, inter * intra)
-            for pair in pairs:
-                if pair[0] == layout:
-                    plans[pair].append(
-                        plan(
-                            visits,
-                            index,
-                            rows,
-                            *pair,
-                            inter,
-                            intra,
-                            shape,
-                            constants,
-                            overlap_stages,
-                        )
-                    )
+        visits = {}  # by layout
+        for layout, schedule in setting.pairs:
+            if layout not in visits:
+                visits[layout] = count(index, ranges, layout, ranks)
+            of_layer = plan(
+                visits[layout],
+                index,
+                ranges,
+                layout,
+                schedule,
+                setting.nodes,
+                setting.ranks_of_node,
+                shape,
+                constants,
+                overlap_stages,
+            )
+            plans[layout, schedule].append(of_layer)
     return list(plans.values())
 
 
 def summary(p: Plan) -> dict[str, float]:
-    """The numbers of one plan: ms, MB (1e6 bytes) of the busiest rank, and imbalance degrees (balance.py)."""
+    """The numbers of one plan: ms, MB (1e6 bytes) of the busiest rank, and imbalance degrees."""
     elapsed = p.forward.compute + p.forward.waiting
     numbers = {
         "density": p.density,
-        "worker_imbalance": balance.worker_imbalance(p.work).item(),
-        "worker_imbalance_per_step": balance.worker_imbalance_per_step(p.work).item(),
-        "step_imbalance": balance.step_imbalance(p.work).item(),
-        "computation_ratio": balance.computation_ratio(p.forward.compute, elapsed).item(),
+        "worker_imbalance": imbalance.worker_imbalance(p.work).item(),
+        "worker_imbalance_per_step": imbalance.worker_imbalance_per_step(p.work).item(),
+        "step_imbalance": imbalance.step_imbalance(p.work).item(),
+        "computation_ratio": imbalance.computation_ratio(p.forward.compute, elapsed).item(),
         "needed_chunks": p.needed,
         "columns_forward_ms": p.verticals[0] * 1e3,
         "columns_backward_ms": p.verticals[1] * 1e3,
     }
-    for name, line in (
-        ("forward", p.forward),
-        ("backward", p.backward),
-        ("skipping_forward", p.skipping_forward),
-        ("skipping_backward", p.skipping_backward),
-    ):
-        numbers |= {f"{name}_ms": line.seconds() * 1e3, f"{name}_exposed_ms": line.exposed() * 1e3}
+    timelines = {
+        "forward": p.forward,
+        "backward": p.backward,
+        "skipping_forward": p.skipping_forward,
+        "skipping_backward": p.skipping_backward,
+    }
+    for name, timeline in timelines.items():
+        numbers[f"{name}_ms"] = timeline.seconds() * 1e3
+        numbers[f"{name}_exposed_ms"] = timeline.exposed() * 1e3
     for prefix, traffic in (("", p.traffic), ("skipping_", p.skipping_traffic)):
-        numbers |= {f"{prefix}{name}_mb": sent.max().item() / 1e6 for name, sent in traffic.items()}
+        for name, sent in traffic.items():
+            numbers[f"{prefix}{name}_mb"] = sent.max().item() / 1e6
     return numbers
 
 
@@ -304,20 +375,24 @@ def table(plans: list[list[Plan]]) -> str:
 
 
 def work_lines(plans: list[Plan]) -> str:
-    """Work of each rank, or of the extreme ones where there are many, and of the steps; in million pairs of a layer."""
-    work = torch.stack([p.work for p in plans]).mean(0) / 1e6
-    ranks, steps = work.sum(-1), work.amax(0) / work.mean(0).clamp(min=1e-9)
-    lines = [
+    """Work of each rank and of the steps, in million pairs of a layer.
+
+    Where there are many ranks, only of the extreme ones.
+    """
+    work = torch.stack([p.work for p in plans]).mean(0) / 1e6  # [ranks, steps]
+    ranks = work.sum(-1)
+    steps = work.amax(0) / work.mean(0).clamp(min=1e-9)
+    first = (
         f"{plans[0].layout}, {plans[0].schedule}: million pairs a rank: "
-        f"min {ranks.min():,.1f} (rank {ranks.argmin()}), "
-        f"mean {ranks.mean():,.1f}, max {ranks.max():,.1f} (rank {ranks.argmax()}); worst step {steps.argmax()}: "
-        f"max / mean over ranks {steps.max():.2f}"
-    ]
+        f"min {ranks.min():,.1f} (rank {ranks.argmin()}), mean {ranks.mean():,.1f}, "
+        f"max {ranks.max():,.1f} (rank {ranks.argmax()}); "
+        f"worst step {steps.argmax()}: max / mean over ranks {steps.max():.2f}"
+    )
+    lines = [first]
     if len(work) <= 16:
-        lines += [
-            f"  rank {rank:2}: {total:10,.1f} = " + " ".join(f"{x:,.1f}" for x in row)
-            for rank, (total, row) in enumerate(zip(ranks.tolist(), work.tolist()))
-        ]
+        for rank, of_rank in enumerate(work.tolist()):
+            by_step = " ".join(f"{pairs:,.1f}" for pairs in of_rank)
+            lines.append(f"  rank {rank:2}: {ranks[rank].item():10,.1f} = {by_step}")
     return "\n".join(lines)
 
 
@@ -343,74 +418,21 @@ def draw(path: str, plans: list[list[Plan]]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(plans), 4), layout="constrained")
-    for axes, layers in zip(figure.subplots(1, len(plans), squeeze=False)[0], plans):
+    panels = figure.subplots(1, len(plans), squeeze=False)[0]
+    for axes, layers in zip(panels, plans):
         work = torch.stack([p.work for p in layers]).mean(0)
-        image = axes.imshow(
-            (work / work.mean()).numpy(), aspect="auto", vmin=0, vmax=3, interpolation="nearest"
-        )
+        relative = (work / work.mean()).numpy()
+        image = axes.imshow(relative, aspect="auto", vmin=0, vmax=3, interpolation="nearest")
         numbers = mean_summary(layers)
         axes.set(
-            title=f"{layers[0].layout}, {layers[0].schedule}\nworker {numbers['worker_imbalance']:.2f}, per step "
-            f"{numbers['worker_imbalance_per_step']:.2f}",
+            title=f"{layers[0].layout}, {layers[0].schedule}\n"
+            f"worker {numbers['worker_imbalance']:.2f}, "
+            f"per step {numbers['worker_imbalance_per_step']:.2f}",
             xlabel="step",
             ylabel="rank",
         )
     figure.colorbar(image, ax=axes, label="work / mean")
     figure.savefig(path, dpi=110)
-
-
-def main(words: list[str]) -> int:
-    started = time.perf_counter()
-    args, others = arguments(words)
-    try:
-        config, inter, intra, pairs = settings(args, others)
-        if any(Path(path).suffix == ".png" for path in args.out):
-            import matplotlib  # noqa: F401  asked for here, before minutes of work
-        constants, model = load_constants(args.constants), resolve(**vars(config.model))
-        rows, indexes = get_indexes(args, config, model)
-        bytes_of = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.training.dtype]
-        shape = Shape(model.kv_heads, model.head_dim, *bytes_of)
-        plans = make_plans(
-            rows,
-            indexes,
-            pairs,
-            inter,
-            intra,
-            shape,
-            constants,
-            resolve_overlap_stages(config.attention, inter),
-        )
-    except ModuleNotFoundError as error:
-        print(
-            f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png',
-            file=sys.stderr,
-        )
-        return 2
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    about = {
-        "config": args.config,
-        "index": args.index or f"synthetic, seed {args.seed}",
-        "layers": len(indexes),
-        "nodes": inter,
-        "ranks_of_a_node": intra,
-        "seq_len": rows.start.shape[1],
-        "heads": indexes[0].heads,
-        "kv_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "block_size": indexes[0].block_size,
-        "density": mean_summary(plans[0])["density"],
-        "constants": vars(constants),
-    }
-    print("\n".join(f"{key:>16}  {value}" for key, value in about.items()))
-    print("\n".join(work_lines(layers) for layers in plans))
-    print(table(plans))
-    for path in args.out:
-        draw(path, plans) if path.endswith(".png") else write_json(path, plans, about)
-        print(f"wrote {path}")
-    print(f"planned in {time.perf_counter() - started:.1f} s")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Tokenizes a source once, into memory-mapped shards that data.source reads; prints and saves a histogram of lengths.
+"""Tokenizes a source once, into memory-mapped shards that data.source reads.
 
-From the project's root: python -m scripts.prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
+    python -m scripts.prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
-SOURCE is what data.source takes (a file or folder of .txt, .jsonl, .jsonl.zst or .parquet, a Hugging Face dataset, python),
-a folder of source code (--document folder or source), or a folder of MDS shards such as ProLong's (with index.json; needs
-pip install "titan-sparse[mds]"). Interrupted, the same command goes on and keeps finished shards. docs/data.md says more.
+Prints and saves a histogram of lengths. SOURCE is what data.source takes (a file or folder of .txt,
+.jsonl, .jsonl.zst or .parquet, a Hugging Face dataset, python), a folder of source code (--document
+folder or source), or a folder of MDS shards such as ProLong's (with index.json; needs
+pip install "titan-sparse[mds]"). Interrupted, the same command goes on and keeps finished shards.
+docs/data.md says more.
 """
 
 import argparse
@@ -20,10 +22,53 @@ from tqdm import tqdm
 from titan_sparse.data.preparing import Recipe, prepare
 
 
+def main(words: list[str]) -> int:
+    args = arguments(words)
+    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
+    bar = tqdm(unit="shard", disable=None)
+
+    def progress(done: int, shards: int) -> None:
+        bar.total = shards
+        if done > bar.n or done == 0:
+            bar.update(done - bar.n)
+        bar.refresh()
+
+    try:
+        meta = prepare(recipe, args.out, args.processes, progress)
+    except BrokenProcessPool:
+        print(
+            "error: a process died, perhaps for want of memory; "
+            "the same command goes on, with fewer --processes",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 130
+    finally:
+        bar.close()
+    print(show_histogram(meta))
+    print(
+        f"wrote {args.out}: {meta['documents']:,} documents, {meta['tokens']:,} tokens "
+        f"({meta['dtype']}) with one end-of-document token each, {len(meta['shards'])} shards; "
+        "histogram in meta.json"
+    )
+    tokenizer = "bytes" if recipe.tokenizer == "bytes" else args.out
+    print(
+        f"train with: --data.source {json.dumps(args.out)} --data.tokenizer {json.dumps(tokenizer)}"
+    )
+    return 0
+
+
 def arguments(words: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.prepare_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE")
     parser.add_argument(
@@ -36,8 +81,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
         "--document",
         choices=["row", "folder", "source"],
         default="row",
-        help="one document is a row or "
-        "file; the files of a folder directly in SOURCE (a repository, a package), joined; all files, joined",
+        help="one document is a row or file; the files of a folder directly in SOURCE (a "
+        "repository, a package), joined; all files, joined",
     )
     parser.add_argument(
         "--min-length", type=_count, default=0, help="leave shorter documents out; tokens"
@@ -75,56 +120,19 @@ def _count(text: str) -> int:
 
 
 def show_histogram(meta: dict[str, Any]) -> str:
-    """A line for each power of two: documents of that length, their share of the tokens, and how many were kept."""
+    """A line for each power of two: documents of that length, their share of tokens, those kept."""
     total = sum(tokens for _, tokens in meta["histogram"].values())
     lines = [
         f"{'tokens of a document':>25} {'documents':>11} {'tokens':>15} {'share':>7} {'kept':>11}"
     ]
     for bucket, (documents, tokens) in meta["histogram"].items():
-        low, kept = int(bucket), meta["kept"].get(bucket, [0, 0])[0]
+        low = int(bucket)
+        span = f"{low:,} - {2 * low - 1:,}"
+        kept = meta["kept"].get(bucket, [0, 0])[0]
         lines.append(
-            f"{f'{low:,} - {2 * low - 1:,}':>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}"
+            f"{span:>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}"
         )
     return "\n".join(lines)
-
-
-def main(words: list[str]) -> int:
-    args = arguments(words)
-    recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
-    bar = tqdm(unit="shard", disable=None)
-
-    def progress(done: int, shards: int) -> None:
-        bar.total = shards
-        if done > bar.n or done == 0:
-            bar.update(done - bar.n)
-        bar.refresh()
-
-    try:
-        meta = prepare(recipe, args.out, args.processes, progress)
-    except BrokenProcessPool:
-        print(
-            "error: a process died, perhaps for want of memory; the same command goes on, with fewer --processes",
-            file=sys.stderr,
-        )
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
-        return 130
-    finally:
-        bar.close()
-    print(show_histogram(meta))
-    print(
-        f"wrote {args.out}: {meta['documents']:,} documents, {meta['tokens']:,} tokens ({meta['dtype']}) with one "
-        f"end-of-document token each, {len(meta['shards'])} shards; histogram in meta.json"
-    )
-    print(
-        f"train with: --data.source {json.dumps(args.out)} --data.tokenizer "
-        f"{json.dumps('bytes' if recipe.tokenizer == 'bytes' else args.out)}"
-    )
-    return 0
 
 
 if __name__ == "__main__":

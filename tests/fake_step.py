@@ -1,7 +1,8 @@
-"""A training step of the real, sharded model on fake tensors, counting the bytes that are alive. Nothing is computed.
+"""A training step of the real, sharded model on fake tensors, counting the bytes that are alive.
 
-On the CPU some operations take more memory than their CUDA kernels do: RMSNorm, which is one kernel that keeps its input,
-and the loss, which works in place. Stand-ins with the CUDA kernels' memory take their place.
+Nothing is computed. On the CPU some operations take more memory than their CUDA kernels do:
+RMSNorm, which is one kernel that keeps its input, and the loss, which works in place. Stand-ins
+with the CUDA kernels' memory take their place.
 """
 
 import weakref
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_sparse import loss
 from titan_sparse.attention import attend
-from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.masks import Causal, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.decoder import Decoder
@@ -31,11 +32,15 @@ _DENSE = Dense()
 
 
 class LiveBytes(TorchDispatchMode):
-    """now: bytes of the storages that operations have made and somebody still holds; peak: the most of it."""
+    """now: bytes of the storages that operations have made and somebody still holds.
+
+    peak: the most that `now` has been.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -46,27 +51,34 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def add(self, x: Tensor) -> None:
-        storage = (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+        local = x._local_tensor if isinstance(x, DTensor) else x
+        storage = local.untyped_storage()
         if storage._cdata not in self.sizes:
             weakref.finalize(storage, self.resize, storage._cdata, None)
         self.resize(storage._cdata, storage.nbytes())
 
     def resize(self, key: int, size: int | None) -> None:
-        self.now += (size or 0) - self.sizes.pop(key, 0)
+        """A storage has a new size; None: it is gone."""
+        self.now -= self.sizes.pop(key, 0)
         if size is not None:
+            self.now += size
             self.sizes[key] = size
         self.peak = max(self.peak, self.now)
 
     def take_peak(self) -> float:
         """The peak since the last call, in GiB."""
-        peak, self.peak = self.peak, self.now
+        peak = self.peak
+        self.peak = self.now
         return peak / 2**30
 
 
 class _Norm(torch.autograd.Function):
+    """RMSNorm with the CUDA kernel's memory: it keeps its input and one fp32 number a row."""
+
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        inverse_rms = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse_rms)
         return torch.empty_like(x)
 
     @staticmethod
@@ -76,12 +88,17 @@ class _Norm(torch.autograd.Function):
 
 
 def like_cuda(monkeypatch, live: LiveBytes) -> None:
-    """The stand-ins; and storages that FSDP frees or fills again are counted as such."""
-    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight))
-    monkeypatch.setattr(loss, "_matmul", lambda a, b, out, beta=0: out)
-    monkeypatch.setattr(
-        loss, "_cross_entropy", lambda logits, *_: (logits.new_empty(len(logits)), logits)
-    )
+    """Put the stand-ins in place, and count storages that FSDP frees or fills again as such."""
+
+    def norm(self, x):
+        return _Norm.apply(x, self.weight)
+
+    def matmul(a, b, out, beta=0):
+        return out
+
+    def cross_entropy(logits, *_):
+        return logits.new_empty(len(logits)), logits
+
     resize = torch.UntypedStorage.resize_
 
     def counted(storage, size):
@@ -89,6 +106,9 @@ def like_cuda(monkeypatch, live: LiveBytes) -> None:
         if storage._cdata in live.sizes:
             live.resize(storage._cdata, size)
 
+    monkeypatch.setattr(nn.RMSNorm, "forward", norm)
+    monkeypatch.setattr(loss, "_matmul", matmul)
+    monkeypatch.setattr(loss, "_cross_entropy", cross_entropy)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
 
 
@@ -105,13 +125,18 @@ def fake_world(ranks: int) -> Iterator[None]:
 def peaks_of_a_step(
     monkeypatch, config: DecoderConfig, mode: str, tokens: int, ranks: int, chunk: int
 ) -> tuple[float, ...]:
-    """GiB at the peak of forward, backward and optimizer step of the second step, weights in float32, AdamW (foreach)."""
+    """GiB at the peak of forward, backward and optimizer step of the second step.
+
+    Weights are in float32, the optimizer is AdamW (foreach).
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
+        return attend(q, k, v, mask, _DENSE, None, "eager")
+
     live = LiveBytes()
     with fake_world(ranks):
         with torch.device("meta"):
-            model = Decoder(
-                config, lambda q, k, v, mask: attend(q, k, v, mask, _DENSE, None, "eager")
-            )
+            model = Decoder(config, attention)
         mesh = init_device_mesh("cpu", (ranks,))
         parallelize(model, mesh, torch.bfloat16, True, ActivationCheckpoint(mode), Compile())
         like_cuda(monkeypatch, live)
@@ -119,13 +144,14 @@ def peaks_of_a_step(
             model.to_empty(device="cpu")
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
             inputs = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
-            rows = Causal().rows(tokens, torch.device("cpu"))
+            ranges = Causal().rows(tokens, torch.device("cpu"))
             with live:
                 for parameter in model.parameters():
                     live.add(parameter.data)
-                for _ in range(2):  # optimizer states come with the first
+                # Optimizer states come with the first step.
+                for _ in range(2):
                     live.take_peak()
-                    total = model(inputs, inputs, rows, inputs, chunk)
+                    total = model(inputs, inputs, ranges, inputs, chunk)
                     peaks = [live.take_peak()]
                     total.backward()
                     peaks.append(live.take_peak())

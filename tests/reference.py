@@ -10,12 +10,17 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse over bool [B, Hq, S, S]; rows that see nothing give 0 and -inf."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     group = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    # [B, Hq, S, D]
+    keys = k.repeat_interleave(group, 1)
+    values = v.repeat_interleave(group, 1)
+    # [B, Hq, S, S]
     scores = (q @ keys.mT * scale).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1)
-    probability = torch.where(seen, (scores - lse.clamp(min=-1e300)[..., None]).exp(), 0)
+    finite_lse = lse.clamp(min=-1e300)[..., None]
+    probability = torch.where(seen, (scores - finite_lse).exp(), 0)
     return probability @ values, lse
 
 
@@ -35,23 +40,34 @@ def structured_qkv(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """q, k, v that look like attention under RoPE (MTraining, appendix A): nonzero means give slashes, outliers verticals."""
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    """q, k, v that look like attention under RoPE (MTraining, appendix A).
+
+    Means that are not zero give slashes, outliers give verticals.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     q = draw(batch, heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, heads, 1, dim)
     k = draw(batch, kv_heads, seq_len, dim) * 0.7 + 1.5 * draw(batch, kv_heads, 1, dim)
-    angle = torch.arange(seq_len, dtype=torch.float64)[:, None] * (
-        100.0 ** (-torch.arange(dim // 2) / (dim // 2))
-    )
-    q, k = (_rotate(x, angle) for x in (q, k))
-    outliers = torch.randperm(seq_len, generator=g)[: max(1, seq_len // 40)]
+    # [S, dim / 2]
+    position = torch.arange(seq_len, dtype=torch.float64)[:, None]
+    frequency = 100.0 ** (-torch.arange(dim // 2) / (dim // 2))
+    angle = position * frequency
+    q = _rotate(q, angle)
+    k = _rotate(k, angle)
+    outliers = torch.randperm(seq_len, generator=generator)[: max(1, seq_len // 40)]
     k[:, :, outliers] *= 2.5
-    return [x.to(dtype) for x in (q, k, draw(batch, kv_heads, seq_len, dim))]
+    v = draw(batch, kv_heads, seq_len, dim)
+    return [q.to(dtype), k.to(dtype), v.to(dtype)]
 
 
 def _rotate(x: Tensor, angle: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    cos = angle.cos()
+    sin = angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:

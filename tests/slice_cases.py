@@ -16,52 +16,75 @@ from titan_sparse.attention.masks.packed import (
 from titan_sparse.attention.masks.slices import KINDS, Slices
 
 SEQ_LEN = 192
+
 Slice = tuple[int, int, int, int, str]
+"""q_start, q_stop, k_start, k_stop, type."""
 
 
 def counts(slices: list[Slice], seq_len: int = SEQ_LEN) -> Tensor:
-    """int64 [S, S]: in how many slices each pair is. Query i and key j of a slice with sq queries and sk keys: causal
-    j <= i + (sk - sq), inv_causal j >= i, bi_causal both."""
+    """int64 [S, S]: in how many slices each pair is.
+
+    Query i sees key j of a slice with sq queries and sk keys if: full, always; causal,
+    j <= i + (sk - sq); inv_causal, j >= i; bi_causal, both.
+    """
     count = torch.zeros(seq_len, seq_len, dtype=torch.int64)
     for q_start, q_stop, k_start, k_stop, kind in slices:
-        i, j = torch.arange(q_stop - q_start)[:, None], torch.arange(k_stop - k_start)
-        right, left = j <= i + len(j) - len(i), j >= i
-        kept = {
-            "full": right | True,
-            "causal": right,
-            "inv_causal": left,
-            "bi_causal": left & right,
-        }[kind]
-        count[q_start:q_stop, k_start:k_stop] += kept
+        sq = q_stop - q_start
+        sk = k_stop - k_start
+        # [sq, 1] against [sk]
+        i = torch.arange(sq)[:, None]
+        j = torch.arange(sk)
+        causal = j <= i + (sk - sq)
+        inv_causal = j >= i
+        if kind == "full":
+            sees = torch.ones(sq, sk, dtype=torch.bool)
+        elif kind == "causal":
+            sees = causal
+        elif kind == "inv_causal":
+            sees = inv_causal
+        else:
+            sees = causal & inv_causal
+        count[q_start:q_stop, k_start:k_stop] += sees
     return count
 
 
 def random_legal(seed: int, wanted: int, seq_len: int = SEQ_LEN, least: int = 0) -> list[Slice]:
-    """Slices of any shape and type whose ranges overlap in queries and in keys, but that share no pair."""
-    g, kept, total = random.Random(seed), [], torch.zeros(seq_len, seq_len, dtype=torch.int64)
-    for _ in range(6 * wanted):
-        q, k = (sorted(g.choices(range(seq_len + 1), k=2)) for _ in range(2))
-        new = (*q, *k, g.choice(KINDS))
-        if (
-            len(kept) < wanted
-            and k[1] - k[0] >= least
-            and (total + (one := counts([new], seq_len))).max() <= 1
-        ):
-            kept.append(new)
-            total += one
-    return kept
+    """At most `wanted` slices of any shape and type, with at least `least` keys each.
 
-
-def cut_square(pieces: int, seq_len: int = SEQ_LEN) -> list[Slice]:
-    """A full square cut into `pieces` ragged slices, every second one again along a diagonal."""
-    edges = [seq_len * i // (pieces // 2) for i in range(pieces // 2 + 1)]
-    middle = [(seq_len * (7 * i % 31)) // 31 for i in range(pieces // 2)]
+    Their ranges overlap in queries and in keys, but they share no pair.
+    """
+    generator = random.Random(seed)
+    edges = range(seq_len + 1)
     slices = []
-    for a, b, m in zip(edges, edges[1:], middle):
-        slices += [(a, b, 0, m, "full"), (a, b, m, seq_len, "full")]
+    total = torch.zeros(seq_len, seq_len, dtype=torch.int64)
+    for _ in range(6 * wanted):
+        q_start, q_stop = sorted(generator.choices(edges, k=2))
+        k_start, k_stop = sorted(generator.choices(edges, k=2))
+        kind = generator.choice(KINDS)
+        if len(slices) == wanted or k_stop - k_start < least:
+            continue
+        new = (q_start, q_stop, k_start, k_stop, kind)
+        with_new = total + counts([new], seq_len)
+        if with_new.max() <= 1:
+            slices.append(new)
+            total = with_new
     return slices
 
 
+def cut_square(number: int, seq_len: int = SEQ_LEN) -> list[Slice]:
+    """A full square cut into strips of queries, each cut once more at some key: `number` slices."""
+    strips = number // 2
+    slices = []
+    for strip in range(strips):
+        q_start = seq_len * strip // strips
+        q_stop = seq_len * (strip + 1) // strips
+        middle = seq_len * (7 * strip % 31) // 31
+        slices.append((q_start, q_stop, 0, middle, "full"))
+        slices.append((q_start, q_stop, middle, seq_len, "full"))
+    return slices
+
+
+# By name, the slices of a mask over SEQ_LEN tokens.
 WRITTEN = {
     "nothing": [],
     "full": [(0, 192, 0, 192, "full")],
@@ -80,9 +103,18 @@ WRITTEN = {
     "one pair": [(191, 192, 0, 1, "causal")],
     "triangles that make a square": [(0, 192, 0, 192, "causal"), (0, 191, 1, 192, "inv_causal")],
     "causal in ragged strips": [
-        (a, b, 0, b, "causal") for a, b in ((0, 13), (13, 70), (70, 71), (71, 140), (140, 192))
+        (0, 13, 0, 13, "causal"),
+        (13, 70, 0, 70, "causal"),
+        (70, 71, 0, 71, "causal"),
+        (71, 140, 0, 140, "causal"),
+        (140, 192, 0, 192, "causal"),
     ],
-    "stripes of keys": [(0, 192, a, b, "full") for a, b in ((0, 5), (9, 40), (40, 41), (100, 192))],
+    "stripes of keys": [
+        (0, 192, 0, 5, "full"),
+        (0, 192, 9, 40, "full"),
+        (0, 192, 40, 41, "full"),
+        (0, 192, 100, 192, "full"),
+    ],
     "128 slices make a square": cut_square(128),
     "document that sees nothing": [(0, 60, 0, 60, "causal"), (110, 192, 110, 192, "causal")],
     "keys that nobody sees": [(0, 192, 0, 30, "full"), (0, 192, 90, 192, "inv_causal")],
@@ -93,18 +125,29 @@ WRITTEN = {
         (128, 192, 64, 128, "full"),
     ],
 }
-WRITTEN |= {f"random {seed}": random_legal(seed, 3 + seed) for seed in range(14)}
+for _seed in range(14):
+    WRITTEN[f"random {_seed}"] = random_legal(_seed, 3 + _seed)
 
-_DOCUMENT = torch.repeat_interleave(
-    torch.tensor([0, 1, 2, 3, -1]), torch.tensor([45, 3, 70, 60, 14])
-)
-_START = torch.tensor([0, 45, 48, 118, 0])[_DOCUMENT]
-_Q, _K = torch.arange(SEQ_LEN)[:, None], torch.arange(SEQ_LEN)
-_SAME = (_DOCUMENT[:, None] == _DOCUMENT) & (_DOCUMENT >= 0)
+
+def _by_token(values: list[int], lengths: list[int]) -> Tensor:
+    """int64 [S]: each value for as many tokens as its length says."""
+    return torch.repeat_interleave(torch.tensor(values), torch.tensor(lengths))
+
+
+# Four documents, and 14 tokens of padding behind them.
 _LENGTHS = [45, 3, 70, 60]
-_FRAME = torch.repeat_interleave(torch.arange(9), torch.tensor([20, 25, 3, 30, 30, 10, 60, 13, 1]))
-_PREFIX = _START + torch.tensor([10, 3, 0, 33, 0])[_DOCUMENT]
+# [S], of each token: its document, the first token of the document, and the one behind its prefix.
+_DOCUMENT = _by_token([0, 1, 2, 3, -1], [*_LENGTHS, 14])
+_START = _by_token([0, 45, 48, 118, 0], [*_LENGTHS, 14])
+_PREFIX = _START + _by_token([10, 3, 0, 33, 0], [*_LENGTHS, 14])
+# [S], the frame of each token, or its question or answer. None goes over the end of a document.
+_FRAME = _by_token(list(range(9)), [20, 25, 3, 30, 30, 10, 60, 13, 1])
+# Queries [S, 1] against keys [S].
+_Q = torch.arange(SEQ_LEN)[:, None]
+_K = torch.arange(SEQ_LEN)
+_SAME = (_DOCUMENT[:, None] == _DOCUMENT) & (_DOCUMENT >= 0)
 
+# Masks that functions of the library make, and bool [S, S] of what they have to see.
 FACTORIES: dict[str, tuple[Slices, Tensor]] = {
     "documents": (documents(_LENGTHS), _SAME & (_K <= _Q)),
     "full documents": (documents(_LENGTHS, causal=False), _SAME),

@@ -300,7 +300,7 @@ def _sharded_equals_whole(tied: bool) -> None:
     parallelize(sharded, mesh, torch.float64, True, ActivationCheckpoint(mode="none"), Compile())
     tokens = torch.randint(0, 37, (2, 10))
     mine = tokens[dist.get_rank() :][:1]
-    for step in range(2):  # the second step with changed weights
+    for _ in range(2):  # the second step with changed weights
         for model, batch in ((whole, tokens), (sharded, mine)):
             positions = torch.arange(10).expand(len(batch), -1)
             model(batch, positions, None, labels=batch, loss_chunk_tokens=3, z_loss=0.01).backward()

@@ -42,7 +42,7 @@ def test_offers():
     assert titan_sparse.patterns.Dense().name == "dense"
     assert re.fullmatch(r"\d+\.\d+\.\d+", titan_sparse.__version__)
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
-        titan_sparse.atend  # noqa: B018  a typing error, on purpose
+        titan_sparse.atend  # noqa: B018
 
 
 def test_offers_nothing_before_it_is_asked_for():
@@ -119,7 +119,8 @@ def test_wheel_trains(installed, tmp_path):
     program = ("-m", "titan_sparse.train", "--config", str(config))
     shown = _run(tmp_path, *program, "--print-config", **path)
     assert 'pattern = "dense"' in shown.stdout
-    trained = _run(tmp_path, *program, **path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    trained = _run(tmp_path, *torchrun, *program, **path)
     assert "finished 2 steps" in trained.stdout
     lines = (tmp_path / "output/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]

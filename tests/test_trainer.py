@@ -1,4 +1,5 @@
-"""The same training run on 1, 2, 3 and 4 processes: loss, gradient norm and weights after 5 SGD steps agree."""
+"""The same training run on 1, 2, 3 and 4 processes, and with all levers that save memory: loss,
+gradient norm and weights agree."""
 
 import itertools
 from pathlib import Path
@@ -10,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.models.chunked_mlp import ChunkedMLP
+from titan_sparse.training import offload
 
 PATTERNS = ("dense", "vertical_slash")
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -53,13 +56,15 @@ def _compare(folder: Path, cases: list[dict]) -> None:
         got = _run(folder, f"run_{dist.get_world_size()}_{number}", case)
         width = len(got["metrics"][0])
         wanted["metrics"] = [line[:width] for line in wanted["metrics"]]
-        torch.testing.assert_close(
-            got["metrics"], wanted["metrics"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
+        _assert_close(got["metrics"], wanted["metrics"], case)
         torch.testing.assert_close(got["recall"], wanted["recall"], rtol=0.2, atol=0.1)
-        torch.testing.assert_close(
-            got["weights"], wanted["weights"], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
+        _assert_close(got["weights"], wanted["weights"], case)
+
+
+def _assert_close(got, wanted, case: dict) -> None:
+    torch.testing.assert_close(
+        got, wanted, rtol=1e-8, atol=1e-8, msg=lambda message: f"{case}: {message}"
+    )
 
 
 def _cases(world_size: int) -> list[dict]:
@@ -155,3 +160,58 @@ def test_layouts_and_schedules(folder, world_size):
 
 def test_four_processes(folder):
     run_processes(4, _compare, folder, FOUR)
+
+
+LEVER_SETTINGS = {
+    "training__steps": 2,
+    "training__gradient_accumulation_steps": 2,
+    "compile__enable": True,
+    "compile__backend": "aot_eager",
+    "parallelism__cp": 2,
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+}
+
+
+def _losses(config) -> torch.Tensor:
+    dist.barrier()
+    return torch.tensor(
+        [[line[key] for key in ("step", "loss", "grad_norm")] for line in metrics_of(config)]
+    )
+
+
+def _all_levers(folder: Path) -> None:
+    plain = tiny_config(folder, "plain", **LEVER_SETTINGS)
+    wanted = train(plain).model.state_dict()
+    torch._dynamo.reset()
+    offload.MIN_BYTES = 4096  # smaller than a rank's input of a block, and than most of its weights
+    levers = tiny_config(
+        folder,
+        "levers",
+        **LEVER_SETTINGS
+        | {
+            "training__mlp_chunk_tokens": 48,
+            "activation_checkpoint__offload": True,
+            "optimizer__offload": True,
+        },
+    )
+    trainer = train(levers)
+    blocks = trainer.model.run_blocks
+    tokens = 320 // 2  # 300 padded to blocks of 16 for two ranks
+    assert isinstance(trainer.model.layers["0"].mlp, ChunkedMLP)
+    # Of the one block that is not the last: input, out, LSE, verticals. No gathered weights.
+    assert (
+        blocks.pool.count == 4
+        and blocks.pool.free[tokens * 32 * 8]
+        and blocks.pool.free[tokens * 4 * 8]
+    )
+    torch.testing.assert_close(_losses(levers), _losses(plain), rtol=1e-9, atol=0)
+    for name, weight in trainer.model.state_dict().items():
+        torch.testing.assert_close(
+            weight.full_tensor(), wanted[name].full_tensor(), rtol=1e-9, atol=1e-9
+        )
+
+
+def test_a_run_with_all_levers_equals_one_without(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _all_levers, tmp_path)

@@ -153,4 +153,5 @@ def block_table(
 
     For a layout that depends on the mask; None for others. lengths: as for build_mask().
     """
-    return cp.balance(build_mask(attention, lengths).rows(seq_len)).table
+    ranges = build_mask(attention, lengths).rows(seq_len)
+    return cp.balance(ranges).table

@@ -1,6 +1,6 @@
 """LM head fused with the cross-entropy: the full logits never exist, forward or backward.
 
-docs/loss.md explains it.
+docs/training.md explains it.
 """
 
 from typing import Any, NamedTuple
@@ -210,8 +210,8 @@ def _loss_by_chunks(
             gradient_dtype,
         )
         if d_rows is not None:
-            # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so that
-            # it is freed at once.
+            # Summed in the logits' dtype, rounded to hidden's once. The scratch has no name, so
+            # that it is freed at once.
             d_rows[chunk] = _matmul(
                 d_logits, weight, torch.empty_like(rows[chunk], dtype=logits_dtype)
             )

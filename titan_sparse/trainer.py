@@ -98,12 +98,10 @@ class Trainer:
         cp_intra = resolve_cp_intra(config.parallelism, _local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
-        self.loader.shard = self.cp.shard
-        self.loader.place = None
+        table_of_batch = None
         if self.cp.depends_on_mask:
-            # No method of this class: the loader would keep the trainer, and with it process
-            # groups, until Python has torn itself down, which ends in an abort.
-            self.loader.place = functools.partial(block_table, config.attention, self.cp)
+            table_of_batch = functools.partial(block_table, config.attention, self.cp)
+        self.loader.use_layout(self.cp.shard, table_of_batch)
 
         # What is trained.
         self.recomputed = self._recomputed_share()
@@ -294,14 +292,9 @@ class Trainer:
         ranges = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
         table = None if batch.table is None else batch.table.to(self.device)
         ranges = ranges._replace(table=table)
-        positions = batch.positions
-        if self.config.attention.mask == "causal":
-            # Documents run into each other, so positions do not begin anew with each of them.
-            positions = torch.arange(seq_len).expand(tokens.shape[0], -1)
-            positions = self.cp.shard(positions, 1, batch.table)
         total = self.model(
             tokens,
-            positions.to(self.device),
+            batch.positions.to(self.device),
             ranges,
             labels,
             training.loss_chunk_tokens,
@@ -447,4 +440,6 @@ def _open_data(config: Config, model: DecoderConfig) -> PackedLoader:
         dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
         padding_multiple=padding_multiple(config),
         tokenizer=tokenizer,
+        # Under a causal mask documents run into each other.
+        restart_positions=config.attention.mask != "causal",
     )

@@ -34,7 +34,12 @@ from scripts.benchmarks.context_parallel_timing import (
 from scripts.benchmarks.timing import training_call, visited_share
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.observe import imbalance
+from titan_sparse.attention.observe.visits import (
+    by_step,
+    count_visits_of_all_heads,
+    step_sources,
+)
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
 from titan_sparse.attention.schedules.needs import needed_chunks_of
 from titan_sparse.estimate import synthetic
@@ -169,7 +174,7 @@ def torch_dense(bench: Bench, shape: Shape, method: str) -> dict:
     """
     try:
         return _torch_timed(bench, shape, method) | {"repeated_heads": False}
-    except Exception:  # noqa: BLE001  the versions of torch raise different ones
+    except Exception:  # the versions of torch raise different ones
         repeated = shape._replace(kv_heads=shape.heads)
         return _torch_timed(bench, repeated, method) | {"repeated_heads": True}
 
@@ -364,7 +369,7 @@ def _balance(
     index_on_cpu = [tensor.cpu() for tensor in prepared["index"]]
     batch, heads = leaves[0].shape[:2]
     index = pattern.index(index_on_cpu, ranges_on_cpu, batch, heads, bench.args.block_size)
-    imbalance = {
+    work_of_passes = {
         "counted_forward": _counted(bench, index, ranges_on_cpu, cp),
         "measured_forward": times[0],
         "measured_backward": times[1],
@@ -374,7 +379,7 @@ def _balance(
         "slowest_kernels_ms": round(kernels.amax().item(), 3),
         "kernels_ms": kernels.tolist(),
         "step_ms": {"forward": times[0].tolist(), "backward": times[1].tolist()},
-        "imbalance": {name: _degrees(work) for name, work in imbalance.items()},
+        "imbalance": {name: _degrees(work) for name, work in work_of_passes.items()},
     }
 
 
@@ -383,20 +388,20 @@ def _counted(bench: Bench, index: BlockIndex, ranges: MaskRanges, cp: ContextPar
     work = torch.zeros(cp.size, cp.size, dtype=torch.float64)
     if bench.rank == 0:
         table = cp.block_table(ranges.start.shape[1])
-        visits = balance.count_visits_of_all_heads(index, ranges, table)
+        visits = count_visits_of_all_heads(index, ranges, table)
         needed = needed_chunks_of(index, ranges, cp.layout, cp.size)
-        sources = balance.step_sources("ring", 1, cp.size)
-        work = balance.by_step(visits, sources, needed=needed).sum((0, 1)).double()
+        sources = step_sources("ring", 1, cp.size)
+        work = by_step(visits, sources, needed=needed).sum((0, 1)).double()
     return gather(bench, work.tolist())[0]
 
 
 def _degrees(work: Tensor) -> dict[str, float]:
     """Imbalance degrees, and the slowdown if ranks waited for each other at every step."""
     degrees = {
-        "worker": balance.worker_imbalance,
-        "worker_per_step": balance.worker_imbalance_per_step,
-        "step": balance.step_imbalance,
-        "lockstep": balance.lockstep_imbalance,
+        "worker": imbalance.worker_imbalance,
+        "worker_per_step": imbalance.worker_imbalance_per_step,
+        "step": imbalance.step_imbalance,
+        "lockstep": imbalance.lockstep_imbalance,
     }
     return {name: round(degree(work).item(), 4) for name, degree in degrees.items()}
 

@@ -257,7 +257,7 @@ def attempt(bench: Bench, row: dict, measure: Callable[[], dict]) -> dict:
     """
     try:
         measured = measure()
-    except Exception as error:  # noqa: BLE001  whatever goes wrong, the run goes on
+    except Exception as error:  # whatever goes wrong, the run goes on
         measured = {"error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
     every = [None] * bench.world
     dist.all_gather_object(every, measured.get("error"))

@@ -20,11 +20,12 @@ from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
 from scripts.benchmarks.timing import training_call
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.backends import flash
+from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
-from titan_sparse.attention.observe import visits as balance
-from titan_sparse.attention.observe.statistics import recording, visible_pairs
+from titan_sparse.attention.masks.reach import seen_blocks
+from titan_sparse.attention.observe.imbalance import worker_imbalance
+from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.attention.schedules.needs import seen_blocks
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.estimate.synthetic import ragged_lengths
@@ -353,8 +354,8 @@ def _imbalance(steps: list[Callable[[], None]]) -> dict:
             step()
         by_rank = seen.by_rank()
     return {
-        "worker_imbalance": balance.worker_imbalance(by_rank.work).item(),
-        "worker_imbalance_time": balance.worker_imbalance(by_rank.compute).item(),
+        "worker_imbalance": worker_imbalance(by_rank.work).item(),
+        "worker_imbalance_time": worker_imbalance(by_rank.compute).item(),
     }
 
 

@@ -22,37 +22,8 @@ MARKER = "drawing"
 Layers = dict[str, list[list[str]]]
 """{package: its floors, top down}; a floor is the names of the files and folders that share it."""
 
-LAYERS: Layers = {
-    "titan_sparse": [
-        ["train"],
-        ["trainer"],
-        ["evaluation"],
-        ["training"],
-        ["estimate"],
-        ["from_config"],
-        ["data"],
-        ["config"],
-        ["models"],
-        ["loss"],
-        ["attention"],
-        ["kernels"],
-    ],
-    "titan_sparse.attention": [
-        ["attend"],
-        ["observe"],
-        ["ops"],
-        ["schedules"],
-        ["call"],
-        ["backends"],
-        ["tiles"],
-        ["patterns"],
-        ["recorder", "timing", "inputs"],
-        ["context_parallel"],
-        ["masks"],
-        ["blocks", "merge", "registry"],
-    ],
-}
-"""The floors where pyproject.toml has no contracts."""
+PACKAGES = ("titan_sparse", "titan_sparse.attention")
+"""What is drawn; the second opens a floor of the first."""
 
 WORDS = {
     "titan_sparse": {
@@ -90,40 +61,19 @@ WORDS = {
 }
 """A few words for each file or folder of the drawing."""
 
-NEW_PAGE = """# Architecture
-
-titan_sparse is built in layers. A file imports only from layers below its own, or from its own
-folder. The import contracts in pyproject.toml enforce this, and a test compares this drawing with
-the imports in the code.
-
-<!-- drawing -->
-
-<!-- end of drawing -->
-
-Read it from the top to follow a training step: the trainer takes a batch from data, the model calls
-attend() in every layer, and the loss comes out of chunks of the LM head. Inside attention, a call
-goes down the same way: attend() checks it, an op runs a schedule, the schedule hands a backend one
-piece of keys and values at a time, and the backend reads tables that tiles made of a mask and a
-pattern.
-
-Read it from the bottom to see what depends on nothing else: a kernel can be tested without a mask,
-a mask without a group of processes, a schedule without a model.
-"""
-"""The page where there is none yet."""
-
 
 def contracts(pyproject: Path = PYPROJECT) -> list[dict]:
-    """The layer contracts of import-linter; empty if there are none."""
-    tools = tomli.loads(pyproject.read_text(encoding="utf-8")).get("tool", {})
-    every = tools.get("importlinter", {}).get("contracts", [])
-    return [contract for contract in every if contract.get("type") == "layers"]
+    """The layer contracts of import-linter."""
+    tools = tomli.loads(pyproject.read_text(encoding="utf-8"))["tool"]
+    every = tools["importlinter"]["contracts"]
+    return [contract for contract in every if contract["type"] == "layers"]
 
 
 def layers(pyproject: Path = PYPROJECT) -> Layers:
     """The floors of titan_sparse and of titan_sparse.attention, top down.
 
-    They come from the contracts of pyproject.toml; a package without one has those of LAYERS.
-    Names of a contract are absolute, or relative to its `containers`.
+    They come from the contracts of pyproject.toml, whose names are absolute, or relative to the
+    contract's `containers`.
     """
     found: Layers = {}
     for contract in contracts(pyproject):
@@ -141,7 +91,7 @@ def layers(pyproject: Path = PYPROJECT) -> Layers:
             floors = [floor for floor in floors if floor]
         for container in containers:
             found[container] = floors
-    return {package: found.get(package, floors) for package, floors in LAYERS.items()}
+    return {package: found[package] for package in PACKAGES}
 
 
 def _names(layer: str) -> list[str]:
@@ -175,7 +125,7 @@ def _branch(package: str, indent: str, every: Layers) -> list[str]:
 
 def page_text(page: Path = PAGE) -> str:
     """The whole page with the drawing of today."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else NEW_PAGE
+    text = page.read_text(encoding="utf-8")
     replaced = generated.replace_between(text, MARKER, drawing())
     if replaced is None:
         raise ValueError(f"{page} holds no <!-- {MARKER} --> and <!-- end of {MARKER} -->")

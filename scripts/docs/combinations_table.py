@@ -25,7 +25,7 @@ from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttenti
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.config.sections import KINDS
 
-PAGE = generated.ROOT / "docs/combinations.md"
+PAGE = generated.ROOT / "docs/masks_and_patterns.md"
 MARKER = "combinations"
 MASKS = {
     "causal": {"mask": "causal"},

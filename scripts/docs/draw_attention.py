@@ -1,12 +1,11 @@
-"""Draws one attention: what the mask lets be seen, what a pattern selects of it, who computes it, and how much each
-rank does.
+"""Draws one attention: what is seen, what is selected, who computes it, how much each rank does.
 
     python -m scripts.docs.draw_attention --mask prefix_lm --layout zigzag --ranks 4 --out picture.png
     python -m scripts.docs.draw_attention --mask documents --pattern vertical_slash --out picture.png
     python -m scripts.docs.draw_attention --gallery docs/pictures/masks.png
 
-The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash selects on queries
-and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
+The masks are examples over documents of ragged lengths; for others call picture(). vertical_slash
+selects on queries and keys made to look like real ones. Needs matplotlib: pip install -e ".[eval]"
 """
 
 import argparse
@@ -43,15 +42,17 @@ def _lengths(tokens: int) -> list[int]:
 
 def _four_kinds(tokens: int) -> Slices:
     """One slice of each type, with more keys than queries, and with more queries than keys."""
-    edge, part = tokens // 4, tokens // 6
+    quarter = tokens // 4
+    few_queries = tokens // 6
+    slices = []  # (first query, end of queries, first key, end of keys, type)
     kinds = ("full", "causal", "inv_causal", "bi_causal")
-    return Slices.of(
-        [(i * edge, i * edge + part, 0, tokens // 2 - edge, kind) for i, kind in enumerate(kinds)]
-        + [
-            (i * edge, i * edge + edge - 8, tokens * 5 // 8, tokens * 3 // 4, kind)
-            for i, kind in enumerate(kinds)
-        ]
-    )
+    for number, kind in enumerate(kinds):
+        start = number * quarter
+        slices.append((start, start + few_queries, 0, tokens // 2 - quarter, kind))
+    for number, kind in enumerate(kinds):
+        start = number * quarter
+        slices.append((start, start + quarter - 8, tokens * 5 // 8, tokens * 3 // 4, kind))
+    return Slices.of(slices)
 
 
 EXAMPLES: dict[str, Callable[[int], Mask]] = {
@@ -88,16 +89,19 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
 
 
 def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, out: str) -> Tensor:
-    """Writes the picture of the first sequence and head to `out`; returns the pairs of tokens that each rank computes,
-    [W]."""
+    """Write the picture of the first sequence and head to `out`.
+
+    Returns the pairs of tokens that each rank computes, [W].
+    """
     pyplot = _pyplot()
-    rows = mask.rows(index.seq_len)
-    table = table_of(rows, layout, ranks, index.block_size)
-    work = count_visits(index, rows, table).total()[0, 0]
+    ranges = mask.rows(index.seq_len)
+    table = table_of(ranges, layout, ranks, index.block_size)
+    work = count_visits(index, ranges, table).total()[0, 0]
     figure, panels = pyplot.subplots(
         1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6)
     )
-    seen, computed = mask.dense(index.seq_len)[0], index.dense(mask)[0, 0]
+    seen = mask.dense(index.seq_len)[0]  # [S, S]
+    computed = index.dense(mask)[0, 0]
     _draw_pairs(panels[0], seen, index.block_size, f"mask: {_share(seen)} seen")
     _draw_pairs(panels[1], computed, index.block_size, f"selection: {_share(computed)} computed")
     _draw_owners(
@@ -174,7 +178,9 @@ def _write(figure, out: str) -> None:
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.docs.draw_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--mask", choices=EXAMPLES, default="causal")
     parser.add_argument("--pattern", choices=("dense", "vertical_slash"), default="dense")
@@ -197,7 +203,10 @@ def main(words: list[str]) -> None:
     mask = EXAMPLES[args.mask](args.tokens)
     try:
         index = select(args.pattern, mask, args.tokens, args.block_size)
-        title = f"{args.mask}, {args.pattern}, {args.tokens:,} tokens, blocks of {args.block_size}, {args.ranks} ranks"
+        title = (
+            f"{args.mask}, {args.pattern}, {args.tokens:,} tokens, "
+            f"blocks of {args.block_size}, {args.ranks} ranks"
+        )
         picture(mask, index, args.layout, args.ranks, title, args.out)
     except ValueError as error:
         sys.exit(str(error))

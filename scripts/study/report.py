@@ -1,4 +1,7 @@
-"""The study's results, of what is done so far: OUT/report/results.json, tables.md, differences.txt, and pictures."""
+"""The study's results, of what is done so far.
+
+OUT/report/results.json, tables.md, differences.txt, and pictures.
+"""
 
 import json
 import math
@@ -10,8 +13,10 @@ from scripts.compare_runs import differences, read_metrics, table
 from scripts.study.runs import PRETRAIN, Size, cost, is_done, methods
 from titan_sparse.evaluation.pictures import has_matplotlib
 
-BASE, WITHIN = "dense", 0.01
-"""What the others are compared with, and how near its loss is near."""
+BASE = "dense"
+"""What the others are compared with."""
+WITHIN = 0.01
+"""How near its loss is near, as a share."""
 TWINS = ("vertical_slash_xattention", "xattention")
 """On one GPU the same attention: what lies between them is noise."""
 
@@ -145,13 +150,14 @@ def evaluation_results(size: Size, folder: Path) -> list[dict[str, Any]]:
 def tables(found: dict[str, Any]) -> str:
     """The tables as markdown."""
     minutes = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in found["seconds"].items())
+    in_all = sum(found["seconds"].values()) / 60
+    spent = f"Minutes by part: {minutes}, in all {in_all:.1f}."
     text = found["text"]["train"]
     parts = (
         _training_table(found),
         _evaluation_table(found),
         _findings(found),
-        f"Text to train on: {text['tokens']:,} tokens. Minutes by part: {minutes}, in all "
-        f"{sum(found['seconds'].values()) / 60:.1f}.",
+        f"Text to train on: {text['tokens']:,} tokens. {spent}",
     )
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -232,14 +232,22 @@ def test_what_is_not_selected_is_not_read(mask, pattern):
     """NaN in a KV block would come through as 0 * NaN wherever the block is read and only masked."""
     p = _problem((4, 2, 157, 16), mask, PATTERNS[pattern])
     index = p.pattern.select(p.q, p.k, p.mask, block_size=p.block)
-    seen, poisoned = index.dense(p.mask), 4
+    seen = index.dense(p.mask)
+    poisoned = 4
     skipping = _skipping_rows(p, seen, index.verticals, poisoned)
-    function = lambda *x: _with_index(p, index.tensors(), *x)
+
+    def function(*qkv: Tensor) -> Tensor:
+        return _with_index(p, index.tensors(), *qkv)
+
     clean, (clean_dq, _, _) = gradients(function, torch.ones_like(p.q), *p.qkv)
-    here, k, v = slice(4 * 16, 5 * 16), p.k.clone(), p.v.clone()
-    k[:, :, here], v[:, :, here] = torch.nan, torch.nan
+    here = slice(4 * 16, 5 * 16)
+    k = p.k.clone()
+    v = p.v.clone()
+    k[:, :, here] = torch.nan
+    v[:, :, here] = torch.nan
     out, (dq, _, _) = gradients(function, torch.ones_like(p.q), p.q, k, v)
-    # In a dense causal problem only the rows before the block skip it; otherwise some after it do as well.
+    # In a dense causal problem only the rows before the block skip it. Otherwise some after it do
+    # as well.
     assert (skipping & (torch.arange(157) >= 5 * 16)).any() != (
         pattern == "dense" and mask == "causal"
     )

@@ -1,5 +1,8 @@
-"""Sums over chunks with kernels that round their results to the inputs' dtype, as flex does: nothing is widened or rounded in a
-pass of its own, and sums stay fp32 until the last step, in the forward, for dq, and for dk and dv on their way."""
+"""Sums over chunks with kernels that round their results to the inputs' dtype, as flex does.
+
+Nothing is widened or rounded in a pass of its own. Sums stay fp32 until the last step: in the
+forward, for dq, and for dk and dv on their way.
+"""
 
 import types
 
@@ -28,8 +31,10 @@ PATTERNS = {
 
 
 class Rounding(types.SimpleNamespace):
-    """The eager backend as flex is: a piece comes rounded, verticals go on from it. Keeps the dtypes of out and of dq that it
-    returned."""
+    """The eager backend as flex is: a piece comes rounded, verticals go on from it.
+
+    Keeps the dtypes of out and of dq that it returned.
+    """
 
     def __init__(self):
         names = (

@@ -43,11 +43,11 @@ class Layer(nn.Module):
             nn.Linear(WIDTH, WIDTH),
         )
 
-    def forward(self, x: Tensor, rows: MaskRanges) -> Tensor:
+    def forward(self, x: Tensor, ranges: MaskRanges) -> Tensor:
         """x [B, S, WIDTH] -> [B, S, WIDTH]"""
         q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(2, dim=1)
-        out = attend(q, k, v, rows, self.pattern, cp=self.cp, block_size=BLOCK)
+        out = attend(q, k, v, ranges, self.pattern, cp=self.cp, block_size=BLOCK)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -58,10 +58,10 @@ def _input(seed: int) -> Tensor:
     return torch.randn(2, SEQ_LEN, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def _step(layer: nn.Module, function: Callable, x: Tensor, rows: MaskRanges) -> list[Tensor]:
+def _step(layer: nn.Module, function: Callable, x: Tensor, ranges: MaskRanges) -> list[Tensor]:
     """Output, gradient of the input and of every parameter."""
     x = x.clone().requires_grad_()
-    out = function(x, rows)
+    out = function(x, ranges)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
 
 
@@ -76,9 +76,9 @@ def test_compiled_once_equal_to_eager_for_all_documents(pattern):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for seed, lengths in enumerate(LENGTHS):
-        rows = Documents(lengths).rows(SEQ_LEN)
-        want = _step(layer, layer, _input(seed), rows)
-        _assert_equal(_step(layer, compiled, _input(seed), rows), want)
+        ranges = Documents(lengths).rows(SEQ_LEN)
+        want = _step(layer, layer, _input(seed), ranges)
+        _assert_equal(_step(layer, compiled, _input(seed), ranges), want)
     assert counter.frame_count == 1, "compiled again for other documents"
 
 
@@ -86,15 +86,15 @@ def test_compiled_once_equal_to_eager_for_all_documents(pattern):
 def test_compiled_with_an_unpacked_mask(pattern):
     layer = Layer(PATTERNS[pattern])
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    rows = Causal().rows(SEQ_LEN)
-    _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
+    ranges = Causal().rows(SEQ_LEN)
+    _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
 
 
 def test_compiled_without_context_parallelism():
     layer = Layer(PATTERNS["dense"], cp=None)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    rows = Causal().rows(SEQ_LEN)
-    _assert_equal(_step(layer, compiled, _input(0), rows), _step(layer, layer, _input(0), rows))
+    ranges = Causal().rows(SEQ_LEN)
+    _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
 
 
 # Activation checkpointing -------------------------------------------------------------------------------------------
@@ -106,11 +106,11 @@ def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:
 
 def _saving(layer: nn.Module) -> Callable:
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
-    return lambda x, rows: checkpoint(layer, x, rows, use_reentrant=False, context_fn=contexts)
+    return lambda x, ranges: checkpoint(layer, x, ranges, use_reentrant=False, context_fn=contexts)
 
 
 def _recomputing(layer: nn.Module) -> Callable:
-    return lambda x, rows: checkpoint(layer, x, rows, use_reentrant=False)
+    return lambda x, ranges: checkpoint(layer, x, ranges, use_reentrant=False)
 
 
 @pytest.fixture
@@ -136,30 +136,30 @@ def calls(monkeypatch) -> dict[str, int]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_saved_ops_run_once_a_step(calls, pattern, compiled):
     layer = Layer(PATTERNS[pattern])
-    rows = Documents(LENGTHS[1]).rows(SEQ_LEN)
-    want = _step(layer, layer, _input(0), rows)
+    ranges = Documents(LENGTHS[1]).rows(SEQ_LEN)
+    want = _step(layer, layer, _input(0), ranges)
     selections = calls["select"]
     assert calls["forward"] == 1 and selections == (pattern == "vertical_slash")
     function = _saving(layer)
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
     for step in (2, 3):
-        _assert_equal(_step(layer, function, _input(0), rows), want)
+        _assert_equal(_step(layer, function, _input(0), ranges), want)
         assert calls == {"forward": step, "select": step * selections}
 
 
 def test_plain_checkpointing_would_run_them_twice(calls):
     """What the policy above saves; otherwise the counts prove nothing."""
     layer = Layer(PATTERNS["vertical_slash"])
-    rows = Documents(LENGTHS[1]).rows(SEQ_LEN)
-    want = _step(layer, layer, _input(0), rows)
-    _assert_equal(_step(layer, _recomputing(layer), _input(0), rows), want)
+    ranges = Documents(LENGTHS[1]).rows(SEQ_LEN)
+    want = _step(layer, layer, _input(0), ranges)
+    _assert_equal(_step(layer, _recomputing(layer), _input(0), ranges), want)
     assert calls == {"forward": 3, "select": 3}
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_the_trainers_checkpointing_runs_attention_once(calls, mode):
-    """activation_checkpoint.checkpointed() as parallel.py uses it, on the layer of this file."""
-    layer, rows = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
-    _step(layer, checkpointed(layer, mode), _input(0), rows)
+    """activation_checkpoint.checkpointed() as parallelize.py uses it, on the layer of this file."""
+    layer, ranges = Layer(PATTERNS["vertical_slash"]), Documents(LENGTHS[1]).rows(SEQ_LEN)
+    _step(layer, checkpointed(layer, mode), _input(0), ranges)
     assert calls == {"forward": 1, "select": 1}

@@ -101,7 +101,7 @@ def _gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(
-            a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}, {note}: {text}"
+            a, b, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}, {note}: {text}"
         )
 
 
@@ -119,9 +119,9 @@ def test_equals_keeping_everything(pattern, how, compiled):
         *([SLICES] if pattern == "dense" else []),
     ]
     for mask, share in itertools.product(masks, SHARES if every else (0.5, 1.0)):
-        rows = mask.rows(SEQ_LEN)
-        want = _step(_block(rows, PATTERNS[pattern], 0.0), leaves)
-        function = functools.partial(CHECKPOINTS[how], _block(rows, PATTERNS[pattern], share))
+        ranges = mask.rows(SEQ_LEN)
+        want = _step(_block(ranges, PATTERNS[pattern], 0.0), leaves)
+        function = functools.partial(CHECKPOINTS[how], _block(ranges, PATTERNS[pattern], share))
         if compiled:
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
         _assert_equal(_step(function, leaves), want, (mask, share))
@@ -151,34 +151,31 @@ def test_forwards_and_backwards_in_any_order(how):
 
 def test_accumulation():
     """Gradients of several backwards add up in .grad."""
-    pattern, rows = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)
+    pattern, ranges = PATTERNS["vertical_slash"], MASKS["documents"].rows(SEQ_LEN)
     leaves, twice = _problem(), []
     for share in (0.0, 0.5):
         for x in leaves:
             x.grad = None
         for factor in (1.0, 3.0):
-            (SELECTIVE(_block(rows, pattern, share), *leaves) * factor).square().sum().backward()
+            (SELECTIVE(_block(ranges, pattern, share), *leaves) * factor).square().sum().backward()
         twice.append([leaves[0].detach(), *(x.grad for x in leaves)])
     _assert_equal(*twice)
 
 
 def test_nested():
     """Layers after each other, each under a checkpoint of its own inside one around both."""
-    rows = MASKS["documents"].rows(SEQ_LEN)
+    ranges = MASKS["documents"].rows(SEQ_LEN)
 
     def two_layers(share: float, inner: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        block = _block(rows, PATTERNS["vertical_slash"], share)
+        block = _block(ranges, PATTERNS["vertical_slash"], share)
         return inner(block, inner(block, q, k, v), k, v)
 
     leaves = _problem()
     want = _step(functools.partial(two_layers, 0.0, CHECKPOINTS["none"]), leaves)
     for inner, share in itertools.product(("selective", "plain"), (0.5, 1.0)):
         function = functools.partial(two_layers, share, CHECKPOINTS[inner])
-        _assert_equal(
-            _step(lambda *x: checkpoint(function, *x, use_reentrant=False), leaves),
-            want,
-            (inner, share),
-        )
+        outer = functools.partial(checkpoint, function, use_reentrant=False)
+        _assert_equal(_step(outer, leaves), want, (inner, share))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,9 @@ def test_nested():
         ("dense", sliding_window([45, 11], 20, sinks=5)),
     ],
 )
-@pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; on a GPU test_gpu.py does it")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="interpreted; tests/gpu/test_attention.py does it on a GPU"
+)
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(
@@ -196,13 +195,14 @@ def test_triton_and_its_tables(monkeypatch, pattern, mask):
         "_has_table_kernels",
         lambda call: isinstance(call.index, VerticalSlashIndex),
     )
-    rows = mask.rows(
+    ranges = mask.rows(
         64
     )  # whole blocks: what is remembered for a mask must not be that of another part
     leaves = [x.requires_grad_() for x in structured_qkv(1, 2, 1, 64, 16, dtype=torch.float32)]
-    want = _step(_block(rows, PATTERNS[pattern], 0.0, backend="eager"), leaves)
+    want = _step(_block(ranges, PATTERNS[pattern], 0.0, backend="eager"), leaves)
     got = _step(
-        functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], 0.4, backend="triton")), leaves
+        functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], 0.4, backend="triton")),
+        leaves,
     )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
@@ -256,13 +256,13 @@ def calls(monkeypatch) -> list[tuple[int, int] | str]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_only_the_first_part_runs_twice(calls, compiled):
-    rows, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
+    ranges, leaves = MASKS["documents"].rows(SEQ_LEN), _problem()
     for share, parts, again in (
         (0.0, [(10, 10)], []),
         (0.3, [(7, 10), (3, 3)], [(3, 3)]),
         (1.0, [(10, 10)], [(10, 10)]),
     ):
-        function = functools.partial(SELECTIVE, _block(rows, PATTERNS["vertical_slash"], share))
+        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS["vertical_slash"], share))
         if compiled:
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
         calls.clear()
@@ -305,11 +305,12 @@ def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
     if compiled and torch.__version__ < "2.12":
         pytest.skip(
-            "with aot_eager torch 2.11 saves other tensors too; tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
+            "with aot_eager torch 2.11 saves other tensors too; "
+            "tests/gpu/test_attention.py measures the memory itself, on 2.11 as well"
         )
-    rows, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
+    ranges, leaves, kept = Documents([100, 60]).rows(160), _problem(seq_len=160), {}
     for share in (0.0, 0.3, 1.0):
-        function = functools.partial(SELECTIVE, _block(rows, PATTERNS[pattern], share))
+        function = functools.partial(SELECTIVE, _block(ranges, PATTERNS[pattern], share))
         if compiled:
             torch._dynamo.reset()  # its guards don't look at a function's defaults
             function = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -345,19 +346,19 @@ def test_choose_recompute(free, expected):
     [("none", 0.5), ("selective", 0.25), ("selective", 1.0), ("plain", 0.0), ("reentrant", 0.5)],
 )
 def test_a_layer_is_counted_once(how, share):
-    leaves, rows, pattern = (
+    leaves, ranges, pattern = (
         _problem(seq_len=160),
         MASKS["documents"].rows(160),
         PATTERNS["vertical_slash"],
     )
     with recording(recall_rows=SEQ_LEN) as want:
         for factor in (1, 2):
-            _block(rows, pattern, 0.0)(leaves[0] * factor, *leaves[1:])
-    rows = MASKS["documents"].rows(160)  # nothing is remembered for it
+            _block(ranges, pattern, 0.0)(leaves[0] * factor, *leaves[1:])
+    ranges = MASKS["documents"].rows(160)  # nothing is remembered for it
     with recording(recall_rows=SEQ_LEN) as got:
         for factor in (1, 2):
             CHECKPOINTS[how](
-                _block(rows, pattern, share), leaves[0] * factor, *leaves[1:]
+                _block(ranges, pattern, share), leaves[0] * factor, *leaves[1:]
             ).sum().backward()
     assert torch.equal(got.density(), want.density()) and len(got.recall) == len(got.capped) == 2
     assert torch.equal(torch.stack(got.recall), torch.stack(want.recall))
@@ -384,11 +385,11 @@ def _check_ranks() -> None:
         (SLICES, Dense()),
     ]
     for cp, (mask, pattern) in itertools.product(contexts, cases):
-        rows, leaves = mask.rows(seq_len), [cp.shard(x, 2).requires_grad_() for x in full]
-        want, want_seen = _recorded(_block(rows, pattern, 0.0, cp), leaves)
+        ranges, leaves = mask.rows(seq_len), [cp.shard(x, 2).requires_grad_() for x in full]
+        want, want_seen = _recorded(_block(ranges, pattern, 0.0, cp), leaves)
         for share in SHARES if cp.layout == "striped" else (1.0,):
             got, seen = _recorded(
-                functools.partial(SELECTIVE, _block(rows, pattern, share, cp)), leaves
+                functools.partial(SELECTIVE, _block(ranges, pattern, share, cp)), leaves
             )
             _assert_equal(got, want, (cp.key, mask, pattern.key, share))
             assert torch.equal(seen.density(), want_seen.density())

@@ -1,4 +1,7 @@
-"""The published variants: each file is a configuration that can run as it stands, and trains at toy size on two ranks."""
+"""The published variants: each file is a configuration that can run as it stands.
+
+At toy size each trains on two ranks.
+"""
 
 import math
 from pathlib import Path

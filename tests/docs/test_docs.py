@@ -46,7 +46,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
     names: dict = {}
     for block in _python_blocks(page):  # one after the other, as a reader would
         if not _is_distributed(block):
-            exec(compile(block, page.name, "exec"), names)  # noqa: S102
+            exec(compile(block, page.name, "exec"), names)
 
 
 def test_pages_with_examples():

@@ -17,20 +17,20 @@ from titan_sparse.estimate.index_file import load_indexes, save_indexes
 )
 def test_an_index_survives_its_file(tmp_path, mask, pattern):
     torch.manual_seed(0)
-    rows = mask.rows(128)
-    q, k = torch.randn(2, 4, 128, 8), torch.randn(2, 2, 128, 8)
-    choose = lambda x: (
-        pattern.select(x, k, rows, block_size=16)
-        if pattern.dynamic
-        else pattern.index([], rows, 2, 4, 16)
-    )
+    ranges = mask.rows(128)
+    q = torch.randn(2, 4, 128, 8)
+    k = torch.randn(2, 2, 128, 8)
+
+    def choose(queries: torch.Tensor):
+        if pattern.dynamic:
+            return pattern.select(queries, k, ranges, block_size=16)
+        return pattern.index([], ranges, 2, 4, 16)
+
     indexes = [choose(q), choose(-q)]
-    save_indexes(tmp_path / "index.pt", pattern, rows, indexes)
-    loaded_rows, loaded = load_indexes(tmp_path / "index.pt")
-    assert all(
-        torch.equal(a, b) if torch.is_tensor(a) else a == b
-        for a, b in zip(loaded_rows[:4], rows[:4])
-    )
+    save_indexes(tmp_path / "index.pt", pattern, ranges, indexes)
+    loaded_ranges, loaded = load_indexes(tmp_path / "index.pt")
+    for a, b in zip(loaded_ranges[:4], ranges[:4]):
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b
     assert len(loaded) == 2
     for a, b in zip(loaded, indexes):
         assert torch.equal(a.dense(mask), b.dense(mask)) and a.heads == b.heads

@@ -7,8 +7,8 @@ from titan_sparse.attention.context_parallel.group_cast_plan import blocks_befor
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import RING, SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.schedules.needs import seen_blocks
 from titan_sparse.estimate.constants import Constants
 from titan_sparse.estimate.planner import Layer, Setting, Shape, count, plan, plan_layer
 

@@ -1,6 +1,5 @@
 """Timelines of transfers, against a simulation event by event and by hand."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +42,8 @@ class Recorder:
         self.vertical_blocks = vertical_blocks
         self.windows = DOUBLE_RING.windows(inter, intra, rank)
         self.order = DOUBLE_RING.step_sources(inter, intra)[rank]
-        self.route = transport.route(self, needed)
-        self.computes = list(itertools.chain.from_iterable(self.route.compute))
+        self.route = transport.route_of(self, needed)
+        self.computes = self.route.computes_by_step
         self.chunks = [[torch.zeros(1)] for _ in range(groups)]
 
     def shift(self, chunk, axis, slot, sends, receives):
@@ -63,8 +62,8 @@ class Recorder:
     def forward(self):
         vertical_steps_here = vertical_steps(self.computes, self.vertical_blocks)  # as in ring.py
         self.operations.append(("start verticals",))
-        for _, _, _, source, _ in transport.circulate(self, self.route, self.chunks):
-            step = self.order.index(source)
+        for circulated in transport.circulate(self, self.route, self.chunks):
+            step = self.order.index(circulated.source)
             if step in vertical_steps_here:
                 self.operations.append(("verticals",))
             if self.computes[step]:
@@ -75,10 +74,10 @@ class Recorder:
         shares = len(vertical_steps(self.computes, self.vertical_blocks))
         shares_done = [0] * len(self.chunks)
 
-        def compute(group, source, chunk):
-            self.operations.append(("work", self.order.index(source)))
-            if shares_done[group] < shares:  # as in ring.py
-                shares_done[group] += 1
+        def compute(step):
+            self.operations.append(("work", self.order.index(step.source)))
+            if shares_done[step.group] < shares:  # as in ring.py
+                shares_done[step.group] += 1
                 if sum(shares_done) == shares * len(shares_done):
                     self.operations.append(("start verticals",))
             return torch.zeros(1)

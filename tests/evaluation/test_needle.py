@@ -1,4 +1,5 @@
-"""Needle In A Haystack: exact samples; answers teacher-forced and generated are those of a plain forward on any mesh."""
+"""Needle In A Haystack: samples are exact; answers, teacher-forced and generated, are those of a plain
+forward on any mesh."""
 
 import numpy as np
 import pytest
@@ -129,7 +130,10 @@ def _forced(folder, cp: int) -> None:
 
 
 def _generated(folder) -> None:
-    """With a cache as without one: each token by a forward over all before it. 50 tokens, so that prompts are ragged."""
+    """With a cache as without one: each token by a forward over all before it.
+
+    50 tokens, so that prompts are ragged.
+    """
     scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense"))
     _sharpen(scorer.model)
     samples = _samples()
@@ -148,7 +152,8 @@ def _sharpen(model: Decoder) -> None:
 
 
 def _windowed(folder) -> None:
-    """Generated with a sliding window and sinks, an answer is the most likely one by one forward with that mask too."""
+    """With a sliding window and sinks, the generated answer is the most likely one by a forward with that
+    mask too."""
     scorer, _ = scorer_of(
         tiny_config(
             folder,
@@ -168,7 +173,7 @@ def _windowed(folder) -> None:
 
 
 def _memorised(folder) -> None:
-    """A model that has been trained on one answer gives it, forced and generated, by sparse attention too."""
+    """A model that was trained on one answer gives it, forced and generated, with sparse attention too."""
     scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="vertical_slash"))
     sample = _samples()[0]
     _teach(scorer.model, sample)

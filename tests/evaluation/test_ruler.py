@@ -1,4 +1,7 @@
-"""RULER's prompts: lengths, what is hidden and what is asked; scores through a model in tests/scripts/test_evaluate.py."""
+"""RULER's prompts: lengths, what is hidden and what is asked.
+
+Scores through a model are in tests/scripts/test_evaluate.py.
+"""
 
 import re
 import sys

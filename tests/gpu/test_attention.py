@@ -42,18 +42,20 @@ def inputs(seq_len: int = SEQ_LEN, device: str = "cuda", seed: int = 0) -> list[
 
 def errors(cp, mask, pattern, q, k, v, d_out, backend="auto") -> list[float]:
     """Relative Frobenius errors of out, dq, dk, dv in bf16 against fp64 over the pairs that were chosen."""
-    rows = cp.balance(mask.rows(q.shape[2], q.device))
-    local = [cp.shard(x, 2, rows.table) for x in (q, k, v)]
-    _, aux = attend(*local, rows, pattern, cp, backend, return_aux=True)
+    ranges = cp.balance(mask.rows(q.shape[2], q.device))
+    local = [cp.shard(x, 2, ranges.table) for x in (q, k, v)]
+    _, aux = attend(*local, ranges, pattern, cp, backend, return_aux=True)
     seen = aux.index.dense(mask)
     wanted, wanted_grads = gradients(
         lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v))
     )
     got, grads = gradients(
-        lambda *x: attend(*x, rows, pattern, cp, backend), cp.shard(d_out, 2, rows.table), *local
+        lambda *x: attend(*x, ranges, pattern, cp, backend),
+        cp.shard(d_out, 2, ranges.table),
+        *local,
     )
     return [
-        _relative(cp.unshard(x, 2, rows.table), want)
+        _relative(cp.unshard(x, 2, ranges.table), want)
         for x, want in zip((got, *grads), (wanted, *wanted_grads))
     ]
 
@@ -101,11 +103,14 @@ def test_bf16_on_one_gpu(mask, pattern):
 @pytest.mark.parametrize("backend", ["triton", "flex"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
 def test_recomputed_attention(pattern, backend, compiled):
-    """The first part of a sequence computed again: out, gradients and memory. Plain causal, so flex takes its fastest path."""
+    """The first part of a sequence computed again: out, gradients and memory.
+
+    Plain causal, so flex takes its fastest path.
+    """
     q, k, v = (
         x.cuda().requires_grad_() for x in structured_qkv(1, 16, 2, 8192, 128, dtype=torch.bfloat16)
     )
-    results, kept, rows = (
+    results, kept, ranges = (
         [],
         [],
         Causal().rows(8192, "cuda"),
@@ -114,7 +119,7 @@ def test_recomputed_attention(pattern, backend, compiled):
 
         def block(q, k, v, share=share):
             # Another tensor than the one that is kept, so that the caller's hold on it counts the same.
-            return 2 * attend(q * 1.5, k, v, rows, pattern, backend=backend, recomputed=share)
+            return 2 * attend(q * 1.5, k, v, ranges, pattern, backend=backend, recomputed=share)
 
         torch._dynamo.reset()  # its guards don't look at a function's defaults, which hold the share
         function = functools.partial(
@@ -151,7 +156,7 @@ def test_bf16_over_nccl(tmp_path):
             "--nproc-per-node",
             str(torch.cuda.device_count()),
             "-m",
-            "tests.test_gpu",
+            "tests.gpu.test_attention",
             str(tmp_path),
         ],
         cwd=ROOT,

@@ -1,8 +1,11 @@
-"""Context parallelism under stress on four GPUs (NCCL): late ranks and transfers, groups beside each other, memory, hangs.
-Training and hangs are tested with two GPUs where there are no four.
+"""Context parallelism under stress on four GPUs (NCCL).
 
-Run by `make test-gpu`. For what attention does four processes are started once; each writes what it found. They run on the
-CPU too, at toy size: OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m tests.test_gpu_sturdy FOLDER cpu
+Late ranks and transfers, groups beside each other, memory, hangs. Training and hangs are tested
+with two GPUs where there are no four.
+
+Run by `make test-gpu`. For what attention does, four processes are started once, and each writes
+what it found. They run on the CPU too, at toy size:
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m tests.gpu.test_context_parallel FOLDER cpu
 """
 
 import contextlib
@@ -107,7 +110,7 @@ def _succeeds(process: subprocess.Popen) -> None:
 def found(tmp_path_factory) -> list[dict]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("found")
-    _succeeds(_torchrun(4, "-m", "tests.test_gpu_sturdy", folder, "cuda"))
+    _succeeds(_torchrun(4, "-m", "tests.gpu.test_context_parallel", folder, "cuda"))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
 
 
@@ -127,7 +130,8 @@ def test_late_ranks_and_transfers_do_not_change_a_bit(found):
 
 @needs_four
 def test_errors_do_not_grow_with_the_ranks(found):
-    """1, 2 (two groups, on data of their own), 3 (without global rank 0) and 4 ranks; the rule of test_gpu.py."""
+    """1, 2 (two groups, on data of their own), 3 (without global rank 0) and 4 ranks; the rule of
+    test_attention.py."""
     seen = set()
     for rank in found:
         for name, got in rank["errors"].items():
@@ -239,12 +243,19 @@ def _bytes(device: str) -> int:
 
 
 def _delays(case: Case, device: str, four: dict[str, ContextParallel]) -> dict:
-    """Which results of three layers (out, dq, dk, dv, ...) differ when they are computed again, and again with delays."""
+    """Which results of three layers (out, dq, dk, dv, ...) differ when they are computed again.
+
+    And again with delays.
+    """
     made = [
         x.to(device, torch.bfloat16) for x in layer_inputs(8, case.block_size * case.blocks, 64)
     ]
-    compute = lambda cp: layers(cp, Causal(), case.pattern, made, case.backend, case.block_size)
-    wanted, differing = {name: compute(cp) for name, cp in four.items()}, {}
+
+    def compute(cp: ContextParallel) -> list[torch.Tensor]:
+        return layers(cp, Causal(), case.pattern, made, case.backend, case.block_size)
+
+    wanted = {name: compute(cp) for name, cp in four.items()}
+    differing = {}
 
     def compare(kind: str, name: str) -> None:
         pairs = zip(compute(four[name]), wanted[name], strict=True)
@@ -287,7 +298,7 @@ def _inject_delays(case: Case, device: str) -> Counter:
         (
             "work",
             BACKENDS[case.backend],
-            ("forward", "forward_with_verticals", "backward", "backward_with_verticals"),
+            ("forward", "backward"),
         ),
         ("wait", Transfer, ("wait",)),
         ("wait", Pending, ("wait",)),

@@ -1,7 +1,8 @@
-"""On a GPU: every backend's out and gradients in bf16, for every head size, block size, grouping and mask, against fp64.
+"""On a GPU: every backend's out and gradients in bf16, against fp64.
 
-The bound is the issue of trust: at most 5e-3, and at most twice the error of torch's dense flash attention. A public
-bug of one kernel library gave exact forwards and gradients off by 150 times, at one head size and one length only.
+For every head size, block size, grouping and mask. The bound is the issue of trust: at most 5e-3,
+and at most twice the error of torch's dense flash attention. A public bug of one kernel library
+gave exact forwards and gradients off by 150 times, at one head size and one length only.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The memory levers on one GPU, as training runs of three steps: the same numbers, less memory. docs/memory_levers.md."""
+"""The memory levers on one GPU, as training runs of three steps: the same numbers, less memory."""
 
 import gc
 from dataclasses import replace
@@ -44,8 +44,10 @@ SETTINGS = {
 
 
 class _Result(NamedTuple):
-    """losses of the steps; gradients of every step before clipping, one flat list; the last step's peak, bytes above what
-    was there before the run; the trainer."""
+    """losses: of the steps. gradients: of every step before clipping, one flat list.
+
+    peak: the last step's, in bytes above what was there before the run.
+    """
 
     losses: list[float]
     gradients: list[Tensor]
@@ -100,8 +102,10 @@ def _distances(a: _Result, b: _Result) -> dict[str, float]:
 
 
 def test_activation_offload(tmp_path):
-    """To the bit, but for the embedding's gradient, which was 1e-5 off in a first step. Runs without offload are not always
-    equal either."""
+    """To the bit, but for the embedding's gradient, which was 1e-5 off in a first step.
+
+    Runs without offload are not always equal either.
+    """
     plain, again, offloaded = (
         _run(tmp_path, name, activation_checkpoint__offload=name == "offloaded")
         for name in ("plain", "again", "offloaded")
@@ -193,7 +197,7 @@ def test_float8(tmp_path, recipe):
     )
     print(plain.losses[::10], float8.losses[::10])
     assert float8.losses != plain.losses
-    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory_levers.md).
+    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory.md).
     assert sum(float8.losses) == pytest.approx(sum(plain.losses), rel=0.04)
 
 

@@ -14,7 +14,8 @@ from tests.reference import dense_attention, gradients
 from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import Tiles, block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Lists, Piece, naive
 from titan_sparse.kernels.verticals import add_verticals, add_verticals_naive
@@ -65,12 +66,12 @@ class Case:
         whole=False,
         dtype=torch.float32,
     ):
-        rows = mask.rows(blocks * size, DEVICE)
+        ranges = mask.rows(blocks * size, DEVICE)
         index = RandomIndex(heads[0], blocks, size, batch, verticals * size)
         numbers = torch.arange(blocks, device=DEVICE)
         q_blocks, k_blocks = (numbers, numbers) if whole else (numbers[::2], numbers[1::2])
-        self.tiles = block_tiles(rows, index, q_blocks, k_blocks, batch, True)
-        self.vertical_tiles = vertical_tiles(rows, index, q_blocks, True)
+        self.tiles = block_tiles(ranges, index, q_blocks, k_blocks, batch, True)
+        self.vertical_tiles = vertical_tiles(ranges, index, q_blocks, True)
         self.scale = 0.9 / math.sqrt(dim)
         g = torch.Generator().manual_seed(1)
         lengths = (len(q_blocks) * size, len(k_blocks) * size, verticals * size)
@@ -110,7 +111,10 @@ class Case:
         return [base.Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
 
     def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
-        """The same by the triton backend, blocks and verticals fused; gradients with its own out and lse unless given."""
+        """The same by the triton backend, blocks and verticals fused.
+
+        Gradients use its own out and lse unless they are given.
+        """
         pieces = self.backend_pieces()
         own = triton.forward(self.q, pieces, None, self.scale)
         if out is None:

@@ -150,8 +150,11 @@ def test_unions_are_those_of_the_twin(name, monkeypatch):
 
 
 def test_a_vertical_comes_before_a_diagonal_of_its_price():
-    """Five verticals of 8, worth 8 / 0.25 each, and a diagonal of 32 for 1: half of the 72 is reached by the verticals, which
-    come first, and so no diagonal counts; the other way round it would be the diagonal and a vertical."""
+    """Five verticals of 8, worth 8 / 0.25 each, and a diagonal of 32 for 1.
+
+    Half of the 72 is reached by the verticals, which come first, and so no diagonal counts. The
+    other way round it would be the diagonal and a vertical.
+    """
     segments, of, _ = _geometry(Case(Causal(), 1, 64, dict(probe=1, sinks=0)), 1)
     mass = torch.zeros(1, 8, 1, BLOCK, device=DEVICE)
     mass[0, [0, 1, 2, 4, 5], 0, 3], mass[0, 3] = 8 / 128, 4 / 128
@@ -197,7 +200,10 @@ def test_a_choice_waits_for_nothing_on_a_gpu():
     """And is few launches."""
     segments, of, queries = _geometry(LONG["one span"], 16, 128)
     mass = _real(_masses("slashes", of, 16, queries), of, segments.sequence)
-    choose = lambda: smallest_union(mass, segments, of, 0.95, queries)
+
+    def choose() -> tuple[Tensor, Tensor]:
+        return smallest_union(mass, segments, of, 0.95, queries)
+
     want = joint.smallest_union(mass, segments, of, 0.95, queries)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.test_decoder import causal, dense_attend
+from tests.models.helpers import causal, dense_attend
 from tests.runs import TINY
 from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP

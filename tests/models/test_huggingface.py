@@ -10,17 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-transformers = pytest.importorskip("transformers")
-
-from safetensors.torch import load_file, save_file
-
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
-from tests.models.test_decoder import _pretended_rank as pretended_rank
-from tests.models.test_decoder import causal, dense_attend
+from tests.models.helpers import causal, dense_attend, pretended_rank
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, check
 from titan_sparse.models import flavours
@@ -30,6 +26,8 @@ from titan_sparse.models.huggingface import check_weights, export_weights, load_
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.parallelize import parallelize
+
+transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 

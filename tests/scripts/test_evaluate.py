@@ -206,6 +206,7 @@ def test_from_the_command_line(folder, one):
     result = subprocess.run(
         command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"),
         cwd=ROOT,
+        check=False,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -46,7 +46,7 @@ def test_masses_against_the_table_of_all_pairs():
         .softmax(-1)[:, :TOKENS]
     )
     last = dense[:, -BLOCK:]
-    torch.testing.assert_close(layer.column_mass, last.mean(1))
+    torch.testing.assert_close(layer.vertical_mass, last.mean(1))
     distance = torch.arange(TOKENS)[:, None] // BLOCK - torch.arange(PADDED) // BLOCK
     by_distance = torch.stack(
         [(rows * (distance == d)).sum((1, 2)) for rows in [dense] for d in range(10)], dim=1
@@ -100,7 +100,7 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     point = curve(("name", 1.0, pattern), q, k, rows, cp, at, mass)
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
-    assert ("verticals" in point) == isinstance(pattern, VerticalSlash)
+    assert ("columns" in point) == isinstance(pattern, VerticalSlash)
 
 
 def test_count_to_hold():

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 from scripts.summarize_trace import summary
+
+ROOT = Path(__file__).parents[2]
 
 
 def _event(name: str, start: float, end: float, cat: str = "kernel") -> dict:
@@ -49,6 +50,7 @@ def test_script(tmp_path):
                 tmp_path / "out.json",
             ],
             cwd=ROOT,
+            check=False,
             capture_output=True,
             text=True,
         )

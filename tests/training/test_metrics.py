@@ -15,8 +15,9 @@ from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention import ContextParallel, attend, timing
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.observe import visits as balance
+from titan_sparse.attention.observe.imbalance import worker_imbalance
 from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.visits import Visits, by_step, count_visits, step_sources
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.needs import needed_chunks_of
@@ -109,9 +110,11 @@ SPARSE = VerticalSlash(
 )
 
 
-def _check_columns_of_the_backward(schedule: str) -> None:
-    """by_step(backward=True) puts each part of the columns where the backward meets it, in each group of heads; the
-    gradients of all of them go home at once."""
+def _check_verticals_of_the_backward(schedule: str) -> None:
+    """by_step(backward=True) puts each share of the verticals where the backward meets it.
+
+    That holds in each group of heads. The gradients of all verticals go home at once.
+    """
     # ("step", index of the group, source) or ("share", index of the group, number, shares)
     seen = []
     reduced = []
@@ -131,7 +134,7 @@ def _check_columns_of_the_backward(schedule: str) -> None:
         return tiles_of_rank(call, batch, source, transpose)
 
     def seen_verticals(call, vertical_kv, batch, transpose, share, shares):
-        seen.append(("part", id(call.index), share, shares))
+        seen.append(("share", id(call.index), share, shares))
         return vertical_piece(call, vertical_kv, batch, transpose, share, shares)
 
     def seen_reduction(*arguments):
@@ -143,48 +146,48 @@ def _check_columns_of_the_backward(schedule: str) -> None:
     monkeypatch.setattr(verticals, "reduce_gradients", seen_reduction)
     out.sum().backward()
     monkeypatch.undo()
-    rows = Causal().rows(TOKENS * cp.size)
-    visits = balance.count_visits(aux.index, rows, cp.block_table(TOKENS * cp.size))
-    needed = needed_chunks_of(aux.index, rows, cp.layout, cp.size)
-    columns, sources = visits.vertical_pairs[0, :, cp.rank].sum(0), sum(cp.windows, [])
+    ranges = Causal().rows(TOKENS * cp.size)
+    visits = count_visits(aux.index, ranges, cp.block_table(TOKENS * cp.size))
+    needed = needed_chunks_of(aux.index, ranges, cp.layout, cp.size)
+    # [C], pairs of each block of verticals
+    vertical_pairs = visits.vertical_pairs[0, :, cp.rank].sum(0)
+    sources = sum(cp.windows, [])
     work = visits.pairs[0, :, cp.rank].sum(0)[sources]
     groups = {group for _, group, *_ in seen}
     assert len(groups) == len(cp.windows) and len(reduced) == 1
-    assert (
-        reduced[0] == max(i for i, event in enumerate(seen) if event[0] == "part") + 1 < len(seen)
-    )
-    want = balance.by_step(
-        visits, balance.step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
+    last_share = max(i for i, event in enumerate(seen) if event[0] == "share")
+    assert reduced[0] == last_share + 1 < len(seen)
+    want = by_step(
+        visits, step_sources(schedule, cp.inter, cp.intra), True, len(cp.windows), needed
     )
     for group in groups:
-        found, at = work.clone(), None
-        for kind, which, number, *parts in seen:
-            if which == group and kind == "step":
-                at = sources.index(number)
-            elif which == group:
-                found[at] += columns[number :: parts[0]].sum()
-        assert torch.equal(found, want[0, :, cp.rank].sum(0))
+        got = work.clone()
+        step = None
+        for kind, group_of_event, number, *shares in seen:
+            if group_of_event == group and kind == "step":
+                step = sources.index(number)
+            elif group_of_event == group:
+                got[step] += vertical_pairs[number :: shares[0]].sum()
+        assert torch.equal(got, want[0, :, cp.rank].sum(0))
 
 
 def _check_sparse_work(schedules: tuple[str, ...]) -> None:
-    """Against balance.py's own count, which test_balance.py checks against index.dense()."""
+    """Against the count of visits.py, which test_visits.py checks against index.dense()."""
     for schedule in schedules:
         if schedule != "all_gather":
-            _check_columns_of_the_backward(schedule)
+            _check_verticals_of_the_backward(schedule)
         cp = _cp("striped", schedule)
         mask = Documents([[dist.get_world_size() * TOKENS - 70], [100, 30, 50]])
         seen, index = _record(cp, mask=mask, pattern=SPARSE)
-        rows = mask.rows(index.seq_len)
-        visits = balance.count_visits(index, rows, cp.block_table(index.seq_len))
+        ranges = mask.rows(index.seq_len)
+        visits = count_visits(index, ranges, cp.block_table(index.seq_len))
         assert visits.vertical_pairs.sum() > 0
         if schedule == "all_gather":
             want = visits.total().unflatten(1, (KV_HEADS, -1)).sum((0, 2)).T
         else:
-            summed = balance.Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
-            needed = needed_chunks_of(index, rows, cp.layout, cp.size)
-            want = balance.by_step(
-                summed, balance.step_sources(schedule, cp.inter, cp.intra), needed=needed
-            )[0, 0]
+            summed = Visits(*(x.sum((0, 1), keepdim=True) for x in visits))
+            needed = needed_chunks_of(index, ranges, cp.layout, cp.size)
+            want = by_step(summed, step_sources(schedule, cp.inter, cp.intra), needed=needed)[0, 0]
         work, compute, _ = seen.by_rank()
         assert torch.equal(work[0], want.double()), schedule
         assert (compute > 0)[work > 0].all(), schedule
@@ -224,7 +227,7 @@ def _check_waiting() -> None:
             (waited.sum() / elapsed.sum()).item()
         )
         assert 0 < logged["computation_ratio"] < 1
-        assert logged["worker_imbalance_time"] == balance.worker_imbalance(compute).item()
+        assert logged["worker_imbalance_time"] == worker_imbalance(compute).item()
 
 
 def _check_nothing_is_timed() -> None:
@@ -277,7 +280,11 @@ def _check_bytes() -> None:
     """Chunks of keys and values in bf16 (1), their gradients in fp32 (2) or bf16 (1), on rings of 2 and 3."""
     rank, ranks, n = dist.get_rank(), dist.get_world_size(), TOKENS
     chunk = 2 * BATCH * KV_HEADS * n * DIM * 2
-    record = lambda *options: _record(_cp(*options), dtype=torch.bfloat16, backward=True)[0]
+
+    def record(*options):
+        seen, _ = _record(_cp(*options), dtype=torch.bfloat16, backward=True)
+        return seen
+
     plain = (ranks - 1) * (1 + 1 + 2) * chunk
     for layout, schedule in (
         ("zigzag", "ring"),
@@ -314,24 +321,21 @@ def _check_bytes() -> None:
 
 
 def _check_bytes_besides() -> None:
-    """Columns in bf16, their gradients in fp32, each summed over a ring; selection is what select() alone sends."""
-    ranks, cp, pattern = (
-        dist.get_world_size(),
-        _cp("striped", "ring"),
-        VerticalSlash(recall=0.7, max_columns=40, dense_below=48),
-    )
+    """Verticals in bf16, their gradients in fp32, each summed over a ring.
+
+    Selection is what select() alone sends.
+    """
+    ranks = dist.get_world_size()
+    cp = _cp("striped", "ring")
+    pattern = VerticalSlash(recall=0.7, max_columns=40, dense_below=48)
     seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
-    columns = 2 * index.verticals.numel() * DIM
-    assert (
-        seen.bytes_of_verticals
-        == sum(2 * (2 * columns * size * (ranks - 1) // ranks) for size in (2, 4))
-        > 0
-    )
-    before, inputs = (
-        cp.sent["collectives"],
-        structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16),
-    )
-    pattern.select(*(cp.shard(x, 2) for x in inputs[:2]), Causal(), cp)
+    # Numbers in k and v of the verticals, and bytes of each in bf16 and in fp32.
+    numbers = 2 * index.verticals.numel() * DIM
+    expected = sum(2 * (2 * numbers * size * (ranks - 1) // ranks) for size in (2, 4))
+    assert seen.bytes_of_verticals == expected > 0
+    before = cp.sent["collectives"]
+    q, k, _ = structured_qkv(BATCH, HEADS, KV_HEADS, TOKENS * ranks, DIM, dtype=torch.bfloat16)
+    pattern.select(cp.shard(q, 2), cp.shard(k, 2), Causal(), cp)
     assert seen.bytes_of_selection == 2 * (cp.sent["collectives"] - before) > 0
     logged = context_parallel_averages(seen)
     assert logged["cp_gib_columns"] * 2**30 == pytest.approx(seen.bytes_of_verticals)

@@ -40,7 +40,7 @@ def _small_tensors_too(monkeypatch) -> Iterator[None]:
 def _decoder(
     backend: str | object = "aot_eager", mode: str = "full", blocks: OffloadedBlocks | None = None
 ) -> Decoder:
-    """fp32, checkpointed and compiled block by block as parallel.py does."""
+    """fp32, checkpointed and compiled block by block as parallelize.py does."""
     call = functools.partial(attend, pattern=PATTERN, block_size=16, backend="eager")
     model = Decoder(CONFIG, lambda q, k, v, mask: call(q, k, v, mask))
     initialize(model, 0, CONFIG)
@@ -99,16 +99,17 @@ def test_steps_are_the_same_to_the_bit_and_the_pool_stays(wanted):
     assert len(sizes) == 1, "the pool grew"
     assert counter.frame_count <= 2, "compiled anew"  # with gradients and without
     buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
-    wide, lse = TOKENS * HIDDEN * 4, TOKENS * HEADS * 4
-    assert (
-        buffers.pop(wide) == 2 * (LAYERS - 1) and buffers.pop(lse) == LAYERS - 1
-    )  # input and out; LSE
-    (columns,) = buffers  # what the pattern has gathered
-    assert columns % (2 * HEADS * HEAD_DIM * 4) == 0 and buffers[columns] == LAYERS - 1
-    assert (
-        blocks.pool.nbytes
-        == bytes_offloaded(LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM, 4) + (LAYERS - 1) * columns
-    )
+    # Input and out of each block, and its LSE.
+    wide = TOKENS * HIDDEN * 4
+    lse = TOKENS * HEADS * 4
+    assert buffers.pop(wide) == 2 * (LAYERS - 1)
+    assert buffers.pop(lse) == LAYERS - 1
+    # What is left are the verticals that the pattern has gathered.
+    (verticals,) = buffers
+    assert verticals % (2 * HEADS * HEAD_DIM * 4) == 0
+    assert buffers[verticals] == LAYERS - 1
+    without_verticals = bytes_offloaded(LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM, 4)
+    assert blocks.pool.nbytes == without_verticals + (LAYERS - 1) * verticals
 
 
 def test_two_forwards_before_their_backwards_and_an_evaluation_between(wanted):

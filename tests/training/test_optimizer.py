@@ -1,4 +1,7 @@
-"""optimizer.offload on the CPU: the same training run, resumed as any other. What crosses to a GPU: tests/gpu/test_offload.py."""
+"""optimizer.offload on the CPU: the same training run, resumed as any other.
+
+What crosses to a GPU: tests/gpu/test_offload.py.
+"""
 
 from pathlib import Path
 

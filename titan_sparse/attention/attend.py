@@ -72,14 +72,15 @@ def attend(
     ranks = ranks_of(cp, block_size)
     check_tensors(q, k, v)
     ranges = resolve_mask(mask, q, ranks)
-    check_pattern(pattern, ranges, ranks)
     if scale is not None:
         scale = constant(scale)
     has_slices = ranges.slices is not None
+    if pattern.dynamic or has_slices:
+        check_pattern(pattern, ranges, ranks)
     backend = backends.choose(
         backend, q.device.type, q.dtype, q.shape[-1], ranks.block_size, has_slices
     )
-    index = select(q, k, ranges, pattern, ranks, scale)
+    index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)
     boundary, blocks = _recomputed_blocks(recomputed, q, ranges, ranks)
     ops = torch.ops.titan_sparse

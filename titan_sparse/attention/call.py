@@ -1,5 +1,6 @@
 """What one attention call computes with, and the tiles of its shares of work."""
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -74,6 +75,9 @@ def options_key(
     recomputed: float = 0.0,
 ) -> str:
     """The key of CallOptions, for a pattern and a ContextParallel named by their keys."""
+    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {share} {recomputed}"
+    if key in registry.OBJECTS:
+        return key
     owner = context_of(cp)
 
     def make() -> CallOptions:
@@ -88,7 +92,6 @@ def options_key(
             recomputed,
         )
 
-    key = f"attend {pattern} {cp} {backend} {mask} {plain} {scale} {share} {recomputed}"
     return registry.register_owned(owner.calls, key, make)
 
 
@@ -96,6 +99,7 @@ def options_key(
 class AttentionCall:
     """One call of attend(). mask and index are global: the same on every rank.
 
+    make_index: makes the index when somebody asks for it; dense kernels never do.
     plain: the mask is causal and nothing else, and the pattern dense.
     first, last: on every rank the queries are the local blocks from `first` to before `last` (None
     for the end), and the keys are those before `last`. Between ranks that is a range of the
@@ -104,7 +108,7 @@ class AttentionCall:
     """
 
     mask: MaskRanges
-    index: BlockIndex
+    make_index: Callable[[], BlockIndex]
     pattern: Pattern
     cp: ContextParallel
     backend: Backend
@@ -113,6 +117,11 @@ class AttentionCall:
     first: int = 0
     last: int | None = None
     vertical_kv: Tensor | None = None
+
+    @functools.cached_property
+    def index(self) -> BlockIndex:
+        """What the pattern selected."""
+        return self.make_index()
 
     @property
     def seq_len(self) -> int:
@@ -132,7 +141,8 @@ class AttentionCall:
 
     def of_heads(self, heads: slice) -> "AttentionCall":
         """The call for some of the query heads."""
-        return replace(self, index=self.index.of_heads(heads))
+        index = self.index.of_heads(heads)
+        return replace(self, make_index=lambda: index)
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
         """In which dtype sums over chunks are kept: q's own where there is one chunk only."""
@@ -222,7 +232,8 @@ class AttentionCall:
         if shares > 1:
             size = self.index.block_size
             verticals = every_nth_block(self.index.verticals, 2, size, share, shares)
-            call = replace(self, index=self.index.with_verticals(verticals.flatten(2, 3)))
+            index = self.index.with_verticals(verticals.flatten(2, 3))
+            call = replace(self, make_index=lambda: index)
             k = every_nth_block(k, 2, size, share, shares).flatten(2, 3)
             v = every_nth_block(v, 2, size, share, shares).flatten(2, 3)
         return Piece(k, v, call.tiles_of_verticals(batch, transpose))
@@ -293,17 +304,20 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
     """The call of an op that got this key, queries [B, Hq, S_local, D], and the index's and the
     mask's tensors. For the first of two shares the verticals' keys and values end `index`.
     """
-    options: CallOptions = registry.lookup(key)
+    options: CallOptions = registry.OBJECTS.get(key) or registry.lookup(key)
     cp = options.cp()
     vertical_kv = None
     if options.share == "first":
         *index, vertical_kv = index
     first, last = options.block_range(q.shape[2])
     ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask, options.plain), cp.block_size)
-    batch, heads = q.shape[:2]
+
+    def make_index() -> BlockIndex:
+        return options.pattern.index(index, ranges, q.shape[0], q.shape[1], cp.block_size)
+
     return AttentionCall(
         mask=ranges,
-        index=options.pattern.index(index, ranges, batch, heads, cp.block_size),
+        make_index=make_index,
         pattern=options.pattern,
         cp=cp,
         backend=BACKENDS[options.backend],

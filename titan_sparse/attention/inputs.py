@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.context_parallel.group import ContextParallel, one_rank_key
+from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 
 DEFAULT_BLOCK_SIZE = 128
@@ -41,7 +41,7 @@ def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
         size = DEFAULT_BLOCK_SIZE if block_size is None else block_size
         if size < 1:
             raise ValueError(f"block_size={size}: a block holds at least one token")
-        return Ranks(one_rank_key(size), 1, size)
+        return Ranks(f"{ONE_RANK}:{size}", 1, size)
     if block_size not in (None, cp.block_size):
         raise ValueError(
             f"block_size={block_size} differs from that of cp ({cp.block_size}); leave it out"

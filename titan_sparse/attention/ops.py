@@ -32,7 +32,7 @@ def _forward(
     padded = (whole_blocks(q, 2, size), whole_blocks(k, 2, size), whole_blocks(v, 2, size))
     q_share, k_share, v_share = bound.take(*padded)
     out, lse, vertical_kv = EXECUTORS[bound.cp.moves].forward(bound, q_share, k_share, v_share)
-    if observer := recorder.observer():
+    if recorder.listening and (observer := recorder.observer()):
         observer.forward(bound, q_share, k_share)
         if bound.last is None:
             observer.layer(bound, q_share, k_share, lse)
@@ -79,7 +79,7 @@ def _join(
     first_out, second_out, first_lse, second_lse, _ = shares
     out = torch.cat([first_out, second_out], dim=2)
     lse = torch.cat([first_lse, second_lse], dim=2)
-    if observer := recorder.observer():
+    if recorder.listening and (observer := recorder.observer()):
         bound = bind(call, q, index, mask)
         size = bound.cp.block_size
         padded_lse = whole_blocks(lse, 2, size, -torch.inf)

@@ -25,18 +25,19 @@ class Observer(Protocol):
         [B, Hq, S_local] of all rows."""
 
 
-_observer: Observer | None = None
+listening: Observer | None = None
+"""Who records at present, if anybody does."""
 
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Report to this observer inside."""
-    global _observer
-    _observer = observer
+    global listening
+    listening = observer
     try:
         yield
     finally:
-        _observer = None
+        listening = None
 
 
 def observer() -> Observer | None:
@@ -44,7 +45,7 @@ def observer() -> Observer | None:
 
     What activation checkpointing repeats is not told again.
     """
-    return None if _observer is None or recomputing() else _observer
+    return None if listening is None or recomputing() else listening
 
 
 def recomputing() -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-_OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+OBJECTS: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Everything registered whose owner still lives, by key."""
 
 
 def register(key: str, value: Any) -> None:
     """Let lookup(key) find `value` for as long as somebody holds it."""
-    _OBJECTS[key] = value
+    OBJECTS[key] = value
 
 
 def register_owned(owned: dict[str, Any], key: str, make: Callable[[], Any]) -> str:
@@ -35,7 +36,7 @@ def lookup(key: str) -> Any:
     Raises RuntimeError if it is gone: a backward, or a compiled call, of a ContextParallel that
     nobody holds any more.
     """
-    value = _OBJECTS.get(key)
+    value = OBJECTS.get(key)
     if value is None:
         raise RuntimeError(
             f'"{key}" is gone: keep the ContextParallel until the last backward through it'

@@ -1,7 +1,9 @@
-"""The TOML configuration. Imports no torch: all of it runs before any process group exists, and errors come at once.
+"""The TOML configuration. Imports no torch: it is read and checked before any process group exists,
+so that mistakes are told at once.
 
-sections.py: the sections as dataclasses, a documented field per key. reading.py: command line and TOML to a Config,
-and back. checking.py, checking_attention.py: refuse impossible combinations; the sizes that other parts derive.
+sections.py: the sections as dataclasses, with a documented field for each key. reading.py: command
+line and TOML to a Config, and back. checking.py, checking_attention.py: refuse impossible
+combinations, and derive the sizes that other parts need. mixture.py: the parts of data.source.
 """
 
 from titan_sparse.config.checking import (

@@ -1,4 +1,5 @@
-"""What can run and what cannot: check() refuses impossible combinations before any process group exists."""
+"""What can run and what cannot: check() refuses impossible combinations before any process group
+exists."""
 
 import math
 import os
@@ -24,6 +25,7 @@ from titan_sparse.config.sections import (
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
 
+# Least value -> the keys that it holds for.
 _MINIMUMS = {
     0: (
         "model.vocab_size",
@@ -86,59 +88,72 @@ _MINIMUMS = {
 
 
 def world_from_environment() -> tuple[int, int]:
-    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where unset."""
+    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where
+    unset."""
     sizes = []
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         text = os.environ.get(name, "1")
         require(
             text.isdecimal() and int(text) >= 1,
-            f"environment: {name} = {show(text)} is not a positive integer; start with torchrun or unset it",
+            f"environment: {name} = {show(text)} is not a positive integer; "
+            "start with torchrun or unset it",
         )
         sizes.append(int(text))
     return sizes[0], sizes[1]
 
 
 RANKS_PER_NODE = 8
-"""What a node has where --ranks says how many there are in all."""
+"""Ranks of a node where --ranks says how many there are in all."""
 
 
 def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int, int]:
     """(ranks in all, ranks of a node) with --ranks taken into account."""
     if not flags.ranks:
         return world_size, local_world_size
-    return flags.ranks, min(
-        flags.ranks, local_world_size if local_world_size > 1 else RANKS_PER_NODE
-    )
+    ranks_per_node = local_world_size if local_world_size > 1 else RANKS_PER_NODE
+    return flags.ranks, min(flags.ranks, ranks_per_node)
 
 
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
-    """Context-parallel ranks of the inner ring: cp_intra, or as many of cp as a node has ranks."""
+    """Context-parallel ranks of the inner ring: cp_intra, or the ranks of a node, at most cp."""
     return parallelism.cp_intra or min(parallelism.cp, local_world_size)
 
 
 def resolve_overlap_stages(attention: Attention, nodes: int) -> tuple[int, int]:
-    """Stages of group_cast in the forward, in the backward. Another stage is another pass over queries: it pays where blocks
-    take longer to come, between nodes (docs/benchmarks.md)."""
-    stages = attention.overlap_stages or min(nodes, 2)
-    return stages, attention.overlap_stages_backward or stages
+    """Stages of group_cast in the forward, and in the backward.
+
+    Another stage is another pass over queries. It pays where blocks take longer to arrive, between
+    nodes (docs/benchmarks.md).
+    """
+    forward = attention.overlap_stages or min(nodes, 2)
+    backward = attention.overlap_stages_backward or forward
+    return forward, backward
 
 
 def padding_multiple(config: Config) -> int:
-    """Tokens that a padded sequence is a multiple of: a whole block for each rank, two for zigzag's mirrored chunks."""
-    chunks = 2 if config.attention.layout == "zigzag" else 1
-    return config.attention.block_size * config.parallelism.cp * chunks
+    """Tokens that a padded sequence is a multiple of: a whole block for each rank, two of them for
+    zigzag's mirrored chunks.
+
+    The same as layouts.block_multiple(), which imports torch; a test holds the two together.
+    """
+    blocks_per_rank = 2 if config.attention.layout == "zigzag" else 1
+    return config.attention.block_size * config.parallelism.cp * blocks_per_rank
 
 
 def check(config: Config, world_size: int, local_world_size: int) -> None:
-    """Refuses what cannot run on `world_size` ranks with `local_world_size` on a node: ConfigError, one line that
-    names the keys and what to write instead. Also re-checks types, for a configuration made in Python."""
+    """Refuses what cannot run on `world_size` ranks with `local_world_size` on a node.
+
+    Raises ConfigError, one line that names the keys and what to write instead. Types are checked
+    once more, for a configuration made in Python.
+    """
     for key in KINDS:
         typed(key, attrgetter(key)(config), "")
     for minimum, keys in _MINIMUMS.items():
         for key in keys:
             value = attrgetter(key)(config)
             require(
-                value >= minimum, f"{key} = {show(value)} is too small; write {minimum} or more"
+                value >= minimum,
+                f"{key} = {show(value)} is too small; write {minimum} or more",
             )
     for key in (
         "data.source",
@@ -147,9 +162,10 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
         "data.split",
         "training.output_dir",
     ):
+        default = attrgetter(key)(Config())
         require(
             attrgetter(key)(config) != "",
-            f"{key} is empty; write {show(attrgetter(key)(Config()))} or another",
+            f"{key} is empty; write {show(default)} or another",
         )
     _check_model(config.model, config.data)
     _check_huggingface(config)
@@ -168,9 +184,12 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
-    """load() and then check(), whose ConfigError gets the name of the --config file in front, or "command line".
+    """load() and then check(), whose ConfigError gets the name of the --config file in front, or
+    "command line".
 
-    The flag --ranks takes the place of the world size, with RANKS_PER_NODE to a node or what torchrun says."""
+    The flag --ranks takes the place of the world size. A node then has the ranks that torchrun
+    says, or RANKS_PER_NODE.
+    """
     config, flags = load(argv)
     world_size, local_world_size = world_of(flags, world_size, local_world_size)
     try:
@@ -181,7 +200,9 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
 
 
 def _check_pictures(metrics: Metrics) -> None:
-    key, every = f"metrics.pictures_every = {metrics.pictures_every}", metrics.log_every
+    key = f"metrics.pictures_every = {metrics.pictures_every}"
+    every = metrics.log_every
+    next_multiple = -(-metrics.pictures_every // every) * every
     require(
         not metrics.pictures_every or metrics.tensorboard,
         f"{key} would be ignored with metrics.tensorboard = false; write "
@@ -190,7 +211,7 @@ def _check_pictures(metrics: Metrics) -> None:
     require(
         metrics.pictures_every % every == 0,
         f"{key} is no multiple of metrics.log_every = {every}; write metrics.pictures_every "
-        f"= {-(-metrics.pictures_every // every) * every}",
+        f"= {next_multiple}",
     )
 
 
@@ -198,7 +219,8 @@ def _check_model(model: Model, data: Data) -> None:
     one_of("model.flavour", model.flavour, FLAVOURS)
     require(
         data.tokenizer != "bytes" or model.vocab_size == 0 or model.vocab_size >= 258,
-        f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; write 0 or 258 or more',
+        f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; '
+        "write 0 or 258 or more",
     )
     if model.rope_scaling in ("yarn", "llama3"):
         require(
@@ -212,15 +234,16 @@ def _check_model(model: Model, data: Data) -> None:
         require(
             value == unset,
             f"model.{key} = {value} would be ignored with model.rope_scaling = "
-            f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", or model.{key} = {unset}',
+            f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", '
+            f"or model.{key} = {unset}",
         )
 
 
 def _check_huggingface(config: Config) -> None:
     require(
         config.model.initial_hf == "" or config.checkpoint.initial_load_path == "",
-        "model.initial_hf and "
-        "checkpoint.initial_load_path both say where the first weights come from; write one of them",
+        "model.initial_hf and checkpoint.initial_load_path both say where the first weights come "
+        "from; write one of them",
     )
     try:
         model = resolve(**vars(config.model))
@@ -234,8 +257,8 @@ def _check_data(data: Data) -> None:
     sources = source_weights(data.source)
     require(
         data.sequences == "packed" or "python" not in sources,
-        f'data.sequences = "{data.sequences}" needs tokens that '
-        'scripts.prepare_data has prepared, not data.source = "python"; write data.sequences = "packed"',
+        f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has '
+        'prepared, not data.source = "python"; write data.sequences = "packed"',
     )
     if "python" not in sources:
         require(
@@ -246,7 +269,8 @@ def _check_data(data: Data) -> None:
     if set(sources) != {"python"}:
         return
     for name in ("text_field", "subset", "split"):
-        value, default = getattr(data, name), getattr(Data(), name)
+        value = getattr(data, name)
+        default = getattr(Data(), name)
         require(
             value == default,
             f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
@@ -255,36 +279,43 @@ def _check_data(data: Data) -> None:
 
 
 def _check_dtype(config: Config) -> None:
-    exact = config.training.device == "cpu" or config.attention.backend == "eager"
+    runs_float64 = config.training.device == "cpu" or config.attention.backend == "eager"
     require(
-        config.training.dtype != "float64" or exact,
+        config.training.dtype != "float64" or runs_float64,
         'training.dtype = "float64" needs training.device = "cpu" '
         'or attention.backend = "eager"; write one of them or training.dtype = "float32"',
     )
 
 
 def _check_world(parallelism: Parallelism, world_size: int, local_world_size: int) -> None:
-    replicate, shard, cp = parallelism.dp_replicate, parallelism.dp_shard, parallelism.cp
+    replicate = parallelism.dp_replicate
+    shard = parallelism.dp_shard
+    cp = parallelism.cp
     require(
         shard == -1 or shard >= 1,
         f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more",
     )
-    unit = replicate * cp * max(shard, 1)
-    fits = world_size % unit == 0 if shard == -1 else world_size == unit
+    # With dp_shard = -1 any multiple of the other degrees fits.
+    degrees = replicate * cp * max(shard, 1)
+    takes_the_rest = shard == -1
+    fits = world_size % degrees == 0 if takes_the_rest else world_size == degrees
     if not fits:
         nodes = max(1, world_size // local_world_size)
-        step = math.lcm(unit, nodes)
-        ranks = step * max(1, world_size // step) if shard == -1 else unit
-        start = (
-            f"--nproc-per-node={ranks // nodes}" if ranks % nodes == 0 else f"{ranks} ranks in all"
-        )
+        ranks = degrees
+        if takes_the_rest:
+            # The largest world that fits and that all nodes have an equal part of.
+            step = math.lcm(degrees, nodes)
+            ranks = step * max(1, world_size // step)
+        start = f"{ranks} ranks in all"
+        if ranks % nodes == 0:
+            start = f"--nproc-per-node={ranks // nodes}"
         raise ConfigError(
-            f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x parallelism.cp = "
-            f"{cp} does not fit {world_size} ranks; start torchrun with {start} (a --dry-run with --ranks {ranks}) "
-            "or change the degrees"
+            f"parallelism.dp_replicate = {replicate} x parallelism.dp_shard = {shard} x "
+            f"parallelism.cp = {cp} does not fit {world_size} ranks; start torchrun with {start} "
+            f"(a --dry-run with --ranks {ranks}) or change the degrees"
         )
     intra = resolve_cp_intra(parallelism, local_world_size)
-    divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+    divisors = ", ".join(str(number) for number in range(1, cp + 1) if cp % number == 0)
     require(
         cp % intra == 0,
         f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
@@ -294,7 +325,8 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     require(
-        optimizer.lr > 0, f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4"
+        optimizer.lr > 0,
+        f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4",
     )
     require(
         optimizer.eps > 0,
@@ -302,35 +334,36 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     )
     require(
         optimizer.name != "SGD" or optimizer.implementation != "fused",
-        'optimizer.implementation = "fused" does not '
-        'exist for sharded parameters with optimizer.name = "SGD"; write optimizer.implementation = "auto"',
+        'optimizer.implementation = "fused" does not exist for sharded parameters with '
+        'optimizer.name = "SGD"; write optimizer.implementation = "auto"',
     )
     for name in ("beta1", "beta2"):
         value = getattr(optimizer, name)
         require(
-            0 <= value < 1, f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9"
+            0 <= value < 1,
+            f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9",
         )
     for name in ("beta1", "beta2", "eps"):
-        value, default = getattr(optimizer, name), getattr(Optimizer(), name)
+        value = getattr(optimizer, name)
+        default = getattr(Optimizer(), name)
         require(
             optimizer.name != "SGD" or value == default,
-            f"optimizer.{name} = {value} would be ignored with "
-            f'optimizer.name = "SGD"; write optimizer.{name} = {default} or another optimizer.name',
+            f'optimizer.{name} = {value} would be ignored with optimizer.name = "SGD"; '
+            f"write optimizer.{name} = {default} or another optimizer.name",
         )
 
 
 def _check_memory_levers(config: Config) -> None:
-    mode, compiler = config.activation_checkpoint.mode, config.compile
     if config.activation_checkpoint.offload:
         require(
-            mode != "none",
+            config.activation_checkpoint.mode != "none",
             "activation_checkpoint.offload = true would move all activations with "
             'activation_checkpoint.mode = "none"; write activation_checkpoint.mode = "full"',
         )
         require(
-            compiler.enable and compiler.backend != "eager",
-            "activation_checkpoint.offload = true needs blocks that are "
-            "compiled, as else attention's results stay on the device; write compile.enable = true and "
+            config.compile.enable and config.compile.backend != "eager",
+            "activation_checkpoint.offload = true needs blocks that are compiled, as else "
+            "attention's results stay on the device; write compile.enable = true and "
             'compile.backend = "inductor"',
         )
     local_tokens = (
@@ -345,10 +378,12 @@ def _check_memory_levers(config: Config) -> None:
 
 
 def _check_float8(config: Config) -> None:
-    float8, training = config.float8, config.training
+    float8 = config.float8
+    training = config.training
     if not float8.enable:
         for name in ("recipe", "filter"):
-            value, default = getattr(float8, name), getattr(Float8(), name)
+            value = getattr(float8, name)
+            default = getattr(Float8(), name)
             require(
                 value == default,
                 f"float8.{name} = {show(value)} would be ignored with float8.enable = false; write "
@@ -362,14 +397,14 @@ def _check_float8(config: Config) -> None:
     )
     require(
         training.dtype == "bfloat16",
-        f'float8.enable = true needs training.dtype = "bfloat16", not '
-        f'"{training.dtype}"; write that or float8.enable = false',
+        f'float8.enable = true needs training.dtype = "bfloat16", not "{training.dtype}"; '
+        "write that or float8.enable = false",
     )
     names = [name.strip() for name in float8.filter.split(",")]
     require(
         float8.filter == "" or all(names),
-        f"float8.filter = {show(float8.filter)} holds an empty name, which is part "
-        'of every name; write for example "o_proj,mlp"',
+        f"float8.filter = {show(float8.filter)} holds an empty name, which is part of every "
+        'name; write for example "o_proj,mlp"',
     )
     require(
         training.mlp_chunk_tokens == 0 or "mlp" in names,
@@ -391,19 +426,18 @@ def _check_float8(config: Config) -> None:
 
 
 def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    total, ratio, factor = (
-        scheduler.total_steps or steps,
-        scheduler.decay_ratio,
-        scheduler.min_lr_factor,
-    )
+    ratio = scheduler.decay_ratio
+    factor = scheduler.min_lr_factor
     require(
         0 <= factor <= 1,
         f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1",
     )
     require(
         ratio == -1 or 0 <= ratio <= 1,
-        f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; write -1 or for example 0.2",
+        f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; "
+        "write -1 or for example 0.2",
     )
+    total = scheduler.total_steps or steps
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     require(
         scheduler.warmup_steps <= total,
@@ -417,64 +451,63 @@ def _check_run(config: Config) -> None:
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     require(
         config.checkpoint.keep_latest_k != 1,
-        "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may "
-        "be half-written; write 0 (all) or 2 or more",
+        "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may be half-written; "
+        "write 0 (all) or 2 or more",
     )
     for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
         value = getattr(config.checkpoint, name)
         require(
             config.checkpoint.enable or value == unset,
-            f"checkpoint.{name} = {show(value)} would be ignored with "
-            f"checkpoint.enable = false; write checkpoint.enable = true or checkpoint.{name} = {show(unset)}",
+            f"checkpoint.{name} = {show(value)} would be ignored with checkpoint.enable = false; "
+            f"write checkpoint.enable = true or checkpoint.{name} = {show(unset)}",
         )
     last = config.profiling.first_step + config.profiling.steps - 1
     require(
         not config.profiling.enable or last <= config.training.steps,
-        f"profiling.first_step and profiling.steps trace up to step {last}, beyond training.steps = "
-        f"{config.training.steps}; write a smaller profiling.first_step",
+        f"profiling.first_step and profiling.steps trace up to step {last}, beyond "
+        f"training.steps = {config.training.steps}; write a smaller profiling.first_step",
     )
 
 
 def needle_lengths(validation: Validation) -> list[int]:
     """validation.needle_lengths as numbers, tokens; ConfigError for other words."""
-    words = (
-        [word.strip() for word in validation.needle_lengths.split(",")]
-        if validation.needle_lengths
-        else []
-    )
+    if not validation.needle_lengths:
+        return []
+    words = [word.strip() for word in validation.needle_lengths.split(",")]
     require(
         all(word.isdecimal() and int(word) > 0 for word in words),
-        f"validation.needle_lengths = "
-        f'{show(validation.needle_lengths)} are no lengths; write for example "4096,16384"',
+        f"validation.needle_lengths = {show(validation.needle_lengths)} are no lengths; "
+        'write for example "4096,16384"',
     )
     return [int(word) for word in words]
 
 
 def _check_validation(config: Config) -> None:
-    validation, seq_len = config.validation, config.training.seq_len
+    validation = config.validation
+    seq_len = config.training.seq_len
     lengths = needle_lengths(validation)
     for name, default in vars(Validation()).items():
         value = getattr(validation, name)
         require(
             validation.enable or value == default,
-            f"validation.{name} = {show(value)} would be ignored with "
-            f"validation.enable = false; write validation.enable = true or validation.{name} = {show(default)}",
+            f"validation.{name} = {show(value)} would be ignored with validation.enable = false; "
+            f"write validation.enable = true or validation.{name} = {show(default)}",
         )
         require(
             lengths or value == default or name not in ("needle_depths", "needle_samples"),
-            f"validation.{name} = "
-            f'{value} would be ignored with validation.needle_lengths = ""; write lengths, such as "4096"',
+            f'validation.{name} = {value} would be ignored with validation.needle_lengths = ""; '
+            'write lengths, such as "4096"',
         )
     if not validation.enable:
         return
     require(
         validation.position_buckets <= seq_len,
-        "validation.position_buckets = "
-        f"{validation.position_buckets} is above training.seq_len = {seq_len}; write {seq_len} or less",
+        f"validation.position_buckets = {validation.position_buckets} is above training.seq_len = "
+        f"{seq_len}; write {seq_len} or less",
     )
     source = single_source(validation.source or config.data.source, "validation.source")
     require(
         not validation.split or source != "python",
-        f"validation.split = {show(validation.split)} would be ignored with the "
-        'source "python"; write validation.split = "" or another validation.source',
+        f"validation.split = {show(validation.split)} would be ignored with the source "
+        '"python"; write validation.split = "" or another validation.source',
     )

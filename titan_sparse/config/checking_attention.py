@@ -1,4 +1,4 @@
-"""What of [attention] can run and what cannot; check() of checking.py calls it."""
+"""What [attention] can run and what it cannot; check() of checking.py calls it."""
 
 import math
 
@@ -8,7 +8,8 @@ from titan_sparse.config.sections import Attention, Config, MoBA, VerticalSlash,
 
 def check_attention(config: Config) -> None:
     """Refuses impossible [attention] sections: ConfigError, one line."""
-    attention, cp = config.attention, config.parallelism.cp
+    attention = config.attention
+    cp = config.parallelism.cp
     size = attention.block_size
     require(
         size >= 16 and size & (size - 1) == 0,
@@ -16,13 +17,13 @@ def check_attention(config: Config) -> None:
     )
     require(
         attention.schedule != "local" or cp == 1,
-        f'attention.schedule = "local" cannot run with parallelism.cp = '
-        f'{cp}; write attention.schedule = "auto" or parallelism.cp = 1',
+        f'attention.schedule = "local" cannot run with parallelism.cp = {cp}; '
+        'write attention.schedule = "auto" or parallelism.cp = 1',
     )
     require(
         attention.schedule != "double_ring" or cp > 1,
-        'attention.schedule = "double_ring" needs parallelism.cp '
-        'above 1; write attention.schedule = "auto"',
+        'attention.schedule = "double_ring" needs parallelism.cp above 1; '
+        'write attention.schedule = "auto"',
     )
     _check_window_sinks(attention)
     _check_travel(attention, cp, config.training.dtype)
@@ -45,23 +46,24 @@ def check_attention(config: Config) -> None:
 
 
 def _check_window_sinks(attention: Attention) -> None:
-    """Window and sinks are two ranges of keys for a query, which not everything takes."""
-    if attention.window_sinks:
-        sinks = f"attention.window_sinks = {attention.window_sinks}"
-        require(
-            attention.sliding_window > 0,
-            f"{sinks} would be ignored without a window; write attention.sliding_window = 4096, "
-            "or attention.window_sinks = 0",
-        )
-        require(
-            attention.pattern == "dense",
-            f'{sinks} does not go with attention.pattern = "{attention.pattern}"; write '
-            'attention.pattern = "dense" or attention.window_sinks = 0',
-        )
-        require(
-            attention.backend != "flex",
-            f'{sinks} does not go with attention.backend = "flex"; write attention.backend = "auto"',
-        )
+    """A window with sinks gives a query two ranges of keys, which not everything takes."""
+    if not attention.window_sinks:
+        return
+    sinks = f"attention.window_sinks = {attention.window_sinks}"
+    require(
+        attention.sliding_window > 0,
+        f"{sinks} would be ignored without a window; write attention.sliding_window = 4096, "
+        "or attention.window_sinks = 0",
+    )
+    require(
+        attention.pattern == "dense",
+        f'{sinks} does not go with attention.pattern = "{attention.pattern}"; write '
+        'attention.pattern = "dense" or attention.window_sinks = 0',
+    )
+    require(
+        attention.backend != "flex",
+        f'{sinks} does not go with attention.backend = "flex"; write attention.backend = "auto"',
+    )
 
 
 def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
@@ -73,34 +75,38 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
             f'attention.{name} = "{value}" would be ignored with parallelism.cp = 1; '
             f'write attention.{name} = "{default}" or parallelism.cp = 2 or more',
         )
-    circulates, schedule = attention.backward_circulates, attention.schedule
+    circulates = attention.backward_circulates
+    schedule = attention.schedule
     require(
         circulates == "auto" or schedule not in ("all_gather", "group_cast"),
-        f'attention.backward_circulates = "{circulates}" would be ignored with attention.schedule = "{schedule}"; '
-        'write attention.backward_circulates = "auto" or attention.schedule = "ring"',
+        f'attention.backward_circulates = "{circulates}" would be ignored with '
+        f'attention.schedule = "{schedule}"; write attention.backward_circulates = "auto" or '
+        'attention.schedule = "ring"',
     )
-    for name, default in (("overlap_stages", 0), ("overlap_stages_backward", 0)):
-        value = getattr(attention, name)
+    for name in ("overlap_stages", "overlap_stages_backward"):
+        stages = getattr(attention, name)
         require(
-            value == default or schedule == "group_cast",
-            f"attention.{name} = {value} would be ignored with "
-            f'attention.schedule = "{schedule}"; write attention.{name} = {default} or attention.schedule = "group_cast"',
+            stages == 0 or schedule == "group_cast",
+            f'attention.{name} = {stages} would be ignored with attention.schedule = "{schedule}"; '
+            f'write attention.{name} = 0 or attention.schedule = "group_cast"',
         )
         require(
-            value == default or cp > 1,
-            f"attention.{name} = {value} would be ignored with parallelism.cp = 1; write "
-            f"attention.{name} = {default} or parallelism.cp = 2 or more",
+            stages == 0 or cp > 1,
+            f"attention.{name} = {stages} would be ignored with parallelism.cp = 1; write "
+            f"attention.{name} = 0 or parallelism.cp = 2 or more",
         )
     require(
         dtype != "float64" or attention.gradient_dtype == "float32",
-        'attention.gradient_dtype = "bfloat16" would '
-        'round what training.dtype = "float64" computes exactly; write attention.gradient_dtype = "float32"',
+        'attention.gradient_dtype = "bfloat16" would round what training.dtype = "float64" '
+        'computes exactly; write attention.gradient_dtype = "float32"',
     )
 
 
 def check_recompute(config: Config) -> None:
-    """Refuses an activation_checkpoint.attention_recompute that does not go with layout, mode or its range."""
-    share, layout = config.activation_checkpoint.attention_recompute, config.attention.layout
+    """Refuses an activation_checkpoint.attention_recompute that is out of range, or that layout or
+    mode do not allow."""
+    share = config.activation_checkpoint.attention_recompute
+    layout = config.attention.layout
     key = f"activation_checkpoint.attention_recompute = {share}"
     require(
         share == -1 or 0 <= share <= 1,
@@ -108,22 +114,22 @@ def check_recompute(config: Config) -> None:
     )
     require(
         share == 0 or config.activation_checkpoint.mode != "none",
-        f"{key} would be ignored with "
-        'activation_checkpoint.mode = "none"; write activation_checkpoint.attention_recompute = 0 or '
+        f'{key} would be ignored with activation_checkpoint.mode = "none"; write '
+        "activation_checkpoint.attention_recompute = 0 or "
         'activation_checkpoint.mode = "full"',
     )
     require(
         share in (0, 1) or layout == "striped" or config.parallelism.cp == 1,
-        f"{key} needs attention.layout = "
-        f'"striped", not "{layout}", with parallelism.cp above 1; write attention.layout = "striped" or '
-        "activation_checkpoint.attention_recompute = 0 or 1",
+        f'{key} needs attention.layout = "striped", not "{layout}", with parallelism.cp above 1; '
+        'write attention.layout = "striped" or activation_checkpoint.attention_recompute = 0 or 1',
     )
 
 
 def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int) -> None:
     table = "attention.vertical_slash"
     for value, limit, key, bound in (
-        # An unset probe is one block, and the loader pads every sequence to whole blocks: it always fits.
+        # An unset probe is one block, and the loader pads every sequence to whole blocks: it always
+        # fits.
         (pattern.probe, seq_len, f"{table}.probe", "training.seq_len"),
         (pattern.probe, pattern.dense_below, f"{table}.probe", f"{table}.dense_below"),
         (block_size, pattern.dense_below, "attention.block_size", f"{table}.dense_below"),
@@ -144,9 +150,9 @@ def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int)
 
 def uses_xattention(attention: Attention) -> bool:
     """Whether xattention's scores choose: as the pattern, or as the index of vertical_slash."""
-    return attention.pattern == "xattention" or (
-        attention.pattern == "vertical_slash" and attention.vertical_slash.index == "xattention"
-    )
+    if attention.pattern == "vertical_slash":
+        return attention.vertical_slash.index == "xattention"
+    return attention.pattern == "xattention"
 
 
 def _check_borrowed_index(pattern: VerticalSlash) -> None:
@@ -155,13 +161,16 @@ def _check_borrowed_index(pattern: VerticalSlash) -> None:
         require(
             key == "index" or value == default,
             f"attention.vertical_slash.{key} = {value} would be ignored with "
-            f'attention.vertical_slash.index = "xattention"; write attention.vertical_slash.{key} = {default} or '
+            'attention.vertical_slash.index = "xattention"; write '
+            f"attention.vertical_slash.{key} = {default} or "
             'attention.vertical_slash.index = "probe"',
         )
 
 
 def _check_xattention(pattern: XAttention, block_size: int) -> None:
-    table, stride, dense_below = "attention.xattention", pattern.stride, pattern.dense_below
+    table = "attention.xattention"
+    stride = pattern.stride
+    dense_below = pattern.dense_below
     require(
         block_size % stride == 0,
         f"{table}.stride = {stride} does not divide attention.block_size = {block_size}; "
@@ -177,6 +186,6 @@ def _check_xattention(pattern: XAttention, block_size: int) -> None:
 def _check_moba(pattern: MoBA, block_size: int) -> None:
     require(
         pattern.chunk_size >= block_size,
-        f"attention.moba.chunk_size = {pattern.chunk_size} is below "
-        f"attention.block_size = {block_size}; write attention.moba.chunk_size = {block_size} or more",
+        f"attention.moba.chunk_size = {pattern.chunk_size} is below attention.block_size = "
+        f"{block_size}; write attention.moba.chunk_size = {block_size} or more",
     )

@@ -1,21 +1,30 @@
-"""Text to configuration and back: command line over TOML over defaults. The helpers that check() needs too, of types
-and of the wording of messages, are here as well."""
+"""Text to configuration and back: the command line wins over the TOML file, the file over the
+defaults.
+
+load() reads, to_toml() and save() write, usage() explains. The helpers that checking.py needs too,
+for types and for the wording of messages, are here as well.
+"""
 
 import difflib
 import inspect
 import json
 import sys
-import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import tomli
+
 from titan_sparse.config.sections import KINDS, SECTIONS, Config, Flags, field_docs, walk
 
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
+"""Name of a flag on the command line -> field of Flags."""
+
 _OPTIONS = ("config", "help", *_FLAGS)
+"""Names on the command line that are no dotted keys."""
+
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
@@ -27,72 +36,84 @@ class ConfigError(ValueError):
 
 
 def load(argv: list[str]) -> tuple[Config, Flags]:
-    """Configuration and flags from the words after the program's name: `--config X.toml`, `--section.key value`,
-    `--section.key=value`, and the flags. Prints usage() and exits with status 0 on `--help`. Raises ConfigError."""
-    pairs = _split_words(argv)
-    names = [name for name, _ in pairs]
+    """Configuration and flags from the words after the program's name.
+
+    The words are `--config X.toml`, `--section.key value`, `--section.key=value`, and the flags.
+    Prints usage() and exits with status 0 on `--help`. Raises ConfigError.
+    """
+    options = _split_words(argv)
+    names = [name for name, _ in options]
     if "help" in names:
         print(usage())
         raise SystemExit(0)
-    config = Config()
     require(
-        names.count("config") <= 1, "command line: --config is given more than once; write one file"
+        names.count("config") <= 1,
+        "command line: --config is given more than once; write one file",
     )
-    # Two passes, as the command line wins over the file wherever --config stands.
+
+    config = Config()
+    # The file first, as the command line wins over it wherever --config stands.
     path = config_file(argv)
     if path is not None:
         _apply_file(config, path)
-    for name, text in pairs:
+    for name, text in options:
         if name not in _OPTIONS:
-            _apply_word(config, name, text)
-    return config, _flags(pairs)
+            _apply_option(config, name, text)
+    return config, _read_flags(options)
 
 
-def _flags(pairs: list[tuple[str, str | None]]) -> Flags:
-    flags = Flags(
-        **{_FLAGS[name].name: _flag(name, text) for name, text in pairs if name in _FLAGS}
-    )
-    doing = [
-        f"--{name}"
-        for name, item in _FLAGS.items()
-        if item.type is bool and getattr(flags, item.name)
-    ]
+def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
+    values = {}
+    for name, text in options:
+        if name in _FLAGS:
+            values[_FLAGS[name].name] = _flag_value(name, text)
+    flags = Flags(**values)
+
+    actions = []
+    for name, item in _FLAGS.items():
+        if item.type is bool and getattr(flags, item.name):
+            actions.append(f"--{name}")
     require(
-        len(doing) <= 1,
-        f"command line: {' and '.join(doing)} exclude each other; write one of them",
+        len(actions) <= 1,
+        f"command line: {' and '.join(actions)} exclude each other; write one of them",
     )
     for name in ("ranks", "device-memory"):
-        reckons = flags.dry_run or flags.find_max_length
+        is_used = flags.dry_run or flags.find_max_length
+        is_given = getattr(flags, _FLAGS[name].name) != 0
         require(
-            reckons or not getattr(flags, _FLAGS[name].name),
+            is_used or not is_given,
             f"command line: --{name} would be ignored; write --dry-run or "
             "--find-max-length too, or leave it out",
         )
     return flags
 
 
-def _flag(name: str, text: str | None) -> Any:
+def _flag_value(name: str, text: str | None) -> Any:
     """The value of a flag; a number has to be positive."""
     kind = _FLAGS[name].type
     if kind is bool:
         return True
-    value = _from_text(text or "", kind)
+    text = text or ""
+    value = _from_text(text, kind)
+    kind_name = "integer" if kind is int else "number"
+    example = 8 if kind is int else 80
     require(
         type(value) is kind and 0 < value < sys.float_info.max,
-        f"command line: --{name} {show(text or '')} is not a positive {'integer' if kind is int else 'number'}; "
-        f"write for example --{name} {8 if kind is int else 80}",
+        f"command line: --{name} {show(text)} is not a positive {kind_name}; "
+        f"write for example --{name} {example}",
     )
     return value
 
 
 def config_file(argv: list[str]) -> str | None:
     """The file of --config, None without one. Raises ConfigError for words that are no options."""
-    return dict(_split_words(argv)).get("config")
+    options = dict(_split_words(argv))
+    return options.get("config")
 
 
 def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
     """Pairs of an option's name and its text, None where it has none."""
-    pairs: list[tuple[str, str | None]] = []
+    options: list[tuple[str, str | None]] = []
     words = ["--help" if word == "-h" else word for word in argv]
     while words:
         word = words.pop(0)
@@ -101,42 +122,51 @@ def _split_words(argv: list[str]) -> list[tuple[str, str | None]]:
             word.startswith("--") and name != "",
             f"command line: unexpected word {show(word)}; write --section.key value",
         )
-        takes_text = name != "help" and (name not in _FLAGS or _FLAGS[name].type is not bool)
-        require(takes_text or not equals, f"command line: --{name} takes no value; write --{name}")
+        is_switch = name == "help" or (name in _FLAGS and _FLAGS[name].type is bool)
+        require(
+            not (is_switch and equals),
+            f"command line: --{name} takes no value; write --{name}",
+        )
         if equals:
-            pairs.append((name, text))
-        elif takes_text and words and not words[0].startswith("--"):
-            pairs.append((name, words.pop(0)))
+            options.append((name, text))
+        elif not is_switch and words and not words[0].startswith("--"):
+            options.append((name, words.pop(0)))
         else:
+            # A key that is true or false may stand without a value; _apply_option() decides.
             require(
                 name != "config", "command line: --config needs a file; write --config FILE.toml"
             )
-            pairs.append((name, None))
-    return pairs
+            options.append((name, None))
+    return options
 
 
-def _apply_word(config: Config, key: str, text: str | None) -> None:
+def _apply_option(config: Config, key: str, text: str | None) -> None:
+    """Set one key to the text of the command line; None stands for true."""
     near = difflib.get_close_matches(key, _OPTIONS, 1)
     if "." not in key and key not in SECTIONS and near:
         raise ConfigError(f"command line: unknown option --{key}; did you mean --{near[0]}?")
     if text is None and key in KINDS and KINDS[key] is not bool:
         raise ConfigError(f"command line: {key} needs a value; write --{key} VALUE")
-    _assign(config, key, True if text is None else _from_text(text, KINDS.get(key)), "command line")
+    value = True if text is None else _from_text(text, KINDS.get(key))
+    _assign(config, key, value, "command line")
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """The text as a value of the field's type, or the text itself where it is none: typed() refuses it then."""
+    """The text as a value of the field's type, or unchanged where it is none: typed() refuses
+    it."""
     if kind is bool:
         return {"true": True, "false": False}.get(text, text)
+    if kind not in (int, float):
+        return text
     try:
-        return kind(text) if kind in (int, float) else text
+        return kind(text)
     except ValueError:
         return text
 
 
 def _apply_file(config: Config, path: str) -> None:
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomli.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
     except ValueError as error:
@@ -146,10 +176,14 @@ def _apply_file(config: Config, path: str) -> None:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested tables; an empty table counts as a value unless it is a section."""
+    """Dotted keys and values of nested tables.
+
+    An empty table counts as a value, unless it is a section.
+    """
     for name, value in table.items():
         key = prefix + name
-        if isinstance(value, dict) and key not in KINDS and (value or key in SECTIONS):
+        is_section = key in SECTIONS or bool(value)
+        if isinstance(value, dict) and key not in KINDS and is_section:
             yield from _flatten(value, key + ".")
         else:
             yield key, value
@@ -158,13 +192,17 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _assign(config: Config, key: str, value: Any, where: str) -> None:
     if key not in KINDS:
         raise ConfigError(f"{where}: {_unknown(key)}")
-    section, _, name = key.rpartition(".")
-    setattr(attrgetter(section)(config), name, typed(key, value, f"{where}: "))
+    section_key, _, name = key.rpartition(".")
+    section = attrgetter(section_key)(config)
+    setattr(section, name, typed(key, value, f"{where}: "))
 
 
 def typed(key: str, value: Any, where: str) -> Any:
-    """The value in the type of the field with that dotted key; ConfigError, `where` in front, for another type.
-    bool is no int here, and an int is a fine float."""
+    """The value in the type of the field with that dotted key.
+
+    bool is no int here, and an int is a fine float. Raises ConfigError for another type, with
+    `where` in front.
+    """
     kind = KINDS[key]
     if get_origin(kind) is Literal:
         return one_of(key, value, get_args(kind), where)
@@ -183,30 +221,35 @@ def one_of(key: str, value: Any, choices: Collection[str], where: str = "") -> s
         return value
     near = difflib.get_close_matches(str(value), choices, 1)
     hint = f"; did you mean {show(near[0])}?" if near else ""
-    raise ConfigError(
-        f"{where}{key} = {show(value)} is not one of {', '.join(map(show, choices))}{hint}"
-    )
+    listed = ", ".join(show(choice) for choice in choices)
+    raise ConfigError(f"{where}{key} = {show(value)} is not one of {listed}{hint}")
 
 
 def _unknown(key: str) -> str:
-    section, _, name = key.rpartition(".")
-    siblings = {
-        other.rpartition(".")[2]: other for other in KINDS if other.rpartition(".")[0] == section
-    }
+    """What to say about a key that does not exist: the key that was probably meant."""
     if key in SECTIONS:
         keys = [other for other in KINDS if other.startswith(key + ".")]
         return f"{key} is a section, not a key; it has {', '.join(keys) or 'no keys'}"
-    near = [siblings[name] for name in difflib.get_close_matches(name, siblings, 1)]
-    # The right name in the wrong section: the nearest of the keys that end in it, however far.
-    near += difflib.get_close_matches(
-        key, [other for other in KINDS if other.endswith("." + name)], 1, cutoff=0.0
-    )
-    near += [] if siblings else difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"valid here: {', '.join(siblings.values() or SECTIONS)}"
-    )
+    section, _, name = key.rpartition(".")
+    siblings = {}
+    for other in KINDS:
+        other_section, _, other_name = other.rpartition(".")
+        if other_section == section:
+            siblings[other_name] = other
+
+    # First a similar name in the same section.
+    near = [siblings[sibling] for sibling in difflib.get_close_matches(name, siblings, 1)]
+    # Then the right name in the wrong section: the nearest of the keys that end in it, however far.
+    same_name = [other for other in KINDS if other.endswith("." + name)]
+    near += difflib.get_close_matches(key, same_name, 1, cutoff=0.0)
+    # Where the section does not exist either, any similar key.
+    if not siblings:
+        near += difflib.get_close_matches(key, [*KINDS, *SECTIONS], 1)
+
+    if near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = f"valid here: {', '.join(siblings.values() or SECTIONS)}"
     missing = f" (no section {section})" if section and section not in SECTIONS else ""
     return f"unknown key {key}{missing}; {hint}"
 
@@ -218,11 +261,14 @@ def require(condition: bool, message: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages only."""
+    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages
+    only."""
     if isinstance(value, str):
         # A JSON string is a TOML string but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)
 
 
 def to_toml(config: Config) -> str:
@@ -232,12 +278,17 @@ def to_toml(config: Config) -> str:
         if is_dataclass(kind):
             lines += ["", f"[{key}]"]
         else:
-            lines.append(f"{key.rpartition('.')[2]} = {show(attrgetter(key)(config))}")
+            name = key.rpartition(".")[2]
+            value = attrgetter(key)(config)
+            lines.append(f"{name} = {show(value)}")
     return "\n".join(lines[1:]) + "\n"
 
 
 def save(config: Config, folder: str | Path) -> None:
-    """Writes to_toml(config) to `folder`/config.toml; makes the folder. Raises OSError where that is impossible."""
+    """Writes to_toml(config) to `folder`/config.toml; makes the folder.
+
+    Raises OSError where that is impossible.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
@@ -247,21 +298,25 @@ def usage() -> str:
     lines = [
         "usage: torchrun train.py [--config FILE.toml] [--section.key VALUE ...] [FLAG] [--help]",
         "",
-        "The command line wins over the file, the file over the defaults. A key that is true or false may",
+        (
+            "The command line wins over the file, the file over the defaults. "
+            "A key that is true or false may"
+        ),
         "stand without a value: true. Flags:",
     ]
     docs = field_docs(Flags)
-    lines += [
-        f"  --{name}{'' if item.type is bool else ' N'}: {docs[item.name]}"
-        for name, item in _FLAGS.items()
-    ]
-    # walk() gives a section just before its plain fields, so `docs` is always the field's own section.
+    for name, item in _FLAGS.items():
+        number = "" if item.type is bool else " N"
+        lines.append(f"  --{name}{number}: {docs[item.name]}")
+    # walk() gives a section just before its plain fields, so `docs` is always the field's own
+    # section.
     for key, kind in walk(Config):
-        name = key.rpartition(".")[2]
         if is_dataclass(kind):
             docs = field_docs(kind)
-            lines += ["", f"[{key}] {' '.join(inspect.getdoc(kind).split())}"]
+            summary = " ".join(inspect.getdoc(kind).split())
+            lines += ["", f"[{key}] {summary}"]
         else:
+            name = key.rpartition(".")[2]
             choices = "|".join(get_args(kind)) or kind.__name__
             default = show(attrgetter(key)(Config()))
             lines.append(f"  --{key} {choices} (default {default}): {docs[name]}")

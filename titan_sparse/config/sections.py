@@ -133,7 +133,7 @@ class VerticalSlash:
     """share of the probe's attention mass that the verticals and slashes must reach, in (0, 1]"""
     budget: Literal["independent", "joint"] = "independent"
     """independent: verticals and slashes each reach recall alone, as published; joint: they reach
-    it together at the least cost (docs/patterns.md)"""
+    it together at the least cost (docs/masks_and_patterns.md)"""
     probe: int = 0
     """number of last queries that choose; tokens; 0: attention.block_size"""
     sinks: int = 30

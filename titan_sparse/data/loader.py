@@ -41,7 +41,8 @@ Shard = Callable[[Tensor, int, Tensor | None], Tensor]
 """shard(x, dim, table): this context-parallel rank's blocks of x, which is whole along `dim`."""
 
 BlockTable = Callable[[list[list[int]], int], Tensor]
-"""block_table(lengths, S): int64 [ranks, n], the blocks of every context-parallel rank in a batch."""
+"""block_table(lengths, S): int64 [ranks, n], the blocks of every context-parallel rank in a
+batch."""
 
 
 @dataclass
@@ -92,8 +93,8 @@ class PackedLoader:
     def use_layout(self, shard: Shard, block_table: BlockTable | None = None) -> None:
         """From now on hand out only this context-parallel rank's blocks, as `shard` cuts them.
 
-        `block_table` is for a layout that depends on the batch. It is made from Batch.lengths, so it
-        is the same on every rank, and is handed to `shard` and out with the batch. Without it,
+        `block_table` is for a layout that depends on the batch. It is made from Batch.lengths, so
+        it is the same on every rank, and is handed to `shard` and out with the batch. Without it,
         `shard` gets None. A method, not an argument of the constructor, because data is opened
         before any process group exists, so that its mistakes are told at once.
         """

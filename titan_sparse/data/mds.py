@@ -79,7 +79,8 @@ class MDSRows:
 
 
 def unpack(source: str) -> None:
-    """Decompress all shards beside their compressed files; once, before several processes read them.
+    """Decompress all shards beside their compressed files; once, before several processes read
+    them.
 
     Raises ValueError without the mosaicml-streaming package.
     """

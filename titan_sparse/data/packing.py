@@ -1,7 +1,7 @@
 """Pieces of documents -> one packed sequence. Pure numpy functions.
 
-Documents lie one after the other, each closed by its end-of-document token. A document that does not
-fit is cut at the sequence's end and goes on in the next sequence as a new piece.
+Documents lie one after the other, each closed by its end-of-document token. A document that does
+not fit is cut at the sequence's end and goes on in the next sequence as a new piece.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,8 @@ class Packed:
 
 
 def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
-    """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with padding.
+    """Lay the pieces one after the other in a sequence of `seq_len` tokens and fill the rest with
+    padding.
 
     Raises ValueError if the pieces do not fit.
     """

@@ -1,5 +1,5 @@
-"""Text -> shards of tokens (shards.py), by parallel processes. After an interruption, finished shards
-are kept."""
+"""Text -> shards of tokens (shards.py), by parallel processes. After an interruption, finished
+shards are kept."""
 
 import hashlib
 import json
@@ -282,8 +282,8 @@ def _absolute(source: str) -> str:
 
 
 def _source_digest(writer: Writer) -> str:
-    """A digest of names, sizes and times of change of the source's files; empty for a dataset of the
-    hub."""
+    """A digest of names, sizes and times of change of the source's files; empty for a dataset of
+    the hub."""
     root = Path(writer.recipe.source).expanduser()
     texts = getattr(writer.rows, "texts", None)
     if writer.recipe.source == "python" and isinstance(texts, LazyTexts):

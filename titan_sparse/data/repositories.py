@@ -1,4 +1,5 @@
-"""A folder of source files as long documents: one a subfolder (repository, package), or all of it as one."""
+"""A folder of source files as long documents: one a subfolder (repository, package), or all of it
+as one."""
 
 import os
 from collections import defaultdict

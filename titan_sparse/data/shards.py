@@ -1,5 +1,5 @@
-"""Prepared tokens on disk: memory-mapped shards with document offsets. Written by preparing.py, read
-by the loader.
+"""Prepared tokens on disk: memory-mapped shards with document offsets. Written by preparing.py,
+read by the loader.
 
 A folder holds, for every shard k,
   shard_k.bin      the tokens of its documents one after the other, uint16 or uint32
@@ -71,8 +71,8 @@ def is_prepared(source: str) -> bool:
 
 
 class TokenShards:
-    """Documents of a folder of shards, in the order of the source. Nothing is read before it is asked
-    for.
+    """Documents of a folder of shards, in the order of the source. Nothing is read before it is
+    asked for.
 
     Raises ValueError, naming data.source or data.tokenizer, for a folder that is unfinished or
     damaged, or that was made with another tokenizer.

@@ -1,4 +1,5 @@
-"""Where the text comes from: Python files of this machine, local data files, or a Hugging Face dataset."""
+"""Where the text comes from: Python files of this machine, local data files, or a Hugging Face
+dataset."""
 
 import importlib.util
 import sysconfig
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 from titan_sparse.config.sections import Data
 
 Dataset = Any
-"""A datasets.Dataset; that library is imported only where a source needs it, as it takes a second."""
+"""A datasets.Dataset; that library is imported only where a source needs it, as it takes a
+second."""
 
 # Ending of a data file -> the builder of the `datasets` library that reads it.
 BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.zst": "json", ".parquet": "parquet"}
@@ -19,7 +21,8 @@ STRING_DTYPES = {"string", "large_string", "string_view"}
 
 
 class Source(Protocol):
-    """The texts of all documents, in an order that is the same in each run; a list of str is one."""
+    """The texts of all documents, in an order that is the same in each run; a list of str is
+    one."""
 
     def __len__(self) -> int: ...
 
@@ -60,7 +63,8 @@ def open_source(data: Data) -> Source:
 
 
 def _open_python(join_packages: bool) -> Source:
-    """The standard library's and torch's own files: real, long-range text that needs no download."""
+    """The standard library's and torch's own files: real, long-range text that needs no
+    download."""
     files = sorted(_python_files())
     if not join_packages:
         return LazyTexts(files, _read_named)
@@ -175,8 +179,8 @@ def _load_from_hub(data: Data) -> Dataset:
 
     try:
         return datasets.load_dataset(data.source, data.subset or None, split=data.split)
-    # OSError: not found or no connection; ValueError: no such subset or split; RuntimeError: needs a
-    # loading script.
+    # OSError: not found or no connection; ValueError: no such subset or split; RuntimeError: needs
+    # a loading script.
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f'data.source = "{data.source}" (data.subset = "{data.subset}", data.split = '

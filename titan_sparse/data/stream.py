@@ -125,8 +125,8 @@ class Stream(ABC):
         return pack(pieces, self.seq_len, self.tokenizer.padding)
 
     def release(self, spans: list[Span]) -> None:
-        """Forget the tokens of a sequence, except those of its last document where the next sequence
-        goes on with it."""
+        """Forget the tokens of a sequence, except those of its last document where the next
+        sequence goes on with it."""
         finished = {span.index for span in spans}
         if self.cursor.offset:
             finished.discard(spans[-1].index)
@@ -181,8 +181,8 @@ class PackedStream(Stream):
         return spans
 
     def _find_document(self) -> tuple[int, int]:
-        """Index and length (end-of-document token included) of the cursor's document, skipping those
-        that are too short."""
+        """Index and length (end-of-document token included) of the cursor's document, skipping
+        those that are too short."""
         # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
         # long enough.
         for _ in range(2 * self.order.count):

@@ -40,7 +40,8 @@ class ByteTokenizer:
     digest = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes "?"."""
+        """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes
+        "?"."""
         raw = text.encode("utf-8", errors="replace")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
@@ -55,7 +56,8 @@ class FileTokenizer:
     """A tokenizer.json. The tokenizer_config.json beside it names the special tokens, else they are
     found by well-known names.
 
-    Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document token.
+    Raises ValueError, naming data.tokenizer, if the file cannot be read or has no end-of-document
+    token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +88,8 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of its folder).
+    """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of
+    its folder).
 
     Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used.
     """

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
+from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.observe.statistics import visible_pairs
 from titan_sparse.attention.observe.visits import (
     Visits,
     computed_chunks,

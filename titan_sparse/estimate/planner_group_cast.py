@@ -10,9 +10,10 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     traffic,
     wanted_blocks,
 )
+from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.observe.visits import Visits, add_verticals
 from titan_sparse.attention.patterns.dense import DenseIndex
-from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
+from titan_sparse.attention.schedules.needs import met_blocks
 from titan_sparse.estimate.constants import Constants
 from titan_sparse.estimate.planner_costs import Costs, Passes, Played, table_of
 from titan_sparse.estimate.timeline import Exchanges, cast_backward, cast_forward

@@ -5,7 +5,6 @@ from operator import attrgetter
 
 import torch
 
-from titan_sparse.from_config import schedule_named
 from titan_sparse.attention.context_parallel.schedule import LOCAL, SCHEDULES, Schedule
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import (
@@ -15,6 +14,7 @@ from titan_sparse.config import (
     resolve_overlap_stages,
 )
 from titan_sparse.config.sections import KINDS
+from titan_sparse.from_config import schedule_named
 from titan_sparse.models.flavours import DecoderConfig
 
 LEVERS = {

@@ -19,20 +19,20 @@ from titan_sparse.models.decoder import Decoder
 
 SHARES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Shares of attention mass: the recall targets of the patterns that have one, and those of which it
-is told how many columns, diagonals and blocks hold them."""
+is told how many verticals, diagonals and blocks hold them."""
 TOP_K = (16, 64, 256, 1024, 4096)
 """Keys per row; MTraining's figure 2b has 1024."""
 _BINS = 256
-"""Most bins of Layer.column_mass."""
+"""Most bins of Layer.vertical_mass."""
 
 
 class Layer(NamedTuple):
     """What was measured of one layer, float64 on the CPU, for each of Hq query heads.
 
-    columns, diagonals, blocks: how many of the largest hold each of SHARES.
+    verticals, diagonals, blocks: how many of the largest hold each of SHARES.
     """
 
-    column_mass: Tensor
+    vertical_mass: Tensor
     """[Hq, bins], share of the last rows' mass by position of the key"""
     diagonal_mass: Tensor
     """[Hq, K], share of all sampled rows' mass by distance in blocks"""
@@ -40,8 +40,8 @@ class Layer(NamedTuple):
     """[Hq, len(TOP_K)], mean share that a row's k largest keys hold"""
     top_k_density: Tensor
     """[len(TOP_K)], these keys as a share of all that the random rows may see"""
-    columns: Tensor
-    """[Hq, len(SHARES)], of the last rows' columns"""
+    verticals: Tensor
+    """[Hq, len(SHARES)], of the last rows' verticals"""
     diagonals: Tensor
     """[Hq, len(SHARES)], of the last rows' diagonals"""
     blocks: Tensor
@@ -53,10 +53,10 @@ class Layer(NamedTuple):
 class _Head(NamedTuple):
     """Of one query head what Layer holds of all."""
 
-    column_mass: Tensor
+    vertical_mass: Tensor
     diagonal_mass: Tensor
     top_k: Tensor
-    columns: Tensor
+    verticals: Tensor
     diagonals: Tensor
     blocks: Tensor
 
@@ -134,11 +134,11 @@ def inspect_layer(
         for pattern in patterns(attention, tokens)
     ]
     return Layer(
-        column_mass=stacked("column_mass"),
+        vertical_mass=stacked("vertical_mass"),
         diagonal_mass=stacked("diagonal_mass"),
         top_k=stacked("top_k"),
         top_k_density=allowed.minimum(torch.tensor(TOP_K)).mean(0) / allowed.mean(),
-        columns=stacked("columns"),
+        verticals=stacked("verticals"),
         diagonals=stacked("diagonals"),
         blocks=stacked("blocks"),
         curves=curves,
@@ -151,17 +151,17 @@ def _inspect_head(
     """mass_of_last, mass: [n, S], softmax of the rows at `last` and at `chosen`, int64 [n]."""
     shares = torch.tensor(SHARES, dtype=torch.float64)
     # [S], [S / block_size]
-    columns = mass_of_last.mean(0)
+    verticals = mass_of_last.mean(0)
     diagonals = by_distance(mass_of_last, last, block_size) / len(last)
     diagonal_sums = diagonals * len(last) + by_distance(mass, chosen, block_size)
     diagonal_mass = diagonal_sums / (len(last) + len(chosen))
     # [n, S / block_size]
     blocks = mass.unflatten(1, (-1, block_size)).sum(-1)
     return _Head(
-        column_mass=_pooled(columns),
+        vertical_mass=_pooled(verticals),
         diagonal_mass=diagonal_mass.cpu().double(),
         top_k=_top_k(mass),
-        columns=count_to_hold(columns[None], shares)[0],
+        verticals=count_to_hold(verticals[None], shares)[0],
         diagonals=count_to_hold(diagonals[None], shares)[0],
         blocks=count_to_hold(blocks, shares).mean(0),
     )
@@ -259,7 +259,7 @@ def curve(
     """What a pattern selects of the rows at `at`, int64 [n]; lists over heads.
 
     mass: [Hq, n, S], the dense softmax of these rows. Returns density, the selected share of the
-    pairs allowed; recall, the mean share of a row's mass; and columns and diagonals, how many, where
+    pairs allowed; recall, the mean share of a row's mass; and verticals and diagonals, how many, where
     the pattern has such.
     """
     name, setting, pattern = named
@@ -308,7 +308,7 @@ def summary(layers: dict[int, Layer]) -> dict[str, Any]:
             "layer": number,
             "top_k": layer.top_k.tolist(),
             "top_k_density": layer.top_k_density.tolist(),
-            "columns": layer.columns.tolist(),
+            "columns": layer.verticals.tolist(),
             "diagonals": layer.diagonals.tolist(),
             "blocks": layer.blocks.tolist(),
             "curves": layer.curves,

@@ -16,10 +16,10 @@ def layer_figure(number: int, layer: Layer, seq_len: int) -> Any:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    heads = len(layer.column_mass)
+    heads = len(layer.vertical_mass)
     figure = Figure(figsize=(12, 1.6 + 0.2 * heads), layout="constrained")
     panels = figure.subplots(1, 2)
-    masses = (layer.column_mass, layer.diagonal_mass)
+    masses = (layer.vertical_mass, layer.diagonal_mass)
     labels = ("position of the key (tokens)", "distance (blocks)")
     ends = (seq_len, layer.diagonal_mass.shape[1])
     for axes, mass, label, right in zip(panels, masses, labels, ends):

@@ -99,5 +99,8 @@ def by_cell(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def means(records: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of each of score, exact, correct and loss that the records have."""
-    names = [name for name in ("score", "exact", "correct", "loss") if name in records[0]]
-    return {name: float(np.mean([record[name] for record in records])) for name in names}
+    averages = {}
+    for name in ("score", "exact", "correct", "loss"):
+        if name in records[0]:
+            averages[name] = float(np.mean([record[name] for record in records]))
+    return averages

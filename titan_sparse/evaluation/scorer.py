@@ -111,7 +111,9 @@ class Scorer:
 
     def _nothing(self) -> Sequence:
         """A sequence without anything to score, for a rank that only takes part."""
-        return Sequence(np.array([self.tokenizer.end_of_document]), np.array([IGNORED_LABEL]))
+        tokens = np.array([self.tokenizer.end_of_document])
+        labels = np.array([IGNORED_LABEL])
+        return Sequence(tokens, labels)
 
     @torch.no_grad()
     def _forward(

@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits, and its gradient in the logits' own memory.
 
 Two passes over a row, in tiles of the vocabulary: first the maximum and the sum of exponentials
-(online softmax, Milakov and Gimelshein, arXiv 1805.02867), then the gradient. Nothing of the size of
-the logits is allocated.
+(online softmax, Milakov and Gimelshein, arXiv 1805.02867), then the gradient. Nothing of the size
+of the logits is allocated.
 """
 
 import torch
@@ -74,7 +74,8 @@ def _cross_entropy_kernel(
     logits += row * logits_stride
     tile = tl.arange(0, TILE)
 
-    # First pass: maximum and sum of exponentials. The maximum starts finite, since -inf - -inf is nan.
+    # First pass: maximum and sum of exponentials. The maximum starts finite, since -inf - -inf is
+    # nan.
     top = -3.0e38
     total = 0.0
     for start in range(0, limit, TILE):

@@ -1,8 +1,9 @@
-"""The MLP over chunks of tokens, forward and backward (ALST's tiled MLP, arXiv 2506.13996, section 3.3.1).
+"""The MLP over chunks of tokens, forward and backward (ALST's tiled MLP, arXiv 2506.13996, section
+3.3.1).
 
-The intermediate results of one chunk exist at a time, and the backward computes them again. Forward
-and backward are a custom op each. So a compiled block holds one node, however many chunks there are,
-and recomputation skips the forward, because nothing needs its result.
+The intermediate results of one chunk exist at a time, and the backward computes them again.
+Forward and backward are a custom op each. So a compiled block holds one node, however many chunks
+there are, and recomputation skips the forward, because nothing needs its result.
 """
 
 import functools
@@ -94,7 +95,8 @@ def _forward(
     # A custom op runs without gradients anyway, but what is compiled looks at the grad mode.
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at once.
+            # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at
+            # once.
             hidden = _compiled(_swiglu, compile_backend)(
                 F.linear(rows[chunk], gate),
                 F.linear(rows[chunk], up),
@@ -130,8 +132,8 @@ def _backward(
     d_down = torch.zeros(down.shape, dtype=wide, device=down.device)
     with torch.no_grad():
         for chunk in _chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size] each. What goes in has no name, so that it is freed at
-            # once.
+            # [chunk_tokens, intermediate_size] each. What goes in has no name, so that it is freed
+            # at once.
             hidden, d_gate_rows, d_up_rows = _compiled(_swiglu_backward, compile_backend)(
                 F.linear(rows[chunk], gate),
                 F.linear(rows[chunk], up),

@@ -8,7 +8,8 @@ Scaling = Literal["none", "llama3", "yarn"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, with the fields of Hugging Face's `rope_scaling`; lengths in tokens.
+    """Rotary position embedding, with the fields of Hugging Face's `rope_scaling`; lengths in
+    tokens.
 
     `original_length` is the length the model was trained at before any scaling. With scaling "none"
     it is not used, but a later "yarn" or "llama3" starts from it.

@@ -107,7 +107,8 @@ def run_blocks(
 
 
 class Decoder(nn.Module):
-    """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is None.
+    """Embedding, `config.layers` blocks, final norm and head; with tied embeddings `lm_head` is
+    None.
 
     `attend` computes attention for every layer; see `Attend` for its shapes. `mlp` makes the MLP of
     a layer.

@@ -1,4 +1,5 @@
-"""config.json of Hugging Face <-> DecoderConfig, for Qwen2.5, Llama-3.1 and Qwen3. Imports no torch."""
+"""config.json of Hugging Face <-> DecoderConfig, for Qwen2.5, Llama-3.1 and Qwen3. Imports no
+torch."""
 
 import json
 import math
@@ -144,7 +145,8 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
 
 
 def architecture(config: DecoderConfig) -> str:
-    """The class of transformers that computes what the decoder does; ValueError if there is none."""
+    """The class of transformers that computes what the decoder does; ValueError if there is
+    none."""
     for name, family in _FAMILIES.items():
         if (family.qkv_bias, family.qk_norm) != (config.qkv_bias, config.qk_norm):
             continue

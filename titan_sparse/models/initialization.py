@@ -73,7 +73,8 @@ def _stable_seed(seed: int, name: str) -> int:
 
 def _assign(parameter: Tensor, full: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing is sent.
+        # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
+        # is sent.
         full = distribute_tensor(
             full, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

@@ -1,4 +1,5 @@
-"""Rotary position embeddings in the rotate-half convention of Hugging Face, with llama3 and YaRN scaling."""
+"""Rotary position embeddings in the rotate-half convention of Hugging Face, with llama3 and YaRN
+scaling."""
 
 import math
 
@@ -43,7 +44,8 @@ def _yarn(inv_freq: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     those below beta_slow divided by `factor`, and those in between blended linearly by index."""
     low = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
     high = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
-    # The reference widens an empty ramp by this much; the published checkpoints were trained with it.
+    # The reference widens an empty ramp by this much; the published checkpoints were trained with
+    # it.
     width = (high - low) if high != low else 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     kept = 1 - ((pairs - low) / width).clamp(0, 1)
@@ -51,7 +53,8 @@ def _yarn(inv_freq: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _pair_with_rotations(rotations: float, rope: RopeConfig, head_dim: int) -> float:
-    """Index of the pair of dims that turns this many times in the training length, as a fraction."""
+    """Index of the pair of dims that turns this many times in the training length, as a
+    fraction."""
     wavelength = rope.original_length / (rotations * 2 * math.pi)
     return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -3,7 +3,7 @@
 In every mode attention's index, output and LSE are kept (SAVED_OPS): computing them again would
 repeat the selection and the whole ring of collectives. Where their memory is short,
 attend(recomputed=...) gives up output and LSE of the first part of each sequence, which are the
-cheapest to compute again (docs/activation_checkpointing.md).
+cheapest to compute again (docs/memory.md).
 """
 
 from collections import Counter

@@ -113,6 +113,10 @@ def _blocks(config: Config, recomputed: float) -> str:
 
 
 def _memory(memory: dict[str, float]) -> str:
-    # Parts that would show as 0.00 are left out.
-    parts = [f"{part} {size:.2f}" for part, size in memory.items() if size >= 0.005]
-    return f"expect a peak of {sum(memory.values()):.2f} GiB a device: " + ", ".join(parts)
+    total = sum(memory.values())
+    parts = []
+    for name, size in memory.items():
+        # Others would show as 0.00.
+        if size >= 0.005:
+            parts.append(f"{name} {size:.2f}")
+    return f"expect a peak of {total:.2f} GiB a device: {', '.join(parts)}"

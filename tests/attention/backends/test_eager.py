@@ -1,4 +1,4 @@
-"""The eager backend: dense attention without tiles against attention over tiles; two pieces at once against one by one."""
+"""The eager backend: dense attention against attention over tiles, and two pieces against one by one."""
 
 import pytest
 import torch

@@ -10,7 +10,8 @@ from titan_sparse.attention.backends.base import Piece, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.tiles.blocks import BlockLists, Tiles, block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
+from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -52,12 +53,12 @@ def _ragged(seq_len: int) -> list[Mask]:
 
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
-    rows, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
+    ranges, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
     q_blocks, k_blocks = (
         torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0)
     )
-    blocks = block_tiles(rows, index, q_blocks, k_blocks, len(index.verticals), True)
-    return [blocks, vertical_tiles(rows, index, q_blocks, True)]
+    blocks = block_tiles(ranges, index, q_blocks, k_blocks, len(index.verticals), True)
+    return [blocks, vertical_tiles(ranges, index, q_blocks, True)]
 
 
 def _inputs(
@@ -72,9 +73,11 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
     """q and d_out of half a sequence, and k and v of the other half and of the verticals."""
     g = torch.Generator().manual_seed(head_dim)
-    draw = lambda h, n: torch.randn(batch, h, n, head_dim, generator=g, dtype=torch.float64).to(
-        device, dtype
-    )
+
+    def draw(number_of_heads: int, tokens: int) -> Tensor:
+        shape = (batch, number_of_heads, tokens, head_dim)
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(device, dtype)
+
     kv = [
         (draw(kv_heads, seq_len // 2), draw(kv_heads, seq_len // 2)),
         (draw(heads, verticals), draw(heads, verticals)),
@@ -128,12 +131,17 @@ def _check(
     tiles: list[Tiles], q: Tensor, d_out: Tensor, kv: list[tuple[Tensor, Tensor]], tolerance: float
 ) -> None:
     scale = q.shape[-1] ** -0.5
-    pieces = [eager.forward(q, [Piece(*x, t)], None, scale) for t, x in zip(tiles, kv)]
-    lse = torch.logaddexp(pieces[0][1], pieces[1][1])
-    out = sum(o * (l - lse.clamp(min=-1e30)).exp()[..., None] for o, l in pieces)
-    whole = (out, lse)
-    for piece, x in zip(tiles, kv):
-        _check_piece(piece, q, d_out, x, whole, tolerance)
+    results = []
+    for piece_tiles, (k, v) in zip(tiles, kv):
+        results.append(eager.forward(q, [Piece(k, v, piece_tiles)], None, scale))
+    (out_0, lse_0), (out_1, lse_1) = results
+    lse = torch.logaddexp(lse_0, lse_1)
+    finite_lse = lse.clamp(min=-1e30)
+    share_0 = (lse_0 - finite_lse).exp()[..., None]
+    share_1 = (lse_1 - finite_lse).exp()[..., None]
+    whole = (out_0 * share_0 + out_1 * share_1, lse)
+    for piece_tiles, piece_kv in zip(tiles, kv):
+        _check_piece(piece_tiles, q, d_out, piece_kv, whole, tolerance)
 
 
 # Without a GPU ------------------------------------------------------------------------------------------------------
@@ -370,7 +378,7 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
     )
     step = torch.compile(
-        lambda q, k, v, rows, backend: attend(q, k, v, rows, pattern, backend=backend),
+        lambda q, k, v, ranges, backend: attend(q, k, v, ranges, pattern, backend=backend),
         fullgraph=True,
     )
     for lengths in ([700, 9, 1000, 301], [1500, 400]):

@@ -1,4 +1,7 @@
-"""The triton backend as attend() drives it: tables, ring, verticals with the first chunk, against eager; over ranks too."""
+"""The triton backend as attend() drives it, against eager; over ranks too.
+
+Tables, the ring, and verticals together with the first chunk.
+"""
 
 import pytest
 import torch
@@ -38,7 +41,9 @@ def _problem() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def _check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, b, atol=2e-4, rtol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
@@ -60,6 +65,6 @@ def _over_ranks() -> None:
         _check_close([cp.unshard(x, 2) for x in got], want)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU; NCCL is in test_gpu.py")
+@pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU; NCCL is in tests/gpu")
 def test_three_ranks_equal_one():
     run_processes(3, _over_ranks)

@@ -24,7 +24,8 @@ from titan_sparse.attention.masks.ranges import (
     SlidingWindow,
 )
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.observe.visits import count_visits, worker_imbalance
+from titan_sparse.attention.observe.imbalance import worker_imbalance
+from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
@@ -33,9 +34,9 @@ CONSTANTS = Path(__file__).parents[3] / "benchmarks/results/constants_h200.json"
 MILLION, BLOCK = 1 << 20, 128
 
 
-def incoming_blocks(rows: MaskRanges, table: Tensor, size: int) -> Tensor:
+def incoming_blocks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
     """int64 [ranks]: the key blocks that each rank's queries see and another rank holds."""
-    start, stop = (x[0].view(-1, size) for x in (rows.start, rows.stop))
+    start, stop = (x[0].view(-1, size) for x in (ranges.start, ranges.stop))
     blocks, coming = table.numel(), []
     for own in table:
         steps = torch.zeros(blocks + 1, dtype=torch.int64)
@@ -47,16 +48,14 @@ def incoming_blocks(rows: MaskRanges, table: Tensor, size: int) -> Tensor:
     return torch.stack(coming)
 
 
-def pairs_of_ranks(rows: MaskRanges, table: Tensor, size: int) -> Tensor:
+def pairs_of_ranks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
     """float64 [ranks]: pairs of tokens that the mask allows the queries of each rank."""
-    return (rows.stop - rows.start).view(-1, size).sum(1)[table].sum(1).double()
+    return (ranges.stop - ranges.start).view(-1, size).sum(1)[table].sum(1).double()
 
 
 def degree(work: Tensor) -> float:
     return (work.max() / work.mean()).item()
 
-
-# What it knows of a mask --------------------------------------------------------------------------------------------
 
 RANGES: list[Mask] = [
     Causal(),
@@ -81,10 +80,10 @@ def _truth(
 
 
 def _check_cut(
-    rows: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
+    ranges: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
 ) -> None:
     costs, sequences = Costs(partial=130), len(seen)
-    chunks = cut_into_chunks(rows, ranks, size, costs)
+    chunks = cut_into_chunks(ranges, ranks, size, costs)
     work, needs = _truth(seen, size, costs, partial)
     bounds, count = torch.from_numpy(chunks.bounds), len(chunks.work)
     assert (
@@ -131,14 +130,11 @@ def test_work_and_needs_of_slices(name):
     _check_cut(mask.rows(SEQ_LEN), mask.dense(SEQ_LEN), 16, 3, visits.partial[:, 0])
 
 
-# How it deals -------------------------------------------------------------------------------------------------------
-
-
-def _check_table(rows: MaskRanges, ranks: int, size: int) -> Tensor:
-    table = block_table(rows, ranks, size)
-    assert torch.equal(table.flatten().sort().values, torch.arange(rows.start.shape[1] // size))
+def _check_table(ranges: MaskRanges, ranks: int, size: int) -> Tensor:
+    table = block_table(ranges, ranks, size)
+    assert torch.equal(table.flatten().sort().values, torch.arange(ranges.start.shape[1] // size))
     assert table.shape[0] == ranks and (table.diff(dim=1) > 0).all()
-    assert torch.equal(table, block_table(rows, ranks, size))
+    assert torch.equal(table, block_table(ranges, ranks, size))
     return table
 
 
@@ -195,27 +191,30 @@ def test_a_table_is_that_of_the_numbers():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ragged_documents_are_balanced_with_few_bytes(monkeypatch, seed):
-    rows = Documents(ragged_lengths(MILLION, seed)).rows(MILLION)
-    table = _check_table(rows, 8, BLOCK)
-    assert degree(pairs_of_ranks(rows, table, BLOCK)) < 1.01
-    assert degree(pairs_of_ranks(rows, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
+    ranges = Documents(ragged_lengths(MILLION, seed)).rows(MILLION)
+    table = _check_table(ranges, 8, BLOCK)
+    assert degree(pairs_of_ranks(ranges, table, BLOCK)) < 1.01
+    assert degree(pairs_of_ranks(ranges, block_ids("zigzag", 8, MILLION, BLOCK), BLOCK)) > 1.6
     monkeypatch.setattr(balanced, "_SLACK_PERCENT", 0)
     monkeypatch.setattr(balanced, "_SLACK_PERCENT_OF_REST", 0)
-    plain = block_table(rows, 8, BLOCK)  # longest processing time first, and no more
-    assert degree(pairs_of_ranks(rows, plain, BLOCK)) < 1.01
-    assert 2 * incoming_blocks(rows, table, BLOCK).sum() < incoming_blocks(rows, plain, BLOCK).sum()
-    assert incoming_blocks(rows, table, BLOCK).max() < incoming_blocks(rows, plain, BLOCK).min()
+    plain = block_table(ranges, 8, BLOCK)  # longest processing time first, and no more
+    assert degree(pairs_of_ranks(ranges, plain, BLOCK)) < 1.01
+    assert (
+        2 * incoming_blocks(ranges, table, BLOCK).sum()
+        < incoming_blocks(ranges, plain, BLOCK).sum()
+    )
+    assert incoming_blocks(ranges, table, BLOCK).max() < incoming_blocks(ranges, plain, BLOCK).min()
 
 
 @pytest.mark.parametrize("ranks, seq_len", [(4, 1 << 18), (16, 1 << 18), (32, MILLION)])
 def test_other_sizes_are_balanced(ranks, seq_len):
-    rows = Documents(ragged_lengths(seq_len, 5)).rows(seq_len)
-    assert degree(pairs_of_ranks(rows, block_table(rows, ranks, BLOCK), BLOCK)) < 1.03
+    ranges = Documents(ragged_lengths(seq_len, 5)).rows(seq_len)
+    assert degree(pairs_of_ranks(ranges, block_table(ranges, ranks, BLOCK), BLOCK)) < 1.03
 
 
 def test_one_document_and_a_batch_are_balanced():
-    rows = Causal().rows(1 << 17)
-    assert degree(pairs_of_ranks(rows, block_table(rows, 8, BLOCK), BLOCK)) < 1.01
+    ranges = Causal().rows(1 << 17)
+    assert degree(pairs_of_ranks(ranges, block_table(ranges, 8, BLOCK), BLOCK)) < 1.01
     batch = Documents([[1 << 16], [100] * 600, [2000] * 32]).rows(1 << 16)
     visits = count_visits(
         Dense().index([], batch, 3, 1, BLOCK), batch, block_table(batch, 4, BLOCK)
@@ -225,25 +224,25 @@ def test_one_document_and_a_batch_are_balanced():
 
 def test_short_documents_stay_where_they_are():
     """Each of 8 documents of 32 blocks could stay on a rank of its own, which is where all of them go."""
-    rows = Documents([32 * BLOCK] * 8).rows(8 * 32 * BLOCK)
-    assert incoming_blocks(rows, block_table(rows, 8, BLOCK), BLOCK).sum() <= 16
+    ranges = Documents([32 * BLOCK] * 8).rows(8 * 32 * BLOCK)
+    assert incoming_blocks(ranges, block_table(ranges, 8, BLOCK), BLOCK).sum() <= 16
 
 
 def test_slow_links_outweigh_work():
     """Where a key block costs as much as hundreds of tiles, ranks that fetch are dealt less work."""
-    rows = Documents([1 << 15] + [512] * 64).rows(1 << 16)
+    ranges = Documents([1 << 15] + [512] * 64).rows(1 << 16)
     few, many = (
-        incoming_blocks(rows, block_table(rows, 4, BLOCK, Costs(transfer=x)), BLOCK).max()
+        incoming_blocks(ranges, block_table(ranges, 4, BLOCK, Costs(transfer=x)), BLOCK).max()
         for x in (0, 100_000)
     )
     assert many < few
 
 
 def test_planning_a_million_tokens_is_short():
-    rows, spent = Documents(ragged_lengths(MILLION, 0)).rows(MILLION), []
+    ranges, spent = Documents(ragged_lengths(MILLION, 0)).rows(MILLION), []
     for _ in range(5):
         began = time.process_time()
-        block_table(rows, 8, BLOCK)
+        block_table(ranges, 8, BLOCK)
         spent.append(time.process_time() - began)
     assert min(spent) < 0.05, spent  # 4.5 ms on a core of 2026
 
@@ -269,9 +268,6 @@ def test_costs_are_those_of_the_constants():
 def test_a_length_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="pad it to a multiple of 256"):
         block_table(Causal().rows(300), 4, 64)
-
-
-# Its users without processes ----------------------------------------------------------------------------------------
 
 
 def test_the_planner_compares_it(tmp_path, capsys):

@@ -62,14 +62,14 @@ def _single(mask: Mask, pattern: Pattern) -> tuple[list[Tensor], float]:
 def _check(
     cp: ContextParallel, mask: Mask, pattern: Pattern, wanted: tuple[list[Tensor], float]
 ) -> None:
-    rows = cp.balance(mask.rows(SEQ_LEN))
-    *qkv, d_out = [cp.shard(x, 2, rows.table) for x in _inputs()]
+    ranges = cp.balance(mask.rows(SEQ_LEN))
+    *qkv, d_out = [cp.shard(x, 2, ranges.table) for x in _inputs()]
     leaves = [x.requires_grad_() for x in qkv]
     with recording() as seen:
-        out, aux = attend(*leaves, rows, pattern, cp, return_aux=True)
+        out, aux = attend(*leaves, ranges, pattern, cp, return_aux=True)
     got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, wanted[0], strict=True):
-        gap = (cp.unshard(a, 2, rows.table) - b).nan_to_num(0).abs().max().item()
+        gap = (cp.unshard(a, 2, ranges.table) - b).nan_to_num(0).abs().max().item()
         assert gap < 1e-9, f"{name} off by {gap}: {pattern.key}, {cp.key}, rank {dist.get_rank()}"
     assert abs(seen.density().mean().item() - wanted[1]) < 1e-12
     seen.by_rank()
@@ -89,18 +89,18 @@ def _check_cases(axes: tuple[int, int]) -> None:
     _check_refusals(contexts[0], mesh)
     wanted = _single(Causal(), Dense())
     with pytest.MonkeyPatch.context() as patch:  # no rectangles without holes in this layout
-        patch.setattr(eager, "serves_causal", lambda q: True)
+        patch.setattr(eager, "serves_dense", lambda q, shape: True)
         _check(contexts[0], Causal(), Dense(), wanted)
 
 
 def _check_refusals(cp: ContextParallel, mesh) -> None:
-    rows = DOCUMENTS.rows(SEQ_LEN)
+    ranges = DOCUMENTS.rows(SEQ_LEN)
     q, k, v, _ = (x[:, :, : SEQ_LEN // cp.size] for x in _inputs())
-    balanced = cp.balance(rows)
+    balanced = cp.balance(ranges)
     wrong = balanced._replace(table=balanced.table[:, 1:])
     striped = ContextParallel(mesh, "striped", "ring", BLOCK)
     for call, words in (
-        (lambda: attend(q, k, v, rows, cp=cp), "cp.balance"),
+        (lambda: attend(q, k, v, ranges, cp=cp), "cp.balance"),
         (lambda: attend(q, k, v, DOCUMENTS, cp=cp), "cp.balance"),
         (lambda: attend(q, k, v, wrong, cp=cp), "cp.balance"),
         (lambda: cp.shard(q, 2), "cp.balance"),
@@ -110,7 +110,7 @@ def _check_refusals(cp: ContextParallel, mesh) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    assert striped.balance(rows) is rows and not striped.depends_on_mask
+    assert striped.balance(ranges) is ranges and not striped.depends_on_mask
 
 
 @pytest.mark.parametrize("axes", [(1, 2), (1, 3), (2, 2)], ids=str)
@@ -119,26 +119,28 @@ def test_attention_is_that_of_one_process(axes):
 
 
 def _check_tables_in_use() -> None:
-    """Two batches' forwards before their backwards, which come in the other order; masks of other layers share a table; nothing
-    is compiled anew for another table."""
+    """Two batches run forward, then backward in the other order.
+
+    Masks of other layers share a table. Nothing is compiled anew for another table.
+    """
     cp = ContextParallel(
         init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "balanced", "ring", BLOCK
     )
     first, second = Documents([10, 170, 12]), Documents([90, 90])
     tables, results = [], []
     layer = torch.compile(
-        lambda q, k, v, rows: attend(q, k, v, rows, CASES[3][1], cp),
+        lambda q, k, v, ranges: attend(q, k, v, ranges, CASES[3][1], cp),
         fullgraph=True,
         backend="aot_eager",
     )
     masks = (first, second, Documents([30] * 6))
     for mask in masks:
-        rows = cp.balance(mask.rows(SEQ_LEN))
-        *qkv, d_out = [cp.shard(x, 2, rows.table) for x in _inputs()]
+        ranges = cp.balance(mask.rows(SEQ_LEN))
+        *qkv, d_out = [cp.shard(x, 2, ranges.table) for x in _inputs()]
         leaves = [x.requires_grad_() for x in qkv]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            results.append((layer(*leaves, rows), leaves, d_out))
-        tables.append(rows.table)
+            results.append((layer(*leaves, ranges), leaves, d_out))
+        tables.append(ranges.table)
     assert not torch.equal(tables[0], tables[1])
     for mask, table, (out, leaves, d_out) in reversed(
         list(zip(masks, tables, results, strict=True))
@@ -147,10 +149,13 @@ def _check_tables_in_use() -> None:
         for a, b in zip(got, _single(mask, CASES[3][1])[0][2:], strict=True):
             assert (a - b).abs().max() < 1e-9
     mask, pattern = second & SlidingWindow(30), CASES[3][1]
-    rows, wanted = mask.rows(SEQ_LEN), _single(mask, pattern)[0][0]
+    ranges, wanted = mask.rows(SEQ_LEN), _single(mask, pattern)[0][0]
     for table in tables[:2]:
         out = attend(
-            *[cp.shard(x, 2, table) for x in _inputs()[:3]], rows._replace(table=table), pattern, cp
+            *[cp.shard(x, 2, table) for x in _inputs()[:3]],
+            ranges._replace(table=table),
+            pattern,
+            cp,
         )
         assert (cp.unshard(out, 2, table) - wanted).abs().max() < 1e-9
 
@@ -158,8 +163,6 @@ def _check_tables_in_use() -> None:
 def test_backward_has_the_table_of_its_forward():
     run_processes(2, _check_tables_in_use)
 
-
-# Training -----------------------------------------------------------------------------------------------------------
 
 RUNS = [
     {
@@ -189,8 +192,8 @@ def _run(
     """Losses and gradient norms, weights, and the tables of all batches."""
     config = tiny_config(folder, output, training__steps=2, **overrides)
     tables, balance = [], ContextParallel.balance
-    ContextParallel.balance = lambda cp, rows: [
-        balanced := balance(cp, rows),
+    ContextParallel.balance = lambda cp, ranges: [
+        balanced := balance(cp, ranges),
         tables.append(balanced.table),
     ][0]
     try:
@@ -218,12 +221,9 @@ def _train(folder: Path) -> None:
             torch.save((losses, weights), folder / f"{number}.pt")
             continue
         wanted = torch.load(folder / f"{number}.pt")
-        torch.testing.assert_close(
-            losses, wanted[0], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
-        torch.testing.assert_close(
-            weights, wanted[1], rtol=1e-8, atol=1e-8, msg=lambda m: f"{case}: {m}"
-        )
+        say = functools.partial("{}: {}".format, case)
+        torch.testing.assert_close(losses, wanted[0], rtol=1e-8, atol=1e-8, msg=say)
+        torch.testing.assert_close(weights, wanted[1], rtol=1e-8, atol=1e-8, msg=say)
         if "attention__mask" not in case:
             assert len({str(table.tolist()) for table in tables}) > 1
     # What outlives the process groups may abort the process when Python ends.

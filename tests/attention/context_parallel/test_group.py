@@ -72,21 +72,22 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
     )
     wanted = _single(full, d_out, Causal(), Dense())
     for layout, schedule in itertools.product(("contiguous", "zigzag"), ("ring", "double_ring")):
-        cp, used = ContextParallel(mesh, layout, schedule, BLOCK), []
+        cp = ContextParallel(mesh, layout, schedule, BLOCK)
+        used = []
+
+        def noted(*args, run=rectangles.backward, used=used):
+            used.append(args[1])
+            return run(*args)
+
         monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
-        monkeypatch.setattr(
-            rectangles,
-            "backward",
-            lambda *args, run=rectangles.backward: used.append(args[1]) or run(*args),
-        )
+        monkeypatch.setattr(rectangles, "backward", noted)
         got = _parallel(cp, full, d_out, Causal(), Dense())
         monkeypatch.undo()
         for name, x, want in zip(("out", "lse", "dq", "dk", "dv"), got, wanted):
             assert (x - want).abs().max() < 1e-9, (name, cp.key)
         computed = cp.size if layout == "zigzag" else cp.rank + 1
-        assert len(used) == computed * (2 if len(cp.windows) > 1 else 1), (
-            cp.key
-        )  # groups of KV heads
+        groups_of_kv_heads = 2 if len(cp.windows) > 1 else 1
+        assert len(used) == computed * groups_of_kv_heads, cp.key
 
 
 @pytest.mark.parametrize("axes", [(1, 3), (2, 2)], ids=str)

@@ -33,9 +33,6 @@ WORLDS = [
 SIZES = [1, 2, 3, 8]
 
 
-# Layouts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "layout, cp, table",
     [
@@ -151,14 +148,11 @@ def test_balance_under_a_causal_mask(size):
     assert size < 8 or _imbalance("contiguous", size, blocks) > 1.5
 
 
-# Schedules ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("inter, intra", WORLDS)
 @pytest.mark.parametrize("schedule", [ring, double_ring])
 def test_every_rank_meets_every_source_once_and_its_own_first(schedule, inter, intra):
     for rank in range(inter * intra):
-        steps = sum(schedule(inter, intra, rank), [])
+        steps = [source for window in schedule(inter, intra, rank) for source in window]
         assert sorted(steps) == list(range(inter * intra))
         assert steps[0] == rank
 
@@ -240,10 +234,15 @@ def test_auto_moves_nothing_needless(inter, intra):
     [(1, 1, "local"), (1, 4, "all_gather"), (2, 4, "double_ring"), (4, 1, "ring")],
 )
 def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
-    """Documents or a window, nothing chosen by layer, in the layout that is made for it; else as the mesh suggests."""
-    named = lambda **keys: schedule_named(
-        Attention(**({"pattern": "dense", "layout": "balanced"} | keys)), inter, intra
-    )
+    """group_cast for documents or a window under a static pattern, in the layout made for it.
+
+    Everywhere else the mesh decides.
+    """
+
+    def named(**keys) -> str:
+        settings = {"pattern": "dense", "layout": "balanced"} | keys
+        return schedule_named(Attention(**settings), inter, intra)
+
     cast = "group_cast" if inter * intra > 1 else "local"
     assert named(mask="documents") == named(mask="causal", sliding_window=4096) == cast
     assert (

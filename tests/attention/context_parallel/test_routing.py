@@ -22,9 +22,10 @@ def all_hops(inter: int, intra: int) -> Hops:
 
 
 def sends(hop_from: torch.Tensor, hop_to: torch.Tensor) -> torch.Tensor:
-    """bool [n, n]: does the rank in place p of a ring of n ranks send to p + 1 after step t what started at place p - t?
+    """bool [n, n]: whether, in a ring of n ranks, place p sends to p + 1 after step t.
 
-    hop_from, hop_to: int64 [n], of what started at each place. What p receives before step t + 1 is sends[p - 1, t].
+    What it would send is what started at place p - t. hop_from, hop_to: int64 [n], of what started
+    at each place. What p receives before step t + 1 is sends[p - 1, t].
     """
     place, step = torch.arange(len(hop_to))[:, None], torch.arange(len(hop_to))
     source = (place - step) % len(hop_to)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def _inject_delays() -> None:
         return late
 
     for owner, names in (
-        (eager, ("forward", "forward_with_verticals", "backward", "backward_with_verticals")),
+        (eager, ("forward", "backward")),
         (Transfer, ("__init__", "wait")),
         (Pending, ("__init__", "wait")),
         (ContextParallel, ("all_reduce", "all_gather", "all_to_all")),
@@ -276,16 +277,20 @@ def _check_bytes(
     out = attend(q, k, v, Causal() & SlidingWindow(BLOCK), Dense(), cp, "eager")
     forward, plain_forward = cp.bytes_sent, cp.plain_ring_bytes
     out.sum().backward()
-    kv, rows = (k.numel() + v.numel()), q.shape[1] * q.shape[2]
-    sources = lambda steps: [
-        (rank - step) % size for step in steps
-    ]  # whose chunks this rank sends on
+    kv = k.numel() + v.numel()
+    rows = q.shape[1] * q.shape[2]
+
+    def sources(steps: Iterable[int]) -> list[int]:
+        """Whose chunks this rank sends on."""
+        return [(rank - step) % size for step in steps]
+
     if circulates == "kv":
         # All chunks but the last make one hop; their gradients begin there and go on around the ring, home.
         sent = (rank < size - 1) * kv * dtype.itemsize
         sent += sum(source < size - 1 for source in sources(range(1, size))) * kv * gradient_bytes
     else:
-        # All chunks but the first go to the rank before, the long way round, as q, d_out, out and lse; dq makes one hop.
+        # All chunks but the first go to the rank before, the long way round, as q, d_out, out and
+        # lse. dq makes one hop.
         sent = sum(source > 0 for source in sources(range(size - 1))) * (
             3 * q.numel() * dtype.itemsize + 4 * rows
         )

@@ -15,22 +15,27 @@ from titan_sparse.attention.tiles import blocks as tiles
 
 
 def test_once_per_mask():
-    rows, calls = Causal().rows(8), []
-    compute = lambda: calls.append(1) or len(calls)
-    assert [once_per_mask(rows, "a", compute) for _ in range(3)] == [1, 1, 1]
-    assert once_per_mask(rows, "b", compute) == 2
+    ranges = Causal().rows(8)
+    calls = []
+
+    def compute() -> int:
+        calls.append(1)
+        return len(calls)
+
+    assert [once_per_mask(ranges, "a", compute) for _ in range(3)] == [1, 1, 1]
+    assert once_per_mask(ranges, "b", compute) == 2
     assert once_per_mask(Causal().rows(8), "a", compute) == 3
-    assert once_per_mask(MaskRanges(rows.start, rows.stop.clone(), None), "a", compute) == 4
-    rows.stop.sub_(1)
-    assert once_per_mask(rows, "a", compute) == 5
+    assert once_per_mask(MaskRanges(ranges.start, ranges.stop.clone(), None), "a", compute) == 4
+    ranges.stop.sub_(1)
+    assert once_per_mask(ranges, "a", compute) == 5
 
 
 def test_nothing_outlives_its_mask():
     before = len(_entries)
-    rows = Causal().rows(8)
-    once_per_mask(rows, "a", lambda: torch.zeros(1))
+    ranges = Causal().rows(8)
+    once_per_mask(ranges, "a", lambda: torch.zeros(1))
     assert len(_entries) == before + 1
-    del rows
+    del ranges
     gc.collect()
     assert len(_entries) == before
 
@@ -49,11 +54,17 @@ def test_inference_mode():
 @pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by query and key"])
 def test_tables_of_a_static_mask_are_made_once(by_key, monkeypatch):
     """For all layers, forward and backward."""
-    made, block_tiles = [], tiles.block_tiles
+    made = []
+    block_tiles = tiles.block_tiles
+
+    def noted(*args):
+        made.append(args[-1])
+        return block_tiles(*args)
+
     monkeypatch.setattr(eager, "READS_BY_KEY", by_key)
-    monkeypatch.setattr(tiles, "block_tiles", lambda *x: made.append(x[-1]) or block_tiles(*x))
-    q, k, v = structured_qkv(1, 4, 2, 96, 8)
-    leaves, rows = [x.requires_grad_() for x in (q, k, v)], Documents([[50, 46]]).rows(96)
+    monkeypatch.setattr(tiles, "block_tiles", noted)
+    q, k, v = [x.requires_grad_() for x in structured_qkv(1, 4, 2, 96, 8)]
+    ranges = Documents([[50, 46]]).rows(96)
     for _ in range(2):
-        attend(*leaves, rows, Dense(), backend="eager", block_size=16).sum().backward()
+        attend(q, k, v, ranges, Dense(), backend="eager", block_size=16).sum().backward()
     assert made == [by_key]

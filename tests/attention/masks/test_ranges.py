@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from titan_sparse.attention import masks
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 
 SEQ_LEN = 37
@@ -183,3 +184,8 @@ def test_whole_numbers_of_other_libraries_are_lengths():
 def test_masks_for_other_batches_do_not_intersect():
     with pytest.raises(ValueError, match="sequences"):
         (Causal(valid=(1, 2, 3)) & Causal(valid=(1, 2))).rows(SEQ_LEN)
+
+
+def test_the_older_name_of_mask_ranges():
+    assert masks.Rows is masks.MaskRanges
+    assert isinstance(Causal().rows(4), masks.Rows)

@@ -1,5 +1,7 @@
 """Masks of slices: what they see, how tiles are classified, and attention over them, against dense masks."""
 
+import functools
+import itertools
 import time
 
 import pytest
@@ -8,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.calls import op_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
-from titan_sparse.attention.masks import classification as slice_tiles
-from titan_sparse.attention.masks import slices
+from titan_sparse.attention.masks import classification, slices
 from titan_sparse.attention.masks.geometry import area, slices_of_ranges
 from titan_sparse.attention.masks.packed import dilated, documents, prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.masks.reach import seen_blocks, seen_chunks
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.dense import DenseIndex
-from titan_sparse.attention.schedules import needs
 
 BLOCK = 16
 
@@ -34,9 +37,9 @@ def _by_tile(seen: Tensor, size: int) -> Tensor:
 
 
 def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
-    rows, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
+    ranges, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
     blocks = torch.arange(want.shape[-1]).flip(0)
-    whole, partial, pairs = slice_tiles.tile_weights(rows, blocks, blocks, size)
+    whole, partial, pairs = classification.tile_weights(ranges, blocks, blocks, size)
     want = want[:, blocks][:, :, blocks]
     assert torch.equal(pairs.long(), want)
     assert torch.equal(whole == 1, want == size * size), (
@@ -45,18 +48,17 @@ def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
     assert torch.equal(partial > 0, (want > 0) & (want < size * size))
 
 
-# What they see ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_sees_the_definition(name):
     mask, truth = mask_and_truth(name)
-    rows = mask.rows(SEQ_LEN)
+    ranges = mask.rows(SEQ_LEN)
     assert torch.equal(mask.dense(SEQ_LEN)[0], truth)
     assert int(sum(area(x).sum() for x in mask.sequences)) == truth.sum()
-    assert torch.equal(rows.start[0] < rows.stop[0], truth.any(1))
-    assert rows.causal == (not truth.triu(1).any()) and rows.slices.dtype == torch.int32
-    assert rows.slices.shape[1].bit_count() == 1, "the number of slices is padded to a power of two"
+    assert torch.equal(ranges.start[0] < ranges.stop[0], truth.any(1))
+    assert ranges.causal == (not truth.triu(1).any()) and ranges.slices.dtype == torch.int32
+    assert ranges.slices.shape[1].bit_count() == 1, (
+        "the number of slices is padded to a power of two"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,8 +117,8 @@ ROWS = [
     "mask", ROWS, ids=["full", "causal", "padded", "window", "documents", "documents and window"]
 )
 def test_rows_as_slices_and_intersections(mask):
-    rows = mask.rows(SEQ_LEN)
-    same = Slices.of_diagonals(slices_of_ranges(rows.start[0], rows.stop[0]))
+    ranges = mask.rows(SEQ_LEN)
+    same = Slices.of_diagonals(slices_of_ranges(ranges.start[0], ranges.stop[0]))
     assert torch.equal(same.dense(SEQ_LEN), mask.dense(SEQ_LEN))
     for name in ("random 7", "causal, more queries"):
         other, truth = mask_and_truth(name)
@@ -166,9 +168,6 @@ def test_attend_refuses(options, words):
         attend(q, q, q, mask=documents([64]), **options)
 
 
-# Large --------------------------------------------------------------------------------------------------------------
-
-
 def _many(kind: str) -> Slices:
     """2,500 slices of ragged lengths over 1M tokens."""
     inner = (
@@ -178,7 +177,7 @@ def _many(kind: str) -> Slices:
         + 1
     )
     edges = [0, *inner.tolist(), 1 << 20]
-    ranges = list(zip(edges, edges[1:]))
+    ranges = list(itertools.pairwise(edges))
     if kind == "documents":
         return Slices.of((a, b, a, b, "causal") for a, b in ranges)
     if kind == "stripes":
@@ -192,13 +191,17 @@ def test_a_million_tokens_and_2500_slices_in_under_a_second(kind):
     start = time.process_time()
     mask = _many(kind)
     made = time.process_time()
-    found = slice_tiles.classify(mask.rows(1 << 20).slices, 128)
+    found = classification.classify(mask.rows(1 << 20).slices, 128)
     assert made - start < 1 and time.process_time() - made < 1
-    tiles = lambda runs: int((runs.last - runs.first).sum())
+
+    def tiles(runs) -> int:
+        return int((runs.last - runs.first).sum())
+
     if kind == "documents":
         lengths = mask.sequences[0][:, 1] - mask.sequences[0][:, 0]
         pairs = (
-            slice_tiles.cut_tiles(mask.rows(1 << 20), 128).pairs.sum() + tiles(found.whole) * 128**2
+            classification.cut_tiles(mask.rows(1 << 20), 128).pairs.sum()
+            + tiles(found.whole) * 128**2
         )
         assert pairs == (lengths * (lengths + 1) // 2).sum()
     else:  # joined they are a plain mask
@@ -215,9 +218,6 @@ def test_attention_over_2500_slices():
     out, aux = attend(q, k, v, mask, block_size=32, return_aux=True)
     want, lse = dense_attention(q, k, v, seen)
     assert (out - want).abs().max() < 1e-9 and (aux.lse - lse).abs().max() < 1e-9
-
-
-# Attention ----------------------------------------------------------------------------------------------------------
 
 
 def _check_attention(mask: Mask, truth: Tensor) -> None:
@@ -270,16 +270,13 @@ def test_work_and_needs_of_ranks(name, layout):
     index = DenseIndex(2, SEQ_LEN, 8, torch.empty(1, 2, 0, dtype=torch.int32))
     want = _by_tile(truth[None], 8)[0][table][:, :, table].sum((1, 3))
     assert torch.equal(count_visits(index, mask.rows(SEQ_LEN), table).pairs[0, 1], want)
-    assert torch.equal(needs.seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
+    assert torch.equal(seen_chunks(mask.rows(SEQ_LEN), table, 8), want > 0)
     want = _by_tile(truth[None], 8)[0][table].sum(1) > 0
-    assert torch.equal(needs.seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
+    assert torch.equal(seen_blocks(mask.rows(SEQ_LEN), table, 8), want)
     assert torch.equal(
-        needs.seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
+        seen_blocks(mask.rows(SEQ_LEN), table[:, 2:3], 8),
         _by_tile(truth[None], 8)[0][table[:, 2]] > 0,
     )
-
-
-# Custom ops ---------------------------------------------------------------------------------------------------------
 
 
 def test_compiles_once_for_any_number_of_slices():
@@ -287,51 +284,38 @@ def test_compiles_once_for_any_number_of_slices():
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    function = lambda q, k, v, rows: attend(q, k, v, rows, block_size=BLOCK) * 2
-    compiled, qkv = (
-        torch.compile(function, fullgraph=True, backend=counter),
-        structured_qkv(1, 2, 1, SEQ_LEN, 8),
-    )
+
+    def twice(q, k, v, ranges):
+        return attend(q, k, v, ranges, block_size=BLOCK) * 2
+
+    compiled = torch.compile(twice, fullgraph=True, backend=counter)
+    qkv = structured_qkv(1, 2, 1, SEQ_LEN, 8)
     for number in (3, 40, 130, 5):
-        rows = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
+        ranges = Slices.of(random_legal(number, number)).rows(SEQ_LEN)
         if number == 130:
-            rows = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
-        got, want = (
-            gradients(lambda *x: f(*x, rows), torch.ones_like(qkv[0]), *qkv)
-            for f in (compiled, function)
-        )
+            ranges = mask_and_truth("128 slices make a square")[0].rows(SEQ_LEN)
+        d_out = torch.ones_like(qkv[0])
+        got = gradients(functools.partial(compiled, ranges=ranges), d_out, *qkv)
+        want = gradients(functools.partial(twice, ranges=ranges), d_out, *qkv)
         for a, b in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     mask = mask_and_truth("random 3")[0]
-    function = lambda q: attend(q, q, q, mask, Dense(), block_size=BLOCK)
-    inside = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(
-        inside(qkv[0]), attend(qkv[0], qkv[0], qkv[0], mask, block_size=BLOCK)
-    )
+
+    def with_mask_inside(q):
+        return attend(q, q, q, mask, Dense(), block_size=BLOCK)
+
+    inside = torch.compile(with_mask_inside, fullgraph=True, backend="aot_eager")
+    q = qkv[0]
+    torch.testing.assert_close(inside(q), attend(q, q, q, mask, block_size=BLOCK))
     torch._dynamo.reset()
 
 
 def test_opcheck():
-    from titan_sparse.attention.context_parallel.group import one_rank
-
-    rows, (q, k, v) = (
-        mask_and_truth("random 4")[0].rows(SEQ_LEN),
-        structured_qkv(1, 2, 1, SEQ_LEN, 8),
-    )
-    names = (
-        Dense().key,
-        one_rank(BLOCK).key,
-        "eager",
-        0.3,
-        False,
-        rows.slices,
-        None,
-    )
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        torch.ops.titan_sparse.attend_forward.default, (*leaves, [], *rows[:3], *names)
-    )
+    ranges = mask_and_truth("random 4")[0].rows(SEQ_LEN)
+    leaves = [x.clone().requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
+    arguments = op_arguments([], ranges, Dense(), one_rank(BLOCK), 0.3)
+    torch.library.opcheck(torch.ops.titan_sparse.attend_forward.default, (*leaves, *arguments))
 
 
 def test_the_mask_of_a_run_with_sinks():

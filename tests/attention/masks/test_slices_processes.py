@@ -114,10 +114,8 @@ def _check_bytes() -> None:
     cp = ContextParallel(
         init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), "contiguous", "ring", BLOCK
     )
-    apart, (qkv, d_out) = (
-        Slices.of([(0, 96, 0, 96, "full"), (96, 192, 96, 192, "inv_causal")]),
-        _inputs(),
-    )
+    apart = Slices.of([(0, 96, 0, 96, "full"), (96, 192, 96, 192, "inv_causal")])
+    qkv, d_out = _inputs()
     both = Slices.batch([apart, mask_and_truth("far future")[0]])
     for mask, sends in ((apart, False), (both, True)):
         before = cp.bytes_sent
@@ -126,7 +124,7 @@ def _check_bytes() -> None:
         grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
         assert (cp.bytes_sent > before) == sends
         seen = mask.dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
-        want = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+        want = gradients(lambda *x, seen=seen: dense_attention(*x, seen)[0], d_out, *qkv)
         for a, b in zip((out.detach(), *grads), (want[0], *want[1]), strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9
 

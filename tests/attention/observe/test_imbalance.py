@@ -62,4 +62,5 @@ def test_vertical_slash_balances_when_striped_but_not_in_zigzag():
         degrees[layout] = step_imbalance(work).item()
         if layout == "striped":
             assert worker_imbalance(work).item() < 1.03
-    assert degrees["striped"] < 2.0 < 3.0 < degrees["zigzag"]
+    assert degrees["striped"] < 2.0
+    assert degrees["zigzag"] > 3.0

@@ -59,9 +59,8 @@ def test_counts_of_blocks_and_verticals():
         _, aux = attend(q, k, v, mask, SPARSE, block_size=BLOCK, return_aux=True)
         attend(q, k, v, mask, Dense(), block_size=BLOCK)
     verticals = [sorted(set(row.tolist()) - {TOKENS}) for row in aux.index.verticals[0]]
-    assert (
-        seen.verticals[0].tolist() == [len(row) for row in verticals] and len(seen.verticals) == 1
-    )
+    assert seen.verticals[0].tolist() == [len(row) for row in verticals]
+    assert len(seen.verticals) == 1
     blocks = torch.arange(TOKENS // BLOCK)
     in_blocks = aux.index.selects(blocks, blocks)[0].repeat_interleave(BLOCK, 1).repeat_interleave(
         BLOCK, 2
@@ -70,10 +69,8 @@ def test_counts_of_blocks_and_verticals():
         seen.blocks_per_query[0], in_blocks.sum((1, 2)) / 160 / BLOCK, check_dtype=False
     )
     assert (seen.blocks_per_query[1] == (100 * 101 + 60 * 61) / 2 / 160 / BLOCK).all()
-    assert (
-        torch.equal(seen.verticals_at_cap[0], aux.index.capped[0, :, 0].double())
-        and aux.index.capped.any()
-    )
+    assert torch.equal(seen.verticals_at_cap[0], aux.index.capped[0, :, 0].double())
+    assert aux.index.capped.any()
 
 
 def test_images():
@@ -116,9 +113,9 @@ def test_what_a_run_writes(tmp_path):
     assert set(events.Tags()["images"]) == {"density_heat_map", "recall_heat_map", "selection"}
     assert [event.step for event in events.Images("selection")] == [1, 2, 4]
     record = metrics_of(tiny_config(tmp_path, "run"))[-1]
-    for key in ("blocks_per_query", "verticals", "verticals_p95", "verticals_at_cap"):
+    for key in ("blocks_per_query", "columns", "columns_p95", "columns_at_cap"):
         assert events.Scalars(key)[-1].value == pytest.approx(record[key]), key
-    assert record["verticals_p95"] >= record["verticals"] > 2 and record["blocks_per_query"] > 0
+    assert record["columns_p95"] >= record["columns"] > 2 and record["blocks_per_query"] > 0
 
 
 @pytest.mark.parametrize(

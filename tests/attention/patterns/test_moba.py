@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, check_selection
 from tests.reference import dense_attention, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import eager, triton
+from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full
 from titan_sparse.attention.patterns import MoBA
 from titan_sparse.attention.patterns.moba import _largest
@@ -101,9 +101,11 @@ def test_kernels_keep_to_the_choice(block, blocks, last, pattern, documents):
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), out, lse, [piece], *common)
 
     for backend in (triton, eager):
-        got_out, got_lse = backend.forward(q, k, v, tiles, 0.25)
-        gradient = backend.backward(d_out, q, k, v, got_out, got_lse, tiles, 0.25)
-        got = (got_out, got_lse, *gradient)
+        pieces = [base.Piece(k, v, tiles)]
+        got_out, got_lse = backend.forward(q, pieces, None, 0.25)
+        queries = base.Queries(q, d_out, got_out, got_lse)
+        got_dq, [got_dkv] = backend.backward(queries, pieces, None, 0.25)
+        got = (got_out, got_lse, got_dq, *got_dkv)
         for a, b in zip(got, (out, lse, dq, dk, dv), strict=True):
             assert torch.equal(a.isfinite(), b.isfinite())
             assert (a - b).abs().nan_to_num(0).max() < 1e-4

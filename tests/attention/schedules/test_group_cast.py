@@ -1,5 +1,8 @@
-"""Schedule group_cast: the plan on integers, played through on all ranks; attention over processes against dense
-attention in fp64, and not a byte more than is needed. All combinations: pytest -m slow tests/attention/schedules/test_group_cast.py
+"""Schedule group_cast.
+
+The plan on integers, played through on all ranks. Attention over processes against dense attention
+in fp64, and not a byte more than is needed. All combinations:
+pytest -m slow tests/attention/schedules/test_group_cast.py
 """
 
 import functools
@@ -39,11 +42,12 @@ from titan_sparse.attention.masks.ranges import (
     MaskRanges,
     SlidingWindow,
 )
+from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
-from titan_sparse.attention.schedules.needs import met_blocks, seen_blocks
+from titan_sparse.attention.schedules.needs import met_blocks
 
 BLOCK, SEQ_LEN = 8, 192
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
@@ -106,7 +110,10 @@ def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) ->
         assert len(memory[rank]) == plans[rank].memory
         assert sorted(got[rank]) == sorted(needs[rank] - owned[rank])
     # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
-    of_node = lambda sets, node: set().union(*sets[node * intra : node * intra + intra])
+
+    def of_node(sets: list[set[int]], node: int) -> set[int]:
+        return set().union(*sets[node * intra : node * intra + intra])
+
     assert sorted(crossings) == sorted(
         (block, node)
         for node in range(inter)
@@ -158,17 +165,17 @@ def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
         .sort(dim=-1)
         .values
     )
-    rows = MaskRanges(
+    ranges = MaskRanges(
         start, torch.maximum(start, (stop + 6).clamp(max=SEQ_LEN)), None, causal=False
     )
     keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
-    seen = (keys >= rows.start[..., None]) & (keys < rows.stop[..., None])
+    seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
     want = (
         seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
     )
     assert want.any() and (layout == "striped" or not want.all())
-    assert torch.equal(seen_blocks(rows, table, BLOCK), want)
-    met = met_blocks(rows, Dense().index([], rows, 2, 1, BLOCK), table)
+    assert torch.equal(seen_blocks(ranges, table, BLOCK), want)
+    met = met_blocks(ranges, Dense().index([], ranges, 2, 1, BLOCK), table)
     assert (want <= met).all()  # a tile may have a hole that the mask empties
 
 
@@ -287,15 +294,15 @@ def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], case: str) -> None:
     """Sent is what is needed, and to another node once, counted from pairs of blocks without the plan."""
-    owner, node = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64), cp.rank // cp.intra
+    owner = torch.empty(SEQ_LEN // BLOCK, dtype=torch.int64)
+    node = cp.rank // cp.intra
     for rank, own in enumerate(cp.block_table(SEQ_LEN)):
         owner[own] = rank
-    want = {axis: 0 for axis in ("inner", "outer", "inner_gradient", "outer_gradient")}
-    for block, (own, users) in enumerate(zip(owner.tolist(), needed.T.tolist())):
+    want = dict.fromkeys(("inner", "outer", "inner_gradient", "outer_gradient"), 0)
+    for own, users in zip(owner.tolist(), needed.T.tolist()):
         nodes = {rank // cp.intra for rank in range(cp.size) if users[rank] and rank != own}
-        passes_here = (
-            own % cp.intra == cp.rank % cp.intra and node in nodes
-        )  # here it is owned or handed on
+        # Here the block is owned or handed on.
+        passes_here = own % cp.intra == cp.rank % cp.intra and node in nodes
         others = sum(
             users[rank]
             for rank in range(node * cp.intra, (node + 1) * cp.intra)
@@ -341,26 +348,32 @@ def _check_plans_are_made_once_a_mask() -> None:
     monkeypatch.setattr(
         group_cast, "plan", lambda *args, real=group_cast.plan: made.append(args[-1]) or real(*args)
     )
-    cp, rows = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
+    cp, ranges = _context((1, 1, 3), "striped", (2, 3)), MASKS["documents"].rows(SEQ_LEN)
     for pattern, layers in (("dense", 1), ("moba", 2)):
         leaves = [cp.shard(x, 2).requires_grad_() for x in _inputs()[0]]
         made.clear()
-        sum(attend(*leaves, rows, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
+        sum(attend(*leaves, ranges, PATTERNS[pattern], cp).sum() for _ in range(2)).backward()
         assert made == [2] * layers + [3] * layers
     monkeypatch.undo()
 
 
 def _check_lengths_that_are_compiled_for() -> None:
-    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks, and the result is the same."""
-    monkeypatch, lengths = pytest.MonkeyPatch(), set()
+    """A backend that compiles for each number of keys, as flex does, sees powers of two blocks.
+
+    The result is the same.
+    """
+    monkeypatch = pytest.MonkeyPatch()
+    lengths = set()
     monkeypatch.setattr(eager, "COMPILES_BY_LENGTH", True)
-    for name, at in (("forward", 1), ("backward", 2)):
+    for name in ("forward", "backward"):
         inner = getattr(eager, name)
-        monkeypatch.setattr(
-            eager,
-            name,
-            lambda *x, at=at, inner=inner: lengths.add(x[at].shape[2] // BLOCK) or inner(*x),
-        )
+
+        def noted(*args, inner=inner):
+            _, pieces, *_ = args
+            lengths.add(pieces[0].k.shape[2] // BLOCK)
+            return inner(*args)
+
+        monkeypatch.setattr(eager, name, noted)
     cp = _context((1, 1, 3), "striped", (2, 3))
     for mask, pattern in (("documents", "dense"), ("window", "moba")):
         _check(cp, mask, pattern)
@@ -379,12 +392,12 @@ def _check_lengths_that_are_compiled_for() -> None:
 
 def _check_calls_with_other_heads() -> None:
     """Under one mask, backwards that begin with other parts of the own blocks, as gradients of more heads go home."""
-    cp, rows = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
+    cp, ranges = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
     seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
     for kv_heads in (1, 4):
         qkv, d_out = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3), _inputs()[1]
         leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-        got = torch.autograd.grad(attend(*leaves, rows, Dense(), cp), leaves, cp.shard(d_out, 2))
+        got = torch.autograd.grad(attend(*leaves, ranges, Dense(), cp), leaves, cp.shard(d_out, 2))
         _, wanted = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
@@ -397,11 +410,15 @@ def _stage_blocks(cp: ContextParallel, mask: str) -> list[Tensor]:
 
 
 def _check_compiled_and_recomputed() -> None:
-    """As training calls it: compiled without graph breaks, checkpointed, a part of it computed again in the backward."""
-    cp, (qkv, d_out) = _context((1, 2, 2), "striped"), _inputs()
-    policy = lambda _, op, *args, **kwargs: (
-        CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    """As training calls it: compiled without graph breaks, checkpointed, partly recomputed."""
+    cp = _context((1, 2, 2), "striped")
+    qkv, d_out = _inputs()
+
+    def policy(_, op, *args, **kwargs) -> CheckpointPolicy:
+        if op in SAVED_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     call = functools.partial(
         attend, mask=MASKS["documents"], pattern=PATTERNS["vertical_slash"], cp=cp, recomputed=0.4

@@ -51,10 +51,11 @@ def test_equals_attention_over_tiles(name, monkeypatch):
 
     want = found()
     calls = []
-    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: True)
+    monkeypatch.setattr(eager, "serves_dense", lambda q, shape: shape.is_packed)
     for kind in ("dense_forward", "dense_backward"):
+        inner = getattr(eager, kind)
 
-        def counted(*inputs, kind=kind, inner=getattr(eager, kind)):
+        def counted(*inputs, kind=kind, inner=inner):
             *_, shape, scale = inputs
             assert shape.is_packed and scale == 8**-0.5
             calls.append((kind, shape.window))
@@ -70,9 +71,9 @@ def test_equals_attention_over_tiles(name, monkeypatch):
 
 def test_what_documents_and_a_window_cannot_say():
     assert packed.find_packing(Full().rows(S), 1) is None
-    rows = (Documents([[50, 46]]) & SlidingWindow(9)).rows(S)
-    rows.start[0, 70] += 1  # one query sees less
-    assert packed.find_packing(rows, 1) is None
+    ranges = (Documents([[50, 46]]) & SlidingWindow(9)).rows(S)
+    ranges.start[0, 70] += 1  # one query sees less
+    assert packed.find_packing(ranges, 1) is None
     assert prefix_lm([S], [10]).rows(S).slices is not None  # which packing() leaves to tables
 
 

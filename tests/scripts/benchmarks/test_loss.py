@@ -1,15 +1,14 @@
 """The loss benchmark runs at toy size on any device; its errors are those of what it compares."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
-
 from scripts.benchmarks import loss as bench_loss
+
+ROOT = Path(__file__).parents[3]
 
 TOY = [
     "--tokens",

@@ -100,9 +100,10 @@ class Backend(Protocol):
     ) -> Partial:
         """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`.
 
-        The sum is kept in `dtype` (default: q's), or written to the memory `into`. Without a total
-        a result that the kernel rounds to q's dtype is not widened. Rows that see nothing:
-        out 0, lse -inf.
+        The sum is kept in `dtype`, or written to the memory `into`. The default dtype is q's (eager:
+        fp32 or fp64; triton: total's, where there is one). Without a total, a result that the
+        kernel rounds to q's dtype is not widened. A total may be overwritten with the sum. Rows
+        that see nothing: out 0, lse -inf.
         """
 
     def backward(
@@ -116,9 +117,10 @@ class Backend(Protocol):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """dq, and (dk, dv) of each piece.
 
-        dq: what came through other keys, which is added. `dtype` is of dq and of the first piece's
-        dk and dv (default: q's); those of a second piece, the verticals, are fp32 (fp64 for fp64).
-        into: memory for dq.
+        dq: what came through other keys, which is added; it may be overwritten with the sum.
+        `dtype` is of dq and of the first piece's dk and dv (default: q's; eager: fp32 or fp64).
+        Kernels that round those to q's dtype leave them so. The dk and dv of a second piece, the
+        verticals, are fp32 (fp64 for fp64). into: memory for dq, in its dtype.
         """
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:

@@ -168,8 +168,10 @@ def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tenso
 
 def _busy_query_blocks(tiles: Tiles) -> list[int]:
     """The query blocks that meet anything, for any sequence and head."""
-    count = tiles.by_query.full_count + tiles.by_query.partial_count
-    return torch.nonzero(count.amax(dim=(0, 1))).flatten().tolist()
+    lists = tiles.by_query
+    count = lists.full_count + lists.partial_count
+    most = count.amax(dim=(0, 1))
+    return torch.nonzero(most).flatten().tolist()
 
 
 def _listed_kv_blocks(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
@@ -275,7 +277,8 @@ def _bounds_in_slices(tiles: Tiles, q_block: int) -> tuple[Tensor, Tensor]:
 
 def _tokens_of_blocks(per_token: Tensor, blocks: Tensor, size: int) -> Tensor:
     """What belongs to the tokens of some blocks: [B, H, Sk], [B, H, K] -> [B, H, K * size]."""
-    index = blocks[..., None] * size + torch.arange(size, device=per_token.device)
+    offset = torch.arange(size, device=per_token.device)
+    index = blocks[..., None] * size + offset
     return per_token.gather(2, index.flatten(2))
 
 
@@ -286,7 +289,8 @@ def _in_blocks(x: Tensor, size: int) -> Tensor:
 
 def _finite(lse: Tensor) -> Tensor:
     """lse without -inf, which would give NaN in exp(-inf - lse)."""
-    return lse.clamp(min=torch.finfo(lse.dtype).min)
+    lowest = torch.finfo(lse.dtype).min
+    return lse.clamp(min=lowest)
 
 
 def serves_dense(q: Tensor, shape: DenseShape) -> bool:
@@ -305,7 +309,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: flo
     if shape.offsets is not None:
         batch = len(q)
         q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
-    dtype = accumulation_dtype(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     # [B, Hq, Sk, D]
     keys = k.to(dtype).repeat_interleave(group, 1)
@@ -337,7 +341,7 @@ def dense_backward(
         q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
         k, v = _one_sequence(k), _one_sequence(v)
         lse = _one_sequence(lse[..., None])[..., 0]
-    dtype = accumulation_dtype(q.dtype)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     # [B, Hq, Sk, D]
@@ -418,4 +422,5 @@ def _one_sequence(x: Tensor) -> Tensor:
 
 def _many_sequences(x: Tensor, batch: int) -> Tensor:
     """The inverse of _one_sequence()."""
-    return x[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    by_head = x[0].unflatten(1, (batch, -1))
+    return by_head.transpose(0, 1)

@@ -152,8 +152,9 @@ def backward(
     """dq, and (dk, dv) of each piece. Needs Tiles.by_key.
 
     dq: what came through other keys, which is added. Returns dq in the memory `into` or in `dtype`
-    (default: q's). The first piece's dk and dv come in q's dtype, to which the kernels round, and
-    so does dq if nothing is added to it; the dk and dv of a second piece, the verticals, are fp32.
+    (default: q's). The first piece's dk and dv come in q's dtype, to which flex's kernels round
+    (in `dtype` where our own compute what single queries chose), and so does dq if nothing is added
+    to it. The dk and dv of a second piece, the verticals, are fp32.
     """
     if len(pieces) == 1:
         dq, dk, dv = _blocks_backward(queries, pieces[0], dq, scale, dtype, into)
@@ -242,7 +243,10 @@ def dense_backward(
 
 def _kernel(q: Tensor) -> str:
     """ "FLASH" or "TRITON", as FlexAttention names its kernels."""
-    return "FLASH" if flash.serves(q.dtype, q.shape[-1]) else "TRITON"
+    head_dim = q.shape[-1]
+    if flash.serves(q.dtype, head_dim):
+        return "FLASH"
+    return "TRITON"
 
 
 def _options(kernel: str, head_dim: int) -> dict[str, Any]:
@@ -272,7 +276,8 @@ def _is_visible(
     """
     queries_per_row = start.shape[2] // position.shape[2]
     key = position[b, h, i // queries_per_row, j]
-    return (start[b, h, i] <= key) & (key < stop[b, h, i])
+    from_start = start[b, h, i] <= key
+    return from_start & (key < stop[b, h, i])
 
 
 def _mask_operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Layout "balanced": which rank owns which blocks, worked out from the mask. No process groups.
 
-1. The sequence is cut into chunks of a few blocks (cut_into_chunks). For each chunk we know how long
-   its queries take to compute and which chunks' keys they see.
-2. The chunks are dealt to the ranks, equally many to each (deal_chunks). The chunk with the most work
-   comes first. It goes to a rank that would be done soon: longest processing time first.
-3. Several ranks may be done almost equally soon. Of those, the one takes the chunk that has the fewest
-   keys to fetch for it. So most of a short document stays on one rank. How much later than the best
-   rank still counts as "almost" shrinks with the work that is left, because the work that is left can
-   still even out what this makes uneven.
+1. The sequence is cut into chunks of a few blocks (cut_into_chunks). For each chunk we know how
+   long its queries take to compute and which chunks' keys they see.
+2. The chunks are dealt to the ranks, equally many to each (deal_chunks). The chunk with the most
+   work comes first. It goes to a rank that would be done soon: longest processing time first.
+3. Several ranks may be done almost equally soon. Of those, the one takes the chunk that has the
+   fewest keys to fetch for it. So most of a short document stays on one rank. How much later than
+   the best rank still counts as "almost" shrinks with the work that is left, because the work that
+   is left can still even out what this makes uneven.
 
 MagiAttention deals out chunks by their areas alone (its blog, "dispatch"). Here it is by time, and
 keys count.
@@ -27,15 +27,15 @@ from titan_sparse.attention.masks.base import MaskRanges
 from titan_sparse.attention.masks.classification import Runs, classified
 
 _CHUNKS_PER_RANK = 64
-"""64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a million
-tokens on 8 ranks is then still 2,048 tokens long."""
+"""64 leave the busiest rank within one percent of the mean for ragged documents. A chunk of a
+million tokens on 8 ranks is then still 2,048 tokens long."""
 _MIN_CHUNKS_PER_RANK = 8
 _MAX_CHUNKS = 1024
 """Ranks get fewer chunks where all ranks together would have more than _MAX_CHUNKS, but at least
 _MIN_CHUNKS_PER_RANK each. Dealing takes some microseconds a chunk."""
 _SLACK_PERCENT = 1
-"""A rank may be done later than the best one and still take a chunk to save keys: by so many percent
-of a rank's mean work ..."""
+"""A rank may be done later than the best one and still take a chunk to save keys: by so many
+percent of a rank's mean work ..."""
 _SLACK_PERCENT_OF_REST = 60
 """... plus so many percent of a rank's mean work that is not dealt out yet."""
 
@@ -46,9 +46,10 @@ class Costs(NamedTuple):
     A whole tile is a block of queries on a block of keys.
 
     partial: a tile that the mask cuts through. It has the same products, and the mask; an estimate.
-    transfer: one block of keys and values that has to come, twice, and its gradients that leave. From
-    benchmarks/results/constants_h200.json inside a node, with 8 query heads to a KV head, bf16 with
-    gradients in fp32, blocks of 128. tests/attention/context_parallel/test_balanced.py works it out.
+    transfer: one block of keys and values that has to come, twice, and its gradients that leave.
+    From benchmarks/results/constants_h200.json inside a node, with 8 query heads to a KV head,
+    bf16 with gradients in fp32, blocks of 128. tests/attention/context_parallel/test_balanced.py
+    works it out.
     """
 
     partial: int = 120
@@ -63,8 +64,8 @@ class Chunks(NamedTuple):
 
     bounds: int64 [C + 1], the first block of each chunk, and the number of blocks.
     work: int64 [C], time to compute the chunk's queries, as in Costs.
-    needs: for each chunk the chunks whose keys its queries see, as bits. Chunk c of sequence s is bit
-    s * C + c.
+    needs: for each chunk the chunks whose keys its queries see, as bits. Chunk c of sequence s is
+    bit s * C + c.
     sequences: how many sequences share the table.
     """
 
@@ -88,8 +89,8 @@ def block_table(
 ) -> Tensor:
     """int64 [ranks, n], on the CPU: the blocks of each rank, ascending.
 
-    The table depends on the mask's numbers alone. If the mask differs between several sequences, their
-    work is summed up block by block. Raises ValueError if the sequence does not divide.
+    The table depends on the mask's numbers alone. If the mask differs between several sequences,
+    their work is summed up block by block. Raises ValueError if the sequence does not divide.
     """
     chunks = cut_into_chunks(ranges, ranks, block_size, costs)
     owner = deal_chunks(chunks, ranks, costs.transfer)
@@ -123,8 +124,9 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
 def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     # [Bm, blocks, size]
-    start = ranges.start.cpu().numpy().reshape(len(ranges.start), -1, size)
-    stop = ranges.stop.cpu().numpy().reshape(len(ranges.stop), -1, size)
+    batch = len(ranges.start)
+    start = ranges.start.cpu().numpy().reshape(batch, -1, size)
+    stop = ranges.stop.cpu().numpy().reshape(batch, -1, size)
     sees_any = start < stop
     # Both ends are sorted: the first query that sees anything sees the earliest keys of its block,
     # the last one the latest.
@@ -135,8 +137,8 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     latest_key = np.take_along_axis(stop, last_query, -1)[..., 0]
     begin = earliest_key // size * block_sees_any  # [Bm, blocks]
     end = -(-latest_key // size) * block_sees_any
-    # A tile that the first and the last query see whole is whole for all queries between them. If one
-    # of them sees nothing, there is no such tile.
+    # A tile that the first and the last query see whole is whole for all queries between them. If
+    # one of them sees nothing, there is no such tile.
     whole_begin = -(-start[..., -1] // size)
     whole_end = stop[..., 0] // size
     whole = (whole_end - whole_begin).clip(min=0)
@@ -153,7 +155,8 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
 
 
 def _flat_tensor(numbers: NDArray) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int64).ravel())
+    flat = numbers.astype(np.int64).ravel()
+    return torch.from_numpy(flat)
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
@@ -188,6 +191,7 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     chunk_of_block = torch.from_numpy(np.repeat(np.arange(count), np.diff(bounds)))
     touched = tiles.touched
     holds_any = touched.first < touched.last
+    # [n] each: the chunks of the lines, and first and last chunk of the runs
     sequence = touched.sequence[holds_any]
     line = chunk_of_block[touched.line[holds_any]]
     first = chunk_of_block[touched.first[holds_any]]
@@ -198,10 +202,12 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     changes = torch.zeros(sequences, count, count + 1, dtype=torch.int32)
     changes.view(-1).index_add_(0, row + first, ones)
     changes.view(-1).index_add_(0, row + last + 1, -ones)
+    # [sequences, C lines, C others]
     seen = changes.cumsum(-1, dtype=torch.int32)[..., :-1] > 0
     if tiles.lines_are_keys:
         seen = seen.mT
-    seen = seen.transpose(0, 1).flatten(1)  # [C queries, sequences * C keys]
+    # [C queries, sequences * C keys]
+    seen = seen.transpose(0, 1).flatten(1)
     packed = np.packbits(seen.numpy(), axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
@@ -234,7 +240,8 @@ class _RankLoad:
     """What a rank has been dealt so far.
 
     short_room, long_room: how many short and long chunks it still takes.
-    work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries see.
+    work: time to compute. own: bits of its chunks. seen: bits of the chunks whose keys its queries
+    see.
     incoming: how many chunks of keys others have to send to it.
     """
 
@@ -248,7 +255,9 @@ class _RankLoad:
         self.incoming = 0
 
     def has_room(self, chunk: _Chunk) -> bool:
-        return (self.long_room if chunk.is_long else self.short_room) > 0
+        if chunk.is_long:
+            return self.long_room > 0
+        return self.short_room > 0
 
     def offer(self, chunk: _Chunk, transfer: int) -> _Offer:
         """transfer: time for a chunk of keys to come."""

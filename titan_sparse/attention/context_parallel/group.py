@@ -175,26 +175,24 @@ class ContextParallel(Communicator):
         return layouts.restore_blocks(whole, dim, table, self.block_size)
 
 
-_ONE_RANK: dict[int, ContextParallel] = {}
+ONE_RANK = "one rank"
+"""Begins the keys, "one rank:128", of what cp=None means in blocks of so many tokens."""
+
+_ONE_RANK_CONTEXTS: dict[int, ContextParallel] = {}
 """What cp=None means, by block size. They hold no process groups."""
-
-
-def one_rank_key(block_size: int) -> str:
-    """The key of what cp=None means: one rank that owns everything, in blocks of `block_size`."""
-    return f"one rank:{block_size}"
 
 
 def one_rank(block_size: int) -> ContextParallel:
     """What cp=None means: one rank that owns everything, in blocks of `block_size`."""
-    if block_size not in _ONE_RANK:
-        _ONE_RANK[block_size] = ContextParallel(None, "contiguous", "local", block_size)
-    return _ONE_RANK[block_size]
+    if block_size not in _ONE_RANK_CONTEXTS:
+        _ONE_RANK_CONTEXTS[block_size] = ContextParallel(None, "contiguous", "local", block_size)
+    return _ONE_RANK_CONTEXTS[block_size]
 
 
 def context_of(key: str) -> ContextParallel:
     """The ContextParallel that a key names."""
-    one_rank_prefix, _, block_size = key.rpartition(":")
-    if one_rank_prefix == "one rank":
+    prefix, _, block_size = key.partition(":")
+    if prefix == ONE_RANK:
         return one_rank(int(block_size))
     return registry.lookup(key)
 

@@ -1,9 +1,9 @@
 """Who sends which blocks to whom, and when, under the schedule group_cast. No process groups.
 
-A rank needs some of the other ranks' blocks of keys. Each block goes once to every node that needs it,
-to the rank there with its owner's local number (`outer`). From that rank it goes to those ranks of the
-node that need it (`inner`). A node's own blocks make the second hop alone. Gradients go the same way
-back. All ranks know the needs, so all of them work this out alike.
+A rank needs some of the other ranks' blocks of keys. Each block goes once to every node that needs
+it, to the rank there with its owner's local number (`outer`). From that rank it goes to those
+ranks of the node that need it (`inner`). A node's own blocks make the second hop alone. Gradients
+go the same way back. All ranks know the needs, so all of them work this out alike.
 """
 
 from collections.abc import Iterator
@@ -75,14 +75,17 @@ class Plan(NamedTuple):
 
 
 def _with_next_rows(exchange: Exchange | None, moved: Iterator[Tensor]) -> Exchange | None:
-    return None if exchange is None else exchange._replace(rows=next(moved))
+    if exchange is None:
+        return None
+    rows = next(moved)
+    return exchange._replace(rows=rows)
 
 
 def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stages: int) -> Plan:
     """The plan of one rank of inter x intra. All tensors are on the CPU.
 
-    needed: bool [W, blocks], rank r needs global block b. What it says of a rank's own blocks does not
-    matter. table: int64 [W, n], the blocks that each rank owns.
+    needed: bool [W, blocks], rank r needs global block b. What it says of a rank's own blocks does
+    not matter. table: int64 [W, n], the blocks that each rank owns.
     """
     node, local_rank = divmod(rank, intra)
     n = table.shape[1]
@@ -92,8 +95,8 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
     owned = table.reshape(inter, intra, n).transpose(0, 1)  # [by rank, from node, n]
     other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
     own_rows = torch.arange(n)
-    # Where in its memory this rank has the blocks of the ranks with its local number: [from node, n].
-    # Its own are there from the beginning, the others once they have come.
+    # [from node, n]: where in its memory this rank has the blocks of the ranks with its local
+    # number. Its own are there from the beginning, the others once they have come.
     rows = own_rows.repeat(inter, 1)
     memory = n
     planned = []
@@ -118,8 +121,8 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
 def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody_sends: bool) -> Exchange | None:
     """An exchange from what goes to each member and what comes from each.
 
-    sent: bool [members, ...], which of `rows` [...] go to each member. received: bool [members, ...],
-    of which only the counts matter.
+    sent: bool [members, ...], which of `rows` [...] go to each member.
+    received: bool [members, ...], what comes from each member. Only the counts matter.
     """
     if not anybody_sends:
         return None
@@ -135,8 +138,8 @@ def blocks_before_others(
 ) -> int:
     """How many of `own` blocks a backward computes before those of others.
 
-    Half of them. The rest follows while the gradients of `remote` blocks go home. Inside one node it
-    is all of them where a second pass would cost more than it hides.
+    Half of them. The rest follows while the gradients of `remote` blocks go home. Inside one node
+    it is all of them where a second pass would cost more than it hides.
 
     A second pass reads q and d_out, and reads and writes dq in fp32.
     """
@@ -153,21 +156,25 @@ def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tens
     The first two dims are the rank that needs it, the next two the rank that owns it. No rank wants
     its own. needed, table: as for plan().
     """
-    other_rank = ~torch.eye(len(table), dtype=torch.bool)[..., None]
-    wanted = needed[:, table] & other_rank
+    # [W, W, n]: the blocks of each rank that each rank needs
+    needed_of_ranks = needed[:, table]
+    same_rank = torch.eye(len(table), dtype=torch.bool)
+    wanted = needed_of_ranks & ~same_rank[..., None]
     return wanted.view(inter, intra, inter, intra, -1)
 
 
 def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     """int64 [inter, inter, intra, n]: the stage in which a node (first dim) gets a block, or -1.
 
-    -1 is for blocks that the node does not want. Its blocks are shared out evenly over the stages. Its
-    own ranks' blocks come first, so that those from other nodes have more time to come. Among them,
-    every rank gives the same share of what it has to give to each stage. wanted: wanted_blocks().
+    -1 is for blocks that the node does not want. Its blocks are shared out evenly over the stages.
+    Its own ranks' blocks come first, so that those from other nodes have more time to come. Among
+    them, every rank gives the same share of what it has to give to each stage.
+    wanted: as from wanted_blocks().
     """
     by_node = wanted.any(1)  # [to node, from node, by rank, n]
     node = torch.arange(len(wanted))
-    # Where a block stands among those that its owner gives, from 0 to 1. Other nodes' follow after 1.
+    # Where a block stands among those that its owner gives: from 0 to 1 in its own node, from 1 to
+    # 2 in others, so that those come later.
     given = by_node.sum(-1, keepdim=True)
     share = (by_node.cumsum(-1) - 0.5) / given.clamp(min=1)
     from_other_node = (node[:, None] != node)[..., None, None]
@@ -182,10 +189,11 @@ def assign_stages(wanted: Tensor, stages: int) -> Tensor:
 def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
     """Blocks that each rank sends in each stage, int64 [W, stages]. wanted: wanted_blocks().
 
-    Of keys, or (backward) of gradients, which go to where the keys came from. What a rank sends in the
-    one it receives in the other.
+    Of keys, or (backward) of gradients, which go to where the keys came from. What a rank sends in
+    the one it receives in the other.
     """
     inter, intra = wanted.shape[:2]
+    # [inter, inter, 1] and [intra, intra]
     other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
     other_rank = ~torch.eye(intra, dtype=torch.bool)
     stage_of = assign_stages(wanted, stages)
@@ -193,11 +201,19 @@ def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
     across = []
     for number in range(stages):
         in_stage = stage_of == number
-        crossing = in_stage.sum(-1) * other_node  # [to node, from node, by rank]
-        handed_on = (wanted & in_stage[:, None]).sum(
-            (2, 4)
-        ) * other_rank  # [node, to rank, by rank]
-        # Sum over the receivers of the keys, or over those who sent them.
-        inside.append(handed_on.sum(2 if backward else 1).flatten())
-        across.append(crossing.sum(1 if backward else 0).flatten())
-    return Traffic(inside=torch.stack(inside, dim=1), across=torch.stack(across, dim=1))
+        # [to node, from node, by rank]
+        crossing = in_stage.sum(-1) * other_node
+        # [node, to rank, by rank]
+        wanted_now = wanted & in_stage[:, None]
+        handed_on = wanted_now.sum((2, 4)) * other_rank
+        # Keys: sum over those who get them. Gradients: over those who gave the keys.
+        if backward:
+            inside.append(handed_on.sum(2).flatten())
+            across.append(crossing.sum(1).flatten())
+        else:
+            inside.append(handed_on.sum(1).flatten())
+            across.append(crossing.sum(0).flatten())
+    return Traffic(
+        inside=torch.stack(inside, dim=1),
+        across=torch.stack(across, dim=1),
+    )

@@ -1,9 +1,9 @@
 """Who owns which blocks: pure integers, no process groups.
 
 A layout is a table block_ids[cp, n]: local block i of rank r is global block block_ids[r, i]. Every
-layout is a permutation of whole blocks. Tokens, labels, positions and document ids are sharded by it
-once, at the loader. The layouts in LAYOUTS follow from the sequence length alone. balanced.py makes a
-table for a mask.
+layout is a permutation of whole blocks. Tokens, labels, positions and document ids are sharded by
+it once, at the loader. The layouts in LAYOUTS follow from the sequence length alone. balanced.py
+makes a table for a mask.
 """
 
 import torch
@@ -19,7 +19,8 @@ def contiguous(cp: int, blocks: int) -> Tensor:
         [[0, 1, 2, 3],
          [4, 5, 6, 7]]
     """
-    return torch.arange(blocks).view(cp, -1)
+    ids = torch.arange(blocks)
+    return ids.view(cp, -1)
 
 
 def zigzag(cp: int, blocks: int) -> Tensor:
@@ -31,6 +32,7 @@ def zigzag(cp: int, blocks: int) -> Tensor:
         [[0, 1, 6, 7],
          [2, 3, 4, 5]]
     """
+    # [2 cp, blocks in a run]
     runs = torch.arange(blocks).view(2 * cp, -1)
     early = runs[:cp]
     late = runs.flip(0)[:cp]
@@ -46,7 +48,9 @@ def striped(cp: int, blocks: int) -> Tensor:
         [[0, 2, 4, 6],
          [1, 3, 5, 7]]
     """
-    return torch.arange(blocks).view(-1, cp).t().contiguous()
+    # [blocks / cp, cp]: each row holds one block of every rank
+    rows = torch.arange(blocks).view(-1, cp)
+    return rows.t().contiguous()
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -95,5 +99,7 @@ def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tenso
 
     x holds all ranks' shards one after the other along `dim`. table: the layout's, int64 [cp, n].
     """
+    # Shard by shard, the global position of each token; its argsort is the inverse.
     positions = token_positions(table.flatten(), block_size)
-    return x.index_select(dim, torch.argsort(positions).to(x.device))
+    place = torch.argsort(positions)
+    return x.index_select(dim, place.to(x.device))

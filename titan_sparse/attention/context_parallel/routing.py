@@ -1,8 +1,8 @@
 """Which hops a KV chunk and its gradient have to make. Pure integers, no process groups.
 
 A chunk that nobody further along needs is not passed on, and a gradient travels only once there is
-one. All ranks know the index, so all of them work this out alike. No message tells another rank what
-to expect.
+one. All ranks know the index, so all of them work this out alike. No message tells another rank
+what to expect.
 
 Ranks count [inter][intra]. A plain ring is inter = 1. In window o a chunk is o nodes from home. At
 step t of a window it is t inner hops further.
@@ -17,8 +17,8 @@ from torch import Tensor
 class Hops(NamedTuple):
     """Hops that the chunks of W source ranks make, or their gradients. int64.
 
-    inner_from, inner_to: [W, inter]. In window o, hop t goes from step t's place on the inner ring to
-    the next. It is made for inner_from[s, o] <= t < inner_to[s, o].
+    inner_from, inner_to: [W, inter]. In window o, hop t goes from step t's place on the inner ring
+    to the next. It is made for inner_from[s, o] <= t < inner_to[s, o].
     outer_from, outer_to: [W]. On the outer ring, hop o goes from window o's node to the next. It is
     made for outer_from[s] <= o < outer_to[s].
     """
@@ -110,23 +110,39 @@ def traffic(hops: Hops, node_size: int) -> Traffic:
     """
     ranks, inter = hops.inner_to.shape
     intra = ranks // inter
-    visited = visited_ranks(inter, intra)  # [W, inter, intra]
-    entered = visited[..., 0]  # [W, inter], where a chunk comes into each node
+    # [W, inter, intra], and [W, inter] where a chunk comes into each node
+    visited = visited_ranks(inter, intra)
+    entered = visited[..., 0]
+    # [W, inter, intra]: the inner hops that are made
     step = torch.arange(intra)
+    inner_from = hops.inner_from[..., None]
+    inner_to = hops.inner_to[..., None]
+    inner = (inner_from <= step) & (step < inner_to)
+    # [W, inter]: the outer hops that are made
     window = torch.arange(inter)
-    inner = (hops.inner_from[..., None] <= step) & (step < hops.inner_to[..., None])
-    outer = (hops.outer_from[:, None] <= window) & (window < hops.outer_to[:, None])
-    sent = torch.zeros(2, ranks, dtype=torch.int64)  # inside, across
+    outer_from = hops.outer_from[:, None]
+    outer_to = hops.outer_to[:, None]
+    outer = (outer_from <= window) & (window < outer_to)
+    # [2, W]: inside, across
+    sent = torch.zeros(2, ranks, dtype=torch.int64)
     _add_hops(sent, inner, visited, visited.roll(-1, 2), node_size)
     _add_hops(sent, outer, entered, entered.roll(-1, 1), node_size)
     return Traffic(inside=sent[0], across=sent[1])
 
 
 def _add_hops(sent: Tensor, made: Tensor, sender: Tensor, receiver: Tensor, node_size: int) -> None:
-    """Add hops to `sent` [2, W], in place. made: bool, which of the hops sender -> receiver are made."""
-    across = (sender // node_size != receiver // node_size).long()
-    entry = across * sent.shape[1] + sender
-    sent.view(-1).index_add_(0, entry.flatten(), made.flatten().long())
+    """Add hops to `sent` [2, W], in place.
+
+    made: bool, which of the hops sender -> receiver are made.
+    """
+    sending_node = sender // node_size
+    receiving_node = receiver // node_size
+    across = (sending_node != receiving_node).long()
+    # Entry of the flat table: the row `across`, the column `sender`.
+    ranks = sent.shape[1]
+    entry = across * ranks + sender
+    count = made.flatten().long()
+    sent.view(-1).index_add_(0, entry.flatten(), count)
 
 
 def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
@@ -136,19 +152,29 @@ def all_gather_traffic(ranks: int, node_size: int) -> Traffic:
     every rank's network link. What crosses to the next node is therefore counted evenly over the
     node's ranks, rounded up.
     """
-    across = -(-(ranks - 1) // node_size) if ranks > node_size else 0
+    across = 0
+    if ranks > node_size:
+        across = -(-(ranks - 1) // node_size)
     inside = ranks - 1 - across
-    return Traffic(inside=torch.full((ranks,), inside), across=torch.full((ranks,), across))
+    return Traffic(
+        inside=torch.full((ranks,), inside),
+        across=torch.full((ranks,), across),
+    )
 
 
 def _last_used(used: Tensor) -> Tensor:
     """Largest place along the last dim that is used, 0 if none."""
-    place = torch.arange(used.shape[-1])
-    return (used * place).amax(-1)
+    size = used.shape[-1]
+    place = torch.arange(size)
+    candidates = used * place
+    return candidates.amax(-1)
 
 
 def _first_used(used: Tensor) -> Tensor:
     """Smallest place from 1 on along the last dim that is used, the dim's length if none."""
     size = used.shape[-1]
     place = torch.arange(size)
-    return torch.where(used & (place > 0), place, size).amin(-1)
+    # Place 0 is where the chunk begins; what is not used must not be the smallest.
+    counts = used & (place > 0)
+    candidates = torch.where(counts, place, size)
+    return candidates.amin(-1)

@@ -16,7 +16,8 @@ from titan_sparse.attention.masks.geometry import (
 
 
 class MaskRanges(NamedTuple):
-    """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch size.
+    """A mask resolved for one sequence length. All int32, global positions. Bm is 1 or the batch
+    size.
 
     start, stop: [Bm, S], both nondecreasing. Query i sees keys start[i] <= j < stop[i], none where
     they are equal.
@@ -60,8 +61,11 @@ class Mask:
         ranges = self.rows(seq_len, device)
         if ranges.slices is not None:
             return _dense_of_slices(ranges)
+        # [Bm, S, 1] against [S]
+        start = ranges.start[..., None]
+        stop = ranges.stop[..., None]
         keys = torch.arange(seq_len, device=device)
-        return (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
+        return (keys >= start) & (keys < stop)
 
 
 @dataclass(frozen=True)
@@ -85,38 +89,58 @@ class Intersection(Mask):
             )
         if a.slices is not None or b.slices is not None:
             return _intersected_slices(a, b)
+        # [Bm, S]
         start = torch.maximum(a.start, b.start)
         stop = torch.minimum(a.stop, b.stop)
         documents = a.document_start if b.document_start is None else b.document_start
         if documents is not None:
             # A query that sees nothing is padding, even if only the other mask says so.
             documents = torch.where(start < stop, documents, -1)
-        return MaskRanges(start, torch.maximum(start, stop), documents, a.causal or b.causal)
+        # Two ranges that do not meet leave an empty one, which must not end before it begins.
+        stop = torch.maximum(start, stop)
+        return MaskRanges(start, stop, documents, causal=a.causal or b.causal)
 
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:
     """What two masks both see, if one of them or both have slices."""
     batch = max(len(a.start), len(b.start))
-    pairs = zip(_slices_of_sequences(a, batch), _slices_of_sequences(b, batch))
-    sequences = [tightened(intersected(first, second)) for first, second in pairs]
+    a_sequences = _slices_of_sequences(a, batch)
+    b_sequences = _slices_of_sequences(b, batch)
+    sequences = []
+    for a_slices, b_slices in zip(a_sequences, b_sequences):
+        # No pair is twice in either, so no pair is twice in both.
+        both = intersected(a_slices, b_slices)
+        sequences.append(tightened(both))
     return ranges_of_slices(
-        padded_table(sequences), a.start.shape[1], a.start.device, never_sees_later(sequences)
+        padded_table(sequences),
+        seq_len=a.start.shape[1],
+        device=a.start.device,
+        causal=never_sees_later(sequences),
     )
 
 
 def _slices_of_sequences(ranges: MaskRanges, batch: int) -> list[Tensor]:
     """int64 [N, 6] on the CPU for each of `batch` sequences."""
+    sequences = []
     if ranges.slices is not None:
-        sequences = [tightened(slices) for slices in ranges.slices.long().cpu()]
+        for padded in ranges.slices.long().cpu():
+            sequences.append(tightened(padded))
     else:
-        both_ends = zip(ranges.start, ranges.stop)
-        sequences = [slices_of_ranges(start, stop) for start, stop in both_ends]
-    return sequences * batch if len(sequences) == 1 else sequences
+        for start, stop in zip(ranges.start, ranges.stop):
+            sequences.append(slices_of_ranges(start, stop))
+    if len(sequences) == 1:
+        # One mask for all sequences of the batch.
+        return sequences * batch
+    return sequences
 
 
 def never_sees_later(sequences: list[Tensor]) -> bool:
     """Whether no slice of any sequence, int64 [N, 6] each and tightened, holds a later key."""
-    return all(bool((slices[:, 5] <= 0).all()) for slices in sequences)
+    for slices in sequences:
+        high = slices[:, 5]
+        if (high > 0).any():
+            return False
+    return True
 
 
 def ranges_of_slices(
@@ -124,14 +148,18 @@ def ranges_of_slices(
 ) -> MaskRanges:
     """The mask that sees what the slices hold. table: int32 [Bm, N, 6], tightened, on the CPU."""
     slices = table.to(device)
-    if not torch.compiler.is_compiling():  # the number of slices differs from batch to batch
+    # The number of slices differs from batch to batch. Without the mark, torch.compile would
+    # compile anew for each number.
+    if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(slices, 1)
-    # A slice adds 1 at its first query and takes it away behind its last one.
-    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
+    # [Bm, N]
     q_start = table[..., 0]
     q_stop = table[..., 1]
+    # A slice adds 1 at its first query and takes it away behind its last one.
+    changes = torch.zeros(len(table), seq_len + 1, dtype=torch.int32)
     changes.scatter_add_(1, q_start.long(), torch.full_like(q_start, 1))
     changes.scatter_add_(1, q_stop.long(), torch.full_like(q_stop, -1))
+    # [Bm, S]
     sees_any = changes[:, :seq_len].cumsum(1, dtype=torch.int32) > 0
     start = torch.where(sees_any, 0, seq_len).int().to(device)
     stop = torch.full_like(start, seq_len)
@@ -140,19 +168,26 @@ def ranges_of_slices(
 
 def _dense_of_slices(ranges: MaskRanges) -> Tensor:
     """bool [Bm, S, S] of a mask with slices, in global order."""
-    token = torch.arange(ranges.start.shape[1], device=ranges.start.device)
-    shape = (len(ranges.slices), len(token), len(token))
-    seen = torch.zeros(shape, dtype=torch.bool, device=token.device)
+    batch = len(ranges.slices)
+    seq_len = ranges.start.shape[1]
+    device = ranges.start.device
+    token = torch.arange(seq_len, device=device)
+    seen = torch.zeros(batch, seq_len, seq_len, dtype=torch.bool, device=device)
     for seen_in_sequence, slices in zip(seen, ranges.slices.tolist()):
         for q_start, q_stop, k_start, k_stop, low, high in slices:
-            distance = token[k_start:k_stop] - token[q_start:q_stop, None]
+            queries = token[q_start:q_stop, None]
+            keys = token[k_start:k_stop]
+            distance = keys - queries
             held = (distance >= low) & (distance <= high)
             seen_in_sequence[q_start:q_stop, k_start:k_stop] |= held
     return seen
 
 
 def whole_number(value: object, refusal: str) -> int:
-    """`value` as an int, for Python's, NumPy's and torch's integers. ValueError(refusal) for others."""
+    """`value` as an int, for Python's, NumPy's and torch's integers.
+
+    Raises ValueError(refusal) for everything else.
+    """
     try:
         return operator.index(value)
     except TypeError:

@@ -1,8 +1,9 @@
 """Geometry of slices: rectangles of queries and keys, each cut to a range of the diagonal k - q.
 
 A slice is six integers, (q_start, q_stop, k_start, k_stop, low, high). Query q sees key k if
-q_start <= q < q_stop, k_start <= k < k_stop and low <= k - q <= high. Cutting a slice along queries,
-keys or diagonals gives a slice again, so blocks, ranks and documents need no special cases.
+q_start <= q < q_stop, k_start <= k < k_stop and low <= k - q <= high. Cutting a slice along
+queries, keys or diagonals gives a slice again, so blocks, ranks and documents need no special
+cases.
 
 Everything here works on plain integer tensors whose last dim holds the six numbers.
 """
@@ -21,8 +22,12 @@ def within_runs(count: Tensor) -> Tensor:
 
     Example: counts [3, 0, 2] give [0, 1, 2, 0, 1].
     """
-    begin = torch.repeat_interleave(count.cumsum(0) - count, count)
-    return torch.arange(len(begin), device=count.device) - begin
+    # Where each run begins: [0, 3, 3].
+    begin_of_run = count.cumsum(0) - count
+    # Where the run begins that each place belongs to: [0, 0, 0, 3, 3].
+    begin = torch.repeat_interleave(begin_of_run, count)
+    place = torch.arange(len(begin), device=count.device)
+    return place - begin
 
 
 def tightened(slices: Tensor) -> Tensor:
@@ -53,20 +58,29 @@ def _holds_any(slices: Tensor, tight: Tensor) -> Tensor:
 
     Looks at the ranges as given too. An empty range may look nonempty once it is tightened.
     """
+    return _no_range_is_empty(slices) & _no_range_is_empty(tight)
+
+
+def _no_range_is_empty(slices: Tensor) -> Tensor:
     q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
-    given = (q_start < q_stop) & (k_start < k_stop) & (low <= high)
-    q_start, q_stop, k_start, k_stop, low, high = tight.unbind(-1)
-    return given & (q_start < q_stop) & (k_start < k_stop) & (low <= high)
+    # `high` is included in its range, the stops are not.
+    any_query = q_start < q_stop
+    any_key = k_start < k_stop
+    any_diagonal = low <= high
+    return any_query & any_key & any_diagonal
 
 
 def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Slices [..., 6] of the pairs that are in both `a` and `b`, and whether there are any, bool [...].
+    """Slices [..., 6] of the pairs that are in both `a` and `b`, and whether there are any, bool
+    [...].
 
     The leading dims of `a` and `b` broadcast.
     """
-    # Starts and `low` are lower bounds, at even places. Stops and `high` are upper bounds.
+    # Even places are lower bounds: both starts, and `low`. Odd places are upper bounds.
+    # [..., 3] each: queries, keys, diagonals
     lower = torch.maximum(a[..., 0::2], b[..., 0::2])
     upper = torch.minimum(a[..., 1::2], b[..., 1::2])
+    # [..., 3, 2] -> [..., 6]
     both = torch.stack([lower, upper], dim=-1).flatten(-2)
     tight = _tight(both)
     return tight, _holds_any(both, tight)
@@ -75,10 +89,15 @@ def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def intersected(a: Tensor, b: Tensor) -> Tensor:
     """int64 [N, 6]: what slices of both lists hold, pair by pair."""
     overlaps = []
-    for chunk in a.split(max(1, _MAX_PAIRS // max(1, len(b)))):
+    # A chunk of `a` against all of `b`.
+    step = max(1, _MAX_PAIRS // max(1, len(b)))
+    for chunk in a.split(step):
+        # [n, 1, 6] against [m, 6]
         both, any_pair = overlap(chunk[:, None], b)
         overlaps.append(both[any_pair])
-    return torch.cat(overlaps) if overlaps else a[:0]
+    if not overlaps:
+        return a[:0]
+    return torch.cat(overlaps)
 
 
 def area(slices: Tensor) -> Tensor:
@@ -86,18 +105,23 @@ def area(slices: Tensor) -> Tensor:
     q_start, q_stop, k_start, k_stop, low, high = slices.long().unbind(-1)
     queries = (q_stop - q_start).clamp(min=0)
     keys = (k_stop - k_start).clamp(min=0)
+    # Count from the slice's own first query and first key.
     offset = k_start - q_start
-    up_to_high = _pairs_up_to(queries, keys, high - offset)
-    below_low = _pairs_up_to(queries, keys, low - 1 - offset)
-    return (up_to_high - below_low).clamp(min=0)
+    low = low - offset
+    high = high - offset
+    pairs = _pairs_up_to(queries, keys, high)
+    below_low = _pairs_up_to(queries, keys, low - 1)
+    return (pairs - below_low).clamp(min=0)
 
 
 def _pairs_up_to(queries: Tensor, keys: Tensor, high: Tensor) -> Tensor:
     """Pairs (i, j) with 0 <= i < queries, 0 <= j < keys and j - i <= high."""
-    # Count as if keys went on for ever, then take away those from `keys` on.
-    all_keys = _triangle(high + queries) - _triangle(high)
+    # Count as if keys went on for ever: rows of high + 1, high + 2, ... keys.
+    pairs = _triangle(high + queries) - _triangle(high)
+    # Then take away the keys from `keys` on.
     beyond = high - keys
-    return all_keys - (_triangle(beyond + queries) - _triangle(beyond))
+    pairs_beyond = _triangle(beyond + queries) - _triangle(beyond)
+    return pairs - pairs_beyond
 
 
 def _triangle(side: Tensor) -> Tensor:
@@ -107,35 +131,45 @@ def _triangle(side: Tensor) -> Tensor:
 
 
 def check_disjoint(slices: Tensor) -> None:
-    """Raises ValueError if two of the slices, int64 [N, 6], hold the same pair of tokens. Names both.
+    """Raises ValueError if two of the slices, int64 [N, 6], hold the same pair of tokens. Names
+    both.
 
     Sweeps along queries, keys or diagonals, whichever brings fewer slices together.
     """
     tight = _tight(slices)
     kept = _holds_any(slices, tight).nonzero().flatten()
-    starts = tight[kept, 0::2].T.contiguous()  # [3, n]: first query, key and diagonal
-    stops = tight[kept, 1::2].T.contiguous()
+    tight = tight[kept]
+    # [3, n] each: queries, keys, diagonals
+    starts = tight[:, 0::2].T.contiguous()
+    stops = tight[:, 1::2].T.contiguous()
     stops[2] += 1  # `high` is included in its range, the other stops are not
     sweeps = [_sweep(start, stop) for start, stop in zip(starts, stops)]
     order, following = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
     for first, second in _candidates(following):
         first = order[first]
         second = order[second]
+        # Keep the pairs of slices whose ranges meet in all three directions.
         for start, stop in zip(starts, stops):
             meet = (start[first] < stop[second]) & (start[second] < stop[first])
             first = first[meet]
             second = second[meet]
-        both, twice = overlap(tight[kept[first]], tight[kept[second]])
+        # Meeting ranges are not enough: diagonals may leave out what they share.
+        both, twice = overlap(tight[first], tight[second])
         if twice.any():
-            numbers = sorted([int(kept[first[twice]][0]), int(kept[second[twice]][0])])
-            _refuse(slices, numbers[0], numbers[1], both[twice][0].tolist())
+            one = int(kept[first[twice][0]])
+            other = int(kept[second[twice][0]])
+            shared = both[twice][0].tolist()
+            _refuse(slices, min(one, other), max(one, other), shared)
 
 
 def _sweep(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """The order in which ranges begin, and how many later ones begin before each of them ends."""
     start, order = start.sort()
+    # How many ranges have begun where each ends, itself and those before it among them.
     begun = torch.searchsorted(start, stop[order])
-    return order, (begun - torch.arange(1, len(order) + 1)).clamp(min=0)
+    begun_before = torch.arange(1, len(order) + 1)
+    following = (begun - begun_before).clamp(min=0)
+    return order, following
 
 
 def _candidates(following: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -143,15 +177,18 @@ def _candidates(following: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
     Yields about _MAX_PAIRS pairs at a time, as two vectors of places.
     """
-    ends = following.cumsum(0)
+    pairs_so_far = following.cumsum(0)
     begin = 0
     while begin < len(following):
-        done = int(ends[begin - 1]) if begin else 0
-        fits = int(torch.searchsorted(ends, done + _MAX_PAIRS, right=True))
+        done = int(pairs_so_far[begin - 1]) if begin else 0
+        fits = int(torch.searchsorted(pairs_so_far, done + _MAX_PAIRS, right=True))
+        # One place at least, however many follow it.
         end = max(begin + 1, fits)
         count = following[begin:end]
-        first = torch.repeat_interleave(torch.arange(begin, begin + len(count)), count)
-        yield first, first + 1 + within_runs(count)
+        place = torch.arange(begin, begin + len(count))
+        first = torch.repeat_interleave(place, count)
+        second = first + 1 + within_runs(count)
+        yield first, second
         begin = end
 
 
@@ -177,14 +214,20 @@ def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:
     """
     start = start.long()
     stop = stop.long()
-    steps = torch.stack([start.diff(), stop.diff()])  # [2, S - 1]
+    # [2, S - 1]: 0 where an end stands still, 1 where it moves on by one
+    steps = torch.stack([start.diff(), stop.diff()])
     jump = ((steps < 0) | (steps > 1)).any(0)
-    # A run also ends where an end begins to move or comes to rest.
+    # A run also ends where one of its ends begins to move or comes to rest. Behind a jump a new
+    # run begins in any case, with any steps.
+    changes = (steps[:, 1:] != steps[:, :-1]).any(0)
     turn = torch.zeros_like(jump)
-    turn[1:] = (steps[:, 1:] != steps[:, :-1]).any(0) & ~jump[:-1]
-    begins = torch.nn.functional.pad(jump | turn, (1, 0), value=True).nonzero().flatten()
+    turn[1:] = changes & ~jump[:-1]
+    begins_run = torch.nn.functional.pad(jump | turn, (1, 0), value=True)
+    # [N]: first query of each run, and the query behind its last one
+    begins = begins_run.nonzero().flatten()
     ends = torch.nn.functional.pad(begins[1:], (0, 1), value=len(start))
     last = ends - 1
+    # Along a run each diagonal bound changes in one direction only, so its ends are enough.
     position = torch.arange(len(start), device=start.device)
     low = start - position
     high = stop - 1 - position
@@ -196,7 +239,8 @@ def slices_of_ranges(start: Tensor, stop: Tensor) -> Tensor:
         torch.minimum(low[begins], low[last]),
         torch.maximum(high[begins], high[last]),
     ]
-    return tightened(torch.stack(numbers, dim=-1).cpu())
+    slices = torch.stack(numbers, dim=-1)
+    return tightened(slices.cpu())
 
 
 def padded_table(sequences: list[Tensor]) -> Tensor:
@@ -204,12 +248,13 @@ def padded_table(sequences: list[Tensor]) -> Tensor:
 
     N is a power of two, 16 or more, so that few sizes are compiled anew.
     """
-    most = max([0, *[len(slices) for slices in sequences]])
     size = 16
-    while size < most:
-        size *= 2
+    for slices in sequences:
+        while size < len(slices):
+            size *= 2
     table = torch.zeros(len(sequences), size, 6, dtype=torch.int32)
-    table[..., 5] = -1  # low > high: holds nothing
+    # high < low: an empty slice
+    table[..., 5] = -1
     for padded, slices in zip(table, sequences):
         padded[: len(slices)] = slices
     return table

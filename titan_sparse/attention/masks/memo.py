@@ -47,4 +47,7 @@ def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -
 
 
 def _same_tensors(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:
-    return all(first is second for first, second in zip(a, b))
+    for first, second in zip(a, b):
+        if first is not second:
+            return False
+    return True

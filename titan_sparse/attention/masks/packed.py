@@ -1,11 +1,10 @@
 """Masks of packed sequences that one range of keys a query cannot express. All return Slices.
 
-Each function takes what the sequence is packed of, one item after the other, in tokens. What is left
-of the sequence is padding. For a batch, make one mask for each sequence:
+Each function takes what the sequence is packed of, one item after the other, in tokens. What is
+left of the sequence is padding. For a batch, make one mask for each sequence:
 Slices.batch([prefix_lm(...), prefix_lm(...)]).
 """
 
-import itertools
 from collections.abc import Sequence
 
 from titan_sparse.attention.masks.slices import CAUSAL, FULL, Slices
@@ -56,13 +55,14 @@ def dilated(lengths: Sequence[int], window: int, rate: int) -> Slices:
     Inside each document, query i sees keys i, i - rate, i - 2 rate, ... later than i - window
     (LongNet, as a window).
 
-    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that goes
-    through it, so this is slower than the whole window, the more so the smaller rate is.
+    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that
+    goes through it, so this is slower than the whole window, the more so the smaller rate is.
     """
     if window < 1 or rate < 1:
         raise ValueError(f"dilated(window={window}, rate={rate}): both are 1 or more")
     slices = []
     for start, stop in _spans(lengths):
+        # No query of the document has a key further back than its length.
         for distance in range(0, min(window, stop - start), rate):
             slices.append((start, stop, start, stop, -distance, -distance))
     return Slices.of_diagonals(slices)
@@ -79,6 +79,7 @@ def prefix_lm(lengths: Sequence[int], prefixes: Sequence[int]) -> Slices:
         )
     slices = []
     for (start, stop), prefix in zip(_spans(lengths), prefixes):
+        # In both directions up to the middle, causally from there on.
         middle = start + prefix
         slices.append((start, middle, start, middle, FULL))
         slices.append((middle, stop, start, stop, CAUSAL))
@@ -95,6 +96,7 @@ def block_causal(samples: Sequence[Sequence[int]]) -> Slices:
     slices = []
     for (sample_start, _), chunks in zip(_spans(sample_lengths), samples):
         for chunk_start, chunk_stop in _spans(chunks):
+            # The chunk sees from the sample's beginning to its own end.
             start = sample_start + chunk_start
             stop = sample_start + chunk_stop
             slices.append((start, stop, sample_start, stop, FULL))
@@ -125,4 +127,9 @@ def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) of each item, one after the other. ValueError for a length below 0."""
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths {list(lengths)}: 0 or more tokens each")
-    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    spans = []
+    start = 0
+    for length in lengths:
+        spans.append((start, start + length))
+        start += length
+    return spans

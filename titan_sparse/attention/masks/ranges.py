@@ -30,9 +30,15 @@ class Full(Mask):
     """Every query sees every key."""
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        # [1, S]
         start = torch.zeros(1, seq_len, dtype=torch.int32, device=device)
         stop = torch.full_like(start, seq_len)
-        return MaskRanges(start, stop, None, causal=False)
+        return MaskRanges(
+            start,
+            stop,
+            document_start=None,
+            causal=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,30 +52,38 @@ class Causal(Mask):
     valid: tuple[int, ...] | None = None
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        # [1, S]
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
         if self.valid is None:
-            return MaskRanges(torch.zeros_like(position), position + 1, None, plain=True)
+            start = torch.zeros_like(position)
+            return MaskRanges(start, position + 1, None, plain=True)
         if max(self.valid) > seq_len or min(self.valid) < 0:
             raise ValueError(
                 f"Causal(valid={self.valid}) does not fit a sequence of {seq_len} tokens"
             )
+        # [Bm, 1] against [1, S]
         valid = torch.tensor(self.valid, dtype=torch.int32, device=device)[:, None]
-        real = position < valid  # [Bm, S]
+        real = position < valid
         start = torch.where(real, 0, seq_len).int()
         stop = torch.where(real, position + 1, seq_len).int()
-        return MaskRanges(start, stop, None, plain=min(self.valid) == seq_len)
+        has_no_padding = min(self.valid) == seq_len
+        return MaskRanges(start, stop, None, plain=has_no_padding)
 
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """Query i sees keys i - window + 1 .. i, itself included. ValueError unless window is 1 or more."""
+    """Query i sees keys i - window + 1 .. i, itself included.
+
+    Raises ValueError unless window is a whole number of 1 or more.
+    """
 
     window: int
 
     def __post_init__(self) -> None:
         window = whole_number(
             self.window,
-            f"SlidingWindow(window={self.window!r}): a window is a whole number of tokens, 1 or more",
+            f"SlidingWindow(window={self.window!r}): "
+            "a window is a whole number of tokens, 1 or more",
         )
         if window < 1:
             raise ValueError(
@@ -78,8 +92,13 @@ class SlidingWindow(Mask):
             )
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
+        # [1, S]
         position = torch.arange(seq_len, dtype=torch.int32, device=device)[None]
-        return MaskRanges((position - self.window + 1).clamp(min=0), position + 1, None)
+        # The first queries have fewer keys before them than the window holds.
+        start = position - self.window + 1
+        start = start.clamp(min=0)
+        stop = position + 1
+        return MaskRanges(start, stop, None)
 
 
 class Documents(Mask):
@@ -93,18 +112,26 @@ class Documents(Mask):
     """
 
     def __init__(self, lengths: Sequence[int] | Sequence[Sequence[int]]):
-        nested = len(lengths) > 0 and isinstance(lengths[0], Sequence)
-        sequences = lengths if nested else [lengths]
-        self.lengths = [[_document_length(length) for length in row] for row in sequences]
+        if len(lengths) > 0 and isinstance(lengths[0], Sequence):
+            sequences = lengths
+        else:
+            sequences = [lengths]
+        self.lengths: list[list[int]] = []
+        for row in sequences:
+            self.lengths.append([_document_length(length) for length in row])
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         starts = [_document_starts(lengths, seq_len) for lengths in self.lengths]
-        document_start = torch.stack(starts).to(device)  # [Bm, S]
+        # [Bm, S]
+        document_start = torch.stack(starts).to(device)
         real = document_start >= 0
-        position = torch.arange(1, seq_len + 1, dtype=torch.int32, device=device)
-        start = document_start.where(real, seq_len)
-        stop = position.expand_as(start).where(real, seq_len)
-        return MaskRanges(start, stop, document_start)
+        # [S]: each token sees the tokens up to itself
+        stop = torch.arange(1, seq_len + 1, dtype=torch.int32, device=device)
+        return MaskRanges(
+            start=document_start.where(real, seq_len),
+            stop=stop.expand_as(document_start).where(real, seq_len),
+            document_start=document_start,
+        )
 
 
 def _document_length(length: object) -> int:
@@ -121,7 +148,10 @@ def _document_starts(lengths: list[int], seq_len: int) -> Tensor:
     total = sum(lengths)
     if total > seq_len:
         raise ValueError(f"Documents(lengths) hold {total} tokens, the sequence {seq_len}")
+    # [documents]
     sizes = torch.tensor(lengths, dtype=torch.int32)
     begins = sizes.cumsum(0, dtype=torch.int32) - sizes
+    # [total] -> [S]
     starts = torch.repeat_interleave(begins, sizes)
-    return torch.nn.functional.pad(starts, (0, seq_len - total), value=-1)
+    padding = seq_len - total
+    return torch.nn.functional.pad(starts, (0, padding), value=-1)

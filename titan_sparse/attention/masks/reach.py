@@ -27,23 +27,34 @@ class Reach(NamedTuple):
 
 def block_reach(ranges: MaskRanges, q_positions: Tensor, block_size: int) -> Reach:
     """Reach of blocks of queries, from the global positions of their tokens, int [Sq]."""
-    # [Bm, nq, block_size]
+    # [Bm, Sq] -> [Bm, nq, block_size]
     start = ranges.start[:, q_positions].unflatten(1, (-1, block_size))
     stop = ranges.stop[:, q_positions].unflatten(1, (-1, block_size))
     sees_any = start < stop
+    # A query that sees nothing must not widen what any query sees, ...
+    start_if_any = torch.where(sees_any, start, torch.iinfo(torch.int32).max)
+    # ... and must empty what every query sees.
+    stop_if_any = torch.where(sees_any, stop, 0)
     return Reach(
-        first=torch.where(sees_any, start, torch.iinfo(torch.int32).max).amin(-1),
-        last=torch.where(sees_any, stop, 0).amax(-1),
+        first=start_if_any.amin(-1),
+        last=stop_if_any.amax(-1),
         all_first=start.amax(-1),
-        all_last=torch.where(sees_any, stop, 0).amin(-1),
+        all_last=stop_if_any.amin(-1),
     )
 
 
 def reached(reach: Reach, k_blocks: Tensor, block_size: int) -> Tensor:
-    """bool [Bm, nq, nk]: some query of the block sees a key of the KV block. k_blocks: int [nk], global."""
+    """bool [Bm, nq, nk]: some query of the block sees a key of the KV block.
+
+    k_blocks: int [nk], global. Between the first and the last key that a block of queries sees, a
+    mask may leave a KV block unseen; it counts as reached.
+    """
     begin = k_blocks * block_size
     end = begin + block_size
-    return (reach.first[..., None] < end) & (reach.last[..., None] > begin)
+    # [Bm, nq, 1] against [nk]
+    first = reach.first[..., None]
+    last = reach.last[..., None]
+    return (first < end) & (last > begin)
 
 
 def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
@@ -53,23 +64,31 @@ def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
     """
     if ranges.slices is not None:
         return classification.seen_blocks(ranges, table, block_size)
+    ranks = len(table)
     blocks = ranges.start.shape[1] // block_size
     queries = token_positions(table.flatten(), block_size)
-    start = _by_rank(ranges.start[:, queries], len(table))
-    stop = _by_rank(ranges.stop[:, queries], len(table))
+    # [W, Bm * n]
+    start = _by_rank(ranges.start[:, queries], ranks)
+    stop = _by_rank(ranges.stop[:, queries], ranks)
+    # The first block that a query sees, and the one behind the last. Queries that see nothing go
+    # behind all blocks, where they do not count.
     sees_any = start < stop
     first = torch.where(sees_any, start // block_size, blocks)
     last = torch.where(sees_any, (stop + block_size - 1) // block_size, blocks)
-    # A query adds 1 at the first block that it sees and takes it away behind the last one.
-    changes = torch.zeros(len(table), blocks + 1, dtype=torch.int32, device=table.device)
-    changes.scatter_add_(1, first, torch.full_like(first, 1, dtype=torch.int32))
-    changes.scatter_add_(1, last, torch.full_like(last, -1, dtype=torch.int32))
+    # A query adds 1 at its first block and takes it away behind its last one.
+    changes = torch.zeros(ranks, blocks + 1, dtype=torch.int32, device=table.device)
+    ones = torch.ones_like(first, dtype=torch.int32)
+    changes.scatter_add_(1, first, ones)
+    changes.scatter_add_(1, last, -ones)
     return changes[:, :blocks].cumsum(1) > 0
 
 
 def _by_rank(of_queries: Tensor, ranks: int) -> Tensor:
     """[Bm, W * n], the queries of one rank after those of the other -> int64 [W, Bm * n]."""
-    return of_queries.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1).long()
+    # [Bm, W, n] -> [W, Bm, n]
+    by_sequence = of_queries.unflatten(1, (ranks, -1))
+    by_rank = by_sequence.transpose(0, 1)
+    return by_rank.flatten(1).long()
 
 
 def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
@@ -77,7 +96,10 @@ def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
 
     table: int64 [W, n], the layout's blocks of each rank.
     """
-    return seen_blocks(ranges, table, block_size)[:, table].any(-1)
+    # [W, blocks] -> [W, W, n]
+    seen = seen_blocks(ranges, table, block_size)
+    seen_by_owner = seen[:, table]
+    return seen_by_owner.any(-1)
 
 
 def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +107,9 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
 
     Both vectors of `ranges` are sorted, so these queries are contiguous. Not for masks with slices.
     """
+    # [B, n]
     flat = keys.flatten(1).contiguous()
+    # The first query whose range ends behind the key, and the first whose range begins behind it.
     first = _count_up_to(ranges.stop, flat)
     last = _count_up_to(ranges.start, flat)
     return first.view(keys.shape), last.view(keys.shape)
@@ -93,8 +117,14 @@ def queries_seeing(ranges: MaskRanges, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def _count_up_to(ends: Tensor, keys: Tensor) -> Tensor:
     """int32 [B, n]: how many of a sequence's sorted ends, int32 [Bm, S], are at most each key."""
+    # searchsorted() does not broadcast: [Bm, S] -> [B, S].
     ends = ends.expand(len(keys), -1).contiguous()
-    return torch.searchsorted(ends, keys, right=True, out_int32=True)
+    return torch.searchsorted(
+        ends,
+        keys,
+        right=True,
+        out_int32=True,
+    )
 
 
 def seen_by(ranges: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
@@ -105,29 +135,36 @@ def seen_by(ranges: MaskRanges, queries: Tensor) -> Callable[[Tensor], Tensor]:
     if ranges.slices is not None:
         seen = _keys_seen_by(ranges, queries)
         return lambda keys: seen[..., keys]
+    # [Bm, n, 1]
     start = ranges.start[:, queries, None]
     stop = ranges.stop[:, queries, None]
     return lambda keys: (keys >= start) & (keys < stop)
 
 
 def _keys_seen_by(ranges: MaskRanges, queries: Tensor) -> Tensor:
-    """bool [Bm, n, S + 1] of a mask with slices: what each query sees. The last place means nothing."""
-    # [Bm, 1, N] against [n, 1]
-    q_start, q_stop, k_start, k_stop, low, high = ranges.slices.long()[:, None].unbind(-1)
-    query = queries[:, None]
+    """What each query of a mask with slices sees, bool [Bm, n, S + 1].
+
+    The last place means nothing.
+    """
+    batch = len(ranges.slices)
+    n = len(queries)
     seq_len = ranges.start.shape[1]
-    start = torch.maximum(k_start, query + low)  # [Bm, n, N]
+    # [Bm, 1, N] against [n, 1]
+    slices = ranges.slices.long()[:, None]
+    q_start, q_stop, k_start, k_stop, low, high = slices.unbind(-1)
+    query = queries[:, None]
+    # [Bm, n, N]: the range of keys that the query sees in each slice
+    start = torch.maximum(k_start, query + low)
     stop = torch.minimum(k_stop, query + high + 1)
     any_key = (query >= q_start) & (query < q_stop) & (start < stop)
     # No two slices overlap: the ranges of a query begin and end at different keys, and a byte is
     # enough to count them. Flat, as a GPU has no deterministic scatter over more dims.
-    shape = (len(ranges.slices), len(queries), seq_len + 1)
-    changes = torch.zeros(shape, dtype=torch.int8, device=queries.device)
-    row = torch.arange(shape[0] * shape[1], device=queries.device).view(shape[0], shape[1], 1)
+    changes = torch.zeros(batch, n, seq_len + 1, dtype=torch.int8, device=queries.device)
+    row = torch.arange(batch * n, device=queries.device).view(batch, n, 1)
     row = row * (seq_len + 1)
-    steps = any_key.to(torch.int8).flatten()
     begin = row + start.where(any_key, seq_len)
     end = row + stop.where(any_key, seq_len)
+    steps = any_key.to(torch.int8).flatten()
     changes.view(-1).scatter_add_(0, begin.flatten(), steps)
     changes.view(-1).scatter_add_(0, end.flatten(), -steps)
     return changes.cumsum(-1, dtype=torch.int8) > 0

@@ -1,7 +1,7 @@
 """Masks made of slices, for what one range of keys a query cannot express.
 
-A slice is a range of queries, a range of keys, and a range of the diagonal k - q that is seen inside
-them (geometry.py). No pair of tokens may be in two slices.
+A slice is a range of queries, a range of keys, and a range of the diagonal k - q that is seen
+inside them (geometry.py). No pair of tokens may be in two slices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,10 @@ from titan_sparse.attention.masks.base import (
     whole_number,
 )
 from titan_sparse.attention.masks.geometry import (
-    area,
     check_disjoint,
     padded_table,
     tightened,
-    within_runs,
 )
-from titan_sparse.attention.masks.reach import seen_by
-
-# Other packages still import area and within_runs (now geometry.py) and seen_by (reach.py) from here.
-__all__ = ["KINDS", "Dilated", "Slices", "area", "seen_by", "within_runs"]
 
 FULL = "full"
 """Every pair."""
@@ -41,15 +35,15 @@ KINDS = (FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL)
 
 
 class Slices(Mask):
-    """What the slices see. Each pair of tokens is in one slice at most; what is in none is not seen.
+    """What the slices see. A pair of tokens that is in no slice is not seen.
 
     q_ranges, k_ranges: half-open (start, stop) in global tokens.
-    types: one of KINDS for each slice. With sq queries and sk keys in the slice, its query i sees its
-    key j if: full, always; causal, j <= i + (sk - sq); inv_causal, j >= i; bi_causal, both. This holds
-    for sq > sk too (as in MagiAttention's AttnSlice).
+    types: one of KINDS for each slice. With sq queries and sk keys in the slice, its query i sees
+    its key j if: full, always; causal, j <= i + (sk - sq); inv_causal, j >= i; bi_causal, both.
+    This holds for sq > sk too (as in MagiAttention's AttnSlice).
     Slices may share queries and keys, but not pairs.
-    Raises ValueError for other types, for ranges that are not ranges, and for a pair that two slices
-    cover, naming the two.
+    Raises ValueError for other types, for ranges that are not ranges, and for a pair that two
+    slices cover, naming the two.
     """
 
     def __init__(
@@ -60,8 +54,8 @@ class Slices(Mask):
     ):
         if not len(q_ranges) == len(k_ranges) == len(types):
             raise ValueError(
-                f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges and {len(types)} types; "
-                "write as many of each"
+                f"Slices: {len(q_ranges)} q_ranges, {len(k_ranges)} k_ranges "
+                f"and {len(types)} types; write as many of each"
             )
         for kind in set(types) - set(KINDS):
             raise ValueError(f'Slices: type "{kind}" is unknown; write one of {", ".join(KINDS)}')
@@ -72,24 +66,31 @@ class Slices(Mask):
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, int, int, str]]) -> "Slices":
         """From one (q_start, q_stop, k_start, k_stop, type) for each slice."""
-        slices = list(slices)
-        q_ranges = [numbers[:2] for numbers in slices]
-        k_ranges = [numbers[2:4] for numbers in slices]
-        types = [numbers[4] for numbers in slices]
+        q_ranges = []
+        k_ranges = []
+        types = []
+        for q_start, q_stop, k_start, k_stop, kind in slices:
+            q_ranges.append((q_start, q_stop))
+            k_ranges.append((k_start, k_stop))
+            types.append(kind)
         return cls(q_ranges, k_ranges, types)
 
     @classmethod
     def of_diagonals(cls, numbers: Sequence[Sequence[int]] | Tensor) -> "Slices":
-        """From the six numbers of each slice, [N, 6]: q_start, q_stop, k_start, k_stop, low, high."""
+        """From q_start, q_stop, k_start, k_stop, low and high of each slice, [N, 6]."""
+        slices = torch.as_tensor(numbers, dtype=torch.int64)
         mask = cls.__new__(cls)
-        mask._set([torch.as_tensor(numbers, dtype=torch.int64).reshape(-1, 6)])
+        mask._set([slices.reshape(-1, 6)])
         return mask
 
     @classmethod
     def batch(cls, masks: Sequence["Slices"]) -> "Slices":
         """One mask of its own for each sequence of the batch."""
         batched = cls.__new__(cls)
-        batched._set([slices for mask in masks for slices in mask.sequences])
+        sequences = []
+        for mask in masks:
+            sequences.extend(mask.sequences)
+        batched._set(sequences)
         return batched
 
     def _set(self, sequences: list[Tensor]) -> None:
@@ -97,8 +98,11 @@ class Slices(Mask):
         for slices in sequences:
             check_disjoint(slices)
         self.sequences = [tightened(slices) for slices in sequences]
-        last_tokens = [int(slices[:, [1, 3]].max()) for slices in self.sequences if len(slices)]
-        self.extent = max(last_tokens, default=0)
+        self.extent = 0
+        for slices in self.sequences:
+            if len(slices):
+                stops = slices[:, [1, 3]]
+                self.extent = max(self.extent, int(stops.max()))
         # Worked out once, so that torch.compile sees constants in rows().
         self._causal = never_sees_later(self.sequences)
         self._table = padded_table(self.sequences)
@@ -116,8 +120,8 @@ class Dilated(Mask):
 
     For packed documents write Documents(lengths) & Dilated(window, rate).
 
-    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that goes
-    through it, so this is slower than SlidingWindow(window), the more so the smaller rate is.
+    Exact, but a slice for each of the diagonals. A block is computed once for each diagonal that
+    goes through it, so this is slower than SlidingWindow(window), the more so the smaller rate is.
     Raises ValueError unless both are whole numbers of 1 or more.
     """
 
@@ -125,18 +129,32 @@ class Dilated(Mask):
     rate: int
 
     def __post_init__(self) -> None:
-        refusal = f"Dilated(window={self.window!r}, rate={self.rate!r}): both are whole numbers, 1 or more"
-        if whole_number(self.window, refusal) < 1 or whole_number(self.rate, refusal) < 1:
+        refusal = (
+            f"Dilated(window={self.window!r}, rate={self.rate!r}): "
+            "both are whole numbers, 1 or more"
+        )
+        window = whole_number(self.window, refusal)
+        rate = whole_number(self.rate, refusal)
+        if window < 1 or rate < 1:
             raise ValueError(refusal)
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         # Tight already: the first `distance` queries have no key that far back.
-        diagonals = [
-            (distance, seq_len, 0, seq_len - distance, -distance, -distance)
-            for distance in range(0, min(self.window, seq_len), self.rate)
-        ]
-        slices = torch.tensor(diagonals, dtype=torch.int64).reshape(-1, 6)
-        return ranges_of_slices(padded_table([slices]), seq_len, device, causal=True)
+        diagonals = []
+        for distance in range(0, min(self.window, seq_len), self.rate):
+            numbers = (
+                distance,
+                seq_len,
+                0,
+                seq_len - distance,
+                -distance,
+                -distance,
+            )
+            diagonals.append(numbers)
+        # [N, 6], also where N is 0
+        slices = torch.tensor(diagonals, dtype=torch.int64)
+        table = padded_table([slices.reshape(-1, 6)])
+        return ranges_of_slices(table, seq_len, device, causal=True)
 
 
 def _range_table(ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -157,11 +175,15 @@ def _with_diagonals(q: Tensor, k: Tensor, types: Sequence[str]) -> Tensor:
 
     causal means k - q <= k_stop - q_stop, inv_causal means k - q >= k_start - q_start.
     """
+    # [N] each
     q_start, q_stop = q.unbind(-1)
     k_start, k_stop = k.unbind(-1)
-    is_causal = torch.tensor([kind in (CAUSAL, BI_CAUSAL) for kind in types], dtype=torch.bool)
-    is_inverse = torch.tensor([kind in (INV_CAUSAL, BI_CAUSAL) for kind in types], dtype=torch.bool)
+    causal = [kind in (CAUSAL, BI_CAUSAL) for kind in types]
+    inverse = [kind in (INV_CAUSAL, BI_CAUSAL) for kind in types]
+    is_causal = torch.tensor(causal, dtype=torch.bool)
+    is_inverse = torch.tensor(inverse, dtype=torch.bool)
     # Without a bound: from the last query and the first key to the first query and the last key.
     low = torch.where(is_inverse, k_start - q_start, k_start - q_stop + 1)
     high = torch.where(is_causal, k_stop - q_stop, k_stop - 1 - q_start)
-    return torch.cat([q, k, low[:, None], high[:, None]], dim=1)
+    diagonals = torch.stack([low, high], dim=1)
+    return torch.cat([q, k, diagonals], dim=1)

@@ -18,10 +18,10 @@ from titan_sparse.attention import recorder, timing
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import Moves
+from titan_sparse.attention.masks.counts import pairs_by_block, visible_pairs
 from titan_sparse.attention.masks.memo import once_per_mask
-from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.slices import area, seen_by
-from titan_sparse.attention.observe.thumbnails import pairs_by_block, thumbnail
+from titan_sparse.attention.masks.reach import queries_seeing, seen_by
+from titan_sparse.attention.observe.thumbnails import thumbnail
 from titan_sparse.attention.observe.visits import add_verticals
 from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.schedules import group_cast
@@ -182,13 +182,6 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
                 seen.bytes_of_verticals = now.verticals - before.verticals
 
 
-def visible_pairs(ranges: MaskRanges) -> Tensor:
-    """Pairs that the mask allows, float64 [Bm]."""
-    if ranges.slices is not None:
-        return area(ranges.slices).sum(-1).double()
-    return (ranges.stop - ranges.start).sum(-1, dtype=torch.float64)
-
-
 def _work_by_step(
     call: AttentionCall,
     pairs: Tensor,
@@ -236,7 +229,8 @@ def visited_pairs(
         ("pairs by block", call.cp.key, call.first, call.last),
         lambda: pairs_by_block(ranges, query_blocks, size),
     )
-    first_seeing, behind_seeing = _queries_seeing(ranges, index.verticals)
+    # [B, Hq, C]
+    first_seeing, behind_seeing = queries_seeing(ranges, index.verticals)
     keys = all_blocks(index)
     device = index.verticals.device
     by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=device)
@@ -261,19 +255,6 @@ def visited_pairs(
     return by_list, by_vertical_block
 
 
-def _queries_seeing(ranges: MaskRanges, verticals: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last + 1 query that sees each vertical, int64 like verticals [B, H, C].
-
-    Both vectors of a mask's ranges are sorted.
-    """
-    flat = verticals.flatten(1).contiguous()
-    stop = ranges.stop.expand(len(flat), -1).contiguous()
-    start = ranges.start.expand(len(flat), -1).contiguous()
-    first = torch.searchsorted(stop, flat, right=True)
-    behind = torch.searchsorted(start, flat, right=True)
-    return first.view(verticals.shape), behind.view(verticals.shape)
-
-
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
     """Mean of exp(lse - lse of all allowed keys) over `samples` evenly spread query rows.
 
@@ -288,16 +269,11 @@ def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int)
     # [B, Hq, samples]
     sparse_lse = _of_all_ranks(call, lse[:, :, rows, None])[..., 0]
     query_position = cp.all_gather(position[rows]).flatten()
-    start = ranges.start[:, query_position]
-    stop = ranges.stop[:, query_position]
-
-    def in_range(keys: Tensor) -> Tensor:
-        return (keys >= start[..., None]) & (keys < stop[..., None])
-
-    sees = in_range if ranges.slices is None else seen_by(ranges, query_position)
+    sees = seen_by(ranges, query_position)
     lse_of_rank = _lse_of_keys(queries, k, position, sees, call.scale)
     dense_lse = cp.all_gather(lse_of_rank).logsumexp(0)
-    sees_any = (start < stop)[:, None].expand_as(sparse_lse)
+    sees_any = ranges.start[:, query_position] < ranges.stop[:, query_position]
+    sees_any = sees_any[:, None].expand_as(sparse_lse)
     kept = torch.where(sees_any, (sparse_lse - dense_lse).exp(), 0)
     return kept.sum(dim=(0, 2)) / sees_any.sum(dim=(0, 2)).clamp(min=1)
 

@@ -6,14 +6,11 @@ No mask of all pairs is ever made, neither of tokens nor of blocks.
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
-from titan_sparse.attention.masks import classification
+from titan_sparse.attention.masks.counts import pairs_by_block
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 
-_MASK_BLOCKS = 16
-"""Query blocks of the mask that are looked at together: bounds the memory."""
 _Q_BLOCKS = 256
 """Query blocks of the index that are looked at together: bounds the memory."""
 
@@ -61,27 +58,3 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
         computed += cell_of_q.T @ (computed_pairs @ cell_of_block)
         allowed += cell_of_q.T @ (pairs @ cell_of_block)
     return computed / allowed.where(allowed > 0, torch.nan)
-
-
-def pairs_by_block(ranges: MaskRanges, q_blocks: Tensor, block_size: int) -> Tensor:
-    """Pairs the mask allows between each query block and every key block, int32 [Bm, nq, blocks].
-
-    q_blocks: int64 [nq], global.
-    """
-    seq_len = ranges.start.shape[1]
-    device = ranges.start.device
-    k_begin = torch.arange(0, seq_len, block_size, device=device, dtype=torch.int32)
-    if ranges.slices is not None:
-        k_blocks = k_begin.long() // block_size
-        return classification.tile_weights(ranges, q_blocks, k_blocks, block_size)[2]
-    tables = []
-    for some_blocks in q_blocks.split(_MASK_BLOCKS):
-        positions = token_positions(some_blocks, block_size)
-        # [Bm, n * block_size, 1], and with k_begin [Bm, n * block_size, blocks]
-        start = ranges.start[:, positions, None]
-        stop = ranges.stop[:, positions, None]
-        last_seen = torch.minimum(stop, k_begin + block_size)
-        first_seen = torch.maximum(start, k_begin)
-        pairs = (last_seen - first_seen).clamp(min=0)
-        tables.append(pairs.unflatten(1, (len(some_blocks), block_size)).sum(2, dtype=torch.int32))
-    return torch.cat(tables, dim=1)

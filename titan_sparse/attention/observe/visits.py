@@ -10,20 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, vertical_steps
-from titan_sparse.attention.masks import classification
+from titan_sparse.attention.masks.counts import tile_weights
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.reach import block_reach
-
-# Callers that import the degrees of imbalance from here have to move to imbalance.py.
-from titan_sparse.attention.observe.imbalance import (  # noqa: F401
-    computation_ratio,
-    lockstep_imbalance,
-    step_imbalance,
-    worker_imbalance,
-    worker_imbalance_per_step,
-)
+from titan_sparse.attention.masks.reach import queries_seeing
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.heads import heads_selecting, values_on_diagonals
 from titan_sparse.attention.patterns.moba import MoBAIndex
@@ -90,7 +80,7 @@ def _count(index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool
                 selected = heads_selecting(index, q_blocks, k_blocks)
             else:
                 selected = index.selects(q_blocks, k_blocks)
-            weights = _tile_weights(ranges, q_blocks, k_blocks, index.block_size)
+            weights = tile_weights(ranges, q_blocks, k_blocks, index.block_size)
             for kind, weight in enumerate(weights):
                 by_k_block = (selected * weight[:, None]).sum(2)
                 # k_blocks lists the blocks rank by rank.
@@ -125,7 +115,7 @@ def _tell_queries_apart(
     k_blocks = table.flatten()
     q_blocks_at_once = max(1, _ELEMENTS // (index.words.shape[1] * len(k_blocks)))
     for q_blocks in table[rank].split(q_blocks_at_once):
-        seen_whole = _tile_weights(ranges, q_blocks, k_blocks, index.block_size)[0]
+        seen_whole = tile_weights(ranges, q_blocks, k_blocks, index.block_size).whole
         chosen_by_any = index.selects(q_blocks, k_blocks)
         chosen_by_all = index.selects_for_all(q_blocks, k_blocks)
         # [B, Hq, nq, nk]: counted as full so far
@@ -135,36 +125,6 @@ def _tell_queries_apart(
         counts[0] -= no_longer_full
         counts[1] += no_longer_full
     counts[2] = _over_heads(index.pairs(ranges, table[rank], table), sum_heads)
-
-
-def _tile_weights(
-    ranges: MaskRanges, q_blocks: Tensor, k_blocks: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each tile: seen whole (0 or 1), seen in part (0 or 1), visible pairs of tokens.
-
-    q_blocks, k_blocks: int64 [nq] and [nk], global. Each result is int32 [Bm, nq, nk]. Where the
-    mask has slices, "in part" is the number of slices that cut the tile.
-    """
-    if ranges.slices is not None:
-        return classification.tile_weights(ranges, q_blocks, k_blocks, block_size)
-    reach = block_reach(ranges, token_positions(q_blocks, block_size), block_size)
-    # [nk], and with reach [Bm, nq, nk]
-    k_begin = k_blocks * block_size
-    k_end = k_begin + block_size
-    whole = (reach.all_first[..., None] <= k_begin) & (reach.all_last[..., None] >= k_end)
-    touched = (reach.first[..., None] < k_end) & (reach.last[..., None] > k_begin)
-    partial = touched & ~whole
-    pairs = whole.int() * block_size * block_size
-    # Only in partial tiles are the queries looked at one by one: [tiles, block_size].
-    sequence, q, k = partial.nonzero(as_tuple=True)
-    positions = token_positions(q_blocks[q], block_size).view(-1, block_size)
-    start = ranges.start[sequence[:, None], positions]
-    stop = ranges.stop[sequence[:, None], positions]
-    first_key = k_begin[k, None]
-    last_seen = torch.minimum(stop, first_key + block_size)
-    first_seen = torch.maximum(start, first_key)
-    pairs[sequence, q, k] = (last_seen - first_seen).clamp(min=0).sum(-1).int()
-    return whole.int(), partial.int(), pairs
 
 
 def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
@@ -181,32 +141,22 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
     used_blocks = -(-longest // block_size)
     # [B, Hq, c]
     verticals = index.verticals[..., : used_blocks * block_size]
-    first_query, last_query = _queries_seeing(ranges, verticals)
+    first_query, behind_query = queries_seeing(ranges, verticals)
+    # [B, Hq, 1, c]
+    first_query = first_query[:, :, None]
+    behind_query = behind_query[:, :, None]
     counted = torch.zeros_like(verticals, dtype=torch.int64)
     q_blocks_at_once = max(1, _ELEMENTS // max(1, verticals.numel()))
     for some_blocks in q_blocks.split(q_blocks_at_once):
         # [n, 1], and with the verticals [B, Hq, n, c]
         begin = (some_blocks.int() * block_size)[:, None]
         first_seeing = torch.maximum(first_query, begin)
-        last_seeing = torch.minimum(last_query, begin + block_size)
-        queries_seeing = (last_seeing - first_seeing).clamp(min=0)
+        behind_seeing = torch.minimum(behind_query, begin + block_size)
+        seeing = (behind_seeing - first_seeing).clamp(min=0)
         outside_tiles = ~_covered(index, some_blocks, verticals)
-        counted += (queries_seeing * outside_tiles).sum(2)
+        counted += (seeing * outside_tiles).sum(2)
     counted = torch.nn.functional.pad(counted, (0, capacity - verticals.shape[-1]))
     return counted.unflatten(-1, (capacity // block_size, block_size)).sum(-1)
-
-
-def _queries_seeing(ranges: MaskRanges, verticals: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last + 1 query that sees each vertical, int32 [B, H, 1, C] each.
-
-    ranges.start and ranges.stop are sorted, so a binary search finds them.
-    """
-    flat = verticals.flatten(1).contiguous()
-    starts = ranges.start.expand(len(flat), -1).contiguous()
-    stops = ranges.stop.expand(len(flat), -1).contiguous()
-    first = torch.searchsorted(stops, flat, right=True, out_int32=True)
-    last = torch.searchsorted(starts, flat, right=True, out_int32=True)
-    return first.view(verticals.shape)[:, :, None], last.view(verticals.shape)[:, :, None]
 
 
 def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:

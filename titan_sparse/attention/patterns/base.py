@@ -115,7 +115,7 @@ class Pattern:
         selection.register_pattern(self)
 
     def check_block_size(self, block_size: int) -> None:
-        """Raises ValueError if the parameters do not fit this block size."""
+        """Raises ValueError if a dynamic pattern's parameters do not fit this block size."""
 
     def select(
         self,
@@ -137,7 +137,9 @@ class Pattern:
         selection.check_pattern(self, ranges, ranks)
         if scale is not None:
             scale = constant(scale)
-        tensors = selection.select(q, k, ranges, self, ranks, scale)
+        tensors = []
+        if self.dynamic:
+            tensors = selection.select(q, k, ranges, self, ranks, scale)
         return self.index(tensors, ranges, q.shape[0], q.shape[1], ranks.block_size)
 
     def select_tensors(

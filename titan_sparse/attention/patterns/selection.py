@@ -95,9 +95,7 @@ def select(
     ranks: Ranks,
     scale: float | None,
 ) -> list[Tensor]:
-    """The tensors of the pattern's index. No gradient. Collective over the ranks."""
-    if not pattern.dynamic:
-        return []
+    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks."""
     names, tensors = mask_tensors(ranges)
     key = _selection_key(pattern.key, ranks.key, names, scale)
     return torch.ops.titan_sparse.select(q.detach(), k.detach(), tensors, key)
@@ -113,7 +111,7 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     tensors = selection.pattern.select_tensors(
         whole_blocks(q, 2, cp.block_size), whole_blocks(k, 2, cp.block_size), ranges, cp, scale
     )
-    if observer := recorder.observer():
+    if recorder.listening and (observer := recorder.observer()):
         observer.selection(cp.sent["collectives"] - sent_before)
     return tensors
 

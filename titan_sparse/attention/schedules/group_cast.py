@@ -8,7 +8,6 @@ the last gradients to hide behind. context_parallel/group_cast_plan.py says who 
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing

@@ -11,10 +11,9 @@ from torch import Tensor
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks import classification
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.reach import block_reach, reached
+from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.heads import heads_selecting
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
@@ -74,37 +73,6 @@ def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
     diagonals_on = distances_on(index).to(distances.dtype)
     meets = (diagonals_on @ distances).view(ranks, ranks) > 0
     return by_mask & meets.cpu()
-
-
-def seen_chunks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
-    """bool [W, W]: the mask lets some query of rank r see a key of rank s.
-
-    table: int64 [W, n], the layout's blocks.
-    """
-    return seen_blocks(ranges, table, block_size)[:, table].any(-1)
-
-
-def seen_blocks(ranges: MaskRanges, table: Tensor, block_size: int) -> Tensor:
-    """bool [W, blocks]: the mask lets some query of rank r see a key of block b.
-
-    table: int64 [W, n], the query blocks that each rank owns.
-    """
-    if ranges.slices is not None:
-        return classification.seen_blocks(ranges, table, block_size)
-    ranks = len(table)
-    blocks = ranges.start.shape[1] // block_size
-    queries = token_positions(table.flatten(), block_size)
-    # [W, sequences * queries of a rank]
-    start = ranges.start[:, queries].unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1).long()
-    stop = ranges.stop[:, queries].unflatten(1, (ranks, -1)).transpose(0, 1).flatten(1).long()
-    sees_any = start < stop
-    # A query adds 1 at the first block that it sees and takes it away behind the last one.
-    changes = torch.zeros(ranks, blocks + 1, dtype=torch.int32, device=table.device)
-    first = torch.where(sees_any, start // block_size, blocks)
-    behind = torch.where(sees_any, (stop + block_size - 1) // block_size, blocks)
-    changes.scatter_add_(1, first, torch.ones_like(first, dtype=torch.int32))
-    changes.scatter_add_(1, behind, torch.full_like(behind, -1, dtype=torch.int32))
-    return changes[:, :blocks].cumsum(1) > 0
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:

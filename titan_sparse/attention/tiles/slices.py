@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.blocks import token_positions
-from titan_sparse.attention.masks.classification import cut_tiles, cuts_between_blocks, whole_tiles
+from titan_sparse.attention.masks.classification import cut_tiles, cuts_between, whole_tiles
+from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.masks.slices import within_runs
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import for_all, query_ranges
 from titan_sparse.attention.tiles.tables import BlockLists, Tiles
@@ -33,7 +33,7 @@ def block_tiles(
     # int64 [cuts]: the cuts between these blocks, with the places of their blocks in q_blocks and
     # k_blocks.
     cuts = cut_tiles(ranges, size)
-    which, q, k = cuts_between_blocks(cuts, q_blocks, k_blocks, total_blocks)
+    which, q, k = cuts_between(cuts, q_blocks, k_blocks, total_blocks)
     slice_number = cuts.slice[which]
     sequence = cuts.sequence[which] if len(ranges.slices) > 1 else None
 

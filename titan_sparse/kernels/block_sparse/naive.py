@@ -76,13 +76,14 @@ def _keys_and_values(pieces: list[Piece], heads: int, dtype: torch.dtype) -> tup
 
 def _scores(q: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
     """Scores [B, Hq, Sq, all Sk], -inf for the pairs that are not seen."""
-    return (q.to(keys.dtype) @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+    scores = q.to(keys.dtype) @ keys.mT * scale
+    return scores.masked_fill(~seen, -torch.inf)
 
 
 def _probability(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in rows that see nothing, where lse is -inf and would give NaN."""
-    lse = lse.to(scores.dtype)
-    finite = lse.clamp(min=torch.finfo(scores.dtype).min)
+    lowest = torch.finfo(scores.dtype).min
+    finite = lse.to(scores.dtype).clamp(min=lowest)
     return (scores - finite[..., None]).exp()
 
 
@@ -115,7 +116,8 @@ def _seen(piece: Piece, start: Tensor, stop: Tensor, block_size: int) -> Tensor:
 def _listed(count: Tensor, table: Tensor, blocks: int) -> Tensor:
     """bool [B, Hq, n, blocks]: which blocks of the other side are on the lists [B, Hq, n, K]."""
     # Entries behind the count are no blocks, and may hold any number.
-    is_real = torch.arange(table.shape[-1], device=table.device) < count[..., None]
+    entry = torch.arange(table.shape[-1], device=table.device)
+    is_real = entry < count[..., None]
     number = table.long().clamp(0, blocks - 1)
     hits = torch.zeros(*table.shape[:-1], blocks, dtype=torch.int32, device=table.device)
     return hits.scatter_add_(-1, number, is_real.int()) > 0

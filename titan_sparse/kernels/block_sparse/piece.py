@@ -98,7 +98,9 @@ class Operand(NamedTuple):
 
 def dense_rows(x: Tensor) -> Tensor:
     """[B, H, S, D] whose elements along D are neighbors in memory; any other strides."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def output_like(

@@ -1,0 +1,77 @@
+"""Buffers of context parallelism, counted where they are kept."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.fake_step import fake_world
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
+from titan_sparse.attention.masks.ranges import Causal, Full
+from titan_sparse.attention.patterns import Dense
+from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
+from titan_sparse.estimate.step import Step
+from titan_sparse.models.flavours import FLAVOURS
+
+MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    "schedule, axes",
+    [
+        ("ring", (1, 3)),
+        ("ring", (1, 2)),
+        ("all_gather", (1, 3)),
+        ("double_ring", (2, 2)),
+        ("double_ring", (3, 2)),
+        ("group_cast", (1, 3)),
+        ("group_cast", (3, 1)),
+    ],
+)
+def test_buffers_are_those_that_are_kept(schedule, axes):
+    """Rank 0, whose collectives bring nothing: what is received has its place all the same."""
+    ranks = axes[0] * axes[1]
+    moves_blocks = SCHEDULES[schedule].moves is Moves.BLOCKS
+    mask = Full() if moves_blocks else Causal()
+    with fake_world(ranks):
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+        cp = ContextParallel(mesh, "striped", schedule, 16)
+        q = torch.randn(2, 4, 32, 8, requires_grad=True)
+        k = torch.randn(2, 2, 32, 8, requires_grad=True)
+        v = torch.randn(2, 2, 32, 8, requires_grad=True)
+        attend(q, k, v, mask, Dense(), cp).sum().backward()
+    kept = sum(tensor.nbytes for tensors in cp._buffers.values() for tensor in tensors)
+    step = Step(
+        model=MODEL,
+        sequences=2,
+        seq_len=32 * ranks,
+        width=4,
+        cp=ranks,
+        inter=axes[0],
+        schedule=SCHEDULES[schedule],
+    )
+    expected = cp_buffers(step)
+    if moves_blocks and axes[0] > 1:
+        assert kept <= expected <= 1.1 * kept
+    else:
+        assert expected == kept
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_keeps_no_buffers(schedule):
+    step = Step(model=MODEL, sequences=2, seq_len=1024, schedule=SCHEDULES[schedule])
+    assert cp_buffers(step) == 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_a_workspace(schedule):
+    """Several ranks hold sums, or what they send, besides what one rank needs."""
+    alone = Step(model=MODEL, sequences=2, seq_len=1024, backend="triton")
+    step = dataclasses.replace(alone, seq_len=4096, cp=4, schedule=SCHEDULES[schedule])
+    assert step.tokens == alone.tokens
+    if step.schedule.moves is Moves.NOTHING:
+        assert attention_workspace(step) == attention_workspace(alone)
+    else:
+        assert attention_workspace(step) > attention_workspace(alone)

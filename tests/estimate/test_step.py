@@ -1,0 +1,41 @@
+"""A checked configuration becomes what memory depends on."""
+
+import dataclasses
+
+from tests.estimate.steps import step_of_words
+from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, RING
+from titan_sparse.estimate.step import LEVERS, Step
+
+
+def test_options_become_a_step():
+    step = step_of_words("qwen3_8b_1m", "flex", 8)
+    assert step.tokens == 131072
+    assert step.shards == 8
+    assert step.cp == 8
+    assert step.schedule is ALL_GATHER
+    assert step.compiled
+    # One list of 5242 + 30 verticals in whole blocks; one flag a block diagonal; two flags a budget
+    assert step.verticals == 5376
+    assert step.index_bytes == 32 * (5376 * 4 + 8192 + 2)
+
+
+def test_further_options_change_the_step():
+    words = """
+        --parallelism.dp_replicate 2 --training.gradient_accumulation_steps 2
+        --attention.schedule ring --attention.gradient_dtype bfloat16 --optimizer.name SGD
+        --activation_checkpoint.mode none --training.seq_len 1000000
+        --optimizer.implementation foreach
+    """
+    step = step_of_words("qwen3_8b_1m", "flex", 16, *words.split())
+    assert step.shards == 8
+    assert step.schedule is RING
+    assert step.gradient_width == 2
+    assert step.accumulates
+    assert step.optimizer_scratch
+    assert step.optimizer_states == 0
+    assert step.mode == "none"
+    assert step.seq_len == 1000448
+
+
+def test_levers_are_fields_of_the_step():
+    assert set(LEVERS) <= {field.name for field in dataclasses.fields(Step)}

@@ -1,0 +1,121 @@
+"""titan_sparse.models.rope: rotary position embeddings."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.helpers import TINY
+from titan_sparse.models.config import RopeConfig
+from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
+
+
+def _llama3_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
+    frequencies = []
+    for pair in range(head_dim // 2):
+        frequency = rope.theta ** (-2 * pair / head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength > rope.original_length / rope.low_frequency_factor:
+            frequency /= rope.factor
+        elif wavelength >= rope.original_length / rope.high_frequency_factor:
+            smooth = rope.original_length / wavelength - rope.low_frequency_factor
+            smooth /= rope.high_frequency_factor - rope.low_frequency_factor
+            frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
+        frequencies.append(frequency)
+    return frequencies
+
+
+def _yarn_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
+    def boundary(rotations: float) -> float:
+        return head_dim / 2 * math.log(rope.original_length / (2 * math.pi * rotations), rope.theta)
+
+    low, high = (
+        max(0, math.floor(boundary(rope.beta_fast))),
+        min(head_dim - 1, math.ceil(boundary(rope.beta_slow))),
+    )
+    frequencies = []
+    for pair in range(head_dim // 2):
+        share = min(max((pair - low) / (high - low), 0.0), 1.0)
+        frequency = rope.theta ** (-2 * pair / head_dim)
+        frequencies.append(share * frequency / rope.factor + (1 - share) * frequency)
+    return frequencies
+
+
+@pytest.mark.parametrize(
+    "theta, factor, original_length, head_dim",
+    [
+        (5e5, 8.0, 8192, 128),
+        (1e6, 3.0, 32768, 64),
+        (1e4, 4.0, 2048, 32),
+    ],
+)
+def test_scaled_frequencies_match_a_loop(
+    theta: float, factor: float, original_length: int, head_dim: int
+) -> None:
+    for scaling, loop in (("llama3", _llama3_by_loop), ("yarn", _yarn_by_loop)):
+        rope = RopeConfig(theta, scaling, factor, original_length)
+        inv_freq, attention_factor = inverse_frequencies(rope, head_dim)
+        expected = torch.tensor(loop(rope, head_dim), dtype=torch.float64)
+        assert inv_freq.dtype == torch.float32 and inv_freq.shape == (head_dim // 2,)
+        torch.testing.assert_close(inv_freq.double(), expected, rtol=1e-5, atol=0)
+        assert attention_factor == (0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0)
+        # the fastest pair is kept and the slowest divided: both ends of the blend are exercised
+        assert inv_freq[0] == 1.0
+        assert inv_freq[-1].item() == pytest.approx(
+            theta ** (-(head_dim - 2) / head_dim) / factor, rel=1e-5
+        )
+
+
+def test_unknown_scaling_is_refused() -> None:
+    with pytest.raises(ValueError, match="model.rope_scaling"):
+        inverse_frequencies(RopeConfig(1e4, "ntk", 2.0, 64), 8)
+
+
+@pytest.mark.parametrize("scaling, factor", [("none", 1.0), ("llama3", 8.0), ("yarn", 8.0)])
+@pytest.mark.parametrize("shift", [1, 4097, 1_000_003])
+def test_scores_depend_on_relative_position_only(scaling: str, factor: float, shift: int) -> None:
+    inv_freq, attention_factor = inverse_frequencies(RopeConfig(1e4, scaling, factor, 256), 16)
+    q, k = torch.randn(
+        2, 1, 3, 11, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+
+    def scores(positions: Tensor) -> Tensor:
+        tables = rope_tables(inv_freq, attention_factor, positions[None], torch.float64)
+        return apply_rope(q, *tables) @ apply_rope(k, *tables).mT
+
+    positions = torch.arange(11) ** 2
+    torch.testing.assert_close(scores(positions + shift), scores(positions), rtol=0, atol=1e-8)
+
+
+def test_rotation_pairs_the_two_halves_of_the_head() -> None:
+    inv_freq, attention_factor = inverse_frequencies(TINY.rope, 4)
+    x = torch.randn(1, 1, 1, 4, dtype=torch.float64)
+    rotated = apply_rope(
+        x, *rope_tables(inv_freq, attention_factor, torch.tensor([[3]]), torch.float64)
+    )
+    as_complex = torch.complex(x[..., :2], x[..., 2:]) * torch.exp(3j * inv_freq.double())
+    torch.testing.assert_close(rotated, torch.cat((as_complex.real, as_complex.imag), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rope_dtypes(dtype: torch.dtype) -> None:
+    inv_freq, attention_factor = inverse_frequencies(TINY.rope, 8)
+    positions = torch.tensor([[0, 1, 1_048_575]])
+    cos, sin = rope_tables(inv_freq, attention_factor, positions)
+    x = torch.randn(1, 2, 3, 8).to(dtype)
+    out = apply_rope(x, cos, sin)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape == (1, 1, 3, 8)
+    assert out.dtype == dtype
+    torch.testing.assert_close(
+        out, apply_rope(x.double(), cos, sin).to(dtype), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        cos[0, 0, :, :4], (positions[0, :, None].float() * inv_freq).cos(), rtol=0, atol=0
+    )
+
+
+def test_rope_tables_in_half_precision_are_refused() -> None:
+    cos, sin = rope_tables(*inverse_frequencies(TINY.rope, 8), torch.arange(3)[None])
+    with pytest.raises(ValueError, match="cast_forward_inputs=False"):
+        apply_rope(torch.randn(1, 1, 3, 8), cos.bfloat16(), sin.bfloat16())

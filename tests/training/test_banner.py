@@ -1,0 +1,85 @@
+"""The banner says what a run is about to do."""
+
+import torch
+
+from titan_sparse.attention import ContextParallel
+from titan_sparse.config import Config
+from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.training.banner import Resolved, banner
+from titan_sparse.training.parallelize import Meshes
+
+
+def _lines(config: Config, recomputed: float = 0.0) -> dict[str, str]:
+    """The banner's lines by name, of one rank."""
+    resolved = Resolved(
+        model=FLAVOURS["debug"],
+        meshes=Meshes(fsdp=None, cp=None, dp_size=4, dp_rank=0),
+        cp=ContextParallel(None, layout="striped", schedule="local", block_size=64),
+        kernel="eager: plain PyTorch; asked for",
+        device=torch.device("cpu"),
+        padded_seq_len=4096,
+        memory={"weights": 1.25, "loss": 0.001},
+        recomputed=recomputed,
+    )
+    lines = {}
+    for line in banner(config, resolved).splitlines():
+        name, _, text = line.strip().partition("  ")
+        lines[name] = text
+    return lines
+
+
+def test_every_line():
+    config = Config()
+    config.model.flavour = "debug"
+    config.data.source = "python"
+    config.data.tokenizer = "bytes"
+    config.training.dtype = "bfloat16"
+    config.training.seq_len = 4000
+    config.training.local_batch_size = 2
+    config.training.gradient_accumulation_steps = 3
+    config.training.output_dir = "outputs/run"
+    config.parallelism.dp_replicate = 2
+    config.parallelism.first_step_timeout_seconds = 1800
+    config.parallelism.timeout_seconds = 300
+    config.attention.mask = "causal"
+    config.attention.pattern = "dense"
+    config.attention.sliding_window = 512
+    config.attention.window_sinks = 4
+    config.activation_checkpoint.mode = "full"
+    lines = _lines(config, recomputed=0.25)
+    model = lines.pop("model")
+    assert model.startswith("debug, 0.8 M parameters")
+    assert model.endswith("bfloat16, float32 weights and optimizer")
+    assert lines == {
+        "mesh": "2 dp_replicate x 2 dp_shard x 1 cp_inter x 1 cp_intra on cpu",
+        "data": "python, tokenizer bytes, 24 sequences a step of 4,000 tokens "
+        "(padded to 4,096, 4,096 a rank)",
+        "attention": "causal, window 512 and 4 sinks mask, dense, blocks of 64",
+        "layout": "striped, schedule local",
+        "kernel": "eager: plain PyTorch; asked for",
+        "blocks": "activation checkpointing full (attention of the first 25 % too), not compiled",
+        "memory": "expect a peak of 1.25 GiB a device: weights 1.25",
+        "timeouts": "collectives fail after 1,800 s in the first step and in saves, else after 300 s",
+        "output": "outputs/run",
+    }
+
+
+def test_patterns():
+    config = Config()
+    attention = config.attention
+    attention.pattern = "vertical_slash"
+    attention.vertical_slash.recall = 0.9
+    attention.vertical_slash.max_columns = 128
+    wanted = "vertical_slash (recall 0.9, at most 128 columns)"
+    assert wanted in _lines(config)["attention"]
+    attention.vertical_slash.budget = "joint"
+    wanted = "vertical_slash (recall 0.9 jointly, at most 128 columns)"
+    assert wanted in _lines(config)["attention"]
+    attention.vertical_slash.index = "xattention"
+    attention.xattention.threshold = 0.8
+    attention.xattention.stride = 16
+    assert "xattention (threshold 0.8, stride 16)" in _lines(config)["attention"]
+    attention.pattern = "moba"
+    attention.moba.chunk_size = 4096
+    attention.moba.top_k = 12
+    assert "moba (chunks of 4096, top 12)" in _lines(config)["attention"]
