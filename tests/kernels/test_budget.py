@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import budget
 from titan_sparse.attention.patterns.vertical_slash import pattern as vertical_slash
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments
-from titan_sparse.kernels import budget as kernels
+from titan_sparse.kernels import budget, compact
+from titan_sparse.kernels.budget import Segments
+from titan_sparse.kernels.budget import kernel as budget_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MOST_MASS, SEQ_LEN = 128, 384
@@ -130,7 +130,7 @@ def test_sets_are_the_definition_and_those_of_the_twin(layout, kind):
     segments = LAYOUTS[layout]
     mass = _masses(kind, segments)
     for recall in (0.5, 1.0) if kind == "ties" else (0.9, 1.0):
-        got = kernels.smallest_sets(mass.to(DEVICE), *segments, recall, MOST_MASS)
+        got = budget.smallest_sets(mass.to(DEVICE), segments, recall, MOST_MASS)
         for a, b in zip(got, _exact(mass, segments, recall), strict=True):
             assert torch.equal(a.cpu(), b), recall
         # The twin adds up in fp64: of a whole sum it may miss the smallest parts.
@@ -148,9 +148,8 @@ def test_a_target_that_is_just_met_or_just_missed(extra, recall, count):
     """One element of 64, 64 elements of 1: half the mass is the first, unless the last bit says otherwise."""
     mass = torch.ones(1, 65)
     mass[0, 20], mass[0, 30] = 64, 1 + extra
-    selected, _ = kernels.smallest_sets(
-        mass.to(DEVICE), *_segments([[65]], 0, [(0, 64, 0)], 1, 0), recall, MOST_MASS
-    )
+    segments = _segments([[65]], 0, [(0, 64, 0)], 1, 0)
+    selected, _ = budget.smallest_sets(mass.to(DEVICE), segments, recall, MOST_MASS)
     assert selected.nonzero()[:, 1].tolist() == (
         [20] if count == 1 else [20, 30] if extra else [0, 20]
     )
@@ -183,59 +182,25 @@ def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
     q, k, _ = (
         x.to(DEVICE) for x in structured_qkv(2, 4, 2, SEQ_LEN, 16, seed=5, dtype=torch.float32)
     )
-    select = lambda: PATTERNS[pattern].select(q, k, MASKS[mask], block_size=16).tensors()
-    twin = lambda mass, segments, recall, most_mass: budget.smallest_sets_naive(
-        mass, segments, recall
-    )
-    monkeypatch.setattr(vertical_slash, "smallest_sets", twin)
-    monkeypatch.setattr(vertical_slash, "compact", budget.compact_naive)
+
+    def select() -> list[Tensor]:
+        return PATTERNS[pattern].select(q, k, MASKS[mask], block_size=16).tensors()
+
+    def sets_by_twin(
+        mass: Tensor, segments: Segments, recall: float, most_mass: float
+    ) -> tuple[Tensor, Tensor]:
+        return budget.smallest_sets_naive(mass, segments, recall)
+
+    monkeypatch.setattr(vertical_slash, "smallest_sets", sets_by_twin)
+    monkeypatch.setattr(vertical_slash, "compact", compact.compact_naive)
     want = select()
-    by_kernels = lambda mass, segments, *rest: kernels.smallest_sets(mass, *segments, *rest)
-    monkeypatch.setattr(vertical_slash, "smallest_sets", by_kernels)
-    monkeypatch.setattr(vertical_slash, "compact", kernels.compact)
-    assert all(torch.equal(a, b) for a, b in zip(select(), want, strict=True))
+    monkeypatch.setattr(vertical_slash, "smallest_sets", budget.smallest_sets)
+    monkeypatch.setattr(vertical_slash, "compact", compact.compact)
+    for got_tensor, want_tensor in zip(select(), want, strict=True):
+        assert torch.equal(got_tensor, want_tensor)
 
 
 def test_memory_of_the_histograms_is_bounded():
     for length, n in ((1 << 20, 1), (1 << 20, 256), (131072, 1024), (131072, 8192), (1100, 2)):
-        assert n << kernels._digit_bits(length, n) <= length
-    assert kernels._digit_bits(1 << 20, 256) == kernels._digit_bits(131072, 32) == 11
-
-
-@pytest.mark.parametrize(
-    "shape, capacity",
-    [
-        ((3, 5000), 1700),
-        ((2, 1024), 1024),
-        ((1, 1), 128),
-        ((2, 70), 200),
-        ((2, 3000), 17),
-        ((2, 50), 0),
-        ((1, 100), 5000),
-    ],
-)
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_positions(shape, capacity, share):
-    on = (
-        torch.rand(shape[0], shape[1] + 13, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        < share
-    )
-    got, want = (
-        f(on[:, : shape[1]], capacity, shape[1] + 5)
-        for f in (kernels.compact, budget.compact_naive)
-    )
-    assert got.dtype == want.dtype and torch.equal(got, want)
-    for row in range(shape[0]):
-        listed = on[row, : shape[1]].nonzero().flatten()[:capacity]
-        assert (
-            torch.equal(got[row, : len(listed)].long(), listed)
-            and (got[row, len(listed) :] == shape[1] + 5).all()
-        )
-
-
-def test_positions_in_a_transposed_table():
-    """As tiles.block_tiles() asks for them where one list serves all heads: a view."""
-    on = torch.rand(1, 1, 70, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.4
-    view = on.mT.flatten(0, 2)
-    assert not view.is_contiguous()
-    assert torch.equal(kernels.compact(view, 70, 0), budget.compact_naive(view, 70, 0))
+        assert n << budget_kernel._digit_bits(length, n) <= length
+    assert budget_kernel._digit_bits(1 << 20, 256) == budget_kernel._digit_bits(131072, 32) == 11

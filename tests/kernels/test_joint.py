@@ -8,11 +8,13 @@ from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import joint
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments
-from titan_sparse.attention.patterns.vertical_slash.joint import Incidence, incidence
-from titan_sparse.attention.patterns.vertical_slash.probe import blocks_back
-from titan_sparse.kernels import joint as kernels
+from titan_sparse.attention.patterns.vertical_slash.joint import incidence, smallest_union
+from titan_sparse.kernels import joint
+from titan_sparse.kernels.budget import Segments
+from titan_sparse.kernels.joint import Incidence
+from titan_sparse.kernels.joint import kernel as joint_kernel
+from titan_sparse.kernels.joint import walk as joint_walk
+from titan_sparse.kernels.probe import blocks_back
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 8
@@ -130,7 +132,7 @@ def _chosen(case: Case, rows: int, block_size: int = BLOCK) -> list[tuple[Tensor
     mass = _real(_masses(case.masses, of, rows, queries), of, segments.sequence)
     return [
         f(mass, segments, of, case.parameters["recall"], queries)
-        for f in (joint.smallest_union_by_kernels, joint.smallest_union_naive)
+        for f in (joint.smallest_union, joint.smallest_union_naive)
     ]
 
 
@@ -140,19 +142,23 @@ def _chosen(case: Case, rows: int, block_size: int = BLOCK) -> list[tuple[Tensor
 def test_unions_are_those_of_the_twin(name, monkeypatch):
     case = CASES[name]
     if name == "in parts of rows":
-        monkeypatch.setattr(kernels, "_CHUNK", 16)
+        monkeypatch.setattr(joint_walk, "_CHUNK", 16)
+        monkeypatch.setattr(joint_kernel, "_CHUNK", 16)
     got, want = _chosen(case, 2)
     assert all(a.dtype == torch.bool and torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert want[0].any() and (name in ("one block", "everything") or not want[0].all())
 
 
 def test_a_vertical_comes_before_a_diagonal_of_its_price():
-    """Five verticals of 8, worth 8 / 0.25 each, and a diagonal of 32 for 1: half of the 72 is reached by the verticals, which
-    come first, and so no diagonal counts; the other way round it would be the diagonal and a vertical."""
+    """Five verticals of 8, worth 8 / 0.25 each, and a diagonal of 32 for 1.
+
+    Half of the 72 is reached by the verticals, which come first, and so no diagonal counts. The
+    other way round it would be the diagonal and a vertical.
+    """
     segments, of, _ = _geometry(Case(Causal(), 1, 64, dict(probe=1, sinks=0)), 1)
     mass = torch.zeros(1, 8, 1, BLOCK, device=DEVICE)
     mass[0, [0, 1, 2, 4, 5], 0, 3], mass[0, 3] = 8 / 128, 4 / 128
-    for choose in (joint.smallest_union_by_kernels, joint.smallest_union_naive):
+    for choose in (joint.smallest_union, joint.smallest_union_naive):
         selected, _ = choose(mass, segments, of, 0.5, 1)
         assert selected[0].nonzero().flatten().tolist() == [3, 11, 19, 35, 43, 64]
 
@@ -194,8 +200,11 @@ def test_a_choice_waits_for_nothing_on_a_gpu():
     """And is few launches."""
     segments, of, queries = _geometry(LONG["one span"], 16, 128)
     mass = _real(_masses("slashes", of, 16, queries), of, segments.sequence)
-    choose = lambda: joint.smallest_union(mass, segments, of, 0.95, queries)
-    want = joint.smallest_union_by_kernels(mass, segments, of, 0.95, queries)
+
+    def choose() -> tuple[Tensor, Tensor]:
+        return smallest_union(mass, segments, of, 0.95, queries)
+
+    want = joint.smallest_union(mass, segments, of, 0.95, queries)
     torch.cuda.set_sync_debug_mode("error")
     try:
         got = choose()

@@ -20,7 +20,7 @@ from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.bitsets import gather_blocks, no_verticals
-from titan_sparse.attention.patterns.vertical_slash.spans import (
+from titan_sparse.attention.patterns.spans import (
     Spans,
     lookup,
     once_per_selection,

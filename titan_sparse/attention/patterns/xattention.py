@@ -21,7 +21,7 @@ from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks
-from titan_sparse.attention.patterns.vertical_slash.spans import (
+from titan_sparse.attention.patterns.spans import (
     Spans,
     lookup,
     once_per_selection,

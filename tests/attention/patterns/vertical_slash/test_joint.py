@@ -20,8 +20,8 @@ from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.joint import VERTICAL_COST
 from titan_sparse.estimate import synthetic
+from titan_sparse.kernels.joint import VERTICAL_COST
 
 BLOCK = 16
 

@@ -11,38 +11,27 @@ nothing, and the choice would hold the probe's mass with verticals that no other
 (docs/masks_and_patterns.md).
 
 For each vertical the probe tells which diagonals hold its mass too: one for each block that the
-probe's rows lie in, so mostly one. Call mass for cost a price. A vertical pays at prices below its
-own. Take a diagonal of mass D and cost 1 and the verticals that it covers, as far as they pay: of
-mass P and cost Q together. The diagonal replaces them at the price (D - P) / (1 - Q) and below.
-Verticals and diagonals are taken from the highest price down until the target is reached. Then the
-verticals are chosen again, beside the diagonals found. Where the probe lies in one block, that is
-the optimum of the linear relaxation, except for the last element. Over several blocks a vertical's
-cost is shared out among the diagonals that hold its mass, which is close.
+probe's rows lie in, so mostly one. titan_sparse/kernels/joint tells how the choice is made, by
+prices.
 
-On a GPU, fp32 masses go to titan_sparse/kernels/joint.py, which sorts nothing; the plain-torch twin
-is joint_naive.py.
+On a GPU, fp32 masses go to the kernels of titan_sparse/kernels/joint, which sort no verticals. All
+others go to their plain-torch twin there.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments
-from titan_sparse.attention.patterns.vertical_slash.joint_naive import (
-    ROUNDS,
-    VERTICAL_COST,
-    Incidence,
-    mass_scale,
-    smallest_union_naive,
-)
-from titan_sparse.attention.patterns.vertical_slash.probe import tiles_of_diagonals
-from titan_sparse.attention.patterns.vertical_slash.spans import (
+from titan_sparse.attention.patterns.spans import (
     Spans,
     lookup,
     span_of_tokens,
     spans_of_blocks,
 )
+from titan_sparse.attention.patterns.vertical_slash.probe import tiles_of_diagonals
 from titan_sparse.kernels import joint as kernels
+from titan_sparse.kernels.budget import Segments
+from titan_sparse.kernels.joint import Incidence
 
 
 def incidence(
@@ -113,22 +102,5 @@ def smallest_union(
     cap on diagonals, kept a span below its target.
     """
     if verticals.is_cuda and verticals.dtype == torch.float32:
-        return smallest_union_by_kernels(verticals, segments, of, recall, most_mass)
-    return smallest_union_naive(verticals, segments, of, recall, most_mass)
-
-
-def smallest_union_by_kernels(
-    verticals: Tensor, segments: Segments, of: Incidence, recall: float, most_mass: float
-) -> tuple[Tensor, Tensor]:
-    """smallest_union() of fp32 masses."""
-    geometry = kernels.Geometry(
-        sequence=segments.sequence,
-        segment=segments.segment,
-        bounds=segments.bounds,
-        diagonal=of.diagonal,
-        slot=of.slot,
-        always=of.always,
-        free_verticals=of.free_verticals,
-    )
-    scale = mass_scale(most_mass)
-    return kernels.smallest_union(verticals, geometry, recall, scale, VERTICAL_COST, ROUNDS)
+        return kernels.smallest_union(verticals, segments, of, recall, most_mass)
+    return kernels.smallest_union_naive(verticals, segments, of, recall, most_mass)

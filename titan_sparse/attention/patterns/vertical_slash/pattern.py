@@ -16,19 +16,7 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
-from titan_sparse.attention.patterns.vertical_slash.budget import Segments, compact, smallest_sets
-from titan_sparse.attention.patterns.vertical_slash.joint import (
-    Incidence,
-    incidence,
-    smallest_union,
-)
-from titan_sparse.attention.patterns.vertical_slash.probe import (
-    blocks_back,
-    probe_geometry,
-    probe_masses,
-    sequences_of_pairs,
-)
-from titan_sparse.attention.patterns.vertical_slash.spans import (
+from titan_sparse.attention.patterns.spans import (
     Spans,
     entries,
     lookup,
@@ -38,6 +26,16 @@ from titan_sparse.attention.patterns.vertical_slash.spans import (
     spans_of_blocks,
     spans_of_mask,
 )
+from titan_sparse.attention.patterns.vertical_slash.budget import compact, smallest_sets
+from titan_sparse.attention.patterns.vertical_slash.joint import incidence, smallest_union
+from titan_sparse.attention.patterns.vertical_slash.probe import (
+    probe_geometry,
+    probe_masses,
+    sequences_of_pairs,
+)
+from titan_sparse.kernels.budget import Segments
+from titan_sparse.kernels.joint import Incidence
+from titan_sparse.kernels.probe import blocks_back
 
 
 class VerticalSlashIndex(BlockIndex):

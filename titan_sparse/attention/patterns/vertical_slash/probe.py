@@ -6,7 +6,7 @@ are exchanged so that each rank holds all keys for its share of the heads, and (
 choices are gathered.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns.vertical_slash.spans import (
+from titan_sparse.attention.patterns.spans import (
     Spans,
     entries,
     lookup,
@@ -23,25 +23,7 @@ from titan_sparse.attention.patterns.vertical_slash.spans import (
     spans_of_blocks,
 )
 from titan_sparse.kernels import probe as kernels
-
-_CHUNK_ELEMENTS = 1 << 26
-"""Scores held at a time: 256 MiB in fp32."""
-
-
-class Probe(NamedTuple):
-    """The last P queries of each of n spans; a span shorter than P has rows that see nothing.
-
-    q: [B, Hq, n, P, D] in its own dtype.
-    start, stop: int32 [B, n, P], the keys that each row sees.
-    block_back: int32 [B, n, P], how many blocks the row lies before the span's last block.
-    scale: of the scores.
-    """
-
-    q: Tensor
-    start: Tensor
-    stop: Tensor
-    block_back: Tensor
-    scale: float
+from titan_sparse.kernels.probe import KeyBlocks, Probe, blocks_back
 
 
 class Geometry(NamedTuple):
@@ -54,7 +36,7 @@ class Geometry(NamedTuple):
     order: int64 [ranks * n_local], brings the blocks of all ranks into global order.
     local: int64 [B, n P], where this rank holds each probe row.
     mine: bool [B, n P], whether it does.
-    start, stop, block_back: as in Probe.
+    start, stop, block_back: int32 [B, n, P], as in Probe.
     tile: int64 [N, E U], the tiles that make up each diagonal, the one behind the last for none.
     """
 
@@ -93,9 +75,13 @@ def probe_masses(
     """
     batch, heads = q.shape[:2]
     probe = _gather_probe(q, geometry, cp, queries, scale)
-    lse = _normaliser(probe, k, geometry, cp)
+    keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
+    lse = _normalizer(probe, keys, geometry.run, cp)
     # Of this rank's keys, for all heads: [B, Hq, n_local, V, b] and [B, Hq, n_local, T, U].
-    vertical, tile = _pooled(probe, lse, k, geometry.blocks, geometry.slot, cp.block_size, split)
+    if _by_kernels(keys):
+        vertical, tile = kernels.block_masses(probe, keys, lse, split)
+    else:
+        vertical, tile = kernels.block_masses_naive(probe, keys, lse, split)
 
     # What one head of one sequence holds on this rank.
     vertical_elements = vertical[0, 0].numel()
@@ -137,12 +123,6 @@ def sequences_of_pairs(batch: int, heads: int, cp: ContextParallel, device: torc
     pair = torch.arange(pairs, device=device) + cp.rank * pairs
     pair = pair.clamp(max=batch * heads - 1)
     return pair // heads
-
-
-def blocks_back(queries: int, block_size: int) -> int:
-    """Query blocks that the last `queries` queries can lie in."""
-    # As many as if the first of them were the last token of its block.
-    return (queries + block_size - 2) // block_size + 1
 
 
 def probe_geometry(
@@ -298,19 +278,17 @@ def _gather_probe(
     )
 
 
-def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel) -> Tensor:
+def _normalizer(probe: Probe, keys: KeyBlocks, run: Tensor, cp: ContextParallel) -> Tensor:
     """Log of the softmax sum over all ranks' keys, [B, Hq, n, P].
 
-    -inf for rows that see nothing.
+    -inf for rows that see nothing. run: as in Geometry.
     """
-    blocks = geometry.blocks
-    slot = geometry.slot
-    if k.is_cuda and k.dtype != torch.float64:
-        block_lse = kernels.block_lse(*_kernel_inputs(probe, k, blocks, slot, cp.block_size))
-        local_lse = kernels.span_lse(block_lse, slot, geometry.run)
+    if _by_kernels(keys):
+        block_lse = kernels.block_lse(probe, keys)
+        local_lse = kernels.span_lse(block_lse, keys.slot, run)
     else:
-        block_lse = _block_lse(probe, k, blocks, slot, cp.block_size)
-        local_lse = _span_lse(block_lse, slot, probe.q.shape[2])
+        block_lse = kernels.block_lse_naive(probe, keys)
+        local_lse = kernels.span_lse_naive(block_lse, keys.slot, run)
 
     # [ranks, B, Hq, n, P]
     all_lse = cp.all_gather(local_lse)
@@ -319,150 +297,6 @@ def _normaliser(probe: Probe, k: Tensor, geometry: Geometry, cp: ContextParallel
     return all_lse.logsumexp(0)
 
 
-def _pooled(
-    probe: Probe,
-    lse: Tensor,
-    k: Tensor,
-    blocks: Tensor,
-    slot: Tensor,
-    block_size: int,
-    split: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Masses of this rank's keys, by vertical and by tile.
-
-    By vertical: [B, Hq, n_local, V, b]. By tile and block back: [B, Hq, n_local, T, U].
-    V = U if split, else 1. lse: [B, Hq, n, P], of _normaliser().
-    """
-    if k.is_cuda and k.dtype != torch.float64:
-        # The same as _block_masses(), by a kernel; it takes no fp64.
-        queries = probe.q.shape[3]
-        back = blocks_back(queries, block_size)
-        inputs = _kernel_inputs(probe, k, blocks, slot, block_size)
-        return kernels.block_masses(*inputs, lse, probe.block_back, back, split)
-    return _block_masses(probe, lse, k, blocks, slot, block_size, split)
-
-
-def _kernel_inputs(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> tuple:
-    """The arguments that kernels.block_lse() and kernels.block_masses() both begin with."""
-    q, start, stop, _, scale = probe
-    return q, k, start, stop, slot, blocks, scale, block_size
-
-
-def _scores(
-    probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Scores of the probe's rows, some local blocks at a time.
-
-    Yields first and last of m local blocks, and their scores [B, Hq, m, T, P, b], -inf where
-    nothing is seen.
-    """
-    batch, heads, _, queries, dim = probe.q.shape
-    kv_heads = k.shape[1]
-    touching = slot.shape[-1]
-    dtype = torch.promote_types(probe.q.dtype, torch.float32)
-    # [B, Hkv, 1, n_local, 1, b, D]: KV heads beside their groups, as the scores are computed.
-    k_blocks = k.view(batch, kv_heads, -1, 1, block_size, dim)[:, :, None]
-    # [B, n, Hq, P, D]
-    q_spans = probe.q.transpose(1, 2)
-    sequence = torch.arange(batch, device=k.device)[:, None, None]
-    in_block = torch.arange(block_size, device=k.device)
-
-    block_elements = batch * heads * touching * queries * block_size
-    step = max(1, _CHUNK_ELEMENTS // block_elements)
-    for first in range(0, len(blocks), step):
-        last = min(first + step, len(blocks))
-        # [B, m, T]
-        span = slot[:, first:last].clamp(min=0)
-
-        # [B, m, T, Hq, P, D] -> [B, Hq, m, T, P, D] -> [B, Hkv, G, m, T, P, D]
-        q = q_spans[sequence, span].permute(0, 3, 1, 2, 4, 5)
-        q = q.unflatten(1, (kv_heads, -1)).to(dtype)
-        # [B, Hkv, 1, m, 1, b, D]
-        keys = k_blocks[:, :, :, first:last].to(dtype)
-        # [B, Hkv, G, m, T, P, b] -> [B, Hq, m, T, P, b]
-        scores = q * probe.scale @ keys.transpose(-1, -2)
-        scores = scores.flatten(1, 2)
-
-        # [m, 1, 1, b]
-        position = blocks[first:last, None] * block_size + in_block
-        position = position[:, None, None]
-        # [B, m, T, P, 1]
-        start = probe.start[sequence, span][..., None]
-        stop = probe.stop[sequence, span][..., None]
-        # [B, m, T, 1, 1]
-        touched = (slot[:, first:last] >= 0)[..., None, None]
-        # [B, m, T, P, b]
-        seen = (position >= start) & (position < stop) & touched
-        yield first, last, scores.masked_fill(~seen[:, None], -torch.inf)
-
-
-def _block_lse(probe: Probe, k: Tensor, blocks: Tensor, slot: Tensor, block_size: int) -> Tensor:
-    """Twin of kernels.block_lse(): [B, Hq, n_local, T, P]."""
-    chunks = []
-    # [B, Hq, m, T, P, b] -> [B, Hq, m, T, P]
-    for _, _, scores in _scores(probe, k, blocks, slot, block_size):
-        chunks.append(scores.logsumexp(-1))
-    return torch.cat(chunks, dim=2)
-
-
-def _span_lse(block_lse: Tensor, slot: Tensor, n: int) -> Tensor:
-    """Twin of kernels.span_lse(): [B, Hq, n, P] from [B, Hq, n_local, T, P]."""
-    # [B, Hq, n_local T, P]
-    lse = block_lse.flatten(2, 3)
-    batch, heads, _, queries = lse.shape
-    # [B, Hq, n_local T, P]: what touches no span is -inf, so that it may be added to any.
-    span = slot.long().clamp(min=0).flatten(1)
-    span = span[:, None, :, None].expand_as(lse)
-
-    # [B, Hq, n, P], finite also for rows that see nothing.
-    nothing = lse.new_full((batch, heads, n, queries), -torch.inf)
-    largest = nothing.scatter_reduce(2, span, lse, "amax")
-    largest = largest.clamp(min=torch.finfo(lse.dtype).min)
-
-    # [B, Hq, n_local T, P]
-    weight = (lse - largest.gather(2, span)).exp()
-    # [B, Hq, n, P]
-    total = torch.zeros_like(largest).scatter_add(2, span, weight)
-    return largest + total.log()
-
-
-def _block_masses(
-    probe: Probe,
-    lse: Tensor,
-    k: Tensor,
-    blocks: Tensor,
-    slot: Tensor,
-    block_size: int,
-    split: bool,
-) -> tuple[Tensor, Tensor]:
-    """Twin of kernels.block_masses(): what _pooled() returns."""
-    batch, _, _, queries, _ = probe.q.shape
-    back = blocks_back(queries, block_size)
-    # [B, n, Hq, P], finite also for rows that see nothing: their masses are 0, not NaN.
-    finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
-    finite_lse = finite_lse.transpose(1, 2)
-    sequence = torch.arange(batch, device=k.device)[:, None, None]
-    verticals = []
-    tiles = []
-    for first, last, scores in _scores(probe, k, blocks, slot, block_size):
-        # [B, m, T]
-        span = slot[:, first:last].clamp(min=0)
-        # [B, m, T, Hq, P] -> [B, Hq, m, T, P]
-        row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)
-        # [B, Hq, m, T, P, b]
-        mass = (scores - row_lse[..., None]).exp()
-
-        # [B, m, T, P], and one-hot [B, 1, m, T, P, U]: in which block each row lies.
-        row_back = probe.block_back[sequence, span].long()
-        row_back = row_back.clamp(max=back - 1)
-        row_block = F.one_hot(row_back, back).to(mass.dtype)[:, None]
-
-        # [B, Hq, m, V, b]: a vertical is in one span at most, the others hold no mass of it.
-        if split:
-            verticals.append((row_block.mT @ mass).sum(3))
-        else:
-            verticals.append(mass.sum(dim=(3, 4))[..., None, :])
-        # [B, Hq, m, T, 1, P] @ [B, 1, m, T, P, U] -> [B, Hq, m, T, U]
-        row_mass = mass.sum(-1)[..., None, :]
-        tiles.append((row_mass @ row_block).squeeze(-2))
-    return torch.cat(verticals, dim=2), torch.cat(tiles, dim=2)
+def _by_kernels(keys: KeyBlocks) -> bool:
+    """Whether Triton's kernels take these keys; they take no fp64."""
+    return keys.k.is_cuda and keys.k.dtype != torch.float64

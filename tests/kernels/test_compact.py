@@ -1,0 +1,45 @@
+"""Positions of set flags: the kernel against its plain-torch twin, and against nonzero()."""
+
+import pytest
+import torch
+
+from titan_sparse.kernels.compact import compact, compact_naive
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize(
+    "shape, capacity",
+    [
+        ((3, 5000), 1700),
+        ((2, 1024), 1024),
+        ((1, 1), 128),
+        ((2, 70), 200),
+        ((2, 3000), 17),
+        ((2, 50), 0),
+        ((1, 100), 5000),
+    ],
+)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_positions(shape, capacity, share):
+    rows, length = shape
+    fill = length + 5
+    random = torch.rand(rows, length + 13, generator=torch.Generator().manual_seed(1))
+    # A slice of longer rows.
+    on = (random.to(DEVICE) < share)[:, :length]
+    got = compact(on, capacity, fill)
+    want = compact_naive(on, capacity, fill)
+    assert got.dtype == want.dtype
+    assert torch.equal(got, want)
+    for row in range(rows):
+        listed = on[row].nonzero().flatten()[:capacity]
+        assert torch.equal(got[row, : len(listed)].long(), listed)
+        assert (got[row, len(listed) :] == fill).all()
+
+
+def test_positions_in_a_transposed_table():
+    """As tiles.block_tiles() asks for them where one list serves all heads: a view."""
+    on = torch.rand(1, 1, 70, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE) < 0.4
+    view = on.mT.flatten(0, 2)
+    assert not view.is_contiguous()
+    assert torch.equal(compact(view, 70, 0), compact_naive(view, 70, 0))

@@ -1,0 +1,101 @@
+"""Positions of the True elements of a table of flags, as lists of a fixed width."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 1024
+"""Flags that a program looks at."""
+
+
+def compact_naive(selected: Tensor, capacity: int, fill: int) -> Tensor:
+    """The twin of compact()."""
+    # [N, L]
+    rank = selected.long().cumsum(-1) - 1
+    slot = torch.where(selected & (rank < capacity), rank, capacity)
+    # [L]
+    position = torch.arange(selected.shape[1], dtype=torch.int32, device=selected.device)
+
+    # [N, capacity + 1]: the last slot takes what is not selected, or does not fit, and is cut off.
+    shape = (len(selected), capacity + 1)
+    positions = torch.full(shape, fill, dtype=torch.int32, device=selected.device)
+    positions.scatter_(1, slot, position.expand_as(slot))
+    return positions[:, :capacity].contiguous()
+
+
+@triton.jit
+def _count_kernel(selected, count, length, stride, CHUNK: tl.constexpr):
+    """How many flags are set in each chunk of each row. count: [N, chunks]."""
+    i_chunk = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0)
+    o = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    on = tl.load(selected + i_row * stride + o, mask=o < length, other=0)
+    tl.store(count + i_row * chunks + i_chunk, tl.sum(on.to(tl.int32), 0))
+
+
+@triton.jit
+def _write_kernel(
+    selected,
+    count,
+    positions,
+    length,
+    stride,
+    capacity,
+    fill,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The positions of a chunk's flags, behind those of the chunks before it.
+
+    CHUNKS: a power of two, at least the number of chunks of a row.
+    """
+    i_chunk = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0)
+    o = i_chunk * CHUNK + tl.arange(0, CHUNK)
+    o_chunk = tl.arange(0, CHUNKS)
+    # [CHUNKS]: every program adds up the counts of the whole row, which are few.
+    b_count = tl.load(count + i_row * chunks + o_chunk, mask=o_chunk < chunks, other=0)
+    # [CHUNK]
+    on = tl.load(selected + i_row * stride + o, mask=o < length, other=0).to(tl.int32)
+    chunks_before = tl.sum(tl.where(o_chunk < i_chunk, b_count, 0), 0)
+    rank = chunks_before + tl.cumsum(on, 0) - 1
+
+    positions += i_row * capacity
+    tl.store(positions + rank, o, mask=(on != 0) & (rank < capacity))
+    # Places behind the last flag of the row are filled by whichever program has their numbers.
+    is_left_over = (o >= tl.sum(b_count, 0)) & (o < capacity)
+    tl.store(positions + o, tl.zeros_like(o) + fill, mask=is_left_over)
+
+
+def compact(selected: Tensor, capacity: int, fill: int) -> Tensor:
+    """Positions int32 [N, capacity] of the True elements of bool [N, L], ascending.
+
+    What is left of the capacity is filled up with `fill`. Positions beyond the capacity are left
+    out. Rows of `selected` may be slices of longer ones. Two launches.
+    """
+    rows, length = selected.shape
+    if selected.stride(1) != 1:
+        # A transposed table.
+        selected = selected.contiguous()
+    # The programs cover both the flags and the places that are to be filled.
+    chunks = triton.cdiv(max(length, capacity, 1), _CHUNK)
+    count = selected.new_empty(rows, chunks, dtype=torch.int32)
+    positions = selected.new_empty(rows, capacity, dtype=torch.int32)
+    flags = selected.view(torch.int8)
+    stride = selected.stride(0)
+    _count_kernel[(chunks, rows)](flags, count, length, stride, CHUNK=_CHUNK)
+    _write_kernel[(chunks, rows)](
+        flags,
+        count,
+        positions,
+        length,
+        stride,
+        capacity,
+        fill,
+        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNK=_CHUNK,
+    )
+    return positions

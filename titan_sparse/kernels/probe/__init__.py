@@ -1,0 +1,25 @@
+"""What a probe of a span's last queries sees of every block of keys: two passes over the keys.
+
+block_lse(probe, keys) -> lse of each block
+span_lse(block_lse, slot, run) -> lse of each span
+block_masses(probe, keys, lse, split) -> masses by vertical, masses by tile
+
+The normalizer of a row is known only after all of the keys, so that the softmax sums come first,
+and the masses by vertical and by tile in a second pass. The twins have the same signatures.
+"""
+
+from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe, blocks_back
+from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
+from titan_sparse.kernels.probe.naive import block_lse_naive, block_masses_naive, span_lse_naive
+
+__all__ = [
+    "KeyBlocks",
+    "Probe",
+    "block_lse",
+    "block_lse_naive",
+    "block_masses",
+    "block_masses_naive",
+    "blocks_back",
+    "span_lse",
+    "span_lse_naive",
+]

@@ -1,0 +1,385 @@
+"""What a probe of a span's last queries sees of every block of keys.
+
+In the kernels i_b is a sequence, i_h a query head, i_bh both, i_c a block of keys, i_t one of the
+spans that touch the block, and `group` the query heads of a KV head. P and D are the probe's
+queries and the head dimension, rounded up to a power of two; SIZE is the block size.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe, blocks_back
+
+
+@triton.jit
+def _scores(
+    q,
+    k,
+    start,
+    stop,
+    slot,
+    blocks,
+    scale,
+    i_b,
+    i_h,
+    i_c,
+    i_t,
+    heads,
+    group,
+    n,
+    local,
+    queries,
+    dim,
+    T: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Scores [P, SIZE] of a block of keys for the span in its slot i_t, and the span.
+
+    -inf where nothing is seen. If there is no span, everything is -inf and the span is 0, which is
+    safe to look up.
+    """
+    o_p = tl.arange(0, P)
+    o_k = tl.arange(0, SIZE)
+    o_d = tl.arange(0, D)
+    m_p = o_p < queries
+    m_d = o_d < dim
+    span = tl.load(slot + (i_b * local + i_c) * T + i_t)
+    known = tl.maximum(span, 0)
+
+    # [P, D]
+    q_row = ((i_b * heads + i_h) * n + known) * queries + o_p
+    q_at = q + q_row[:, None] * dim + o_d[None, :]
+    b_q = tl.load(q_at, mask=m_p[:, None] & m_d[None, :], other=0.0)
+    # [SIZE, D]
+    k_row = ((i_b * (heads // group) + i_h // group) * local + i_c) * SIZE + o_k
+    k_at = k + k_row[:, None] * dim + o_d[None, :]
+    b_k = tl.load(k_at, mask=m_d[None, :], other=0.0)
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+        b_k = b_k.to(tl.float32)
+    # [P, SIZE]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+
+    # [P], from where to where each query sees, and [SIZE].
+    row = (i_b * n + known) * queries + o_p
+    b_start = tl.load(start + row, mask=m_p, other=0)
+    b_stop = tl.load(stop + row, mask=m_p, other=0)
+    b_stop = tl.where(span >= 0, b_stop, b_start)
+    position = tl.load(blocks + i_c) * SIZE + o_k
+    seen = (position[None, :] >= b_start[:, None]) & (position[None, :] < b_stop[:, None])
+    return tl.where(seen, b_s, float("-inf")), known
+
+
+@triton.jit
+def _lse_kernel(
+    q,
+    k,
+    start,
+    stop,
+    slot,
+    blocks,
+    lse,
+    scale,
+    heads,
+    group,
+    n,
+    local,
+    queries,
+    dim,
+    T: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Log of the softmax sums of a block of keys, for one span that touches it."""
+    i_c = tl.program_id(0)
+    i_t = tl.program_id(1)
+    i_bh = tl.program_id(2).to(tl.int64)
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    b_s, _ = _scores(
+        q,
+        k,
+        start,
+        stop,
+        slot,
+        blocks,
+        scale,
+        i_b,
+        i_h,
+        i_c,
+        i_t,
+        heads,
+        group,
+        n,
+        local,
+        queries,
+        dim,
+        T,
+        P,
+        D,
+        SIZE,
+        UPCAST,
+    )
+    # [P]; finite also for rows that see nothing: their sums are 0, not NaN.
+    top = tl.maximum(tl.max(b_s, 1), -3.0e38)
+    total = tl.sum(tl.exp(b_s - top[:, None]), 1)
+    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    o_p = tl.arange(0, P)
+    row = ((i_bh * local + i_c) * T + i_t) * queries + o_p
+    tl.store(lse + row, value, mask=o_p < queries)
+
+
+@triton.jit
+def _span_kernel(
+    block_lse,
+    slot,
+    run,
+    lse,
+    heads,
+    n,
+    local,
+    queries,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Log of the softmax sums of a span, for ROWS of the probe's queries.
+
+    Looks at BLOCKS of the span's blocks at a time, and keeps the largest value seen so far.
+    """
+    o_p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i_span = tl.program_id(1)
+    i_bh = tl.program_id(2).to(tl.int64)
+    i_b = i_bh // heads
+    first = tl.load(run + (i_b * n + i_span) * 2)
+    last = tl.load(run + (i_b * n + i_span) * 2 + 1)
+    # [ROWS]
+    top = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(first, last, BLOCKS):
+        o_c = start + tl.arange(0, BLOCKS)
+        for i_t in tl.static_range(T):
+            # [BLOCKS]: a block's other slot belongs to another span.
+            b_slot = tl.load(slot + (i_b * local + o_c) * T + i_t, mask=o_c < last, other=-1)
+            touches = b_slot == i_span
+            # [BLOCKS, ROWS]
+            at = ((i_bh * local + o_c) * T + i_t)[:, None] * queries + o_p[None, :]
+            inside = touches[:, None] & (o_p < queries)[None, :]
+            b_lse = tl.load(block_lse + at, mask=inside, other=float("-inf"))
+            higher = tl.maximum(top, tl.max(b_lse, 0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(b_lse - higher[None, :]), 0)
+            top = higher
+    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    tl.store(lse + (i_bh * n + i_span) * queries + o_p, value, mask=o_p < queries)
+
+
+@triton.jit
+def _mass_kernel(
+    q,
+    k,
+    start,
+    stop,
+    slot,
+    blocks,
+    lse,
+    block_back,
+    vertical,
+    tile,
+    scale,
+    heads,
+    group,
+    n,
+    local,
+    queries,
+    dim,
+    T: tl.constexpr,
+    U: tl.constexpr,
+    V: tl.constexpr,
+    V2: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Masses of a block of keys, by vertical and by tile.
+
+    vertical: fp32 [B, Hq, n_local, V, SIZE]. tile: fp32 [B, Hq, n_local, T, U]. V2: V, rounded up
+    to a power of two.
+    """
+    i_c = tl.program_id(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // heads
+    i_h = i_bh % heads
+    o_p = tl.arange(0, P)
+    o_v = tl.arange(0, V2)
+    # A vertical is in one span at most; over the others' slots it adds up zeros.
+    b_vertical = tl.zeros([V2, SIZE], tl.float32)
+    for i_t in tl.static_range(T):
+        b_s, known = _scores(
+            q,
+            k,
+            start,
+            stop,
+            slot,
+            blocks,
+            scale,
+            i_b,
+            i_h,
+            i_c,
+            i_t,
+            heads,
+            group,
+            n,
+            local,
+            queries,
+            dim,
+            T,
+            P,
+            D,
+            SIZE,
+            UPCAST,
+        )
+        # [P, SIZE]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
+        b_lse = tl.load(lse + (i_bh * n + known) * queries + o_p, mask=o_p < queries, other=0.0)
+        b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[:, None])
+        # [P]
+        b_row = tl.sum(b_mass, 1)
+        back_at = block_back + (i_b * n + known) * queries + o_p
+        back = tl.load(back_at, mask=o_p < queries, other=-1)
+        for u in tl.static_range(U):
+            b_tile = tl.sum(tl.where(back == u, b_row, 0.0), 0)
+            tl.store(tile + ((i_bh * local + i_c) * T + i_t) * U + u, b_tile)
+        for v in tl.static_range(V):
+            # [SIZE]: of all rows, or of those in one block.
+            if V == 1:
+                b_sum = tl.sum(b_mass, 0)
+            else:
+                b_sum = tl.sum(tl.where((back == v)[:, None], b_mass, 0.0), 0)
+            b_vertical += tl.where((o_v == v)[:, None], b_sum[None, :], 0.0)
+    row = (i_bh * local + i_c) * V + o_v
+    at = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(vertical + at, b_vertical, mask=(o_v < V)[:, None])
+
+
+def _tile_options(q: Tensor, block_size: int) -> dict:
+    """Sizes of a program's tile, and the warps that it gets."""
+    queries, dim = q.shape[3:]
+    # tl.dot() wants 16 or more. The interpreter multiplies in fp32.
+    interpreted = q.device.type == "cpu"
+    return dict(
+        P=max(16, triton.next_power_of_2(queries)),
+        D=max(16, triton.next_power_of_2(dim)),
+        SIZE=block_size,
+        UPCAST=interpreted,
+        num_warps=8 if block_size >= 128 else 4,
+    )
+
+
+def block_lse(probe: Probe, keys: KeyBlocks) -> Tensor:
+    """Log of each probe row's softmax sum over each block, fp32 [B, Hq, n_local, T, P].
+
+    -inf where nothing is seen. q and k may have any floating dtype but fp64.
+    """
+    q = probe.q
+    batch, heads, n, queries, dim = q.shape
+    _, local, touching = keys.slot.shape
+    lse = torch.empty(batch, heads, local, touching, queries, dtype=torch.float32, device=q.device)
+    _lse_kernel[(local, touching, batch * heads)](
+        q.contiguous(),
+        keys.k.contiguous(),
+        probe.start.contiguous(),
+        probe.stop.contiguous(),
+        keys.slot.contiguous(),
+        keys.blocks,
+        lse,
+        probe.scale,
+        heads,
+        heads // keys.k.shape[1],
+        n,
+        local,
+        queries,
+        dim,
+        T=touching,
+        **_tile_options(q, keys.block_size),
+    )
+    return lse
+
+
+def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
+    """Log of each probe row's softmax sum over the blocks of its span, fp32 [B, Hq, n, P].
+
+    -inf where nothing is seen.
+    block_lse: of block_lse(). slot: of KeyBlocks. run: int32 [B, n, 2], the first block that
+    touches a span and the one behind the last.
+    """
+    batch, heads, local, touching, queries = block_lse.shape
+    n = run.shape[1]
+    lse = block_lse.new_empty(batch, heads, n, queries)
+    _span_kernel[(triton.cdiv(queries, 32), n, batch * heads)](
+        block_lse.contiguous(),
+        slot,
+        run,
+        lse,
+        heads,
+        n,
+        local,
+        queries,
+        T=touching,
+        ROWS=32,
+        BLOCKS=64,
+        num_warps=4,
+    )
+    return lse
+
+
+def block_masses(
+    probe: Probe, keys: KeyBlocks, lse: Tensor, split: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Softmax masses that the probe gives to each block, by vertical and by tile.
+
+    lse: fp32 [B, Hq, n, P], over all keys.
+    split: masses of verticals, too, come apart by block back, V = U; else V = 1.
+    Returns the masses by vertical, fp32 [B, Hq, n_local, V, block_size], and by tile and block
+    back, fp32 [B, Hq, n_local, T, U], where U = blocks_back().
+    """
+    q = probe.q
+    batch, heads, n, queries, dim = q.shape
+    _, local, touching = keys.slot.shape
+    block_size = keys.block_size
+    back = blocks_back(queries, block_size)
+    groups = back if split else 1
+    new = dict(dtype=torch.float32, device=q.device)
+    vertical = torch.empty(batch, heads, local, groups, block_size, **new)
+    tile = torch.empty(batch, heads, local, touching, back, **new)
+    _mass_kernel[(local, batch * heads)](
+        q.contiguous(),
+        keys.k.contiguous(),
+        probe.start.contiguous(),
+        probe.stop.contiguous(),
+        keys.slot.contiguous(),
+        keys.blocks,
+        lse.contiguous(),
+        probe.block_back.contiguous(),
+        vertical,
+        tile,
+        probe.scale,
+        heads,
+        heads // keys.k.shape[1],
+        n,
+        local,
+        queries,
+        dim,
+        T=touching,
+        U=back,
+        V=groups,
+        V2=triton.next_power_of_2(groups),
+        **_tile_options(q, block_size),
+    )
+    return vertical, tile
