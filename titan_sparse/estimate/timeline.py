@@ -30,7 +30,8 @@ class Timeline(NamedTuple):
 
     def finish(self) -> Tensor:
         """Seconds until each rank is done, [W]."""
-        return (self.compute + self.waiting).sum(-1)
+        seconds_of_steps = self.compute + self.waiting
+        return seconds_of_steps.sum(-1)
 
     def seconds(self) -> float:
         """Seconds until the last rank is done."""
@@ -38,7 +39,8 @@ class Timeline(NamedTuple):
 
     def exposed(self) -> float:
         """Largest exposed communication of a rank, in seconds."""
-        return self.waiting.sum(-1).max().item()
+        waiting_of_rank = self.waiting.sum(-1)
+        return waiting_of_rank.max().item()
 
 
 class VerticalExchange(NamedTuple):
@@ -97,10 +99,15 @@ class _Communicator:
         Returns when it has sent and received its share, [W]; -inf where it has neither.
         """
         ready = torch.maximum(now, self.free)
+        # A rank receives what the previous one sends, once both have come to it.
         receives = sends[self.previous]
-        both_ready = torch.maximum(ready, ready[self.previous])
-        received = torch.where(receives, both_ready + self.seconds, -torch.inf)
-        sent = torch.where(sends, received[self.next], -torch.inf)
+        sender_ready = ready[self.previous]
+        both_ready = torch.maximum(ready, sender_ready)
+        arrived = both_ready + self.seconds
+        received = torch.where(receives, arrived, -torch.inf)
+        # Sending is over when the next rank has received.
+        next_received = received[self.next]
+        sent = torch.where(sends, next_received, -torch.inf)
         over = torch.maximum(received, sent)
         self.free = torch.maximum(self.free, over)
         return over
@@ -136,11 +143,13 @@ class _Rings:
 
     def post_inner(self, now: Tensor, step: int) -> Tensor:
         """The transfer inside nodes after a step; returns when it is over, [W]."""
-        return self.inner.post(now, self.inner_sends[:, step])
+        sends = self.inner_sends[:, step]
+        return self.inner.post(now, sends)
 
     def post_outer(self, now: Tensor, window: int) -> Tensor:
         """The transfer between nodes after a window; returns when it is over, [W]."""
-        return self.outer.post(now, self.outer_sends[:, window])
+        sends = self.outer_sends[:, window]
+        return self.outer.post(now, sends)
 
 
 class _Clock:
@@ -152,7 +161,8 @@ class _Clock:
     """
 
     def __init__(self, compute: Tensor):
-        self.now = torch.zeros(len(compute), dtype=torch.float64)
+        ranks = len(compute)
+        self.now = torch.zeros(ranks, dtype=torch.float64)
         self.compute = compute
         self.waiting = torch.zeros_like(compute)
         self.ended = torch.zeros_like(compute)
@@ -160,14 +170,16 @@ class _Clock:
 
     def work(self, step: int) -> None:
         """Compute one unit of a step."""
-        self.now = self.now + self.compute[:, step]
+        seconds = self.compute[:, step]
+        self.now = self.now + seconds
         self.step = step
         self.ended[:, step] = self.now
 
     def wait(self, until: Tensor) -> None:
         """Wait, and count it to the step that was computed last. until: [W], or -inf."""
         now = torch.maximum(self.now, until)
-        self.waiting[:, self.step] += now - self.now
+        waited = now - self.now
+        self.waiting[:, self.step] += waited
         self.now = now
 
     def wait_for_verticals(self, verticals: VerticalExchange | None, step: int) -> None:
@@ -181,8 +193,10 @@ class _Clock:
         """The exchange begins when the last rank has all gradients of its verticals."""
         if verticals is None:
             return
-        complete = self.ended.gather(1, verticals.step[:, None]).max()
-        self.wait(complete + verticals.seconds)
+        # [W, 1]
+        last_step = verticals.step[:, None]
+        complete = self.ended.gather(1, last_step)
+        self.wait(complete.max() + verticals.seconds)
 
 
 def ring_forward(
@@ -299,7 +313,9 @@ class _Homeward:
         """Send the sum of the last window on to the next node."""
         if self.window is None:
             return
-        self.clock.wait(torch.maximum(self.inner, self.outer))
+        # What arrives on either ring is added before the sum goes on.
+        both_over = torch.maximum(self.inner, self.outer)
+        self.clock.wait(both_over)
         self.outer = self.rings.post_outer(self.clock.now, self.window)
         self.inner = torch.full_like(self.inner, -torch.inf)
         self.window = None
@@ -307,7 +323,8 @@ class _Homeward:
     def finish(self) -> None:
         """Wait until all gradients are home."""
         self.finish_node()
-        self.clock.wait(torch.maximum(self.inner, self.outer))
+        both_over = torch.maximum(self.inner, self.outer)
+        self.clock.wait(both_over)
 
 
 def gather_forward(compute: Tensor, gather: float) -> Timeline:
@@ -322,7 +339,8 @@ def gather_forward(compute: Tensor, gather: float) -> Timeline:
     for head in range(compute.shape[1]):
         began = now.clamp(min=arrives)
         # The next gather begins when all ranks have come to it and this one is over.
-        arrives = max(now.max().item(), arrives) + gather
+        last_came = now.max().item()
+        arrives = max(last_came, arrives) + gather
         waiting[:, head] = began - now
         now = began + compute[:, head]
     return Timeline(compute, waiting)
@@ -334,11 +352,16 @@ def gather_backward(compute: Tensor, gather: float, scatter: float) -> Timeline:
     scatter: seconds to bring the gradient of one KV head home, while the next head is computed.
     """
     timeline = gather_forward(compute, gather)
-    ends = (timeline.compute + timeline.waiting).cumsum(1)
+    # [W, KV heads]: when each rank is done with each head.
+    seconds_of_heads = timeline.compute + timeline.waiting
+    ends = seconds_of_heads.cumsum(1)
     home = 0.0
     for head in range(compute.shape[1]):
-        home = max(home, ends[:, head].max().item()) + scatter
-    timeline.waiting[:, -1] += home - ends[:, -1]
+        # A scatter begins when all ranks have computed the head and the one before is over.
+        last_end = ends[:, head].max().item()
+        home = max(home, last_end) + scatter
+    waiting_at_end = home - ends[:, -1]
+    timeline.waiting[:, -1] += waiting_at_end
     return timeline
 
 
@@ -348,7 +371,8 @@ def with_verticals(timeline: Timeline, seconds: float, begins: Tensor, needed: T
     begins, needed: [W] seconds. The exchange starts when the last rank begins it, and each rank
     waits for it at `needed`.
     """
-    late = (begins.max() + seconds - needed).clamp(min=0)
+    exchanged = begins.max() + seconds
+    late = (exchanged - needed).clamp(min=0)
     waiting = timeline.waiting.clone()
     waiting[:, -1] += late
     return Timeline(timeline.compute, waiting)
@@ -390,9 +414,14 @@ class _AllToAll:
         # [inter, intra]
         ready = torch.maximum(now, self.free).view(self.shape)
         seconds = seconds.view(self.shape)
-        anybody_sends = (seconds > 0).any(self.dim, keepdim=True)
-        ended = ready.amax(self.dim, keepdim=True) + seconds
-        over = torch.where(anybody_sends, ended, -torch.inf).flatten()
+        sends = seconds > 0
+        # One value for each communicator: the dim of its members becomes 1.
+        anybody_sends = sends.any(self.dim, keepdim=True)
+        all_ready = ready.amax(self.dim, keepdim=True)
+        ended = all_ready + seconds
+        over = torch.where(anybody_sends, ended, -torch.inf)
+        # Back to [W].
+        over = over.flatten()
         self.free = torch.maximum(self.free, over)
         return over
 
@@ -408,7 +437,10 @@ class _Arrivals:
         self.inner_seconds = keys.inner
         outer = _AllToAll(shape, _OUTER_DIM)
         start = torch.zeros_like(outer.free)
-        self.crossed = [outer.post(start, seconds) for seconds in keys.outer.unbind(1)]
+        # By stage, when its blocks have come from other nodes: [W] each.
+        self.crossed = []
+        for seconds in keys.outer.unbind(1):
+            self.crossed.append(outer.post(start, seconds))
 
     def post(self, now: Tensor, stage: int) -> Tensor:
         """Post a stage's exchange inside nodes; returns when all blocks of the stage are here, [W].
@@ -418,7 +450,10 @@ class _Arrivals:
         if stage == len(self.crossed):
             return torch.full_like(now, -torch.inf)
         crossed = self.crossed[stage]
-        handed_on = self.inner.post(torch.maximum(now, crossed), self.inner_seconds[:, stage])
+        # Inside a node ranks hand on what has come from other nodes.
+        ready = torch.maximum(now, crossed)
+        seconds = self.inner_seconds[:, stage]
+        handed_on = self.inner.post(ready, seconds)
         return torch.maximum(handed_on, crossed)
 
 
