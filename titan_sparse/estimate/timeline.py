@@ -30,8 +30,7 @@ class Timeline(NamedTuple):
 
     def finish(self) -> Tensor:
         """Seconds until each rank is done, [W]."""
-        seconds_of_steps = self.compute + self.waiting
-        return seconds_of_steps.sum(-1)
+        return (self.compute + self.waiting).sum(-1)
 
     def seconds(self) -> float:
         """Seconds until the last rank is done."""
@@ -39,8 +38,7 @@ class Timeline(NamedTuple):
 
     def exposed(self) -> float:
         """Largest exposed communication of a rank, in seconds."""
-        waiting_of_rank = self.waiting.sum(-1)
-        return waiting_of_rank.max().item()
+        return self.waiting.sum(-1).max().item()
 
 
 class VerticalExchange(NamedTuple):
@@ -106,8 +104,7 @@ class _Communicator:
         arrived = both_ready + self.seconds
         received = torch.where(receives, arrived, -torch.inf)
         # Sending is over when the next rank has received.
-        next_received = received[self.next]
-        sent = torch.where(sends, next_received, -torch.inf)
+        sent = torch.where(sends, received[self.next], -torch.inf)
         over = torch.maximum(received, sent)
         self.free = torch.maximum(self.free, over)
         return over
@@ -161,8 +158,7 @@ class _Clock:
     """
 
     def __init__(self, compute: Tensor):
-        ranks = len(compute)
-        self.now = torch.zeros(ranks, dtype=torch.float64)
+        self.now = torch.zeros(len(compute), dtype=torch.float64)
         self.compute = compute
         self.waiting = torch.zeros_like(compute)
         self.ended = torch.zeros_like(compute)
@@ -170,16 +166,14 @@ class _Clock:
 
     def work(self, step: int) -> None:
         """Compute one unit of a step."""
-        seconds = self.compute[:, step]
-        self.now = self.now + seconds
+        self.now = self.now + self.compute[:, step]
         self.step = step
         self.ended[:, step] = self.now
 
     def wait(self, until: Tensor) -> None:
         """Wait, and count it to the step that was computed last. until: [W], or -inf."""
         now = torch.maximum(self.now, until)
-        waited = now - self.now
-        self.waiting[:, self.step] += waited
+        self.waiting[:, self.step] += now - self.now
         self.now = now
 
     def wait_for_verticals(self, verticals: VerticalExchange | None, step: int) -> None:
@@ -314,8 +308,7 @@ class _Homeward:
         if self.window is None:
             return
         # What arrives on either ring is added before the sum goes on.
-        both_over = torch.maximum(self.inner, self.outer)
-        self.clock.wait(both_over)
+        self.clock.wait(torch.maximum(self.inner, self.outer))
         self.outer = self.rings.post_outer(self.clock.now, self.window)
         self.inner = torch.full_like(self.inner, -torch.inf)
         self.window = None
@@ -323,8 +316,7 @@ class _Homeward:
     def finish(self) -> None:
         """Wait until all gradients are home."""
         self.finish_node()
-        both_over = torch.maximum(self.inner, self.outer)
-        self.clock.wait(both_over)
+        self.clock.wait(torch.maximum(self.inner, self.outer))
 
 
 def gather_forward(compute: Tensor, gather: float) -> Timeline:
@@ -339,8 +331,7 @@ def gather_forward(compute: Tensor, gather: float) -> Timeline:
     for head in range(compute.shape[1]):
         began = now.clamp(min=arrives)
         # The next gather begins when all ranks have come to it and this one is over.
-        last_came = now.max().item()
-        arrives = max(last_came, arrives) + gather
+        arrives = max(now.max().item(), arrives) + gather
         waiting[:, head] = began - now
         now = began + compute[:, head]
     return Timeline(compute, waiting)
@@ -371,8 +362,7 @@ def with_verticals(timeline: Timeline, seconds: float, begins: Tensor, needed: T
     begins, needed: [W] seconds. The exchange starts when the last rank begins it, and each rank
     waits for it at `needed`.
     """
-    exchanged = begins.max() + seconds
-    late = (exchanged - needed).clamp(min=0)
+    late = (begins.max() + seconds - needed).clamp(min=0)
     waiting = timeline.waiting.clone()
     waiting[:, -1] += late
     return Timeline(timeline.compute, waiting)
@@ -414,14 +404,12 @@ class _AllToAll:
         # [inter, intra]
         ready = torch.maximum(now, self.free).view(self.shape)
         seconds = seconds.view(self.shape)
-        sends = seconds > 0
         # One value for each communicator: the dim of its members becomes 1.
-        anybody_sends = sends.any(self.dim, keepdim=True)
+        anybody_sends = (seconds > 0).any(self.dim, keepdim=True)
         all_ready = ready.amax(self.dim, keepdim=True)
         ended = all_ready + seconds
-        over = torch.where(anybody_sends, ended, -torch.inf)
-        # Back to [W].
-        over = over.flatten()
+        # [W]
+        over = torch.where(anybody_sends, ended, -torch.inf).flatten()
         self.free = torch.maximum(self.free, over)
         return over
 
@@ -438,9 +426,7 @@ class _Arrivals:
         outer = _AllToAll(shape, _OUTER_DIM)
         start = torch.zeros_like(outer.free)
         # By stage, when its blocks have come from other nodes: [W] each.
-        self.crossed = []
-        for seconds in keys.outer.unbind(1):
-            self.crossed.append(outer.post(start, seconds))
+        self.crossed = [outer.post(start, seconds) for seconds in keys.outer.unbind(1)]
 
     def post(self, now: Tensor, stage: int) -> Tensor:
         """Post a stage's exchange inside nodes; returns when all blocks of the stage are here, [W].
