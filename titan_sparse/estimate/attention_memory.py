@@ -11,12 +11,16 @@ from titan_sparse.estimate.step import Step
 
 def _query_elements(step: Step) -> int:
     """Elements of q of this rank."""
-    return step.tokens * step.model.heads * step.model.head_dim
+    model = step.model
+    query_width = model.heads * model.head_dim
+    return step.tokens * query_width
 
 
 def _kv_elements(step: Step) -> int:
     """Elements of K of this rank, which are as many as those of V."""
-    return step.tokens * step.model.kv_heads * step.model.head_dim
+    model = step.model
+    kv_width = model.kv_heads * model.head_dim
+    return step.tokens * kv_width
 
 
 def attention_workspace(step: Step) -> float:
@@ -29,13 +33,15 @@ def attention_workspace(step: Step) -> float:
     kv = _kv_elements(step)
     if step.backend == "eager":
         # Scores of a query block against all keys, a few of them.
-        return 3 * step.wide * step.sequences * model.heads * step.block_size * step.seq_len
+        queries_of_block = step.sequences * model.heads * step.block_size
+        return 3 * step.wide * queries_of_block * step.seq_len
     # Block lists: full and partial, by query and by key. Without verticals all heads share them.
     heads_with_lists = model.heads if step.verticals else 1
     blocks = -(-step.tokens // step.block_size)
     lists = 16 * blocks * step.most_blocks * heads_with_lists
     # Measured: 17 % of q, k, v and out, or the lists where they are larger.
-    size = max(0.17 * 2 * (query + kv) * step.width, lists)
+    share_of_tensors = 0.17 * 2 * (query + kv) * step.width
+    size = max(share_of_tensors, lists)
     if step.backend == "flex":
         # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv too.
         grouped_sums = 2 * kv if model.heads > model.kv_heads else 0
@@ -50,8 +56,12 @@ def _no_bytes(step: Step) -> float:
 
 def _workspace_of_heads(step: Step) -> float:
     """dK and dV of the whole sequence, of two heads: one computed on, one on its way home."""
-    heads = min(2, step.model.kv_heads)
-    return 2 * step.wide * _kv_elements(step) * step.cp * heads / step.model.kv_heads
+    kv_heads = step.model.kv_heads
+    heads_at_once = min(2, kv_heads)
+    # As many for dK as for dV, of all heads and ranks.
+    sequence_elements = _kv_elements(step) * step.cp
+    gradient_bytes = 2 * step.wide * sequence_elements
+    return gradient_bytes * heads_at_once / kv_heads
 
 
 def _workspace_of_chunks(step: Step) -> float:
@@ -74,7 +84,9 @@ def _workspace_of_blocks(step: Step) -> float:
         received_share = _power_of_two(stage_share * blocks) / blocks
     sums = step.wide * (step.inter + 1)
     in_transit = (stage_share + received_share) * (step.width + step.wide)
-    return step.wide * _query_elements(step) + 2 * _kv_elements(step) * (sums + in_transit)
+    query_bytes = step.wide * _query_elements(step)
+    kv_bytes = 2 * _kv_elements(step) * (sums + in_transit)
+    return query_bytes + kv_bytes
 
 
 _WORKSPACE = {
@@ -98,17 +110,22 @@ def cp_buffers(step: Step) -> float:
 
 def _head_elements(step: Step) -> int:
     """Elements of K and V of one KV head, of the whole sequence."""
-    return 2 * step.sequences * step.seq_len * step.model.head_dim
+    tokens = step.sequences * step.seq_len
+    # The 2 is for K and V.
+    return 2 * tokens * step.model.head_dim
 
 
 def _chunk_elements(step: Step) -> float:
     """Elements of K and V of one rank, all KV heads."""
-    return _head_elements(step) * step.model.kv_heads / step.cp
+    kv_heads = step.model.kv_heads
+    sequence_elements = _head_elements(step) * kv_heads
+    return sequence_elements / step.cp
 
 
 def _buffers_of_heads(step: Step) -> float:
     """Two heads of the whole sequence: one is computed on while the next one arrives."""
-    return 2 * _head_elements(step) * step.width
+    head_bytes = _head_elements(step) * step.width
+    return 2 * head_bytes
 
 
 def _buffers_of_chunks(step: Step) -> float:
@@ -116,23 +133,33 @@ def _buffers_of_chunks(step: Step) -> float:
 
     Besides, the chunk that a backward holds back for the end.
     """
-    outer_ranks, inner_ranks = step.schedule.rings(step.inter, step.cp // step.inter)
+    intra = step.cp // step.inter
+    outer_ranks, inner_ranks = step.schedule.rings(step.inter, intra)
     inner = min(2, inner_ranks - 1)
     outer = min(2, outer_ranks - 1)
     held_back = (inner > 0) * step.width
-    elements_bytes = (inner + outer) * (step.width + step.gradient_width) + held_back
-    return _chunk_elements(step) * elements_bytes
+    # Each hop has a buffer for keys and values and one for their gradients.
+    hop_bytes = step.width + step.gradient_width
+    # Bytes for each element of a chunk.
+    element_bytes = (inner + outer) * hop_bytes + held_back
+    return _chunk_elements(step) * element_bytes
 
 
 def _buffers_of_blocks(step: Step) -> float:
     """Between nodes own blocks and those handed on; the blocks of a stage; gradients likewise."""
     forward_or_backward_stages = min(step.overlap_stages)
     backward_stages = step.overlap_stages[1]
+    other_ranks = step.cp - 1
+    # Everything here is a multiple of this rank's own chunk.
     handed_on = step.inter if step.inter > 1 else 0
-    keys = handed_on + (step.cp - 1) / forward_or_backward_stages
-    gradients_of_stage = (step.cp - 1) / backward_stages
-    gradients = gradients_of_stage + min(step.inter - 1, step.inter / backward_stages)
-    return _chunk_elements(step) * (step.width * keys + step.gradient_width * gradients)
+    keys = handed_on + other_ranks / forward_or_backward_stages
+    gradients_of_stage = other_ranks / backward_stages
+    gradients_between_nodes = min(step.inter - 1, step.inter / backward_stages)
+    gradients = gradients_of_stage + gradients_between_nodes
+    # Bytes for each element of the own chunk.
+    key_bytes = step.width * keys
+    gradient_bytes = step.gradient_width * gradients
+    return _chunk_elements(step) * (key_bytes + gradient_bytes)
 
 
 _BUFFERS = {
@@ -146,4 +173,6 @@ _BUFFERS = {
 
 def _power_of_two(blocks: float) -> int:
     """The first power of two that is not below a number of blocks."""
-    return 1 << (math.ceil(blocks) - 1).bit_length()
+    whole_blocks = math.ceil(blocks)
+    exponent = (whole_blocks - 1).bit_length()
+    return 1 << exponent

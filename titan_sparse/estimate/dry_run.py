@@ -46,12 +46,15 @@ class World:
         """GiB that a step may be estimated to need of PyTorch's allocator."""
         if self.device_memory is None:
             return None
-        return (1 - RESERVE) * self.device_memory - outside_gib(self.ranks)
+        not_reserved = (1 - RESERVE) * self.device_memory
+        return not_reserved - outside_gib(self.ranks)
 
 
 def outside_gib(ranks: int) -> float:
     """GiB of a device's memory that are not PyTorch's to hand out."""
-    return OUTSIDE_GIB + (COMMUNICATORS_GIB if ranks > 1 else 0)
+    if ranks > 1:
+        return OUTSIDE_GIB + COMMUNICATORS_GIB
+    return OUTSIDE_GIB
 
 
 def world(ranks: int, ranks_per_node: int, device_memory: float) -> World:
@@ -74,7 +77,9 @@ def dry_run(config: Config, where: World) -> tuple[str, bool]:
     step = _step(config, model, pattern, where)
     needed = peak_gib(step)
     fits = where.usable is None or needed <= where.usable
-    lines = _shape(config, step, where) + _table(step) + _verdict(needed, where)
+    lines = _shape(config, step, where)
+    lines += _table(step)
+    lines += _verdict(needed, where)
     if not fits:
         lines += _what_helps(step, where)
     lines += _flops(config, model, pattern, where)
@@ -98,7 +103,8 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     def needed(multiples: int) -> float:
         longer = copy.deepcopy(config)
         longer.training.seq_len = multiples * multiple
-        return peak_gib(_step(longer, model, pattern, where))
+        step = _step(longer, model, pattern, where)
+        return peak_gib(step)
 
     # Bisection: `low` fits (0 tokens do), and nothing above `high` does.
     low = 0
@@ -126,7 +132,14 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
 
 def _step(config: Config, model: DecoderConfig, pattern: Pattern, where: World) -> Step:
     backend = _backend(config, model)
-    return step_of(config, model, pattern, backend, where.ranks, where.ranks_per_node)
+    return step_of(
+        config,
+        model,
+        pattern,
+        backend,
+        world_size=where.ranks,
+        local_world_size=where.ranks_per_node,
+    )
 
 
 def _backend(config: Config, model: DecoderConfig) -> str:
@@ -174,7 +187,8 @@ def _shape(config: Config, step: Step, where: World) -> list[str]:
 
 
 def _ranks(where: World) -> str:
-    return f"{where.ranks} rank{'s' if where.ranks > 1 else ''}"
+    plural = "s" if where.ranks > 1 else ""
+    return f"{where.ranks} rank{plural}"
 
 
 def _table(step: Step) -> list[str]:
@@ -184,16 +198,26 @@ def _table(step: Step) -> list[str]:
     lines = ["", "GiB of a rank at the worst moment of each phase:"]
     for number, (phase, parts) in enumerate(phases.items(), 1):
         mark = "  <- the peak" if phase == peak else ""
-        lines.append(f"  ({number}) {phase:<28}{sum(parts.values()):9.2f}{mark}")
-    numbers = [f"({number})" for number in range(1, len(phases) + 1)]
-    lines.append(f"  {'part':<28}" + "".join(f"{number:>9}" for number in numbers))
+        total = sum(parts.values())
+        lines.append(f"  ({number}) {phase:<28}{total:9.2f}{mark}")
+
+    # Phases are numbered from 1: their names would be too wide for columns.
+    header = f"  {'part':<28}"
+    for number in range(1, len(phases) + 1):
+        column = f"({number})"
+        header += f"{column:>9}"
+    lines.append(header)
+
     # Parts in the order in which the phases name them first.
-    parts_in_order = dict.fromkeys(part for parts in phases.values() for part in parts)
+    parts_in_order: dict[str, None] = {}
+    for parts in phases.values():
+        parts_in_order |= dict.fromkeys(parts)
     for part in parts_in_order:
         sizes = [parts.get(part, 0.0) for parts in phases.values()]
         # What would be printed as 0.00 everywhere is left out.
         if max(sizes) >= 0.005:
-            lines.append(f"  {part:<28}" + "".join(f"{size:9.2f}" for size in sizes))
+            columns = [f"{size:9.2f}" for size in sizes]
+            lines.append(f"  {part:<28}" + "".join(columns))
     return lines
 
 
@@ -238,7 +262,9 @@ def _what_helps(step: Step, where: World) -> list[str]:
 
     def with_size(text: str, changed: Step) -> str:
         size = peak_gib(changed)
-        verdict = " (fits)" if size <= where.usable else ""
+        verdict = ""
+        if size <= where.usable:
+            verdict = " (fits)"
         return f"{text} {size:.1f} GiB{verdict}"
 
     now = peak_gib(step)
@@ -284,7 +310,8 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
 
     def step_flops(pairs: float) -> float:
         """pairs: visited by one head in one sequence."""
-        return tokens * flops_per_token(model, heads * pairs / seq_len)
+        pairs_per_token = heads * pairs / seq_len
+        return tokens * flops_per_token(model, pairs_per_token)
 
     dense_pairs = causal_pairs(seq_len, attention.sliding_window, attention.window_sinks)
     dense = step_flops(dense_pairs)

@@ -45,8 +45,11 @@ def linear_flops_per_token(config: DecoderConfig) -> float:
     """
     query_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
-    # Projections of q and out, of k and v; gate, up and down.
-    width_of_matrices = 2 * (query_size + kv_size) + 3 * config.intermediate_size
+    # Projections of q and out, of k and v.
+    attention_width = 2 * (query_size + kv_size)
+    # Gate, up and down.
+    mlp_width = 3 * config.intermediate_size
+    width_of_matrices = attention_width + mlp_width
     return 6.0 * config.layers * config.hidden_size * width_of_matrices
 
 
@@ -70,7 +73,9 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
     besides.
     """
     inside = min(window or seq_len, seq_len)
-    pairs_in_window = inside * (inside + 1) / 2 + (seq_len - inside) * inside
+    # The first queries see a triangle, all later ones a full window.
+    triangle = inside * (inside + 1) / 2
+    pairs_in_window = triangle + (seq_len - inside) * inside
     if not sinks:
         return pairs_in_window
     # The sinks before the window grow with the distance, as a window from the sequence's start does.
@@ -104,4 +109,7 @@ def utilization(
     linear = linear_flops_per_token(config)
     rest = flops_per_token(config, pairs_per_token) - linear
     speedup = FLOAT8_SPEEDUP if float8 else 1.0
-    return (linear / speedup + rest) / peak * tokens_per_second
+    # As many bf16 FLOPs would take as long.
+    bf16_flops = linear / speedup + rest
+    seconds_at_peak = bf16_flops / peak
+    return seconds_at_peak * tokens_per_second

@@ -54,13 +54,17 @@ def estimate(step: Step) -> dict[str, dict[str, float]]:
 
 def peak_phase(phases: dict[str, dict[str, float]]) -> str:
     """The phase that needs the most. phases: from estimate()."""
-    return max(phases, key=lambda phase: sum(phases[phase].values()))
+    sizes = {}
+    for phase, parts in phases.items():
+        sizes[phase] = sum(parts.values())
+    return max(sizes, key=sizes.__getitem__)
 
 
 def peak_gib(step: Step) -> float:
     """Most memory that PyTorch's allocator hands out (torch.cuda.max_memory_allocated), GiB."""
     phases = estimate(step)
-    return max(sum(parts.values()) for parts in phases.values())
+    parts = phases[peak_phase(phases)]
+    return sum(parts.values())
 
 
 def _forward(step: Step) -> dict[str, float]:
@@ -83,8 +87,11 @@ def _forward(step: Step) -> dict[str, float]:
 
 def _loss(step: Step) -> dict[str, float]:
     # Sharded weights of the last block stay gathered for its backward, which comes next.
-    gathered_blocks = 1 if step.shards > 1 else 0
-    return _before_backward(step, blocks=gathered_blocks) | {"loss": _loss_tile(step)}
+    gathered_blocks = 0
+    if step.shards > 1:
+        gathered_blocks = 1
+    parts = _before_backward(step, blocks=gathered_blocks)
+    return parts | {"loss": _loss_tile(step)}
 
 
 def _before_backward(step: Step, blocks: int) -> dict[str, float]:
@@ -151,24 +158,30 @@ def _optimizer(step: Step) -> dict[str, float]:
 
 def _embedding_parameters(step: Step) -> float:
     """Elements of the embedding, and of the head where it is a matrix of its own."""
-    matrices = 1 if step.model.tied_embeddings else 2
-    return step.model.vocab_size * step.model.hidden_size * matrices
+    tied = step.model.tied_embeddings
+    matrices = 1 if tied else 2
+    return _head_parameters(step) * matrices
 
 
 def _block_parameters(step: Step) -> float:
     """Elements of one block."""
-    in_blocks = number_of_parameters(step.model) - _embedding_parameters(step)
-    return in_blocks / step.model.layers
+    model = step.model
+    parameters = number_of_parameters(model)
+    in_blocks = parameters - _embedding_parameters(step)
+    return in_blocks / model.layers
 
 
 def _head_parameters(step: Step) -> float:
     """Elements of the matrix that the loss reads."""
-    return step.model.vocab_size * step.model.hidden_size
+    model = step.model
+    return model.vocab_size * model.hidden_size
 
 
 def _master_bytes(step: Step) -> float:
     """This rank's share of all parameters, in fp32."""
-    return number_of_parameters(step.model) * step.wide / step.shards
+    parameters = number_of_parameters(step.model)
+    bytes_of_model = parameters * step.wide
+    return bytes_of_model / step.shards
 
 
 def _gradient_bytes(step: Step) -> float:
@@ -176,7 +189,9 @@ def _gradient_bytes(step: Step) -> float:
 
     With optimizer.offload they leave for the CPU when they are reduced.
     """
-    return 0 if step.offload_optimizer else _master_bytes(step)
+    if step.offload_optimizer:
+        return 0
+    return _master_bytes(step)
 
 
 def _gathered(step: Step, blocks: int) -> float:
@@ -189,8 +204,11 @@ def _gathered(step: Step, blocks: int) -> float:
     if not step.reshard_after_forward:
         # Nothing is given back after the forward.
         blocks = step.model.layers
-    arriving = block if blocks > 1 and step.shards > 1 else 0
-    return step.width * (_embedding_parameters(step) + blocks * block + arriving)
+    arriving = 0
+    if blocks > 1 and step.shards > 1:
+        arriving = block
+    elements = _embedding_parameters(step) + blocks * block + arriving
+    return step.width * elements
 
 
 def _standing(step: Step) -> dict[str, float]:
@@ -294,12 +312,19 @@ def _kept(step: Step, blocks: int) -> float:
     units = _kept_units(step)
     # Without checkpointing there is nothing to recompute.
     kept_share = 1 if step.mode == "none" else 1 - _recomputed_share(step)
-    besides_out = _bytes(step, units._replace(query=units.query - 1))
+    units_besides_out = units._replace(query=units.query - 1)
+    besides_out = _bytes(step, units_besides_out)
     # Attention's out and lse, which attention_recompute gives up.
-    attention = _bytes(step, Units(query=1)) + step.tokens * model.heads * step.wide
-    gathered_verticals = step.sequences * model.heads * step.verticals * model.head_dim
+    out = _bytes(step, Units(query=1))
+    lse = step.tokens * model.heads * step.wide
+    attention = out + lse
+    # Elements of the gathered K; V has as many.
+    vertical_vectors = step.sequences * model.heads * step.verticals
+    gathered_verticals = vertical_vectors * model.head_dim
     selection = step.index_bytes + 2 * gathered_verticals * step.width
-    blocks_on_device = min(blocks, OFFLOAD_BUFFERS) if step.offload else blocks
+    blocks_on_device = blocks
+    if step.offload:
+        blocks_on_device = min(blocks, OFFLOAD_BUFFERS)
     # Shared by all blocks: cos and sin; the mask's vectors, three of int32.
     rope = 2 * step.tokens * model.head_dim * step.wide
     mask = 3 * 4 * step.sequences * step.seq_len
@@ -313,7 +338,9 @@ def _recomputed_share(step: Step) -> float:
     A negative attention_recompute means as much as memory needs. Then a step fits if it fits with
     all of it recomputed.
     """
-    return 1.0 if step.attention_recompute < 0 else step.attention_recompute
+    if step.attention_recompute < 0:
+        return 1.0
+    return step.attention_recompute
 
 
 def _block_peak(step: Step) -> float:
@@ -343,7 +370,11 @@ def _block_peak(step: Step) -> float:
 
 def _mlp_tokens(step: Step) -> int:
     """Tokens that an MLP computes at one time."""
-    return min(step.mlp_chunk_tokens or step.tokens, step.tokens)
+    chunk_tokens = step.mlp_chunk_tokens
+    if not chunk_tokens:
+        # The MLP is not computed in chunks.
+        return step.tokens
+    return min(chunk_tokens, step.tokens)
 
 
 def _loss_tile(step: Step) -> float:
@@ -353,7 +384,11 @@ def _loss_tile(step: Step) -> float:
     chunk of logits in fp32, whose gradient takes their place, with its fp32 gradient of hidden
     states.
     """
+    model = step.model
+    # Logits and hidden states: elements of one token.
+    chunk_width = model.vocab_size + model.hidden_size
     chunk_tokens = min(step.loss_chunk_tokens, step.tokens)
-    chunk = chunk_tokens * (step.model.vocab_size + step.model.hidden_size) * step.wide
+    chunk = chunk_tokens * chunk_width * step.wide
     head_gradient = _head_parameters(step) * step.wide
-    return _bytes(step, Units(hidden=3)) + head_gradient + chunk
+    hidden_states = _bytes(step, Units(hidden=3))
+    return hidden_states + head_gradient + chunk

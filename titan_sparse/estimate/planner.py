@@ -125,10 +125,15 @@ def plan_layer(visits: Visits, layer: Layer, setting: Setting, constants: Consta
 
 def _density(work: Tensor, layer: Layer) -> float:
     """Share of the pairs that the mask allows that are computed."""
+    index = layer.index
     # One mask may stand for all sequences.
-    sequences_per_mask = len(layer.index.verticals) // len(layer.ranges.start)
-    visible = visible_pairs(layer.ranges).sum().item() * layer.index.heads * sequences_per_mask
-    return work.sum().item() / visible
+    masks = len(layer.ranges.start)
+    sequences_per_mask = len(index.verticals) // masks
+    # The mask is the same for all heads.
+    visible_to_head = visible_pairs(layer.ranges).sum().item()
+    visible = visible_to_head * index.heads * sequences_per_mask
+    computed = work.sum().item()
+    return computed / visible
 
 
 def plan(
@@ -145,5 +150,11 @@ def plan(
 ) -> LayerPlan:
     """plan_layer() with everything written out, and the schedule by its name."""
     layer = Layer(index, ranges, shape)
-    setting = Setting(layout, SCHEDULES[schedule], inter, intra, overlap_stages)
+    setting = Setting(
+        layout=layout,
+        schedule=SCHEDULES[schedule],
+        inter=inter,
+        intra=intra,
+        overlap_stages=overlap_stages,
+    )
     return plan_layer(visits, layer, setting, constants)

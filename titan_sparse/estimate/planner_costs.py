@@ -42,7 +42,9 @@ class Layer:
     @property
     def vertical_blocks(self) -> int:
         """Blocks of gathered verticals."""
-        return self.index.verticals.shape[-1] // self.index.block_size
+        index = self.index
+        capacity = index.verticals.shape[-1]
+        return capacity // index.block_size
 
 
 @dataclass(frozen=True)
@@ -99,44 +101,63 @@ class Costs:
     @property
     def _chunk_elements(self) -> int:
         """Elements of K and V of one rank."""
-        shape = self.layer.shape
-        sequences = len(self.layer.index.verticals)
-        seq_len = self.layer.ranges.start.shape[1]
-        return 2 * sequences * shape.kv_heads * seq_len // self.setting.ranks * shape.head_dim
+        layer = self.layer
+        shape = layer.shape
+        sequences = len(layer.index.verticals)
+        seq_len = layer.ranges.start.shape[1]
+        # One vector of D elements for each token and KV head, of K and of V.
+        vectors = 2 * sequences * shape.kv_heads * seq_len
+        vectors_of_rank = vectors // self.setting.ranks
+        return vectors_of_rank * shape.head_dim
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of K and V of one rank."""
-        return self._chunk_elements * self.layer.shape.element_bytes
+        element_bytes = self.layer.shape.element_bytes
+        return self._chunk_elements * element_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of dK and dV of one rank."""
-        return self._chunk_elements * self.layer.shape.gradient_bytes
+        element_bytes = self.layer.shape.gradient_bytes
+        return self._chunk_elements * element_bytes
 
     def forward_seconds(self, pairs: Tensor) -> Tensor:
         """Seconds that the forward takes for pairs of tokens; a step without any is not launched."""
-        flops = FORWARD_FLOPS * self.layer.shape.head_dim
-        launches = (pairs > 0) * self.constants.launch_ms / 1e3
-        return pairs * flops / (self.constants.forward_tflops * 1e12) + launches
+        tflops = self.constants.forward_tflops
+        return self._kernel_seconds(pairs, FORWARD_FLOPS, tflops)
 
     def backward_seconds(self, pairs: Tensor) -> Tensor:
         """As forward_seconds()."""
-        flops = BACKWARD_FLOPS * self.layer.shape.head_dim
-        launches = (pairs > 0) * self.constants.launch_ms / 1e3
-        return pairs * flops / (self.constants.backward_tflops * 1e12) + launches
+        tflops = self.constants.backward_tflops
+        return self._kernel_seconds(pairs, BACKWARD_FLOPS, tflops)
+
+    def _kernel_seconds(self, pairs: Tensor, flops_per_element: int, tflops: float) -> Tensor:
+        """Seconds of kernels that compute these pairs of tokens, and of their launches.
+
+        flops_per_element: for each pair of tokens and element of D.
+        """
+        flops_per_pair = flops_per_element * self.layer.shape.head_dim
+        flops_per_second = tflops * 1e12
+        launched = pairs > 0
+        # A launch costs the same however little it computes.
+        launch_seconds = launched * self.constants.launch_ms / 1e3
+        return pairs * flops_per_pair / flops_per_second + launch_seconds
 
     def vertical_seconds(self) -> tuple[float, float]:
         """Seconds of the verticals' all-reduce: K and V in the forward, dK and dV in the backward."""
         shape = self.layer.shape
         ranks = self.setting.ranks
-        elements = 2 * self.layer.index.verticals.numel() * shape.head_dim
+        verticals = self.layer.index.verticals.numel()
+        elements = 2 * verticals * shape.head_dim
         if ranks == 1 or not elements:
             return 0.0, 0.0
         # An all-reduce is a reduce-scatter and an all-gather of 1 / ranks of the whole.
         sent = routing.all_gather_traffic(ranks, self.setting.intra)
-        forward = 2 * self.collective_seconds(sent, elements * shape.element_bytes / ranks)
-        backward = 2 * self.collective_seconds(sent, elements * shape.gradient_bytes / ranks)
+        key_bytes = elements * shape.element_bytes / ranks
+        gradient_bytes = elements * shape.gradient_bytes / ranks
+        forward = 2 * self.collective_seconds(sent, key_bytes)
+        backward = 2 * self.collective_seconds(sent, gradient_bytes)
         return forward, backward
 
     def vertical_exchanges(
@@ -173,32 +194,35 @@ class Costs:
         What goes inside nodes and what goes across them goes at the same time.
         """
         constants = self.constants
-        inside = sent.inside.max().item() * size / 1e9
-        across = sent.across.max().item() * size / 1e9
-        inside_latency = (inside > 0) * constants.inside_latency_ms / 1e3
-        across_latency = (across > 0) * constants.across_latency_ms / 1e3
-        return max(
-            inside / constants.inside_gb_s + inside_latency,
-            across / constants.across_gb_s + across_latency,
-        )
+        # The busiest rank decides.
+        inside_chunks = sent.inside.max().item()
+        across_chunks = sent.across.max().item()
+        inside_gb = inside_chunks * size / 1e9
+        across_gb = across_chunks * size / 1e9
+        inside_latency = (inside_gb > 0) * constants.inside_latency_ms / 1e3
+        across_latency = (across_gb > 0) * constants.across_latency_ms / 1e3
+        inside_seconds = inside_gb / constants.inside_gb_s + inside_latency
+        across_seconds = across_gb / constants.across_gb_s + across_latency
+        return max(inside_seconds, across_seconds)
 
     def ring_transfers(self, hops: routing.Hops, size: float) -> RingTransfers:
         """Transfers of `size` bytes each around the inner and the outer ring."""
         constants = self.constants
         node_size = self.setting.intra
         ranks, inter = hops.inner_to.shape
-        inside = constants.inside_latency_ms / 1e3 + size / (constants.inside_gb_s * 1e9)
-        across = constants.across_latency_ms / 1e3 + size / (constants.across_gb_s * 1e9)
+        inside_bytes_s = constants.inside_gb_s * 1e9
+        across_bytes_s = constants.across_gb_s * 1e9
+        inside = constants.inside_latency_ms / 1e3 + size / inside_bytes_s
+        across = constants.across_latency_ms / 1e3 + size / across_bytes_s
         # A plain ring is one inner ring over all nodes, so its hops may cross between nodes too.
         node = torch.arange(ranks) // node_size
         inner_previous, outer_previous = previous_ranks(inter, ranks // inter)
         inner_is_inside = node == inner_previous // node_size
         outer_is_inside = node == outer_previous // node_size
-        return RingTransfers(
-            hops,
-            torch.where(inner_is_inside, inside, across).double(),
-            torch.where(outer_is_inside, inside, across).double(),
-        )
+        # [W]
+        inner_seconds = torch.where(inner_is_inside, inside, across)
+        outer_seconds = torch.where(outer_is_inside, inside, across)
+        return RingTransfers(hops, inner_seconds.double(), outer_seconds.double())
 
     def traffic(self, keys: routing.Traffic, gradients: routing.Traffic) -> dict[str, Tensor]:
         """Bytes of Passes.traffic. keys, gradients: chunks that each rank sends in one pass."""
@@ -221,4 +245,5 @@ def table_of(ranges: MaskRanges, layout: str, ranks: int, block_size: int) -> Te
     """
     if layout == "balanced":
         return balanced.block_table(ranges, ranks, block_size)
-    return layouts.block_ids(layout, ranks, ranges.start.shape[1], block_size)
+    seq_len = ranges.start.shape[1]
+    return layouts.block_ids(layout, ranks, seq_len, block_size)

@@ -131,12 +131,16 @@ def _work_by_stage(
     wanted_of_chunk = wanted.sum(-1).view(ranks, ranks)
     pairs_per_block = pairs / wanted_of_chunk.clamp(min=1)
 
+    # [W, 1]
     own = pairs.diagonal()[:, None]
-    steps = [own] if first_share is None else [own * first_share]
+    steps = [own]
+    if first_share is not None:
+        steps = [own * first_share]
     for stage in range(stages):
         arrives_now = (stage_of_block == stage).flatten(1, 2)[:, None]
         blocks_of_chunk = (wanted & arrives_now).sum(-1).view(ranks, ranks)
-        steps.append((blocks_of_chunk * pairs_per_block).sum(1, keepdim=True))
+        pairs_of_chunk = blocks_of_chunk * pairs_per_block
+        steps.append(pairs_of_chunk.sum(1, keepdim=True))
     if first_share is not None:
         steps.append(own * (1 - first_share))
     work = torch.cat(steps, dim=1)
@@ -153,11 +157,17 @@ def _exchange_seconds(
     sent: Traffic, received: Traffic, block_bytes: int, constants: Constants
 ) -> Exchanges:
     """Seconds of all-to-alls of blocks; a rank sends and receives at the same time."""
-    inside = torch.maximum(sent.inside, received.inside).double() * block_bytes
-    across = torch.maximum(sent.across, received.across).double() * block_bytes
+    # Blocks, then bytes: [W, stages].
+    inside_blocks = torch.maximum(sent.inside, received.inside)
+    across_blocks = torch.maximum(sent.across, received.across)
+    inside = inside_blocks.double() * block_bytes
+    across = across_blocks.double() * block_bytes
+    # Ranks that send and receive nothing in a stage do not wait for a latency either.
     inside_latency = (inside > 0) * constants.inside_latency_ms / 1e3
     across_latency = (across > 0) * constants.across_latency_ms / 1e3
+    inside_bytes_s = constants.inside_gb_s * 1e9
+    across_bytes_s = constants.across_gb_s * 1e9
     return Exchanges(
-        outer=across / (constants.across_gb_s * 1e9) + across_latency,
-        inner=inside / (constants.inside_gb_s * 1e9) + inside_latency,
+        outer=across / across_bytes_s + across_latency,
+        inner=inside / inside_bytes_s + inside_latency,
     )

@@ -86,7 +86,9 @@ def play_all_gather(visits: Visits, costs: Costs) -> Played:
 def _sources(costs: Costs) -> Tensor:
     """By rank and step, the rank whose keys and values are computed on: int64 [W, W]."""
     setting = costs.setting
-    return torch.tensor(setting.schedule.step_sources(setting.inter, setting.intra))
+    schedule = setting.schedule
+    sources = schedule.step_sources(setting.inter, setting.intra)
+    return torch.tensor(sources)
 
 
 def _computed_chunks(costs: Costs) -> Tensor:
@@ -106,6 +108,22 @@ def _work_by_step(
     """Pairs of tokens by step of the forward and of the backward, float64 [W, W] each."""
     setting = costs.setting
     windows, _ = setting.schedule.rings(setting.inter, setting.intra)
-    forward = visits_of_ranks.by_step(visits, sources, False, windows, computed)
-    backward = visits_of_ranks.by_step(visits, sources, True, windows, computed)
-    return forward.sum((0, 1)).double(), backward.sum((0, 1)).double()
+    # int64 [B, H, W, W]
+    forward = visits_of_ranks.by_step(
+        visits,
+        sources,
+        backward=False,
+        windows=windows,
+        needed=computed,
+    )
+    backward = visits_of_ranks.by_step(
+        visits,
+        sources,
+        backward=True,
+        windows=windows,
+        needed=computed,
+    )
+    # All sequences and heads together.
+    forward_work = forward.sum((0, 1))
+    backward_work = backward.sum((0, 1))
+    return forward_work.double(), backward_work.double()

@@ -80,7 +80,8 @@ class Step:
     @property
     def tokens(self) -> int:
         """Tokens of this rank in one forward."""
-        return self.sequences * self.seq_len // self.cp
+        tokens = self.sequences * self.seq_len
+        return tokens // self.cp
 
     @property
     def wide(self) -> int:

@@ -136,13 +136,21 @@ def _slash_strengths(
     frequency: Tensor, heads: int, seq_len: int, generator: torch.Generator
 ) -> Tensor:
     """a[h, i] of the module's formula, float64 [Hq, D / 2]."""
-    period = 2 * math.pi / frequency
+    pairs = len(frequency)
+    # [Hq, D / 2]: log-normal weights of the pairs of dims.
     spread = _uniform(_SPREAD, (heads, 1), generator)
-    normal = torch.randn(heads, len(frequency), generator=generator, dtype=torch.float64)
-    weight = torch.exp(spread * normal)
-    weight *= (period > 256) & (period < seq_len / 2)
+    normal = torch.randn(heads, pairs, generator=generator, dtype=torch.float64)
+    log_weight = spread * normal
+    weight = torch.exp(log_weight)
+    # [D / 2]: tokens in which a pair turns once. Only pairs in this range make slashes.
+    period = 2 * math.pi / frequency
+    long_enough = period > 256
+    short_enough = period < seq_len / 2
+    weight *= long_enough & short_enough
+    # [Hq, 1]
     strength = _uniform(_STRENGTH, (heads, 1), generator)
-    return strength * weight / weight.sum(-1, keepdim=True)
+    total = weight.sum(-1, keepdim=True)
+    return strength * weight / total
 
 
 def _uniform(
@@ -150,7 +158,9 @@ def _uniform(
 ) -> Tensor:
     """Drawn evenly between two bounds, float64."""
     low, high = bounds
-    return low + (high - low) * torch.rand(*shape, generator=generator, dtype=torch.float64)
+    # Even between 0 and 1.
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return low + (high - low) * drawn
 
 
 def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
@@ -158,12 +168,17 @@ def _vertical_strengths(heads: Heads, generator: torch.Generator) -> Tensor:
 
     share / (1 - share) = m exp(v) / sum over all distances of exp(logit of slashes).
     """
-    share = _uniform(_VERTICAL_SHARE, (len(heads.query_mean),), generator)
+    q_heads = len(heads.query_mean)
+    share = _uniform(_VERTICAL_SHARE, (q_heads,), generator)
     # The sum over distances is taken from at most 65,536 of them.
     stride = max(1, heads.seq_len // 65536)
     distances = torch.arange(0, heads.seq_len, stride)
-    slashes = expected_logits(heads, distances).logsumexp(-1) + math.log(stride)
-    return (share / (1 - share)).log() + slashes - math.log(heads.outliers.shape[1])
+    logits = expected_logits(heads, distances)
+    # [Hq]: logs of both sides of the equation above.
+    slashes = logits.logsumexp(-1) + math.log(stride)
+    odds = share / (1 - share)
+    outliers = heads.outliers.shape[1]
+    return odds.log() + slashes - math.log(outliers)
 
 
 def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
@@ -173,12 +188,16 @@ def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
     of a query head and its key head are in phase.
     """
     # [Hq, D / 2]
-    key_mean = heads.key_mean.conj().repeat_interleave(heads.group_size, 0)
+    key_mean = heads.key_mean.conj()
+    key_mean = key_mean.repeat_interleave(heads.group_size, 0)
     amplitude = (heads.query_mean * key_mean).real
     amplitude *= heads.head_dim**-0.5
     # Many pairs of dims have no amplitude: leave out their cosines.
-    used = amplitude.abs().amax(0) > 0
-    angle = distance.double() * heads.frequency[used, None]
+    largest = amplitude.abs().amax(0)
+    used = largest > 0
+    # [used, n]
+    frequency = heads.frequency[used, None]
+    angle = distance.double() * frequency
     return amplitude[:, used] @ angle.cos()
 
 
@@ -192,12 +211,16 @@ def ragged_lengths(seq_len: int, seed: int) -> list[int]:
     limits = np.array([16, 1024, 2048, 8192, 196_608])
     shares = np.array([0.71, 0.16, 0.104, 0.026])
     lengths: list[int] = []
-    while sum(lengths) < seq_len:
+    room = seq_len
+    while room > 0:
+        # Even on a log scale between the bucket's limits.
         bucket = generator.choice(4, p=shares)
         shortest, longest = np.log(limits[bucket : bucket + 2])
-        length = int(np.exp(generator.uniform(shortest, longest)))
-        room = seq_len - sum(lengths)
-        lengths.append(min(length, seq_len // 4, room))
+        log_length = generator.uniform(shortest, longest)
+        drawn = int(np.exp(log_length))
+        length = min(drawn, seq_len // 4, room)
+        lengths.append(length)
+        room -= length
     return lengths
 
 
@@ -206,9 +229,16 @@ def queries(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.floa
 
     A token's query is the same whatever range is asked for.
     """
-    noise = _noise(heads, len(heads.query_mean), start, stop, 2 * heads.seed)
-    q = _real_dims(heads.query_mean)[:, None] + _QUERY_NOISE * noise
-    return _rotated(q, heads, start).to(dtype)
+    q_heads = len(heads.query_mean)
+    # Queries take the even seeds, keys the odd ones.
+    seed = 2 * heads.seed
+    # [Hq, n, D]
+    noise = _noise(heads, q_heads, start, stop, seed)
+    # [Hq, D]
+    mean = _real_dims(heads.query_mean)
+    q = mean[:, None] + _QUERY_NOISE * noise
+    rotated = _rotated(q, heads, start)
+    return rotated.to(dtype)
 
 
 def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -216,13 +246,21 @@ def keys(heads: Heads, start: int, stop: int, dtype: torch.dtype = torch.float32
 
     A token's key is the same whatever range is asked for.
     """
-    noise = _noise(heads, len(heads.key_mean), start, stop, 2 * heads.seed + 1)
-    k = _real_dims(heads.key_mean)[:, None] + _KEY_NOISE * noise
+    kv_heads = len(heads.key_mean)
+    seed = 2 * heads.seed + 1
+    # [Hkv, n, D]
+    noise = _noise(heads, kv_heads, start, stop, seed)
+    # [Hkv, D]
+    mean = _real_dims(heads.key_mean)
+    k = mean[:, None] + _KEY_NOISE * noise
+    # [Hkv, D]: what makes an ordinary key an outlier.
     to_outlier = _real_dims(heads.outlier - heads.key_mean)
     for head, positions in enumerate(heads.outliers):
-        in_range = positions[(positions >= start) & (positions < stop)]
-        k[head, in_range - start] += to_outlier[head]
-    return _rotated(k, heads, start).to(dtype)
+        in_range = (positions >= start) & (positions < stop)
+        rows = positions[in_range] - start
+        k[head, rows] += to_outlier[head]
+    rotated = _rotated(k, heads, start)
+    return rotated.to(dtype)
 
 
 def _noise(heads: Heads, count: int, start: int, stop: int, seed: int) -> Tensor:
@@ -232,23 +270,33 @@ def _noise(heads: Heads, count: int, start: int, stop: int, seed: int) -> Tensor
     drawn = []
     for run in range(first_run, last_run):
         # Each run has a seed of its own.
-        generator = torch.Generator().manual_seed((seed << 32) + run)
+        run_seed = (seed << 32) + run
+        generator = torch.Generator().manual_seed(run_seed)
         drawn.append(torch.randn(count, _RUN, heads.head_dim, generator=generator))
+    # Whole runs were drawn: cut out the tokens that are asked for.
     offset = first_run * _RUN
-    return torch.cat(drawn, dim=1)[:, start - offset : stop - offset]
+    noise = torch.cat(drawn, dim=1)
+    return noise[:, start - offset : stop - offset]
 
 
 def _real_dims(mean: Tensor) -> Tensor:
     """Complex pairs [H, D / 2] as dims, fp32 [H, D]: pair i is dims i and i + D / 2."""
-    return torch.cat([mean.real, mean.imag], dim=-1).float()
+    halves = [mean.real, mean.imag]
+    dims = torch.cat(halves, dim=-1)
+    return dims.float()
 
 
 def _rotated(x: Tensor, heads: Heads, start: int) -> Tensor:
     """x [H, n, D] of the tokens from `start` on, rotated, [1, H, n, D]."""
     # float64 angles: in float32 a position beyond 2^20 tokens is already off by a tenth of a radian.
-    position = torch.arange(start, start + x.shape[1])[None]
+    stop = start + x.shape[1]
+    # [1, n]
+    position = torch.arange(start, stop)[None]
     cos, sin = rope_tables(heads.frequency, 1.0, position, torch.float64)
-    return apply_rope(x[None], cos.float(), sin.float())
+    # The tables themselves need no more than fp32.
+    cos = cos.float()
+    sin = sin.float()
+    return apply_rope(x[None], cos, sin)
 
 
 def select(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
@@ -267,9 +315,12 @@ def select(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[
         # Queries before the probe are never read.
         q = torch.zeros(1, 1, seq_len, k.shape[-1])
         q[:, :, -probe:] = probe_queries[:, head]
+        # [1, 1, S, D]
         kv_head = head // heads.group_size
-        index = pattern.select(q, k[:, kv_head, None], Causal(), block_size=block_size)
+        k_of_head = k[:, kv_head, None]
+        index = pattern.select(q, k_of_head, Causal(), block_size=block_size)
         tensors_of_heads.append(index.tensors())
+    # Dim 1 of an index's tensors is the heads.
     return [torch.cat(tensors, dim=1) for tensors in zip(*tensors_of_heads)]
 
 
@@ -325,18 +376,27 @@ def _vertical_masses(heads: Heads, block_size: int) -> Tensor:
     logits = logits - math.log(distances_a_block)
     logits = logits.repeat_interleave(block_size, -1).float()
 
-    outlier_mean = heads.outlier.conj().repeat_interleave(heads.group_size, 0)
+    # [Hq, D / 2]
+    outlier_mean = heads.outlier.conj()
+    outlier_mean = outlier_mean.repeat_interleave(heads.group_size, 0)
+    # [Hq]
     outlier_logit = (heads.query_mean * outlier_mean).real.sum(-1)
-    outlier_logit = (outlier_logit * heads.head_dim**-0.5).float()
+    outlier_logit = outlier_logit * heads.head_dim**-0.5
+    # [Hq, m]: all outliers of a head have the same logit.
     outliers = heads.outliers.repeat_interleave(heads.group_size, 0)
-    logits.scatter_(1, outliers, outlier_logit[:, None].expand(-1, outliers.shape[1]))
+    outlier_logits = outlier_logit.float()[:, None]
+    outlier_logits = outlier_logits.expand(-1, outliers.shape[1])
+    logits.scatter_(1, outliers, outlier_logits)
 
-    # The variance that noise on the keys gives to a logit.
-    query_norm = heads.query_mean.abs().square().sum(-1, keepdim=True).float()
+    # [Hq, 1]: the variance that noise on the keys gives to a logit.
+    query_square = heads.query_mean.abs().square()
+    query_norm = query_square.sum(-1, keepdim=True).float()
     variance = query_norm * _KEY_NOISE**2 / heads.head_dim
     generator = torch.Generator().manual_seed(heads.seed)
-    logits += variance.sqrt() * torch.randn(logits.shape, generator=generator)
-    return (logits - logits.amax(-1, keepdim=True)).exp()
+    normal = torch.randn(logits.shape, generator=generator)
+    logits += variance.sqrt() * normal
+    largest = logits.amax(-1, keepdim=True)
+    return (logits - largest).exp()
 
 
 def _fill(mass: Tensor, recall: float, least: int, most: int, always: int) -> tuple[Tensor, Tensor]:
@@ -346,11 +406,24 @@ def _fill(mass: Tensor, recall: float, least: int, most: int, always: int) -> tu
     Returns selected, bool [Hq, L], and whether `most` kept the budget short, bool [Hq].
     """
     order = mass.sort(dim=-1, descending=True, stable=True)
-    mass_before = order.values.double().cumsum(-1) - order.values
-    target = recall * mass.double().sum(-1, keepdim=True)
-    wanted = (mass_before < target) & (order.values > 0)
+    descending = order.values
+    # In fp64, because fp32 sums over a million keys lose the small ones.
+    mass_up_to = descending.double().cumsum(-1)
+    mass_before = mass_up_to - descending
+    total = mass.double().sum(-1, keepdim=True)
+    target = recall * total
+    below_target = mass_before < target
+    wanted = below_target & (descending > 0)
+
+    # [L]: place in the order, largest mass first.
     place = torch.arange(mass.shape[1])
-    chosen = (wanted | (place < least)) & (place < most)
-    selected = torch.zeros_like(chosen).scatter_(1, order.indices, chosen)
-    capped = (wanted & (place >= most)).any(-1)
-    return selected | (place < always), capped
+    within_most = place < most
+    at_least = place < least
+    chosen = (wanted | at_least) & within_most
+    capped = (wanted & ~within_most).any(-1)
+
+    # Back from the order by mass to positions.
+    selected = torch.zeros_like(chosen)
+    selected.scatter_(1, order.indices, chosen)
+    always_selected = place < always
+    return selected | always_selected, capped

@@ -97,9 +97,13 @@ class _Communicator:
         Returns when it has sent and received its share, [W]; -inf where it has neither.
         """
         ready = torch.maximum(now, self.free)
+        # A rank receives what the previous one sends, once both have come to it.
         receives = sends[self.previous]
-        both_ready = torch.maximum(ready, ready[self.previous])
-        received = torch.where(receives, both_ready + self.seconds, -torch.inf)
+        sender_ready = ready[self.previous]
+        both_ready = torch.maximum(ready, sender_ready)
+        arrived = both_ready + self.seconds
+        received = torch.where(receives, arrived, -torch.inf)
+        # Sending is over when the next rank has received.
         sent = torch.where(sends, received[self.next], -torch.inf)
         over = torch.maximum(received, sent)
         self.free = torch.maximum(self.free, over)
@@ -136,11 +140,13 @@ class _Rings:
 
     def post_inner(self, now: Tensor, step: int) -> Tensor:
         """The transfer inside nodes after a step; returns when it is over, [W]."""
-        return self.inner.post(now, self.inner_sends[:, step])
+        sends = self.inner_sends[:, step]
+        return self.inner.post(now, sends)
 
     def post_outer(self, now: Tensor, window: int) -> Tensor:
         """The transfer between nodes after a window; returns when it is over, [W]."""
-        return self.outer.post(now, self.outer_sends[:, window])
+        sends = self.outer_sends[:, window]
+        return self.outer.post(now, sends)
 
 
 class _Clock:
@@ -181,8 +187,10 @@ class _Clock:
         """The exchange begins when the last rank has all gradients of its verticals."""
         if verticals is None:
             return
-        complete = self.ended.gather(1, verticals.step[:, None]).max()
-        self.wait(complete + verticals.seconds)
+        # [W, 1]
+        last_step = verticals.step[:, None]
+        complete = self.ended.gather(1, last_step)
+        self.wait(complete.max() + verticals.seconds)
 
 
 def ring_forward(
@@ -299,6 +307,7 @@ class _Homeward:
         """Send the sum of the last window on to the next node."""
         if self.window is None:
             return
+        # What arrives on either ring is added before the sum goes on.
         self.clock.wait(torch.maximum(self.inner, self.outer))
         self.outer = self.rings.post_outer(self.clock.now, self.window)
         self.inner = torch.full_like(self.inner, -torch.inf)
@@ -334,11 +343,16 @@ def gather_backward(compute: Tensor, gather: float, scatter: float) -> Timeline:
     scatter: seconds to bring the gradient of one KV head home, while the next head is computed.
     """
     timeline = gather_forward(compute, gather)
-    ends = (timeline.compute + timeline.waiting).cumsum(1)
+    # [W, KV heads]: when each rank is done with each head.
+    seconds_of_heads = timeline.compute + timeline.waiting
+    ends = seconds_of_heads.cumsum(1)
     home = 0.0
     for head in range(compute.shape[1]):
-        home = max(home, ends[:, head].max().item()) + scatter
-    timeline.waiting[:, -1] += home - ends[:, -1]
+        # A scatter begins when all ranks have computed the head and the one before is over.
+        last_end = ends[:, head].max().item()
+        home = max(home, last_end) + scatter
+    waiting_at_end = home - ends[:, -1]
+    timeline.waiting[:, -1] += waiting_at_end
     return timeline
 
 
@@ -390,8 +404,11 @@ class _AllToAll:
         # [inter, intra]
         ready = torch.maximum(now, self.free).view(self.shape)
         seconds = seconds.view(self.shape)
+        # One value for each communicator: the dim of its members becomes 1.
         anybody_sends = (seconds > 0).any(self.dim, keepdim=True)
-        ended = ready.amax(self.dim, keepdim=True) + seconds
+        all_ready = ready.amax(self.dim, keepdim=True)
+        ended = all_ready + seconds
+        # [W]
         over = torch.where(anybody_sends, ended, -torch.inf).flatten()
         self.free = torch.maximum(self.free, over)
         return over
@@ -408,6 +425,7 @@ class _Arrivals:
         self.inner_seconds = keys.inner
         outer = _AllToAll(shape, _OUTER_DIM)
         start = torch.zeros_like(outer.free)
+        # By stage, when its blocks have come from other nodes: [W] each.
         self.crossed = [outer.post(start, seconds) for seconds in keys.outer.unbind(1)]
 
     def post(self, now: Tensor, stage: int) -> Tensor:
@@ -418,7 +436,10 @@ class _Arrivals:
         if stage == len(self.crossed):
             return torch.full_like(now, -torch.inf)
         crossed = self.crossed[stage]
-        handed_on = self.inner.post(torch.maximum(now, crossed), self.inner_seconds[:, stage])
+        # Inside a node ranks hand on what has come from other nodes.
+        ready = torch.maximum(now, crossed)
+        seconds = self.inner_seconds[:, stage]
+        handed_on = self.inner.post(ready, seconds)
         return torch.maximum(handed_on, crossed)
 
 

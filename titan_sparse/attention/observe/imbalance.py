@@ -17,7 +17,9 @@ def worker_imbalance(work: Tensor) -> Tensor:
     work: [..., ranks, steps]. The sum over steps is taken for each rank, then max / mean over
     ranks. 1 is perfect; all the time above 1 is waiting for the slowest rank.
     """
-    return _max_over_mean(work.double().sum(-1))
+    # [..., ranks]
+    work_of_rank = work.double().sum(-1)
+    return _max_over_mean(work_of_rank)
 
 
 def worker_imbalance_per_step(work: Tensor) -> Tensor:
@@ -26,8 +28,11 @@ def worker_imbalance_per_step(work: Tensor) -> Tensor:
     It is what imbalance costs if ranks wait for each other at every step (MTraining, figures 12
     and 13, left). work: [..., ranks, steps].
     """
+    # [..., steps, ranks]
     ranks_of_step = work.double().transpose(-1, -2)
-    return _max_over_mean(ranks_of_step).mean(-1)
+    # [..., steps]
+    imbalance = _max_over_mean(ranks_of_step)
+    return imbalance.mean(-1)
 
 
 def step_imbalance(work: Tensor) -> Tensor:
@@ -36,7 +41,9 @@ def step_imbalance(work: Tensor) -> Tensor:
     It says how much the load of one worker fluctuates across its steps (MTraining, section 3.3;
     figures 12 and 13, right; table 3). work: [..., ranks, steps].
     """
-    return _max_over_mean(work.double()).mean(-1)
+    # [..., ranks]
+    imbalance = _max_over_mean(work.double())
+    return imbalance.mean(-1)
 
 
 def lockstep_imbalance(work: Tensor) -> Tensor:
@@ -48,9 +55,15 @@ def lockstep_imbalance(work: Tensor) -> Tensor:
     """
     work = work.double()
     ranks = work.shape[-2]
-    mean_of_ranks = work.sum((-1, -2)) / ranks
-    slowest = work.amax(-2).sum(-1)
-    return torch.where(mean_of_ranks > 0, slowest / mean_of_ranks.clamp(min=_TINY), 1.0)
+    total = work.sum((-1, -2))
+    mean_of_ranks = total / ranks
+    # [..., steps]: every step takes as long as its slowest rank.
+    slowest_of_step = work.amax(-2)
+    slowest = slowest_of_step.sum(-1)
+    # Without any work nobody waits.
+    has_work = mean_of_ranks > 0
+    slowdown = slowest / mean_of_ranks.clamp(min=_TINY)
+    return torch.where(has_work, slowdown, 1.0)
 
 
 def computation_ratio(compute: Tensor, elapsed: Tensor) -> Tensor:
@@ -62,11 +75,19 @@ def computation_ratio(compute: Tensor, elapsed: Tensor) -> Tensor:
     """
     compute = compute.double()
     elapsed = elapsed.double()
-    ratio = torch.where(elapsed > 0, compute / elapsed.clamp(min=_TINY), torch.nan)
-    return ratio.flatten(-2).nanmean(-1)
+    took_time = elapsed > 0
+    ratio = compute / elapsed.clamp(min=_TINY)
+    # nanmean() leaves the other steps out.
+    ratio = torch.where(took_time, ratio, torch.nan)
+    # [..., ranks * steps]
+    ratio = ratio.flatten(-2)
+    return ratio.nanmean(-1)
 
 
 def _max_over_mean(work: Tensor) -> Tensor:
     """max / mean over the last dim; 1 where there is no work."""
     mean = work.mean(-1)
-    return torch.where(mean > 0, work.amax(-1) / mean.clamp(min=_TINY), 1.0)
+    largest = work.amax(-1)
+    has_work = mean > 0
+    ratio = largest / mean.clamp(min=_TINY)
+    return torch.where(has_work, ratio, 1.0)

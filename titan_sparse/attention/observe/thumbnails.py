@@ -26,10 +26,12 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     """
     device = index.verticals.device
     block_size = index.block_size
-    blocks = torch.arange(-(-index.seq_len // block_size), device=device)
-    size = min(cells, len(blocks))
+    number_of_blocks = -(-index.seq_len // block_size)
+    blocks = torch.arange(number_of_blocks, device=device)
+    size = min(cells, number_of_blocks)
     # [blocks, P]: 1 where the block belongs to the cell
-    cell_of_block = torch.nn.functional.one_hot(blocks * size // len(blocks), size).float()
+    cell = blocks * size // number_of_blocks
+    cell_of_block = torch.nn.functional.one_hot(cell, size).float()
 
     first_slices = None if ranges.slices is None else ranges.slices[:1]
     first = MaskRanges(ranges.start[:1], ranges.stop[:1], None, slices=first_slices)
@@ -41,11 +43,16 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
     )
 
     # Verticals are ascending, so differences of their ranks at the edges count them block by block.
-    edges = torch.arange(len(blocks) + 1, device=device, dtype=torch.int32) * block_size
-    edges_of_head = edges.clamp(max=index.seq_len).expand(index.heads, -1).contiguous()
+    edges = torch.arange(number_of_blocks + 1, device=device, dtype=torch.int32)
+    edges = edges * block_size
+    # The last block may be cut off by the end of the sequence.
+    edges = edges.clamp(max=index.seq_len)
+    # [Hq, blocks + 1]; searchsorted() wants them contiguous.
+    edges_of_head = edges.expand(index.heads, -1).contiguous()
     verticals_before = torch.searchsorted(index.verticals[0], edges_of_head)
+    verticals_of_block = verticals_before.diff(dim=-1)
     # [Hq, 1, blocks]: share of the block's keys that are verticals
-    vertical_share = verticals_before.diff(dim=-1)[:, None].float() / block_size
+    vertical_share = verticals_of_block[:, None].float() / block_size
 
     computed = torch.zeros(index.heads, size, size, device=device)
     allowed = torch.zeros(size, size, device=device)
@@ -54,7 +61,9 @@ def thumbnail(index: BlockIndex, ranges: MaskRanges, cells: int) -> Tensor:
         pairs = all_pairs[q_blocks].float()
         # [Hq or 1, nq, blocks]
         selected = index.selects(q_blocks, blocks)[0]
-        computed_pairs = torch.where(selected, pairs, pairs * vertical_share)
+        pairs_with_verticals = pairs * vertical_share
+        computed_pairs = torch.where(selected, pairs, pairs_with_verticals)
+        # Sums over the blocks of each cell, first of keys and then of queries.
         computed += cell_of_q.T @ (computed_pairs @ cell_of_block)
         allowed += cell_of_q.T @ (pairs @ cell_of_block)
     return computed / allowed.where(allowed > 0, torch.nan)

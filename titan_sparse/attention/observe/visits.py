@@ -46,7 +46,10 @@ class Visits(NamedTuple):
 
         Their sum over ranks is what statistics.py calls visited.
         """
-        return self.pairs.sum(-1) + self.vertical_pairs.sum(-1)
+        in_tiles = self.pairs.sum(-1)
+        # Of all blocks of verticals.
+        outside_tiles = self.vertical_pairs.sum(-1)
+        return in_tiles + outside_tiles
 
 
 def count_visits(index: BlockIndex, ranges: MaskRanges, table: Tensor) -> Visits:
@@ -72,7 +75,8 @@ def _count(index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool
     counts = torch.zeros(3, batch, heads, ranks, ranks, dtype=torch.int64)
     vertical_blocks = capacity // index.block_size
     verticals = torch.zeros(batch, heads, ranks, vertical_blocks, dtype=torch.int64)
-    q_blocks_at_once = max(1, _ELEMENTS // (batch * heads * len(k_blocks)))
+    tiles_of_q_block = batch * heads * len(k_blocks)
+    q_blocks_at_once = max(1, _ELEMENTS // tiles_of_q_block)
     for rank, rank_blocks in enumerate(table):
         for q_blocks in rank_blocks.split(q_blocks_at_once):
             # [B or 1, H or 1, nq, nk]
@@ -82,9 +86,12 @@ def _count(index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool
                 selected = index.selects(q_blocks, k_blocks)
             weights = tile_weights(ranges, q_blocks, k_blocks, index.block_size)
             for kind, weight in enumerate(weights):
-                by_k_block = (selected * weight[:, None]).sum(2)
+                # [B, H, nq, nk]
+                counted = selected * weight[:, None]
+                by_k_block = counted.sum(2)
                 # k_blocks lists the blocks rank by rank.
-                counts[kind, :, :, rank] += by_k_block.unflatten(-1, (ranks, -1)).sum(-1)
+                by_k_rank = by_k_block.unflatten(-1, (ranks, -1))
+                counts[kind, :, :, rank] += by_k_rank.sum(-1)
         pairs_with_verticals = vertical_pairs(index, ranges, rank_blocks)
         verticals[:, :, rank] = _over_heads(pairs_with_verticals, sum_heads)
         if isinstance(index, MoBAIndex):
@@ -95,7 +102,9 @@ def _count(index: BlockIndex, ranges: MaskRanges, table: Tensor, sum_heads: bool
 
 def _over_heads(counts: Tensor, sum_heads: bool) -> Tensor:
     """Counts [B, Hq, ...] as Visits holds them: of each head, or summed with H = 1."""
-    return counts.sum(1, keepdim=True) if sum_heads else counts
+    if sum_heads:
+        return counts.sum(1, keepdim=True)
+    return counts
 
 
 def _tell_queries_apart(
@@ -113,18 +122,24 @@ def _tell_queries_apart(
     """
     ranks = len(table)
     k_blocks = table.flatten()
-    q_blocks_at_once = max(1, _ELEMENTS // (index.words.shape[1] * len(k_blocks)))
+    tiles_of_q_block = index.words.shape[1] * len(k_blocks)
+    q_blocks_at_once = max(1, _ELEMENTS // tiles_of_q_block)
     for q_blocks in table[rank].split(q_blocks_at_once):
         seen_whole = tile_weights(ranges, q_blocks, k_blocks, index.block_size).whole
         chosen_by_any = index.selects(q_blocks, k_blocks)
         chosen_by_all = index.selects_for_all(q_blocks, k_blocks)
         # [B, Hq, nq, nk]: counted as full so far
-        divided = (chosen_by_any & ~chosen_by_all) * seen_whole[:, None]
+        chosen_by_some = chosen_by_any & ~chosen_by_all
+        divided = chosen_by_some * seen_whole[:, None]
         by_k_block = _over_heads(divided.sum(2), sum_heads)
-        no_longer_full = by_k_block.unflatten(-1, (ranks, -1)).sum(-1)
+        # k_blocks lists the blocks rank by rank.
+        by_k_rank = by_k_block.unflatten(-1, (ranks, -1))
+        no_longer_full = by_k_rank.sum(-1)
+        # Kinds are full, partial and pairs.
         counts[0] -= no_longer_full
         counts[1] += no_longer_full
-    counts[2] = _over_heads(index.pairs(ranges, table[rank], table), sum_heads)
+    pairs_of_head = index.pairs(ranges, table[rank], table)
+    counts[2] = _over_heads(pairs_of_head, sum_heads)
 
 
 def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> Tensor:
@@ -137,7 +152,8 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
     # Lists are filled up with the sequence length. Only the blocks with any vertical are looked at.
     longest = 0
     if index.verticals.numel():
-        longest = int((index.verticals < index.seq_len).sum(-1).max())
+        is_vertical = index.verticals < index.seq_len
+        longest = int(is_vertical.sum(-1).max())
     used_blocks = -(-longest // block_size)
     # [B, Hq, c]
     verticals = index.verticals[..., : used_blocks * block_size]
@@ -147,26 +163,42 @@ def vertical_pairs(index: BlockIndex, ranges: MaskRanges, q_blocks: Tensor) -> T
     behind_query = behind_query[:, :, None]
     counted = torch.zeros_like(verticals, dtype=torch.int64)
     q_blocks_at_once = max(1, _ELEMENTS // max(1, verticals.numel()))
-    for some_blocks in q_blocks.split(q_blocks_at_once):
-        # [n, 1], and with the verticals [B, Hq, n, c]
-        begin = (some_blocks.int() * block_size)[:, None]
+    for q_blocks_now in q_blocks.split(q_blocks_at_once):
+        # [n, 1]
+        begin = q_blocks_now.int() * block_size
+        begin = begin[:, None]
+        # [B, Hq, n, c]: the block's queries that see each vertical
         first_seeing = torch.maximum(first_query, begin)
         behind_seeing = torch.minimum(behind_query, begin + block_size)
-        seeing = (behind_seeing - first_seeing).clamp(min=0)
-        outside_tiles = ~_covered(index, some_blocks, verticals)
-        counted += (seeing * outside_tiles).sum(2)
-    counted = torch.nn.functional.pad(counted, (0, capacity - verticals.shape[-1]))
-    return counted.unflatten(-1, (capacity // block_size, block_size)).sum(-1)
+        seeing = behind_seeing - first_seeing
+        seeing = seeing.clamp(min=0)
+        outside_tiles = ~_covered(index, q_blocks_now, verticals)
+        pairs = seeing * outside_tiles
+        counted += pairs.sum(2)
+    # Unused blocks of verticals count 0.
+    unused = capacity - verticals.shape[-1]
+    counted = torch.nn.functional.pad(counted, (0, unused))
+    # [B, Hq, C, block_size]
+    blocks_of_verticals = capacity // block_size
+    by_block = counted.unflatten(-1, (blocks_of_verticals, block_size))
+    return by_block.sum(-1)
 
 
 def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:
     """Whether each vertical lies in a tile that the query block computes, bool [B, Hq, nq, C]."""
     if isinstance(index, VerticalSlashIndex):
-        k_blocks = (verticals // index.block_size)[:, :, None]
+        k_blocks = verticals // index.block_size
+        # [B, Hq, 1, C]
+        k_blocks = k_blocks[:, :, None]
         slashes = index.slashes.to(torch.int8)
-        return values_on_diagonals(index, slashes, 1, q_blocks, k_blocks).bool()
-    selected = index.selects(q_blocks, all_blocks(index))
-    return covered_verticals(index, selected)[..., : verticals.shape[-1]]
+        on_slash = values_on_diagonals(index, slashes, 1, q_blocks, k_blocks)
+        return on_slash.bool()
+    k_blocks = all_blocks(index)
+    selected = index.selects(q_blocks, k_blocks)
+    covered = covered_verticals(index, selected)
+    # The caller may have left out blocks of verticals that are not used.
+    looked_at = verticals.shape[-1]
+    return covered[..., :looked_at]
 
 
 def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
@@ -174,7 +206,9 @@ def step_sources(schedule: str, inter: int, intra: int) -> Tensor:
 
     schedule: a name in the table of schedules. W = inter * intra.
     """
-    return torch.tensor(SCHEDULES[schedule].step_sources(inter, intra))
+    named_schedule = SCHEDULES[schedule]
+    sources = named_schedule.step_sources(inter, intra)
+    return torch.tensor(sources)
 
 
 def by_step(
@@ -195,12 +229,18 @@ def by_step(
     For a ring's real steps it is needs.needed_chunks_of(), which says yes for a few chunks without
     a tile. The default is computed_chunks().
     """
-    work = visits.pairs.gather(-1, sources.expand_as(visits.pairs))
+    # [B, H, W, W]: in the last dim steps take the place of ranks.
+    source_of_step = sources.expand_as(visits.pairs)
+    work = visits.pairs.gather(-1, source_of_step)
     if needed is None:
         needed = computed_chunks(visits)
     for rank, computes in enumerate(computing_steps(needed, sources)):
         add_verticals(
-            work[:, :, rank], visits.vertical_pairs[:, :, rank], computes, backward, windows
+            work[:, :, rank],
+            visits.vertical_pairs[:, :, rank],
+            computes,
+            backward,
+            windows,
         )
     return work
 
@@ -211,7 +251,10 @@ def computing_steps(needed: Tensor, sources: Tensor) -> list[list[bool]]:
     needed: bool [W, W], the chunks that ranks compute on. A rank always computes on its own one.
     """
     own = torch.eye(len(sources), dtype=torch.bool)
-    return (needed | own).gather(-1, sources).tolist()
+    computed = needed | own
+    # [W, steps]
+    computes = computed.gather(-1, sources)
+    return computes.tolist()
 
 
 def add_verticals(
@@ -226,10 +269,13 @@ def add_verticals(
     work: [..., steps]. vertical_pairs: [..., C]. computes: by step, in the forward's order.
     backward, windows: as in by_step().
     """
-    steps = vertical_steps(computes, vertical_pairs.shape[-1], backward, windows)
-    for share, step in enumerate(steps):
+    blocks = vertical_pairs.shape[-1]
+    steps = vertical_steps(computes, blocks, backward, windows)
+    stride = len(steps)
+    for first_block, step in enumerate(steps):
         # Each step meets every len(steps)-th block of verticals.
-        work[..., step] += vertical_pairs[..., share :: len(steps)].sum(-1)
+        pairs_of_blocks = vertical_pairs[..., first_block::stride]
+        work[..., step] += pairs_of_blocks.sum(-1)
 
 
 def computed_chunks(visits: Visits) -> Tensor:
@@ -237,4 +283,7 @@ def computed_chunks(visits: Visits) -> Tensor:
 
     bool [W, W]. Verticals do not count: they are gathered on their own.
     """
-    return (visits.full + visits.partial).flatten(0, 1).any(0)
+    tiles = visits.full + visits.partial
+    # [B * H, W, W]
+    tiles = tiles.flatten(0, 1)
+    return tiles.any(0)
