@@ -41,7 +41,7 @@ class Pending:
 
 
 class Transfer:
-    """A send to the next rank of a ring and the matching receive from the previous one, in flight."""
+    """A transfer in flight: a send to the next rank of a ring, a receive from the previous one."""
 
     def __init__(
         self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool
@@ -146,9 +146,12 @@ class Communicator:
         """Send x[r] to rank r: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
         if self.size == 1:
             return x
+        bytes_a_rank = x.nbytes // self.size
+        others = self.size - 1
+        self.sent["collectives"] += bytes_a_rank * others
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.sent["collectives"] += x.nbytes // self.size * (self.size - 1)
-        dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
+        group = self.groups["collectives"]
+        dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     # Collectives that run beside compute

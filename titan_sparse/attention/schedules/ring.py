@@ -275,7 +275,7 @@ def _joined(by_group: list[Tensor], dim: int) -> Tensor:
 def _outputs(
     dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv in `dtype`, each in memory of its own, since outputs of an op must not share it."""
+    """dq, dk and dv in `dtype`, each in its own memory: outputs of an op must not share it."""
     dq = dq.to(dtype)
     # dk and dv are halves of one tensor up to here.
     dk = dk.to(dtype, copy=True)
