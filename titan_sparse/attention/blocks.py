@@ -9,6 +9,8 @@ def token_positions(blocks: Tensor, block_size: int) -> Tensor:
 
     Example with block_size 2: blocks [3, 0, 5] are tokens [6, 7, 0, 1, 10, 11].
     """
+    # [n, 1] and [block_size]
     first = blocks.long()[:, None] * block_size
     offsets = torch.arange(block_size, device=blocks.device)
-    return (first + offsets).flatten()
+    positions = first + offsets
+    return positions.flatten()

@@ -47,20 +47,27 @@ class CallOptions:
     recomputed: float = 0.0
 
     def block_range(self, seq_len: int) -> tuple[int, int | None]:
-        """First and last + 1 local query block, of so many local tokens; the last None for the end."""
+        """The range of local query blocks that the call is about: first, and last + 1.
+
+        seq_len: local tokens. The end is None for the whole.
+        """
         if self.share == "whole":
             return 0, None
-        boundary, blocks = recomputed_blocks(self.recomputed, seq_len, self.cp().block_size)
-        return (0, boundary) if self.share == "first" else (boundary, blocks)
+        block_size = self.cp().block_size
+        boundary, blocks = recomputed_blocks(self.recomputed, seq_len, block_size)
+        if self.share == "first":
+            return 0, boundary
+        return boundary, blocks
 
 
 def recomputed_blocks(recomputed: float, seq_len: int, block_size: int) -> tuple[int, int]:
-    """How many of a rank's query blocks a share makes, and how many there are.
+    """How many of a rank's query blocks the first share has, and how many there are in all.
 
     seq_len: tokens of the rank. Both numbers are the same on every rank.
     """
     blocks = -(-seq_len // block_size)
-    return int(recomputed * blocks + 0.5), blocks
+    boundary = int(recomputed * blocks + 0.5)
+    return boundary, blocks
 
 
 @torch.compiler.assume_constant_result
@@ -82,14 +89,14 @@ def options_key(
 
     def make() -> CallOptions:
         return CallOptions(
-            pattern_of(pattern),
-            weakref.ref(owner),
-            backend,
-            mask,
-            plain,
-            scale,
-            share,
-            recomputed,
+            pattern=pattern_of(pattern),
+            cp=weakref.ref(owner),
+            backend=backend,
+            mask=mask,
+            plain=plain,
+            scale=scale,
+            share=share,
+            recomputed=recomputed,
         )
 
     return registry.register_owned(owner.calls, key, make)
@@ -136,8 +143,14 @@ class AttentionCall:
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries and keys [B, H, S_local, D] that this call is about, as views."""
         size = self.cp.block_size
-        last = q.shape[2] if self.last is None else self.last * size
-        return q[:, :, self.first * size : last], k[:, :, :last], v[:, :, :last]
+        begin = self.first * size
+        end = q.shape[2]
+        if self.last is not None:
+            end = self.last * size
+        q_share = q[:, :, begin:end]
+        k_share = k[:, :, :end]
+        v_share = v[:, :, :end]
+        return q_share, k_share, v_share
 
     def of_heads(self, heads: slice) -> "AttentionCall":
         """The call for some of the query heads."""
@@ -145,26 +158,35 @@ class AttentionCall:
         return replace(self, make_index=lambda: index)
 
     def sum_dtype(self, q: Tensor) -> torch.dtype:
-        """In which dtype sums over chunks are kept: q's own where there is one chunk only."""
-        return q.dtype if self.cp.size == 1 else accumulation_dtype(q.dtype)
+        """The dtype that sums over chunks are kept in: q's own where there is one chunk only."""
+        if self.cp.size == 1:
+            return q.dtype
+        return accumulation_dtype(q.dtype)
 
     def key_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the keys of `rank` (default: this rank), on the device."""
-        return self.cp.blocks(self.mask, rank)[: self.last]
+        blocks = self.cp.blocks(self.mask, rank)
+        return blocks[: self.last]
 
     def query_blocks(self, rank: int | None = None) -> Tensor:
         """int64 [n]: global blocks of the queries of `rank` (default: this rank)."""
-        return self.key_blocks(rank)[self.first :]
+        blocks = self.key_blocks(rank)
+        return blocks[self.first :]
 
     def count_plain_ring(self, k: Tensor, backward: bool = False) -> None:
         """Add to cp.plain_ring_bytes what a ring sends in which each chunk visits every rank.
 
-        A backward sends the gradients too, in the dtype that they have between ranks.
+        k: [B, Hkv, S_local, D]. A backward sends the gradients too, in the dtype that they have
+        between ranks.
         """
         element_bytes = k.element_size()
         if backward:
-            element_bytes += (self.cp.gradient_dtype or self.sum_dtype(k)).itemsize
-        self.cp.plain_ring_bytes += 2 * k.numel() * element_bytes * (self.cp.size - 1)
+            gradient_dtype = self.cp.gradient_dtype or self.sum_dtype(k)
+            element_bytes += gradient_dtype.itemsize
+        # Keys and values, hence 2.
+        chunk_bytes = 2 * k.numel() * element_bytes
+        hops = self.cp.size - 1
+        self.cp.plain_ring_bytes += chunk_bytes * hops
 
     # Tiles
 
@@ -185,9 +207,11 @@ class AttentionCall:
         """Tiles of this rank's queries and the keys of all ranks, one rank after the other."""
 
         def k_blocks() -> Tensor:
-            return self.cp.table(self.mask)[:, : self.last].flatten()
+            # [ranks, n]
+            table = self.cp.table(self.mask)
+            return table[:, : self.last].flatten()
 
-        return self._block_tiles(batch, transpose, k_blocks, None, None)
+        return self._block_tiles(batch, transpose, k_blocks, source=None, query_rank=None)
 
     def tiles_of_blocks(
         self, batch: int, transpose: bool, k_blocks: Tensor, name: Hashable, capacity: int
@@ -197,27 +221,38 @@ class AttentionCall:
         name: what distinguishes these blocks from others of the same mask, layout and pattern.
         capacity: KV blocks that there are in memory, if more; queries see none of the rest.
         """
-        size = self.index.block_size
         if self._has_table_kernels():
-            keys = slash_tables.key_side(k_blocks, size)
-            tiles = slash_tables.block_tiles(self._query_side(batch), self.index, keys, transpose)
+            query_side = self._query_side(batch)
+            key_side = slash_tables.key_side(k_blocks, self.index.block_size)
+            tiles = slash_tables.block_tiles(query_side, self.index, key_side, transpose)
             return block_tables.with_room(tiles, capacity)
 
         def make() -> Tiles:
-            return block_tables.with_room(
-                self._tables().block_tiles(
-                    self.mask, self.index, self.query_blocks(), k_blocks, batch, transpose
-                ),
-                capacity,
+            tables = self._tables()
+            tiles = tables.block_tiles(
+                self.mask,
+                self.index,
+                self.query_blocks(),
+                k_blocks,
+                batch,
+                transpose,
             )
+            return block_tables.with_room(tiles, capacity)
 
-        return self._once_if_static(("tiles of blocks", name, batch, transpose, capacity), make)
+        full_name = ("tiles of blocks", name, batch, transpose, capacity)
+        return self._once_if_static(full_name, make)
 
     def tiles_of_verticals(self, batch: int, transpose: bool) -> Tiles:
         """Tiles of this rank's queries and the gathered verticals."""
         if self._has_table_kernels():
-            return slash_tables.vertical_tiles(self._query_side(batch), self.index, transpose)
-        return block_tables.vertical_tiles(self.mask, self.index, self.query_blocks(), transpose)
+            query_side = self._query_side(batch)
+            return slash_tables.vertical_tiles(query_side, self.index, transpose)
+        return block_tables.vertical_tiles(
+            self.mask,
+            self.index,
+            self.query_blocks(),
+            transpose,
+        )
 
     def vertical_piece(
         self, vertical_kv: Tensor, batch: int, transpose: bool, share: int = 0, shares: int = 1
@@ -231,12 +266,16 @@ class AttentionCall:
         k, v = vertical_kv
         if shares > 1:
             size = self.index.block_size
-            verticals = every_nth_block(self.index.verticals, 2, size, share, shares)
-            index = self.index.with_verticals(verticals.flatten(2, 3))
+            # [B, Hq, C]
+            positions = self.index.verticals
+            positions = every_nth_block(positions, 2, size, share, shares).flatten(2, 3)
+            index = self.index.with_verticals(positions)
             call = replace(self, make_index=lambda: index)
+            # [B, Hq, C, D]
             k = every_nth_block(k, 2, size, share, shares).flatten(2, 3)
             v = every_nth_block(v, 2, size, share, shares).flatten(2, 3)
-        return Piece(k, v, call.tiles_of_verticals(batch, transpose))
+        tiles = call.tiles_of_verticals(batch, transpose)
+        return Piece(k, v, tiles)
 
     def _block_tiles(
         self,
@@ -246,44 +285,71 @@ class AttentionCall:
         source: int | None,
         query_rank: int | None,
     ) -> Tiles:
-        """Tiles with the keys of a rank (None: of all), which are the same for all layers."""
+        """Tiles with the keys of the rank `source` (None: of all ranks).
+
+        k_blocks(): the global blocks of those keys, which are the same for all layers.
+        """
         if self._has_table_kernels():
-            keys = once_per_mask(
-                self.mask,
-                ("key side", self.cp.key, source, self.last),
-                lambda: slash_tables.key_side(k_blocks(), self.index.block_size),
-            )
+
+            def make_key_side() -> slash_tables.KeySide:
+                return slash_tables.key_side(k_blocks(), self.index.block_size)
+
+            key = ("key side", self.cp.key, source, self.last)
+            key_side = once_per_mask(self.mask, key, make_key_side)
             query_side = self._query_side(batch, query_rank)
-            return slash_tables.block_tiles(query_side, self.index, keys, transpose)
+            return slash_tables.block_tiles(query_side, self.index, key_side, transpose)
         if not self.pattern.dynamic:
             # Made once, for the forward and for the backward.
             transpose = transpose or self.backend.READS_BY_KEY
 
         def make() -> Tiles:
-            return self._tables().block_tiles(
-                self.mask, self.index, self.query_blocks(query_rank), k_blocks(), batch, transpose
+            tables = self._tables()
+            return tables.block_tiles(
+                self.mask,
+                self.index,
+                self.query_blocks(query_rank),
+                k_blocks(),
+                batch,
+                transpose,
             )
 
-        return self._once_if_static(("tiles", source, query_rank, batch, transpose), make)
+        name = ("tiles", source, query_rank, batch, transpose)
+        return self._once_if_static(name, make)
 
     def _once_if_static(self, name: tuple, make: Callable[[], Tiles]) -> Tiles:
         """make(), remembered with the mask if the pattern is static."""
         if self.pattern.dynamic:
             return make()
-        heads = self.index.heads
-        key = (*name, self.pattern.key, self.cp.key, heads, self.first, self.last)
+        key = (
+            *name,
+            self.pattern.key,
+            self.cp.key,
+            self.index.heads,
+            self.first,
+            self.last,
+        )
         return once_per_mask(self.mask, key, make)
 
     def _tables(self):
         """The module that makes tables of blocks for this mask, in plain torch."""
-        return block_tables if self.mask.slices is None else slice_tables
+        if self.mask.slices is None:
+            return block_tables
+        return slice_tables
 
     def _has_table_kernels(self) -> bool:
         """Whether kernels make the tables, with no wait of the host."""
         is_vertical_slash = isinstance(self.index, VerticalSlashIndex)
-        return self.mask.start.is_cuda and self.mask.slices is None and is_vertical_slash
+        on_gpu = self.mask.start.is_cuda
+        has_no_slices = self.mask.slices is None
+        return is_vertical_slash and on_gpu and has_no_slices
 
     def _query_side(self, batch: int, rank: int | None = None) -> slash_tables.QuerySide:
+        """What the kernels' tables need of the queries of a rank, remembered with the mask."""
+
+        def make() -> slash_tables.QuerySide:
+            q_blocks = self.query_blocks(rank)
+            return slash_tables.query_side(self.mask, self.index, q_blocks, batch)
+
         key = (
             "query side",
             self.pattern.key,
@@ -293,27 +359,36 @@ class AttentionCall:
             self.first,
             self.last,
         )
-        return once_per_mask(
-            self.mask,
-            key,
-            lambda: slash_tables.query_side(self.mask, self.index, self.query_blocks(rank), batch),
-        )
+        return once_per_mask(self.mask, key, make)
 
 
 def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> AttentionCall:
-    """The call of an op that got this key, queries [B, Hq, S_local, D], and the index's and the
-    mask's tensors. For the first of two shares the verticals' keys and values end `index`.
+    """The call that an op was given by its key and its tensors.
+
+    q: [B, Hq, S_local, D]. index, mask: the tensors of the index and of the mask. For the first of
+    two shares the keys and values of the verticals are the last tensor of `index`.
     """
     options: CallOptions = registry.OBJECTS.get(key) or registry.lookup(key)
     cp = options.cp()
     vertical_kv = None
     if options.share == "first":
         *index, vertical_kv = index
-    first, last = options.block_range(q.shape[2])
-    ranges = mask_of_whole_blocks(mask_of_tensors(options.mask, mask, options.plain), cp.block_size)
+    batch, heads, seq_len, head_dim = q.shape
+    first, last = options.block_range(seq_len)
+    ranges = mask_of_tensors(options.mask, mask, options.plain)
+    ranges = mask_of_whole_blocks(ranges, cp.block_size)
+    scale = options.scale
+    if scale is None:
+        scale = head_dim**-0.5
 
     def make_index() -> BlockIndex:
-        return options.pattern.index(index, ranges, q.shape[0], q.shape[1], cp.block_size)
+        return options.pattern.index(
+            index,
+            ranges,
+            batch,
+            heads,
+            cp.block_size,
+        )
 
     return AttentionCall(
         mask=ranges,
@@ -321,7 +396,7 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
         pattern=options.pattern,
         cp=cp,
         backend=BACKENDS[options.backend],
-        scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale,
+        scale=scale,
         plain=ranges.plain and not options.pattern.dynamic,
         first=first,
         last=last,
@@ -330,6 +405,11 @@ def bind(key: str, q: Tensor, index: list[Tensor], mask: list[Tensor]) -> Attent
 
 
 def every_nth_block(x: Tensor, dim: int, block_size: int, first: int, n: int) -> Tensor:
-    """A view of every n-th block along `dim`, which becomes two dims: blocks and their tokens."""
+    """A view of every n-th block along `dim`, from block `first` on.
+
+    The dim becomes two: blocks, and the tokens of a block.
+    """
     blocks = x.unflatten(dim, (-1, block_size))
-    return blocks[(slice(None),) * dim + (slice(first, None, n),)]
+    all_before = (slice(None),) * dim
+    every_nth = slice(first, None, n)
+    return blocks[(*all_before, every_nth)]

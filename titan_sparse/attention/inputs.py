@@ -14,7 +14,8 @@ DEFAULT_BLOCK_SIZE = 128
 def constant(x: float) -> float:
     """x, as a constant of a compiled graph.
 
-    torch.compile makes a symbol of a float that changes, and a symbol cannot be part of a key.
+    torch.compile makes a symbol of a float that changes, and a symbol cannot be part of a key. The
+    two integers of a fraction are constants, and so is their quotient.
     """
     numerator, denominator = x.as_integer_ratio()
     return numerator / denominator
@@ -55,16 +56,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"attend() needs q [B, Hq, S, D] and k, v [B, Hkv, S, D], not {_shapes(q, k, v)}"
         )
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+    same_batch = q.shape[0] == k.shape[0]
+    same_length_and_dim = q.shape[2:] == k.shape[2:]
+    if not same_batch or not same_length_and_dim or q.shape[1] % k.shape[1]:
         raise ValueError(f"Hq must be a multiple of Hkv and B, S, D be equal: {_shapes(q, k, v)}")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+    same_dtype = q.dtype == k.dtype == v.dtype
+    if not same_dtype or not q.is_floating_point():
         raise ValueError(
             f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
 
 
 def _shapes(*tensors: Tensor) -> str:
-    return ", ".join(str(list(x.shape)) for x in tensors)
+    """The shapes of tensors, for an error message."""
+    shapes = [str(list(x.shape)) for x in tensors]
+    return ", ".join(shapes)
 
 
 def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
@@ -116,32 +122,42 @@ def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:
         )
 
 
-# The tensors of a MaskRanges, in the order in which ops get them. The last three may be missing.
 _MASK_TENSORS = ("start", "stop", "document_start", "slices", "table")
+"""The tensors of a MaskRanges, in the order in which ops get them. The last three are optional."""
 
 
 def mask_tensors(ranges: MaskRanges) -> tuple[str, list[Tensor]]:
-    """The tensors of a mask that are there, and their names with a space between."""
-    names = [name for name in _MASK_TENSORS if getattr(ranges, name) is not None]
-    return " ".join(names), [getattr(ranges, name) for name in names]
+    """The names of the tensors that a mask has, with a space between, and the tensors."""
+    names = []
+    tensors = []
+    for name in _MASK_TENSORS:
+        tensor = getattr(ranges, name)
+        if tensor is not None:
+            names.append(name)
+            tensors.append(tensor)
+    return " ".join(names), tensors
 
 
 def mask_of_tensors(names: str, tensors: list[Tensor], plain: bool = False) -> MaskRanges:
     """The inverse of mask_tensors()."""
+    # What is not named stays None.
     fields = dict.fromkeys(_MASK_TENSORS)
-    fields.update(zip(names.split(), tensors, strict=True))
+    given = zip(names.split(), tensors, strict=True)
+    fields.update(given)
     return MaskRanges(**fields, plain=plain)
 
 
 def whole_blocks(x: Tensor, dim: int, block_size: int, value: float = 0) -> Tensor:
-    """x, padded along `dim` to whole blocks.
+    """x, padded along `dim` with `value` to whole blocks.
 
     Only without context parallelism can a length be ragged.
     """
     missing = -x.shape[dim] % block_size
     if missing == 0:
         return x
-    padding = [0, 0] * (x.ndim - 1 - dim) + [0, missing]
+    # pad() counts dims from the last one, with two numbers each: before and behind.
+    later_dims = x.ndim - 1 - dim
+    padding = [0, 0] * later_dims + [0, missing]
     return torch.nn.functional.pad(x, padding, value=value)
 
 

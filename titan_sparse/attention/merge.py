@@ -37,7 +37,14 @@ def merge(
         return _first(out, dtype, into), lse
     total_out, total_lse = total
     if out.is_cuda and lse.dtype == torch.float32:
-        return merge_kernel.merge(total_out, total_lse, out, lse, dtype, into)
+        return merge_kernel.merge(
+            total_out,
+            total_lse,
+            out,
+            lse,
+            dtype,
+            into,
+        )
     merged, merged_lse = merge_kernel.merge_naive(total_out, total_lse, out, lse)
     if into is None:
         return merged.to(dtype), merged_lse
@@ -82,14 +89,14 @@ class Results(NamedTuple):
     whole: Tensor | None
     parts: list[Tensor | None]
 
-    def joined(self, found: Sequence[Tensor]) -> Tensor:
+    def joined(self, by_group: Sequence[Tensor]) -> Tensor:
         """The whole result, from the results of the groups."""
-        if len(found) == 1:
-            return found[0]
+        if len(by_group) == 1:
+            return by_group[0]
         if self.whole is not None:
             # The groups have been written to their places in it.
             return self.whole
-        return torch.cat(tuple(found), dim=1)
+        return torch.cat(tuple(by_group), dim=1)
 
 
 def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
@@ -98,18 +105,24 @@ def results(q: Tensor, heads: Sequence[slice], steps: int) -> Results:
     heads: the groups of heads that are computed apart. steps: how many pieces are summed for each.
     """
     if len(heads) == 1 and steps == 1:
-        return Results(None, [None])
+        # Nothing is summed or joined: the backend's own output is the result.
+        return Results(whole=None, parts=[None])
     if len(heads) > 1 and len(q) > 1:
         # With several sequences the heads of one group are not contiguous in the whole.
         parts = []
         for group in heads:
             part = torch.empty_like(q[:, group], memory_format=torch.contiguous_format)
             parts.append(part)
-        return Results(None, parts)
+        return Results(whole=None, parts=parts)
     whole = q.new_empty(q.shape)
-    return Results(whole, [whole[:, group] for group in heads])
+    parts = []
+    for group in heads:
+        parts.append(whole[:, group])
+    return Results(whole, parts)
 
 
 def at_last(steps: int, into: Tensor | None) -> Iterator[Tensor | None]:
-    """Where each step writes its sum: nowhere in particular, but the last one writes `into`."""
-    return iter([None] * (steps - 1) + [into])
+    """Where each of `steps` steps writes its sum: the last one `into`, the others nowhere given."""
+    for _ in range(steps - 1):
+        yield None
+    yield into

@@ -29,35 +29,54 @@ def _forward(
     """
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
-    padded = (whole_blocks(q, 2, size), whole_blocks(k, 2, size), whole_blocks(v, 2, size))
-    q_share, k_share, v_share = bound.take(*padded)
-    out, lse, vertical_kv = EXECUTORS[bound.cp.moves].forward(bound, q_share, k_share, v_share)
-    if recorder.listening and (observer := recorder.observer()):
+    # Everything below works on whole blocks; [B, H, padded S_local, D].
+    q_padded = whole_blocks(q, 2, size)
+    k_padded = whole_blocks(k, 2, size)
+    v_padded = whole_blocks(v, 2, size)
+    q_share, k_share, v_share = bound.take(q_padded, k_padded, v_padded)
+    executor = EXECUTORS[bound.cp.moves]
+    out, lse, vertical_kv = executor.forward(bound, q_share, k_share, v_share)
+    # Asked only while somebody records, so that other calls do not enter recorder.py.
+    observer = None
+    if recorder.listening:
+        observer = recorder.observer()
+    if observer is not None:
         observer.forward(bound, q_share, k_share)
+        # Shares of a sequence are reported as a layer once they are joined.
         if bound.last is None:
             observer.layer(bound, q_share, k_share, lse)
     if bound.vertical_kv is not None:
         vertical_kv = q.new_empty(0)
+    # Without the padding: [B, Hq, length, D] and [B, Hq, length].
     length = q.shape[2] - bound.first * size
-    out = out[:, :, :length].to(q.dtype).contiguous()
-    return out, lse[:, :, :length].contiguous(), vertical_kv
+    out = out[:, :, :length]
+    out = out.to(q.dtype).contiguous()
+    lse = lse[:, :, :length].contiguous()
+    return out, lse, vertical_kv
 
 
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], mask: list[Tensor], call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes and dtypes of what _forward() returns, for torch.compile."""
     options = registry.lookup(call)
     size = options.cp().block_size
     batch, heads, seq_len, head_dim = q.shape
     first, last = options.block_range(seq_len)
-    length = (seq_len if last is None else min(last * size, seq_len)) - first * size
+    begin = first * size
+    end = seq_len
+    if last is not None:
+        # The last block may be ragged.
+        end = min(last * size, seq_len)
+    length = end - begin
     if options.share == "first":
         vertical_kv = q.new_empty(0)
     else:
         verticals = options.pattern.vertical_count(index)
         vertical_kv = q.new_empty(2, batch, heads, verticals, head_dim)
     out = q.new_empty(batch, heads, length, head_dim)
-    lse = q.new_empty(batch, heads, length, dtype=accumulation_dtype(q.dtype))
+    lse_dtype = accumulation_dtype(q.dtype)
+    lse = q.new_empty(batch, heads, length, dtype=lse_dtype)
     return out, lse, vertical_kv
 
 
@@ -79,17 +98,25 @@ def _join(
     first_out, second_out, first_lse, second_lse, _ = shares
     out = torch.cat([first_out, second_out], dim=2)
     lse = torch.cat([first_lse, second_lse], dim=2)
-    if recorder.listening and (observer := recorder.observer()):
+    observer = None
+    if recorder.listening:
+        observer = recorder.observer()
+    if observer is not None:
         bound = bind(call, q, index, mask)
         size = bound.cp.block_size
-        padded_lse = whole_blocks(lse, 2, size, -torch.inf)
-        observer.layer(bound, whole_blocks(q, 2, size), whole_blocks(k, 2, size), padded_lse)
+        q_padded = whole_blocks(q, 2, size)
+        k_padded = whole_blocks(k, 2, size)
+        lse_padded = whole_blocks(lse, 2, size, -torch.inf)
+        observer.layer(bound, q_padded, k_padded, lse_padded)
     return out, lse
 
 
 @_join.register_fake
-def _(q, k, v, index, mask, call, shares):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+def _fake_join(q, k, v, index, mask, call, shares):
+    lse_dtype = accumulation_dtype(q.dtype)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return out, lse
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
@@ -103,7 +130,10 @@ def _backward(
     mask: list[Tensor],
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv. results: out, lse and the verticals' keys and values, as forward gave them."""
+    """dq, dk and dv, in the dtype of q.
+
+    results: out, lse and the verticals' keys and values, as the forward gave them.
+    """
     out, lse, vertical_kv = results
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
@@ -113,21 +143,37 @@ def _backward(
         out=whole_blocks(out, 2, size),
         lse=whole_blocks(lse, 2, size, -torch.inf),
     )
-    gradients = EXECUTORS[bound.cp.moves].backward(
-        bound, queries, whole_blocks(k, 2, size), whole_blocks(v, 2, size), vertical_kv
+    executor = EXECUTORS[bound.cp.moves]
+    gradients = executor.backward(
+        bound,
+        queries,
+        whole_blocks(k, 2, size),
+        whole_blocks(v, 2, size),
+        vertical_kv,
     )
+    # Without the padding: [B, H, S_local, D].
     length = q.shape[2]
-    return tuple(x[:, :, :length].to(q.dtype).contiguous() for x in gradients)
+    unpadded = []
+    for gradient in gradients:
+        gradient = gradient[:, :, :length]
+        unpadded.append(gradient.to(q.dtype).contiguous())
+    dq, dk, dv = unpadded
+    return dq, dk, dv
 
 
 @_backward.register_fake
-def _(d_out, q, k, v, results, index, mask, call):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _fake_backward(d_out, q, k, v, results, index, mask, call):
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+    dv = torch.empty_like(v, memory_format=torch.contiguous_format)
+    return dq, dk, dv
 
 
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Keep for the backward what the whole attention needs; a share of one has no backward."""
     q, k, v, index, mask, call = inputs
-    if registry.lookup(call).share != "whole":
+    options = registry.lookup(call)
+    if options.share != "whole":
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
         )
@@ -137,17 +183,24 @@ def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    """Keep for the backward what _save_forward() keeps, of the whole."""
     q, k, v, index, mask, call, shares = inputs
     out, lse = output
-    _save(ctx, q, k, v, index, mask, call, (out, lse, shares[-1]))
+    vertical_kv = shares[-1]
+    results = (out, lse, vertical_kv)
+    _save(ctx, q, k, v, index, mask, call, results)
     ctx.mark_non_differentiable(lse)
 
 
 def _save(ctx, q, k, v, index, mask, call, results) -> None:
+    """results: out, lse and the verticals' keys and values."""
+    # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.call = call
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
-    ctx.save_for_backward(q, k, v, *results, *index, *mask)
+    tensors = [q, k, v, *results, *index, *mask]
+    ctx.save_for_backward(*tensors)
+    # A missing gradient stays None, instead of becoming a tensor of zeros.
     ctx.set_materialize_grads(False)
 
 
@@ -161,13 +214,23 @@ def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     index = rest[: ctx.index_count]
     mask = rest[ctx.index_count :]
     dq, dk, dv = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(), q, k, v, [out, lse, vertical_kv], index, mask, ctx.call
+        d_out.contiguous(),
+        q,
+        k,
+        v,
+        [out, lse, vertical_kv],
+        index,
+        mask,
+        ctx.call,
     )
     return dq, dk, dv, no_index, no_mask, None
 
 
 def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
-    return *_differentiate(ctx, d_out), [None] * 5
+    """As _differentiate(), with the five shares as a seventh input."""
+    no_shares = [None] * 5
+    gradients = _differentiate(ctx, d_out)
+    return *gradients, no_shares
 
 
 for _name in ("attend_forward", "attend_recomputed"):

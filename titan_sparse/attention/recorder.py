@@ -45,10 +45,14 @@ def observer() -> Observer | None:
 
     What activation checkpointing repeats is not told again.
     """
-    return None if listening is None or recomputing() else listening
+    if listening is None or recomputing():
+        return None
+    return listening
 
 
 def recomputing() -> bool:
-    """Whether a forward called now repeats one for a backward: it runs inside autograd's."""
+    """Whether what runs now repeats a forward for a backward, that is, runs inside autograd's."""
     # torch.utils.checkpoint asks it the same way.
-    return torch._C._current_graph_task_id() != -1
+    graph_task = torch._C._current_graph_task_id()
+    outside_backward = -1
+    return graph_task != outside_backward

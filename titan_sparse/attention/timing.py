@@ -53,13 +53,14 @@ class TimedCall:
         """What is launched inside is work of this step. A step may have several such intervals."""
         began = mark(self.device)
         yield
-        self.intervals.append((step, began, mark(self.device)))
+        ended = mark(self.device)
+        self.intervals.append((step, began, ended))
 
     def milliseconds(self) -> Tensor:
         """float64 [2, steps]: computing, and elapsed since the step before was done.
 
-        0 for steps without work. The first elapsed time begins with the call, the last one lasts
-        until its end. Waits for the GPU.
+        0 for steps without work. The first elapsed time begins with the call, and the last one
+        lasts until the call's end. Waits for the GPU.
         """
         if isinstance(self.ended, torch.cuda.Event):
             self.ended.synchronize()
@@ -68,8 +69,10 @@ class TimedCall:
         for step, began, ended in self.intervals:
             computing = _milliseconds_between(began, ended)
             elapsed = _milliseconds_between(previous_end, ended)
-            times[:, step] += torch.tensor([computing, elapsed], dtype=torch.float64)
+            times[0, step] += computing
+            times[1, step] += elapsed
             previous_end = ended
+        # What comes after the last step, such as joining results, counts as time of that step.
         last_step, _, _ = self.intervals[-1]
         times[1, last_step] += _milliseconds_between(previous_end, self.ended)
         return times
@@ -77,7 +80,11 @@ class TimedCall:
 
 def bytes_so_far(cp: ContextParallel) -> BytesSent:
     """What this rank has sent until now."""
-    return BytesSent(cp.bytes_sent, cp.plain_ring_bytes, cp.sent["verticals"])
+    return BytesSent(
+        ring=cp.bytes_sent,
+        plain_ring=cp.plain_ring_bytes,
+        verticals=cp.sent["verticals"],
+    )
 
 
 _timed_calls: list[TimedCall] | None = None

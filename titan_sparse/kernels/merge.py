@@ -1,5 +1,4 @@
-"""Attention over two disjoint sets of keys from the attentions over each, and sums: each in one
-pass over memory."""
+"""Merges of attention over two disjoint sets of keys, and sums; each in one pass over memory."""
 
 import torch
 import triton
@@ -10,13 +9,19 @@ from torch import Tensor
 def merge_naive(
     out: Tensor, lse: Tensor, out_piece: Tensor, lse_piece: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The twin of merge(): weights by log-sum-exp, safe where lse is -inf."""
-    total = torch.logaddexp(lse, lse_piece)
+    """The twin of merge() in plain torch: weights by log-sum-exp, safe where lse is -inf.
+
+    Shapes as in merge(). Returns out and lse in the dtypes that torch promotes to.
+    """
+    total_lse = torch.logaddexp(lse, lse_piece)
     # -inf - -inf would be NaN.
-    finite = total.clamp(min=torch.finfo(total.dtype).min)
+    lowest = torch.finfo(total_lse.dtype).min
+    finite = total_lse.clamp(min=lowest)
+    # [B, H, S, 1]
     weight = (lse - finite).exp()[..., None]
     weight_piece = (lse_piece - finite).exp()[..., None]
-    return out * weight + out_piece * weight_piece, total
+    merged = out * weight + out_piece * weight_piece
+    return merged, total_lse
 
 
 @triton.jit
@@ -32,11 +37,13 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    o_row = first_row + tl.arange(0, ROWS)
     o_dim = tl.arange(0, DIM)
     inside_row = o_row < rows
+    inside_dim = o_dim < dim
     # [ROWS, DIM]
-    inside = inside_row[:, None] & (o_dim < dim)[None, :]
+    inside = inside_row[:, None] & inside_dim[None, :]
     at = o_row[:, None] * dim + o_dim[None, :]
     a = tl.load(lse + o_row, mask=inside_row, other=float("-inf"))
     b = tl.load(lse_piece + o_row, mask=inside_row, other=float("-inf"))
@@ -48,7 +55,10 @@ def _merge_kernel(
     scale = 1.0 / tl.maximum(total, 1.0e-30)
     x = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(out_piece + at, mask=inside, other=0.0).to(tl.float32)
-    z = x * (weight_a * scale)[:, None] + y * (weight_b * scale)[:, None]
+    # [ROWS, 1]
+    scale_a = (weight_a * scale)[:, None]
+    scale_b = (weight_b * scale)[:, None]
+    z = x * scale_a + y * scale_b
     tl.store(merged + at, z.to(merged.dtype.element_ty), mask=inside)
     lse_at = merged_lse + o_row
     total_lse = tl.where(total > 0, top + tl.log(total), float("-inf"))
@@ -75,9 +85,12 @@ def merge(
     lse_piece = lse_piece.contiguous()
     rows = lse.numel()
     dim = out.shape[-1]
-    merged = torch.empty_like(out, dtype=dtype) if into is None else into
+    merged = into
+    if merged is None:
+        merged = torch.empty_like(out, dtype=dtype)
     merged_lse = torch.empty_like(lse)
-    _merge_kernel[(triton.cdiv(rows, 32),)](
+    grid = (triton.cdiv(rows, 32),)
+    _merge_kernel[grid](
         out,
         lse,
         out_piece,
@@ -94,16 +107,22 @@ def merge(
 
 
 def add_naive(total: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """The twin of add()."""
-    return (total.double() + piece.double()).to(dtype)
+    """The twin of add() in plain torch, summed in fp64."""
+    summed = total.double() + piece.double()
+    return summed.to(dtype)
 
 
 @triton.jit
 def _add_kernel(total, piece, out, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(total + at, mask=at < n, other=0.0).to(tl.float32)
-    y = tl.load(piece + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, (x + y).to(out.dtype.element_ty), mask=at < n)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    inside = at < n
+    # Summed in fp32, whatever the dtypes; the store rounds once.
+    x = tl.load(total + at, mask=inside, other=0.0)
+    y = tl.load(piece + at, mask=inside, other=0.0)
+    summed = x.to(tl.float32) + y.to(tl.float32)
+    rounded = summed.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
 
 
 def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -120,7 +139,14 @@ def add(total: Tensor, piece: Tensor, dtype: torch.dtype, into: Tensor | None = 
         out = total
     else:
         out = torch.empty_like(total, dtype=dtype)
-    _add_kernel[(triton.cdiv(out.numel(), 4096),)](
-        total, piece, out, out.numel(), BLOCK=4096, num_warps=8
+    n = out.numel()
+    grid = (triton.cdiv(n, 4096),)
+    _add_kernel[grid](
+        total,
+        piece,
+        out,
+        n,
+        BLOCK=4096,
+        num_warps=8,
     )
     return out

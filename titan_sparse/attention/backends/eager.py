@@ -23,8 +23,6 @@ SERVES_SLICES = True
 COMPILES_BY_LENGTH = False
 """Whether a number of keys that it has not seen before takes seconds to compile."""
 
-"""Queries that dense attention computes at once: a block of scores, never all of them."""
-
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """Why this backend cannot serve such inputs: it serves all of them."""
@@ -302,7 +300,9 @@ def serves_dense(q: Tensor, shape: DenseShape) -> bool:
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Dense attention without tiles, some queries at a time over the keys up to the last of them.
+    """Dense attention without tiles: a block of queries at a time, over the keys that they may see.
+
+    So there is never more than one block of scores.
 
     Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32 (fp64 for fp64).
     """

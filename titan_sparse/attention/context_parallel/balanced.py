@@ -105,15 +105,19 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
     Their lengths differ by a block at most, and each rank can get equally many long ones.
     """
-    blocks = count_blocks("balanced", ranks, ranges.start.shape[1], block_size)
-    most_per_rank = min(_CHUNKS_PER_RANK, max(_MIN_CHUNKS_PER_RANK, _MAX_CHUNKS // ranks))
-    count = ranks * min(blocks // ranks, most_per_rank)
+    sequences, seq_len = ranges.start.shape
+    blocks = count_blocks("balanced", ranks, seq_len, block_size)
+    fair_share = _MAX_CHUNKS // ranks
+    most_per_rank = max(_MIN_CHUNKS_PER_RANK, fair_share)
+    most_per_rank = min(_CHUNKS_PER_RANK, most_per_rank)
+    # A chunk holds at least one block.
+    chunks_per_rank = min(blocks // ranks, most_per_rank)
+    count = ranks * chunks_per_rank
     bounds = np.arange(count + 1) * blocks // count
     if ranges.slices is not None:
         tiles = _tiles_of_slices(ranges, block_size, costs)
     else:
         tiles = _tiles_of_ranges(ranges, block_size, costs)
-    sequences = len(ranges.start)
     return Chunks(
         bounds=bounds,
         work=np.add.reduceat(tiles.work, bounds[:-1]),
@@ -123,6 +127,7 @@ def cut_into_chunks(ranges: MaskRanges, ranks: int, block_size: int, costs: Cost
 
 
 def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
+    """The tiles of a mask that gives each query one range of keys, in blocks of `size` tokens."""
     # [Bm, blocks, size]
     batch = len(ranges.start)
     start = ranges.start.cpu().numpy().reshape(batch, -1, size)
@@ -130,19 +135,24 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
     sees_any = start < stop
     # Both ends are sorted: the first query that sees anything sees the earliest keys of its block,
     # the last one the latest.
+    # [Bm, blocks, 1]
     first_query = sees_any.argmax(-1)[..., None]
-    last_query = size - 1 - sees_any[..., ::-1].argmax(-1)[..., None]
+    from_the_end = sees_any[..., ::-1].argmax(-1)[..., None]
+    last_query = size - 1 - from_the_end
+    # [Bm, blocks]
     block_sees_any = np.take_along_axis(sees_any, first_query, -1)[..., 0]
     earliest_key = np.take_along_axis(start, first_query, -1)[..., 0]
-    latest_key = np.take_along_axis(stop, last_query, -1)[..., 0]
-    begin = earliest_key // size * block_sees_any  # [Bm, blocks]
-    end = -(-latest_key // size) * block_sees_any
+    behind_latest_key = np.take_along_axis(stop, last_query, -1)[..., 0]
+    # Blocks of keys that are touched, from `begin` to before `end`; both 0 where none is.
+    begin = earliest_key // size * block_sees_any
+    end = -(-behind_latest_key // size) * block_sees_any
     # A tile that the first and the last query see whole is whole for all queries between them. If
     # one of them sees nothing, there is no such tile.
     whole_begin = -(-start[..., -1] // size)
     whole_end = stop[..., 0] // size
     whole = (whole_end - whole_begin).clip(min=0)
-    work = 100 * whole + costs.partial * (end - begin - whole)
+    partial = end - begin - whole
+    work = 100 * whole + costs.partial * partial
     sequence, line = np.indices(begin.shape, dtype=np.int64)
     touched = Runs(
         sequence=_flat_tensor(sequence),
@@ -151,17 +161,22 @@ def _tiles_of_ranges(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
         first=_flat_tensor(begin),
         last=_flat_tensor(end),
     )
-    return _MaskTiles(work.sum(0, dtype=np.int64), touched, lines_are_keys=False)
+    total_work = work.sum(0, dtype=np.int64)
+    return _MaskTiles(total_work, touched, lines_are_keys=False)
 
 
 def _flat_tensor(numbers: NDArray) -> Tensor:
+    """The numbers of an array in a row, int64."""
     flat = numbers.astype(np.int64).ravel()
     return torch.from_numpy(flat)
 
 
 def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
+    """The tiles of a mask of slices, in blocks of `size` tokens."""
     ranges = ranges._replace(
-        start=ranges.start.cpu(), stop=ranges.stop.cpu(), slices=ranges.slices.cpu()
+        start=ranges.start.cpu(),
+        stop=ranges.stop.cpu(),
+        slices=ranges.slices.cpu(),
     )
     classification = classified(ranges, size)
     blocks = ranges.start.shape[1] // size
@@ -175,9 +190,12 @@ def _tiles_of_slices(ranges: MaskRanges, size: int, costs: Costs) -> _MaskTiles:
 
 def _count_by_query_block(runs: Runs, lines_are_keys: bool, blocks: int) -> Tensor:
     """int64 [blocks]: how many tiles of the runs each block of queries has, over all sequences."""
+    # One place more than blocks, for runs that end behind the last block.
     count = torch.zeros(blocks + 1, dtype=torch.int64)
     if not lines_are_keys:
-        return count.index_add_(0, runs.line, runs.last - runs.first)[:-1]
+        length = runs.last - runs.first
+        count.index_add_(0, runs.line, length)
+        return count[:-1]
     # Runs go along the queries: each adds 1 where it begins and takes it away behind its end.
     ones = torch.ones_like(runs.line)
     count.index_add_(0, runs.first, ones)
@@ -186,16 +204,23 @@ def _count_by_query_block(runs: Runs, lines_are_keys: bool, blocks: int) -> Tens
 
 
 def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -> list[int]:
-    """Chunks.needs, from the runs of tiles that the mask touches."""
+    """Chunks.needs, from the runs of tiles that the mask touches.
+
+    bounds: as in Chunks. sequences: how many the mask has.
+    """
     count = len(bounds) - 1
-    chunk_of_block = torch.from_numpy(np.repeat(np.arange(count), np.diff(bounds)))
+    # [blocks]
+    blocks_of_chunk = np.diff(bounds)
+    chunk_of_block = np.repeat(np.arange(count), blocks_of_chunk)
+    chunk_of_block = torch.from_numpy(chunk_of_block)
     touched = tiles.touched
     holds_any = touched.first < touched.last
     # [n] each: the chunks of the lines, and first and last chunk of the runs
     sequence = touched.sequence[holds_any]
     line = chunk_of_block[touched.line[holds_any]]
     first = chunk_of_block[touched.first[holds_any]]
-    last = chunk_of_block[touched.last[holds_any] - 1]
+    last_block = touched.last[holds_any] - 1
+    last = chunk_of_block[last_block]
     # A run adds 1 at its first chunk and takes it away behind its last one.
     row = (sequence * count + line) * (count + 1)
     ones = torch.ones_like(row, dtype=torch.int32)
@@ -203,19 +228,24 @@ def _needed_keys(tiles: _MaskTiles, bounds: NDArray[np.int64], sequences: int) -
     changes.view(-1).index_add_(0, row + first, ones)
     changes.view(-1).index_add_(0, row + last + 1, -ones)
     # [sequences, C lines, C others]
-    seen = changes.cumsum(-1, dtype=torch.int32)[..., :-1] > 0
+    runs_over = changes.cumsum(-1, dtype=torch.int32)[..., :-1]
+    seen = runs_over > 0
     if tiles.lines_are_keys:
         seen = seen.mT
     # [C queries, sequences * C keys]
     seen = seen.transpose(0, 1).flatten(1)
     packed = np.packbits(seen.numpy(), axis=1, bitorder="little")
-    return [int.from_bytes(row.tobytes(), "little") for row in packed]
+    needs = []
+    for bits in packed:
+        needs.append(int.from_bytes(bits.tobytes(), "little"))
+    return needs
 
 
 class _Chunk(NamedTuple):
     """A chunk that is to be dealt.
 
-    own: its own bits in every sequence. needs: bits of the chunks whose keys it sees. work: time.
+    own: its own bits, one for each sequence. needs: bits of the chunks whose keys it sees.
+    work: time to compute its queries.
     is_long: it has one block more than the short chunks.
     """
 
@@ -255,20 +285,28 @@ class _RankLoad:
         self.incoming = 0
 
     def has_room(self, chunk: _Chunk) -> bool:
+        """Whether the rank still takes a chunk of this length."""
         if chunk.is_long:
             return self.long_room > 0
         return self.short_room > 0
 
     def offer(self, chunk: _Chunk, transfer: int) -> _Offer:
-        """transfer: time for a chunk of keys to come."""
-        missing = (self.seen | chunk.needs) & ~(self.own | chunk.own)
+        """What it would mean to take the chunk. transfer: time for a chunk of keys to come."""
+        needed = self.seen | chunk.needs
+        here = self.own | chunk.own
+        missing = needed & ~here
         incoming = missing.bit_count()
-        computed = self.work + chunk.work
-        transferred = incoming * transfer
-        # Keys travel while others are computed on, so the longer of the two counts.
-        return _Offer(incoming - self.incoming, max(computed, transferred), self.rank)
+        compute_time = self.work + chunk.work
+        transfer_time = incoming * transfer
+        return _Offer(
+            fetched=incoming - self.incoming,
+            # Keys travel while others are computed on, so the longer of the two counts.
+            time=max(compute_time, transfer_time),
+            rank=self.rank,
+        )
 
     def take(self, chunk: _Chunk, fetched: int) -> None:
+        """Deal the chunk to this rank. fetched: of the offer."""
         self.own |= chunk.own
         self.seen |= chunk.needs
         self.work += chunk.work
@@ -285,21 +323,42 @@ def deal_chunks(chunks: Chunks, ranks: int, transfer: int) -> NDArray[np.int64]:
     lengths = np.diff(chunks.bounds)
     short = int(lengths.min())
     is_long = (lengths > short).tolist()
-    long_room = sum(is_long) // ranks
-    short_room = (count - sum(is_long)) // ranks
-    loads = [_RankLoad(rank, short_room, long_room) for rank in range(ranks)]
-    first_chunk_everywhere = sum(1 << count * sequence for sequence in range(chunks.sequences))
+    long_chunks = sum(is_long)
+    short_chunks = count - long_chunks
+    loads = []
+    for rank in range(ranks):
+        load = _RankLoad(
+            rank,
+            short_room=short_chunks // ranks,
+            long_room=long_chunks // ranks,
+        )
+        loads.append(load)
+    # The bit of chunk 0 in every sequence; shifted by c, that of chunk c.
+    first_chunk_everywhere = 0
+    for sequence in range(chunks.sequences):
+        first_chunk_everywhere |= 1 << count * sequence
+    chunk_transfer = short * transfer
     works = chunks.work.tolist()
     total_work = sum(works)
     work_left = total_work
     owner = np.empty(count, dtype=np.int64)
-    for number in np.argsort(-chunks.work, kind="stable").tolist():
-        own = first_chunk_everywhere << number
-        chunk = _Chunk(own, chunks.needs[number], works[number], is_long[number])
+    # Longest first; of equally long ones the earlier first.
+    by_work = np.argsort(-chunks.work, kind="stable").tolist()
+    for number in by_work:
+        chunk = _Chunk(
+            own=first_chunk_everywhere << number,
+            needs=chunks.needs[number],
+            work=works[number],
+            is_long=is_long[number],
+        )
         work_left -= chunk.work
-        offers = [load.offer(chunk, short * transfer) for load in loads if load.has_room(chunk)]
+        offers = []
+        for load in loads:
+            if load.has_room(chunk):
+                offers.append(load.offer(chunk, chunk_transfer))
         best_time = min(offer.time for offer in offers)
-        slack = (_SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left) // (100 * ranks)
+        percents = _SLACK_PERCENT * total_work + _SLACK_PERCENT_OF_REST * work_left
+        slack = percents // (100 * ranks)
         # Of the ranks that would be done soon enough, the one with the fewest keys to fetch.
         chosen = min(offer for offer in offers if offer.time <= best_time + slack)
         loads[chosen.rank].take(chunk, chosen.fetched)

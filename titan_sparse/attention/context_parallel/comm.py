@@ -41,12 +41,13 @@ class Pending:
 
 
 class Transfer:
-    """A send to the next rank of a ring and the matching receive from the previous one, in flight."""
+    """A transfer in flight: a send to the next rank of a ring, a receive from the previous one."""
 
     def __init__(
         self, chunk: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, sends: bool
     ):
         """received: buffers for what the previous rank sends; none if it sends nothing."""
+        # Kept until the transfer is done, as it reads them.
         self.sent = [x.contiguous() for x in chunk]
         self.received = received
         size = dist.get_world_size(group)
@@ -56,9 +57,11 @@ class Transfer:
         operations = []
         if sends:
             for x in self.sent:
-                operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=next_rank))
-        for x in received:
-            operations.append(dist.P2POp(dist.irecv, x, group=group, group_peer=previous_rank))
+                send = dist.P2POp(dist.isend, x, group=group, group_peer=next_rank)
+                operations.append(send)
+        for buffer in received:
+            receive = dist.P2POp(dist.irecv, buffer, group=group, group_peer=previous_rank)
+            operations.append(receive)
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
@@ -128,46 +131,69 @@ class Communicator:
         """x of all ranks: [ranks, *x.shape]."""
         if self.size == 1:
             return x[None]
+        others = self.size - 1
+        self.sent["collectives"] += x.nbytes * others
         out = x.new_empty(self.size, *x.shape)
-        self.sent["collectives"] += x.nbytes * (self.size - 1)
-        _all_gather(out.flatten(0, 1), x.contiguous(), group=self.groups["collectives"])
+        # The collective wants the ranks one after the other along the first dim.
+        _all_gather(
+            out.flatten(0, 1),
+            x.contiguous(),
+            group=self.groups["collectives"],
+        )
         return out
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x[r] goes to rank r. Returns what came, by sender: [ranks, ...] -> [ranks, ...]."""
+        """Send x[r] to rank r: [ranks, ...]. Returns what came, by sender: [ranks, ...]."""
         if self.size == 1:
             return x
+        bytes_a_rank = x.nbytes // self.size
+        others = self.size - 1
+        self.sent["collectives"] += bytes_a_rank * others
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.sent["collectives"] += x.nbytes // self.size * (self.size - 1)
-        dist.all_to_all_single(out, x.contiguous(), group=self.groups["collectives"])
+        group = self.groups["collectives"]
+        dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     # Collectives that run beside compute
 
     def start_all_reduce(self, x: Tensor) -> Pending:
-        """Begin to sum x over ranks in place: contiguous keys and values of verticals, or their
-        gradients."""
+        """Begin to sum x over ranks, in place.
+
+        x: contiguous keys and values of verticals, or their gradients.
+        """
         if self.size == 1:
             return Pending(x)
         self.sent["verticals"] += self._bytes_of_sum(x)
-        return Pending(x, dist.all_reduce(x, group=self.groups["verticals"], async_op=True))
+        group = self.groups["verticals"]
+        work = dist.all_reduce(x, group=group, async_op=True)
+        return Pending(x, work)
 
     def start_all_gather(self, x: Tensor, slot: str) -> Pending:
-        """Begin to gather [ranks, *x.shape] into the buffer `slot`."""
+        """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
+        others = self.size - 1
+        self.sent["inner"] += x.nbytes * others
         [out] = self.buffer(slot, [x], self.size)
-        self.sent["inner"] += x.nbytes * (self.size - 1)
         work = _all_gather(
-            out.flatten(0, 1), x.contiguous(), group=self.groups["inner"], async_op=True
+            out.flatten(0, 1),
+            x.contiguous(),
+            group=self.groups["inner"],
+            async_op=True,
         )
         return Pending(out, work)
 
     def start_reduce_scatter(self, x: Tensor) -> Pending:
         """Begin to sum x[r] over ranks, on rank r: [ranks, ...] -> [...]."""
-        out = torch.empty_like(x[0])
-        self.sent["inner_gradient"] += x[0].nbytes * (self.size - 1)
-        group = self.groups["inner_gradient"]
-        work = _reduce_scatter(out.flatten(), x.flatten(), group=group, async_op=True)
-        return Pending(out, work, x)
+        share = x[0]
+        others = self.size - 1
+        self.sent["inner_gradient"] += share.nbytes * others
+        out = torch.empty_like(share)
+        work = _reduce_scatter(
+            out.flatten(),
+            x.flatten(),
+            group=self.groups["inner_gradient"],
+            async_op=True,
+        )
+        return Pending(out, work, input_kept=x)
 
     def start_exchange(
         self, x: Tensor, sends: list[int], receives: list[int], axis: str, out: Tensor
@@ -181,10 +207,21 @@ class Communicator:
         group = self.groups[axis]
         if group is None:  # This rank is alone on the axis.
             return Pending(x)
-        row_bytes = x[:1].nbytes if len(x) else 0
-        self.sent[axis] += (len(x) - sends[dist.get_rank(group)]) * row_bytes
-        work = dist.all_to_all_single(out, x, receives, sends, group=group, async_op=True)
-        return Pending(out, work, x)
+        row_bytes = 0
+        if len(x) > 0:
+            row_bytes = x[:1].nbytes
+        rows_kept = sends[dist.get_rank(group)]
+        rows_sent = len(x) - rows_kept
+        self.sent[axis] += rows_sent * row_bytes
+        work = dist.all_to_all_single(
+            out,
+            x,
+            receives,
+            sends,
+            group=group,
+            async_op=True,
+        )
+        return Pending(out, work, input_kept=x)
 
     def shift(
         self, chunk: list[Tensor], axis: str, slot: str, sends: bool = True, receives: bool = True
@@ -192,12 +229,16 @@ class Communicator:
         """Start to send a chunk to the next rank of an axis.
 
         What the previous rank sends comes into the buffers `slot`. sends, receives: whether this
-        rank does; its neighbors have to agree.
+        rank sends and receives; its neighbors have to agree.
         """
         if sends:
-            self.sent[axis] += sum(x.nbytes for x in chunk)
-        received = self.buffer(slot, chunk) if receives else []
-        return Transfer(chunk, received, self.groups[axis], sends)
+            for x in chunk:
+                self.sent[axis] += x.nbytes
+        received = []
+        if receives:
+            received = self.buffer(slot, chunk)
+        group = self.groups[axis]
+        return Transfer(chunk, received, group, sends)
 
     # Memory and bookkeeping
 
@@ -206,10 +247,14 @@ class Communicator:
 
         It is the same memory for the same slot, shapes and dtypes.
         """
-        key = (slot, ranks, *((x.shape, x.dtype, x.device) for x in like))
+        shapes = [(x.shape, x.dtype, x.device) for x in like]
+        key = (slot, ranks, *shapes)
         if key not in self._buffers:
             leading = [] if ranks is None else [ranks]
-            self._buffers[key] = [x.new_empty(*leading, *x.shape) for x in like]
+            buffers = []
+            for x in like:
+                buffers.append(x.new_empty(*leading, *x.shape))
+            self._buffers[key] = buffers
         return self._buffers[key]
 
     def rows(self, slot: str, like: Tensor, count: int) -> Tensor:
@@ -217,20 +262,30 @@ class Communicator:
 
         The memory grows where it is too small.
         """
-        key = (slot, like.shape[1:], like.dtype, like.device)
-        if key not in self._buffers or len(self._buffers[key][0]) < count:
-            self._buffers[key] = [like.new_empty(count, *like.shape[1:])]
-        return self._buffers[key][0][:count]
+        row_shape = like.shape[1:]
+        key = (slot, row_shape, like.dtype, like.device)
+        kept = self._buffers.get(key)
+        if kept is None or len(kept[0]) < count:
+            kept = [like.new_empty(count, *row_shape)]
+            self._buffers[key] = kept
+        [memory] = kept
+        return memory[:count]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of keys, values, queries and gradients sent by this rank over all axes, without
-        verticals."""
-        axes = ("inner", "outer", "inner_gradient", "outer_gradient")
-        return sum(self.sent[axis] for axis in axes)
+        """Bytes that this rank has sent over all axes: keys, values, queries and gradients.
+
+        Verticals do not count.
+        """
+        total = 0
+        for axis in ("inner", "outer", "inner_gradient", "outer_gradient"):
+            total += self.sent[axis]
+        return total
 
     def _bytes_of_sum(self, x: Tensor) -> int:
-        return 2 * x.nbytes * (self.size - 1) // self.size
+        """Bytes that a rank sends to sum x over ranks: 2 (W - 1) / W of its size."""
+        others = self.size - 1
+        return 2 * x.nbytes * others // self.size
 
 
 def _group(ranks: list[int], description: str, transfers: bool = False) -> dist.ProcessGroup | None:

@@ -68,25 +68,33 @@ class ContextParallel(Communicator):
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
                 "write 1 or more"
             )
-        nodes = [[0]] if mesh is None else _ranks_by_node(mesh, schedule)
+        if mesh is None:
+            nodes = [[0]]
+            device_type = "cpu"
+        else:
+            nodes = _ranks_by_node(mesh, schedule)
+            device_type = mesh.device_type
         self.inter = len(nodes)
         self.intra = len(nodes[0])
         if schedule == "auto":
             record = choose(self.inter, self.intra, backward_circulates)
         else:
             record = SCHEDULES[schedule]
+        self.ranks = [rank for node in nodes for rank in node]
+        rank = 0
+        if len(self.ranks) > 1:
+            rank = self.ranks.index(dist.get_rank())
         self.layout = layout
         self.schedule = record.name
-        # One rank has nothing to move, whatever the schedule.
-        self.moves = record.moves if len(nodes) * len(nodes[0]) > 1 else Moves.NOTHING
+        self.moves = record.moves
+        if len(self.ranks) == 1:
+            # One rank has nothing to move, whatever the schedule.
+            self.moves = Moves.NOTHING
         self.block_size = block_size
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
         self.overlap_stages = overlap_stages
-        self.ranks = [rank for node in nodes for rank in node]
-        rank = self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
         self.windows = record.windows(self.inter, self.intra, rank)
-        device_type = "cpu" if mesh is None else mesh.device_type
         super().__init__(nodes, rank, record.has_node_axis, device_type)
         self._tables: dict[tuple, Tensor] = {}
         self.calls: dict[str, Any] = {}
@@ -107,16 +115,22 @@ class ContextParallel(Communicator):
                 'layout "balanced" follows from a mask: write rows = cp.balance(mask.rows(seq_len)), then '
                 "cp.shard(x, dim, rows.table), cp.unshard(x, dim, rows.table) and attend(..., mask=rows)"
             )
-        if (seq_len, device) not in self._tables:
-            layout = "contiguous" if self.layout == "balanced" else self.layout
+        key = (seq_len, device)
+        if key not in self._tables:
+            layout = self.layout
+            if layout == "balanced":
+                # On one rank, which owns all blocks in any layout.
+                layout = "contiguous"
             table = layouts.block_ids(layout, self.size, seq_len, self.block_size)
-            self._tables[seq_len, device] = table.to(device)
-        return self._tables[seq_len, device]
+            self._tables[key] = table.to(device)
+        return self._tables[key]
 
     @property
     def depends_on_mask(self) -> bool:
         """Whether another mask means another layout: "balanced", between several ranks."""
-        return self.layout == "balanced" and self.size > 1
+        if self.size == 1:
+            return False
+        return self.layout == "balanced"
 
     def balance(self, ranges: MaskRanges) -> MaskRanges:
         """The same mask with its table in the layout "balanced"; unchanged for other layouts.
@@ -126,42 +140,55 @@ class ContextParallel(Communicator):
         if not self.depends_on_mask:
             return ranges
         table = balanced.block_table(ranges, self.size, self.block_size)
-        return ranges._replace(table=table.to(ranges.start.device))
+        device = ranges.start.device
+        return ranges._replace(table=table.to(device))
 
     def table(self, ranges: MaskRanges) -> Tensor:
         """int64 [ranks, n], on the mask's device: the global blocks of every rank for this mask."""
         if self.depends_on_mask and ranges.table is not None:
             return ranges.table
-        return self.block_table(ranges.start.shape[1], ranges.start.device)
+        seq_len = ranges.start.shape[1]
+        device = ranges.start.device
+        return self.block_table(seq_len, device)
 
     def blocks(self, ranges: MaskRanges, rank: int | None = None) -> Tensor:
         """int64 [n]: the global blocks of `rank` (default: this rank), in local order."""
-        return self.table(ranges)[self.rank if rank is None else rank]
+        if rank is None:
+            rank = self.rank
+        table = self.table(ranges)
+        return table[rank]
 
     def local_lookup(self, ranges: MaskRanges) -> Tensor:
         """int64 [length + 1]: where this rank holds each token, -1 if it does not.
 
         The last entry, for no token, is -1.
         """
-        positions = token_positions(self.blocks(ranges), self.block_size)
+        blocks = self.blocks(ranges)
+        positions = token_positions(blocks, self.block_size)
+        seq_len = ranges.start.shape[1]
         device = ranges.start.device
-        lookup = torch.full((ranges.start.shape[1] + 1,), -1, device=device)
+        lookup = torch.full((seq_len + 1,), -1, device=device)
         lookup[positions] = torch.arange(len(positions), device=device)
         return lookup
 
     def local_position(self, positions: Tensor, ranges: MaskRanges) -> Tensor:
-        """int64, shape of `positions` (global; the length itself is allowed): where this rank
-        holds the token, -1 if it does not."""
-        return self.local_lookup(ranges)[positions.long()]
+        """Where this rank holds tokens, -1 where it does not: int64 in the shape of `positions`.
+
+        positions: global. The length itself is allowed and means no token.
+        """
+        lookup = self.local_lookup(ranges)
+        return lookup[positions.long()]
 
     def shard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
         """This rank's blocks of a full tensor, along `dim`.
 
-        table: that of balance(); None for other layouts.
+        table: the one that balance() made; None for other layouts.
         """
         if table is None:
-            table = self.block_table(x.shape[dim])
-        return layouts.take_blocks(x, dim, table[self.rank], self.block_size)
+            seq_len = x.shape[dim]
+            table = self.block_table(seq_len)
+        blocks = table[self.rank]
+        return layouts.take_blocks(x, dim, blocks, self.block_size)
 
     @torch.no_grad()
     def unshard(self, x: Tensor, dim: int, table: Tensor | None = None) -> Tensor:
@@ -170,13 +197,15 @@ class ContextParallel(Communicator):
         No gradient flows back. table: as in shard().
         """
         if table is None:
-            table = self.block_table(x.shape[dim] * self.size)
-        whole = torch.cat(list(self.all_gather(x)), dim=dim)
+            seq_len = x.shape[dim] * self.size
+            table = self.block_table(seq_len)
+        shards = self.all_gather(x)
+        whole = torch.cat(list(shards), dim=dim)
         return layouts.restore_blocks(whole, dim, table, self.block_size)
 
 
 ONE_RANK = "one rank"
-"""Begins the keys, "one rank:128", of what cp=None means in blocks of so many tokens."""
+"""How the key of what cp=None means begins. The block size follows: "one rank:128"."""
 
 _ONE_RANK_CONTEXTS: dict[int, ContextParallel] = {}
 """What cp=None means, by block size. They hold no process groups."""

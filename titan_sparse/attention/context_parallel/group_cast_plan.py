@@ -75,6 +75,7 @@ class Plan(NamedTuple):
 
 
 def _with_next_rows(exchange: Exchange | None, moved: Iterator[Tensor]) -> Exchange | None:
+    """The exchange with the next of the moved tensors as its rows."""
     if exchange is None:
         return None
     rows = next(moved)
@@ -93,7 +94,8 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
     wanted_here = wanted[node]  # [to rank, from node, by rank, n]
     stage_of = assign_stages(wanted, stages)  # [to node, from node, by rank, n]
     owned = table.reshape(inter, intra, n).transpose(0, 1)  # [by rank, from node, n]
-    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
+    same_node = torch.eye(inter, dtype=torch.bool)
+    other_node = ~same_node[..., None]
     own_rows = torch.arange(n)
     # [from node, n]: where in its memory this rank has the blocks of the ranks with its local
     # number. Its own are there from the beginning, the others once they have come.
@@ -101,17 +103,28 @@ def plan(needed: Tensor, table: Tensor, inter: int, intra: int, rank: int, stage
     memory = n
     planned = []
     for number in range(stages):
-        crossing = (stage_of[:, :, local_rank] == number) & other_node  # [to node, from node, n]
-        arriving = crossing[node]  # [from node, n]
-        relayed = (memory, memory + int(arriving.sum()))
-        memory = relayed[1]
-        rows[arriving] = torch.arange(relayed[0], relayed[1])
-        handed_on = wanted_here & (stage_of[node] == number)  # [to rank, from node, by rank, n]
-        received = handed_on[local_rank].transpose(0, 1)  # [by rank, from node, n]
+        # [to node, from node, n]: what ranks with this local number send between nodes
+        in_stage = stage_of[:, :, local_rank] == number
+        crossing = in_stage & other_node
+        outgoing = crossing[:, node]
+        arriving = crossing[node]
+        # What arrives lies behind all that is in memory so far.
+        first_relayed = memory
+        memory += int(arriving.sum())
+        rows[arriving] = torch.arange(first_relayed, memory)
+        outer = _exchange(outgoing, arriving, own_rows, bool(crossing.any()))
+
+        # [to rank, from node, by rank, n]: what ranks of this node send inside it
+        handed_on = wanted_here & (stage_of[node] == number)
+        sent = handed_on[:, :, local_rank]
+        # [by rank, from node, n]
+        received = handed_on[local_rank].transpose(0, 1)
+        inner = _exchange(sent, received, rows, bool(handed_on.any()))
+
         stage = Stage(
-            outer=_exchange(crossing[:, node], arriving, own_rows, bool(crossing.any())),
-            inner=_exchange(handed_on[:, :, local_rank], received, rows, bool(handed_on.any())),
-            relayed=relayed,
+            outer=outer,
+            inner=inner,
+            relayed=(first_relayed, memory),
             k_blocks=owned[received],
         )
         planned.append(stage)
@@ -126,24 +139,29 @@ def _exchange(sent: Tensor, received: Tensor, rows: Tensor, anybody_sends: bool)
     """
     if not anybody_sends:
         return None
+    # [members]
+    sends = sent.flatten(1).sum(1)
+    receives = received.flatten(1).sum(1)
+    # Member after member, as boolean indexing goes along the first dim first.
+    sent_rows = rows.expand_as(sent)[sent]
     return Exchange(
-        rows=rows.expand_as(sent)[sent],
-        sends=sent.flatten(1).sum(1).tolist(),
-        receives=received.flatten(1).sum(1).tolist(),
+        rows=sent_rows,
+        sends=sends.tolist(),
+        receives=receives.tolist(),
     )
 
 
 def blocks_before_others(
     own: int, remote: int, heads: int, kv_heads: int, element_bytes: int, nodes: int
 ) -> int:
-    """How many of `own` blocks a backward computes before those of others.
+    """How many of its `own` blocks a rank computes before those of others, in a backward.
 
-    Half of them. The rest follows while the gradients of `remote` blocks go home. Inside one node
-    it is all of them where a second pass would cost more than it hides.
-
-    A second pass reads q and d_out, and reads and writes dq in fp32.
+    Half of them; the rest follows while the gradients of the `remote` blocks go home. Inside one
+    node it is all of them where a second pass over the queries would cost more than it hides.
     """
+    # Bytes per token of a block and dim of a head: dk and dv in fp32, ...
     gradients = remote * kv_heads * 2 * 4
+    # ... and q and d_out, which a second pass reads, and dq in fp32, which it reads and writes.
     second_pass = own * heads * 2 * (element_bytes + 4)
     if nodes == 1 and LINK * gradients <= second_pass:
         return own
@@ -158,7 +176,8 @@ def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tens
     """
     # [W, W, n]: the blocks of each rank that each rank needs
     needed_of_ranks = needed[:, table]
-    same_rank = torch.eye(len(table), dtype=torch.bool)
+    ranks = len(table)
+    same_rank = torch.eye(ranks, dtype=torch.bool)
     wanted = needed_of_ranks & ~same_rank[..., None]
     return wanted.view(inter, intra, inter, intra, -1)
 
@@ -166,35 +185,43 @@ def wanted_blocks(needed: Tensor, table: Tensor, inter: int, intra: int) -> Tens
 def assign_stages(wanted: Tensor, stages: int) -> Tensor:
     """int64 [inter, inter, intra, n]: the stage in which a node (first dim) gets a block, or -1.
 
-    -1 is for blocks that the node does not want. Its blocks are shared out evenly over the stages.
-    Its own ranks' blocks come first, so that those from other nodes have more time to come. Among
-    them, every rank gives the same share of what it has to give to each stage.
+    -1 is for blocks that the node does not want. The blocks that it wants are shared out evenly
+    over the stages. Those of its own ranks come first, so that those from other nodes have more
+    time to come. Among them, every rank gives the same share of what it has to give to each stage.
+
     wanted: as from wanted_blocks().
     """
-    by_node = wanted.any(1)  # [to node, from node, by rank, n]
+    # [to node, from node, by rank, n]
+    by_node = wanted.any(1)
     node = torch.arange(len(wanted))
     # Where a block stands among those that its owner gives: from 0 to 1 in its own node, from 1 to
     # 2 in others, so that those come later.
     given = by_node.sum(-1, keepdim=True)
-    share = (by_node.cumsum(-1) - 0.5) / given.clamp(min=1)
+    place = by_node.cumsum(-1) - 0.5
+    share = place / given.clamp(min=1)
+    # [to node, from node, 1, 1]
     from_other_node = (node[:, None] != node)[..., None, None]
-    share = (share + from_other_node).masked_fill(~by_node, torch.inf)
-    # The argsort of an argsort is the rank in the order.
-    order = share.flatten(1).argsort(stable=True, dim=1).argsort(1)
+    share = share + from_other_node
+    share = share.masked_fill(~by_node, torch.inf)
+    # [to node, blocks of all nodes]: the argsort of an argsort is the place in the order.
+    by_share = share.flatten(1).argsort(stable=True, dim=1)
+    order = by_share.argsort(1)
     total = by_node.flatten(1).sum(1, keepdim=True)
     stage = order * stages // total.clamp(min=1)
-    return stage.view_as(by_node).masked_fill(~by_node, -1)
+    stage = stage.view_as(by_node)
+    return stage.masked_fill(~by_node, -1)
 
 
 def traffic(wanted: Tensor, stages: int, backward: bool = False) -> Traffic:
-    """Blocks that each rank sends in each stage, int64 [W, stages]. wanted: wanted_blocks().
+    """Blocks that each rank sends in each stage, int64 [W, stages].
 
-    Of keys, or (backward) of gradients, which go to where the keys came from. What a rank sends in
-    the one it receives in the other.
+    wanted: as from wanted_blocks(). The blocks are of keys, or with `backward` of gradients, which
+    go to where the keys came from. What a rank sends in the one it receives in the other.
     """
     inter, intra = wanted.shape[:2]
     # [inter, inter, 1] and [intra, intra]
-    other_node = ~torch.eye(inter, dtype=torch.bool)[..., None]
+    same_node = torch.eye(inter, dtype=torch.bool)
+    other_node = ~same_node[..., None]
     other_rank = ~torch.eye(intra, dtype=torch.bool)
     stage_of = assign_stages(wanted, stages)
     inside = []

@@ -13,7 +13,7 @@ from titan_sparse.attention.blocks import token_positions
 
 
 def contiguous(cp: int, blocks: int) -> Tensor:
-    """Rank r owns the r-th of cp equal runs of blocks. int64 [cp, blocks / cp].
+    """Each rank owns one of cp equal runs of blocks, in order. int64 [cp, blocks / cp].
 
     contiguous(2, 8) is
         [[0, 1, 2, 3],
@@ -32,8 +32,9 @@ def zigzag(cp: int, blocks: int) -> Tensor:
         [[0, 1, 6, 7],
          [2, 3, 4, 5]]
     """
+    ids = torch.arange(blocks)
     # [2 cp, blocks in a run]
-    runs = torch.arange(blocks).view(2 * cp, -1)
+    runs = ids.view(2 * cp, -1)
     early = runs[:cp]
     late = runs.flip(0)[:cp]
     return torch.cat([early, late], dim=1)
@@ -48,8 +49,9 @@ def striped(cp: int, blocks: int) -> Tensor:
         [[0, 2, 4, 6],
          [1, 3, 5, 7]]
     """
+    ids = torch.arange(blocks)
     # [blocks / cp, cp]: each row holds one block of every rank
-    rows = torch.arange(blocks).view(-1, cp)
+    rows = ids.view(-1, cp)
     return rows.t().contiguous()
 
 
@@ -59,7 +61,10 @@ ALL_LAYOUTS = (*LAYOUTS, "balanced")
 
 def block_multiple(layout: str, cp: int) -> int:
     """The number of blocks of a sequence must be a multiple of this."""
-    return 2 * cp if layout == "zigzag" else cp
+    if layout == "zigzag":
+        # Each rank owns two runs.
+        return 2 * cp
+    return cp
 
 
 def count_blocks(layout: str, cp: int, seq_len: int, block_size: int) -> int:
@@ -82,7 +87,8 @@ def block_ids(layout: str, cp: int, seq_len: int, block_size: int) -> Tensor:
     Raises ValueError if the blocks do not divide evenly over the ranks.
     """
     blocks = count_blocks(layout, cp, seq_len, block_size)
-    return LAYOUTS[layout](cp, blocks)
+    make_table = LAYOUTS[layout]
+    return make_table(cp, blocks)
 
 
 def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
@@ -91,7 +97,8 @@ def take_blocks(x: Tensor, dim: int, blocks: Tensor, block_size: int) -> Tensor:
     Example with blocks of 2 tokens: blocks [3, 0] of 0 .. 7 are 6, 7, 0, 1.
     """
     positions = token_positions(blocks, block_size)
-    return x.index_select(dim, positions.to(x.device))
+    positions = positions.to(x.device)
+    return x.index_select(dim, positions)
 
 
 def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tensor:
@@ -100,6 +107,7 @@ def restore_blocks(x: Tensor, dim: int, table: Tensor, block_size: int) -> Tenso
     x holds all ranks' shards one after the other along `dim`. table: the layout's, int64 [cp, n].
     """
     # Shard by shard, the global position of each token; its argsort is the inverse.
-    positions = token_positions(table.flatten(), block_size)
-    place = torch.argsort(positions)
-    return x.index_select(dim, place.to(x.device))
+    blocks = table.flatten()
+    positions = token_positions(blocks, block_size)
+    place = torch.argsort(positions).to(x.device)
+    return x.index_select(dim, place)

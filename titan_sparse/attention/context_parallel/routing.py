@@ -47,11 +47,15 @@ def visited_ranks(inter: int, intra: int) -> Tensor:
          [[1, 2, 0]],
          [[2, 0, 1]]]
     """
+    # [W, 1, 1], [inter, 1] and [intra]
     source = torch.arange(inter * intra)[:, None, None]
     window = torch.arange(inter)[:, None]
     step = torch.arange(intra)
-    node = (source // intra + window) % inter
-    local_rank = (source % intra + step) % intra
+    source_node = source // intra
+    source_local_rank = source % intra
+    # A window is one node further, a step one rank further inside the node.
+    node = (source_node + window) % inter
+    local_rank = (source_local_rank + step) % intra
     return node * intra + local_rank
 
 
@@ -60,8 +64,10 @@ def users(needed: Tensor, inter: int, intra: int) -> Tensor:
 
     needed: bool [W, W], rank r needs the chunk of rank s (needs.needed_chunks).
     """
+    ranks = len(needed)
+    # [W, inter, intra] and [W, 1, 1]
     receiver = visited_ranks(inter, intra)
-    source = torch.arange(len(needed))[:, None, None]
+    source = torch.arange(ranks)[:, None, None]
     return needed[receiver, source]
 
 

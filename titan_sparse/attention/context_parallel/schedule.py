@@ -52,7 +52,13 @@ class Schedule:
 
     def step_sources(self, inter: int, intra: int) -> list[list[int]]:
         """By rank and step, the rank whose keys and values are computed on."""
-        return [sum(self.windows(inter, intra, rank), []) for rank in range(inter * intra)]
+        by_rank = []
+        for rank in range(inter * intra):
+            sources = []
+            for window in self.windows(inter, intra, rank):
+                sources.extend(window)
+            by_rank.append(sources)
+        return by_rank
 
 
 def local(inter: int, intra: int, rank: int) -> Windows:
@@ -70,7 +76,11 @@ def local(inter: int, intra: int, rank: int) -> Windows:
 def ring(inter: int, intra: int, rank: int) -> Windows:
     """Step t computes on the keys of rank - t: `ring(1, 4, 1)` is `[[1, 0, 3, 2]]`."""
     size = inter * intra
-    return [[(rank - step) % size for step in range(size)]]
+    window = []
+    for step in range(size):
+        source = (rank - step) % size
+        window.append(source)
+    return [window]
 
 
 def double_ring(inter: int, intra: int, rank: int) -> Windows:
@@ -82,8 +92,13 @@ def double_ring(inter: int, intra: int, rank: int) -> Windows:
     node, local_rank = divmod(rank, intra)
     windows = []
     for window in range(inter):
-        first_rank = (node - window) % inter * intra
-        windows.append([first_rank + (local_rank - step) % intra for step in range(intra)])
+        source_node = (node - window) % inter
+        first_rank = source_node * intra
+        sources = []
+        for step in range(intra):
+            source_local_rank = (local_rank - step) % intra
+            sources.append(first_rank + source_local_rank)
+        windows.append(sources)
     return windows
 
 
@@ -95,9 +110,8 @@ DOUBLE_RING = Schedule(
 )
 GROUP_CAST = Schedule("group_cast", ring, Moves.BLOCKS, has_node_axis=True)
 
-SCHEDULES = {
-    schedule.name: schedule for schedule in (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST)
-}
+_ALL_SCHEDULES = (LOCAL, ALL_GATHER, RING, DOUBLE_RING, GROUP_CAST)
+SCHEDULES = {schedule.name: schedule for schedule in _ALL_SCHEDULES}
 
 
 def choose(
@@ -115,18 +129,24 @@ def choose(
     if needs_few_blocks and backward_circulates == "auto":
         return GROUP_CAST
     if inter == 1:
-        return ALL_GATHER if backward_circulates == "auto" else RING
-    return DOUBLE_RING if intra > 1 else RING
+        if backward_circulates == "auto":
+            return ALL_GATHER
+        return RING
+    if intra == 1:
+        return RING
+    return DOUBLE_RING
 
 
 def backward_order(windows: int, steps: int) -> list[int]:
-    """The order in which a backward takes steps, which are counted as in the forward.
+    """The order in which a backward takes the steps. Steps are counted as in the forward.
 
     Of the first window it takes only the first step, then the other windows, then the rest of the
     first: `backward_order(2, 4)` is `[0, 2, 3, 1]` (schedules/transport.py says why).
     """
     steps_a_window = steps // windows
-    return [0, *range(steps_a_window, steps), *range(1, steps_a_window)]
+    rest_of_first_window = range(1, steps_a_window)
+    other_windows = range(steps_a_window, steps)
+    return [0, *other_windows, *rest_of_first_window]
 
 
 def vertical_steps(
@@ -145,7 +165,9 @@ def vertical_steps(
     if backward:
         order = backward_order(windows, len(computes))
     steps = [step for step in order if computes[step]]
-    shares = min(max(len(steps) - 1, 1), blocks)
+    # One step is left out for the exchange to hide behind, unless there is no other.
+    shares = max(len(steps) - 1, 1)
+    shares = min(shares, blocks)
     if backward:
         return steps[:shares]
     return steps[len(steps) - shares :]
@@ -156,4 +178,6 @@ def head_groups(kv_heads: int, windows: int) -> int:
 
     schedules/ring.py says why.
     """
-    return math.gcd(kv_heads, 4) if windows > 1 else 1
+    if windows == 1:
+        return 1
+    return math.gcd(kv_heads, 4)

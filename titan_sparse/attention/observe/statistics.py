@@ -29,7 +29,7 @@ from titan_sparse.attention.schedules.needs import needed_chunks
 from titan_sparse.attention.schedules.transport import route_of
 from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
-# Query blocks of the index, and keys, that are looked at together: bounds the memory.
+# How much is looked at together, which bounds the memory.
 _Q_BLOCKS_AT_ONCE = 256
 _KEYS_AT_ONCE = 8192
 
@@ -95,7 +95,8 @@ class Recording:
 
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
-        return torch.stack(self.visited) / self.visible
+        visited = torch.stack(self.visited)
+        return visited / self.visible
 
     def by_rank(self) -> ByRank:
         """What all ranks measured. Collective over the context-parallel group; waits for the GPU.
@@ -103,7 +104,8 @@ class Recording:
         Raises ValueError if nothing was recorded with several ranks, or with different
         ContextParallels.
         """
-        if len({call.cp.key for call in self.calls}) != 1:
+        keys = {call.cp.key for call in self.calls}
+        if len(keys) != 1:
             raise ValueError(
                 "by_rank() needs attention calls of one ContextParallel of several ranks; "
                 "record them alone"
@@ -111,7 +113,9 @@ class Recording:
         cp = self.calls[0].cp
         # [calls, steps] and [calls, 2, steps]
         work = torch.stack(self.work)
-        times = torch.stack([call.milliseconds() for call in self.calls]).to(work.device)
+        times = torch.stack([call.milliseconds() for call in self.calls])
+        times = times.to(work.device)
+        # [calls, ranks, steps] and [calls, ranks, 2, steps]
         work = cp.all_gather(work).transpose(0, 1).cpu()
         times = cp.all_gather(times).transpose(0, 1).cpu()
         compute, elapsed = times.unbind(2)
@@ -130,28 +134,43 @@ class Recording:
             key_blocks = [call.key_blocks(), *group_cast.stages(call)]
         pairs, vertical_pairs = visited_pairs(call, len(q), key_blocks)
         if call.cp.size > 1:
-            work = _work_by_step(call, pairs, vertical_pairs, k.shape[1], key_blocks)
+            work = _work_by_step(
+                call,
+                pairs,
+                vertical_pairs,
+                kv_heads=k.shape[1],
+                key_blocks=key_blocks,
+            )
             self.work.append(work)
         # [B, Hq]
         in_blocks = pairs.sum(-1)
-        visited = torch.stack([in_blocks + vertical_pairs.sum(-1), in_blocks])
-        self.visited_by_call.append(call.cp.all_reduce(visited).mean(1))
+        in_verticals = vertical_pairs.sum(-1)
+        # [2, B, Hq], then averaged over sequences
+        visited = torch.stack([in_blocks + in_verticals, in_blocks])
+        visited = call.cp.all_reduce(visited)
+        self.visited_by_call.append(visited.mean(1))
 
     def layer(self, call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor) -> None:
         """Once for each attention, with padded inputs and the lse [B, Hq, S_local] of all rows."""
+        # [Hq] each, summed over the calls that the attention has made
         visited, in_blocks = torch.stack(self.visited_by_call).sum(0)
         self.visited_by_call.clear()
         self.visited.append(visited)
         index = call.index
+        # Queries that see anything; padding does not.
         sees_any = call.mask.start < call.mask.stop
         queries = sees_any.sum(-1).double().mean()
-        self.blocks_per_query.append(in_blocks / queries / index.block_size)
+        keys_per_query = in_blocks / queries
+        self.blocks_per_query.append(keys_per_query / index.block_size)
         self.visible = visible_pairs(call.mask).mean()
         if hasattr(index, "capped"):
+            # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
-            self.capped.append(index.capped.double().mean(dim=(0, 2)))
             self.verticals.append(verticals.double().mean(0))
-            self.verticals_at_cap.append(index.capped[..., 0].double().mean(0))
+            # [B, Hq, budgets], of which the first is that of verticals
+            capped = index.capped.double()
+            self.capped.append(capped.mean(dim=(0, 2)))
+            self.verticals_at_cap.append(capped[..., 0].mean(0))
         if self.thumbnail_cells:
             self.thumbnails.append(thumbnail(index, call.mask, self.thumbnail_cells))
         if self.recall_rows:
@@ -194,15 +213,24 @@ def _work_by_step(
     pairs, vertical_pairs: of visited_pairs(). key_blocks: of each step, where steps are not chunks.
     """
     if call.cp.moves is Moves.HEADS:
+        # [B, Hq] -> [B, Hkv, group]
         by_head = pairs.sum(-1) + vertical_pairs.sum(-1)
-        return by_head.unflatten(1, (kv_heads, -1)).sum((0, 2))
+        by_kv_head = by_head.unflatten(1, (kv_heads, -1))
+        return by_kv_head.sum((0, 2))
+    # [lists of key blocks]
     work = pairs.sum((0, 1))
     if key_blocks:
         computes = [len(blocks) > 0 for blocks in key_blocks]
     else:
-        computes = route_of(call.cp, needed_chunks(call)).computes_by_step
-        work = work[sum(call.cp.windows, [])]
-    add_verticals(work, vertical_pairs.sum((0, 1)), computes)
+        route = route_of(call.cp, needed_chunks(call))
+        computes = route.computes_by_step
+        # From the order of ranks to that of steps.
+        sources = []
+        for window in call.cp.windows:
+            sources.extend(window)
+        work = work[sources]
+    vertical_work = vertical_pairs.sum((0, 1))
+    add_verticals(work, vertical_work, computes)
     return work
 
 
@@ -224,24 +252,35 @@ def visited_pairs(
         pairs = index.pairs(ranges, query_blocks, key_blocks)
         return pairs, torch.zeros_like(pairs[..., :0])
     # [Bm, nq, blocks]: what the mask allows
+    allowed_key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(
         ranges,
-        ("pairs by block", call.cp.key, call.first, call.last),
+        allowed_key,
         lambda: pairs_by_block(ranges, query_blocks, size),
     )
     # [B, Hq, C]
     first_seeing, behind_seeing = queries_seeing(ranges, index.verticals)
     keys = all_blocks(index)
     device = index.verticals.device
-    by_key = torch.zeros(batch, index.heads, len(keys), dtype=torch.float64, device=device)
+    # [B, Hq, blocks]
+    by_key = torch.zeros(
+        batch,
+        index.heads,
+        len(keys),
+        dtype=torch.float64,
+        device=device,
+    )
+    # [B, Hq, C]
     vertical_pairs = by_key.new_zeros(index.verticals.shape)
     for q_blocks, allowed_pairs in zip(
         query_blocks.split(_Q_BLOCKS_AT_ONCE),
         allowed.split(_Q_BLOCKS_AT_ONCE, dim=1),
         strict=True,
     ):
+        # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
-        by_key += torch.where(selected, allowed_pairs[:, None], 0).sum(dim=-2)
+        visited = torch.where(selected, allowed_pairs[:, None], 0)
+        by_key += visited.sum(dim=-2)
         # [B, Hq, nq, C]: queries of each block that see each vertical
         begin = (q_blocks * size)[:, None]
         from_query = torch.maximum(first_seeing[:, :, None], begin)
@@ -250,37 +289,53 @@ def visited_pairs(
         uncovered = ~covered_verticals(index, selected)
         vertical_pairs += seeing.where(uncovered, 0).sum(dim=-2)
     blocks_of_verticals = index.verticals.shape[-1] // size
-    by_vertical_block = vertical_pairs.unflatten(-1, (blocks_of_verticals, size)).sum(-1)
-    by_list = torch.stack([by_key[..., blocks].sum(-1) for blocks in key_blocks], dim=-1)
-    return by_list, by_vertical_block
+    by_vertical = vertical_pairs.unflatten(-1, (blocks_of_verticals, size))
+    pairs_of_lists = []
+    for blocks in key_blocks:
+        pairs_of_lists.append(by_key[..., blocks].sum(-1))
+    by_list = torch.stack(pairs_of_lists, dim=-1)
+    return by_list, by_vertical.sum(-1)
 
 
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
     """Mean of exp(lse - lse of all allowed keys) over `samples` evenly spread query rows.
 
-    fp32 or fp64 [Hq].
+    q: [B, Hq, S_local, D]. k: [B, Hkv, S_local, D]. lse: [B, Hq, S_local].
+    Returns fp32 or fp64 [Hq].
     """
     cp = call.cp
     ranges = call.mask
+    # Global positions of this rank's tokens, and the local rows that it samples.
     position = token_positions(call.key_blocks(), call.index.block_size)
-    samples_of_rank = max(1, min(samples // cp.size, q.shape[2]))
-    rows = torch.linspace(0, q.shape[2] - 1, samples_of_rank, device=q.device).long()
+    local_len = q.shape[2]
+    samples_of_rank = min(samples // cp.size, local_len)
+    samples_of_rank = max(1, samples_of_rank)
+    rows = torch.linspace(0, local_len - 1, samples_of_rank, device=q.device)
+    rows = rows.long()
+    # [B, Hq, samples, D] and [B, Hq, samples], of all ranks
     queries = _of_all_ranks(call, q[:, :, rows])
-    # [B, Hq, samples]
     sparse_lse = _of_all_ranks(call, lse[:, :, rows, None])[..., 0]
     query_position = cp.all_gather(position[rows]).flatten()
     sees = seen_by(ranges, query_position)
+    # Every rank meets all sampled queries with its own keys; the sums are then joined.
     lse_of_rank = _lse_of_keys(queries, k, position, sees, call.scale)
-    dense_lse = cp.all_gather(lse_of_rank).logsumexp(0)
-    sees_any = ranges.start[:, query_position] < ranges.stop[:, query_position]
+    lse_by_rank = cp.all_gather(lse_of_rank)
+    dense_lse = lse_by_rank.logsumexp(0)
+    # Rows that see nothing do not count.
+    start = ranges.start[:, query_position]
+    stop = ranges.stop[:, query_position]
+    sees_any = start < stop
     sees_any = sees_any[:, None].expand_as(sparse_lse)
-    kept = torch.where(sees_any, (sparse_lse - dense_lse).exp(), 0)
-    return kept.sum(dim=(0, 2)) / sees_any.sum(dim=(0, 2)).clamp(min=1)
+    mass = (sparse_lse - dense_lse).exp()
+    kept = torch.where(sees_any, mass, 0)
+    rows_counted = sees_any.sum(dim=(0, 2))
+    return kept.sum(dim=(0, 2)) / rows_counted.clamp(min=1)
 
 
 def _of_all_ranks(call: AttentionCall, x: Tensor) -> Tensor:
     """All ranks' x [B, H, n, D], one after the other along n."""
-    return torch.cat(list(call.cp.all_gather(x)), dim=2)
+    by_rank = call.cp.all_gather(x)
+    return torch.cat(list(by_rank), dim=2)
 
 
 def _lse_of_keys(
@@ -294,10 +349,15 @@ def _lse_of_keys(
     total = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
     group = q.shape[1] // k.shape[1]
     for keys, key_position in zip(
-        k.split(_KEYS_AT_ONCE, dim=2), position.split(_KEYS_AT_ONCE), strict=True
+        k.split(_KEYS_AT_ONCE, dim=2),
+        position.split(_KEYS_AT_ONCE),
+        strict=True,
     ):
+        # [B, Hq, m, D]
         keys = keys.to(dtype).repeat_interleave(group, 1)
+        # [B, Hq, n, m]
         scores = q.to(dtype) @ keys.mT * scale
-        scores = scores.masked_fill(~sees(key_position)[:, None], -torch.inf)
+        hidden = ~sees(key_position)[:, None]
+        scores = scores.masked_fill(hidden, -torch.inf)
         total = torch.logaddexp(total, scores.logsumexp(-1))
     return total

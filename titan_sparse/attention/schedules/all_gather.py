@@ -33,33 +33,47 @@ class KVHead(NamedTuple):
 
 @timing.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D]."""
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
     call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
-    # The first head sets out now, to hide behind the making of tables.
+    # The first head starts on its way now, to hide behind the making of tables.
     kv_heads = _gathered_heads(call, q, k, v)
     result = results(q, _query_heads(q, k), steps=1)
     has_verticals = gathered.result.shape[3] > 0
     tiles_of_verticals = None
     with timing.computing(0):
         tiles = call.tiles_of_all_ranks(len(q), transpose=False)
-    outs, lses = [], []
+    outs = []
+    lses = []
     for step, head in enumerate(kv_heads):
         heads = head.query_heads
-        vertical_kv = gathered.wait() if has_verticals else None
+        vertical_kv = None
+        if has_verticals:
+            vertical_kv = gathered.wait()
         with timing.computing(step):
-            pieces = [Piece(head.k, head.v, _tiles_of_heads(tiles, heads))]
+            head_tiles = _tiles_of_heads(tiles, heads)
+            pieces = [Piece(head.k, head.v, head_tiles)]
             if vertical_kv is not None:
                 if tiles_of_verticals is None:
                     tiles_of_verticals = call.tiles_of_verticals(len(q), transpose=False)
-                own_k, own_v = vertical_kv[:, :, heads]
-                pieces.append(Piece(own_k, own_v, _tiles_of_heads(tiles_of_verticals, heads)))
+                vertical_k, vertical_v = vertical_kv[:, :, heads]
+                vertical_tiles = _tiles_of_heads(tiles_of_verticals, heads)
+                pieces.append(Piece(vertical_k, vertical_v, vertical_tiles))
+            # One launch sees all keys, so nothing is merged and out may be rounded right away.
             out, lse = call.backend.forward(
-                q[:, heads], pieces, None, call.scale, q.dtype, result.parts[step]
+                q[:, heads],
+                pieces,
+                total=None,
+                scale=call.scale,
+                dtype=q.dtype,
+                into=result.parts[step],
             )
         outs.append(out)
         lses.append(lse)
-    return result.joined(outs), torch.cat(lses, dim=1), gathered.wait()
+    # [B, Hq, S_local, D] and [B, Hq, S_local]
+    out = result.joined(outs)
+    lse = torch.cat(lses, dim=1)
+    return out, lse, gathered.wait()
 
 
 def backward(
@@ -74,26 +88,41 @@ def backward(
     result = results(q, _query_heads(q, k), steps=1)
     tiles = call.tiles_of_all_ranks(len(q), by_key)
     has_verticals = vertical_kv.shape[3] > 0
-    tiles_of_verticals = call.tiles_of_verticals(len(q), by_key) if has_verticals else None
-    dq, d_verticals = [], []
+    tiles_of_verticals = None
+    if has_verticals:
+        tiles_of_verticals = call.tiles_of_verticals(len(q), by_key)
+    dq = []
+    d_verticals = []
     dk_scattered: list[Pending] = []
     dv_scattered: list[Pending] = []
     for head, into in zip(kv_heads, result.parts, strict=True):
         heads = head.query_heads
-        pieces = [Piece(head.k, head.v, _tiles_of_heads(tiles, heads))]
+        head_tiles = _tiles_of_heads(tiles, heads)
+        pieces = [Piece(head.k, head.v, head_tiles)]
         if has_verticals:
-            own_k, own_v = vertical_kv[:, :, heads]
-            pieces.append(Piece(own_k, own_v, _tiles_of_heads(tiles_of_verticals, heads)))
-        queries_of_head = Queries(*(x[:, heads] for x in queries))
+            vertical_k, vertical_v = vertical_kv[:, :, heads]
+            vertical_tiles = _tiles_of_heads(tiles_of_verticals, heads)
+            pieces.append(Piece(vertical_k, vertical_v, vertical_tiles))
+        queries_of_head = Queries(
+            q=queries.q[:, heads],
+            d_out=queries.d_out[:, heads],
+            out=queries.out[:, heads],
+            lse=queries.lse[:, heads],
+        )
         dq_of_head, gradients = call.backend.backward(
-            queries_of_head, pieces, None, call.scale, dtype, into
+            queries_of_head,
+            pieces,
+            dq=None,
+            scale=call.scale,
+            dtype=dtype,
+            into=into,
         )
         dq.append(dq_of_head)
         if has_verticals:
             d_verticals.append(torch.stack(gradients[1]))
         if dk_scattered:
-            # The last head's gradients had this one's work to hide behind: only now is their
-            # memory free.
+            # The previous head's gradients traveled while this one was computed. Waiting frees
+            # the memory that they were sent from.
             dk_scattered[-1].wait()
             dv_scattered[-1].wait()
         dk, dv = gradients[0]
@@ -101,74 +130,111 @@ def backward(
         dv_scattered.append(_start_scatter(call, dv, dtype))
     reduced = None
     if has_verticals:
-        reduced = verticals.reduce_gradients(call, torch.cat(d_verticals, dim=2))
+        # [2, B, Hq, C, D]
+        d_vertical_kv = torch.cat(d_verticals, dim=2)
+        reduced = verticals.reduce_gradients(call, d_vertical_kv)
     # [B, Hkv, S_local, D]
-    dk = torch.cat([pending.wait() for pending in dk_scattered], dim=1).to(dtype)
-    dv = torch.cat([pending.wait() for pending in dv_scattered], dim=1).to(dtype)
+    dk = torch.cat([pending.wait() for pending in dk_scattered], dim=1)
+    dv = torch.cat([pending.wait() for pending in dv_scattered], dim=1)
+    dk = dk.to(dtype)
+    dv = dv.to(dtype)
     if reduced is not None:
         verticals.add_gradients(call, (dk, dv), reduced.wait())
-    return result.joined(dq), dk.to(q.dtype), dv.to(q.dtype)
+    dq = result.joined(dq)
+    return dq, dk.to(q.dtype), dv.to(q.dtype)
 
 
 def _gathered_heads(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Iterator[KVHead]:
-    """KV head by KV head, of all ranks. The first one sets out at once, before anybody asks."""
+    """The KV heads of all ranks, one after the other.
+
+    The transfer of the first one starts here, before the caller asks for it.
+    """
+    kv_heads = k.shape[1]
 
     def start(head: int) -> tuple[Pending, Pending]:
+        # Two buffers take turns: one is computed on while the next head arrives in the other.
         slot = head % 2
-        return (
-            call.cp.start_all_gather(k[:, head : head + 1], f"k {slot}"),
-            call.cp.start_all_gather(v[:, head : head + 1], f"v {slot}"),
-        )
+        # [B, 1, S_local, D]
+        k_head = k[:, head : head + 1]
+        v_head = v[:, head : head + 1]
+        k_pending = call.cp.start_all_gather(k_head, f"k {slot}")
+        v_pending = call.cp.start_all_gather(v_head, f"v {slot}")
+        return k_pending, v_pending
 
     def arrive(pending: tuple[Pending, Pending]) -> Iterator[KVHead]:
-        for number, heads in enumerate(_query_heads(q, k)):
-            following = start(number + 1) if number + 1 < k.shape[1] else None
-            k_head, v_head = pending
+        for number, query_heads in enumerate(_query_heads(q, k)):
+            following = None
+            if number + 1 < kv_heads:
+                following = start(number + 1)
+            k_pending, v_pending = pending
             yield KVHead(
-                heads, _one_rank_after_the_other(k_head), _one_rank_after_the_other(v_head)
+                query_heads=query_heads,
+                k=_one_rank_after_the_other(k_pending),
+                v=_one_rank_after_the_other(v_pending),
             )
             pending = following
 
-    return arrive(start(0))
+    first_head = start(0)
+    return arrive(first_head)
 
 
 def _query_heads(q: Tensor, k: Tensor) -> list[slice]:
     """The query heads of each KV head."""
-    group = q.shape[1] // k.shape[1]
-    return [slice(first, first + group) for first in range(0, q.shape[1], group)]
+    query_heads = q.shape[1]
+    kv_heads = k.shape[1]
+    group_size = query_heads // kv_heads
+    slices = []
+    for first in range(0, query_heads, group_size):
+        slices.append(slice(first, first + group_size))
+    return slices
 
 
 def _one_rank_after_the_other(gathered: Pending) -> Tensor:
     """[ranks, B, 1, S_local, D] -> [B, 1, ranks * S_local, D]; no copy for a single sequence."""
-    return gathered.wait().permute(1, 2, 0, 3, 4).flatten(2, 3)
+    by_rank = gathered.wait()
+    # [B, 1, ranks, S_local, D]
+    by_batch = by_rank.permute(1, 2, 0, 3, 4)
+    return by_batch.flatten(2, 3)
 
 
 def _start_scatter(call: AttentionCall, gradient: Tensor, dtype: torch.dtype) -> Pending:
     """Start to bring the gradient [B, 1, ranks * S_local, D] of every rank's keys home.
 
-    It is summed in `dtype`, or in cp.gradient_dtype: [B, 1, S_local, D].
+    The result is the sum over ranks for this rank's keys, [B, 1, S_local, D]. It is summed in
+    cp.gradient_dtype, or in `dtype` where that is None.
     """
-    # [ranks, B, 1, S_local, D]
-    by_rank = gradient.unflatten(2, (call.cp.size, -1)).permute(2, 0, 1, 3, 4)
-    return call.cp.start_reduce_scatter(by_rank.to(call.cp.gradient_dtype or dtype).contiguous())
+    sent_dtype = call.cp.gradient_dtype or dtype
+    # [B, 1, ranks, S_local, D] -> [ranks, B, 1, S_local, D]
+    by_rank = gradient.unflatten(2, (call.cp.size, -1))
+    by_rank = by_rank.permute(2, 0, 1, 3, 4)
+    by_rank = by_rank.to(sent_dtype)
+    return call.cp.start_reduce_scatter(by_rank.contiguous())
 
 
 def _tiles_of_heads(tiles: Tiles, heads: slice) -> Tiles:
-    """The tiles of some query heads. Tables of one head are those of all."""
-
-    def of_heads(x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[1] == 1 else x[:, heads]
-
-    def lists_of_heads(lists: BlockLists | None) -> BlockLists | None:
-        return None if lists is None else BlockLists(*(of_heads(x) for x in lists))
-
+    """The tiles of some query heads."""
     chosen = tiles.chosen
     if chosen is not None:
-        chosen = chosen._replace(words=of_heads(chosen.words))
+        words = _take_heads(chosen.words, heads)
+        chosen = chosen._replace(words=words)
     return tiles._replace(
-        by_query=lists_of_heads(tiles.by_query),
-        by_key=lists_of_heads(tiles.by_key),
-        covered=of_heads(tiles.covered),
-        k_positions=of_heads(tiles.k_positions),
+        by_query=_lists_of_heads(tiles.by_query, heads),
+        by_key=_lists_of_heads(tiles.by_key, heads),
+        covered=_take_heads(tiles.covered, heads),
+        k_positions=_take_heads(tiles.k_positions, heads),
         chosen=chosen,
     )
+
+
+def _lists_of_heads(lists: BlockLists | None, heads: slice) -> BlockLists | None:
+    if lists is None:
+        return None
+    tables = [_take_heads(table, heads) for table in lists]
+    return BlockLists._make(tables)
+
+
+def _take_heads(table: Tensor | None, heads: slice) -> Tensor | None:
+    """Some heads of a table [B, Hq or 1, ...]. A table with one head holds for all of them."""
+    if table is None or table.shape[1] == 1:
+        return table
+    return table[:, heads]

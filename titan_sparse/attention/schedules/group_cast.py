@@ -28,13 +28,13 @@ from titan_sparse.attention.schedules.needs import needed_blocks
 
 @timing.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D]."""
+    """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
     call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
     exchanges = _plan(call, call.cp.overlap_stages[0])
     own = call.key_blocks()
     # Step 0 is on the own blocks; none of them is left to the end.
-    blocks_by_step = [own, *(stage.k_blocks for stage in exchanges.stages), own[len(own) :]]
+    blocks_by_step = _blocks_by_step(own, exchanges, first=len(own))
     with_verticals = _steps_with_verticals(call, blocks_by_step, gathered.result)
     places = _places(blocks_by_step, q)
     dtype = call.sum_dtype(q)
@@ -43,15 +43,29 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     for step, (blocks, kv) in enumerate(zip(blocks_by_step, arriving, strict=True)):
         if len(blocks) == 0:
             continue
-        vertical_kv = gathered.wait() if step in with_verticals else None
+        vertical_kv = None
+        if step in with_verticals:
+            vertical_kv = gathered.wait()
         with timing.computing(step):
             name = (len(blocks_by_step), "forward", step)
             pieces = [_piece(call, blocks, kv, name, transpose=False)]
             if vertical_kv is not None:
-                share = with_verticals.index(step)
-                shares = len(with_verticals)
-                pieces.append(call.vertical_piece(vertical_kv, len(q), False, share, shares))
-            total = call.backend.forward(q, pieces, total, call.scale, dtype, next(places))
+                vertical_piece = call.vertical_piece(
+                    vertical_kv,
+                    len(q),
+                    transpose=False,
+                    share=with_verticals.index(step),
+                    shares=len(with_verticals),
+                )
+                pieces.append(vertical_piece)
+            total = call.backend.forward(
+                q,
+                pieces,
+                total,
+                call.scale,
+                dtype,
+                next(places),
+            )
     return total.out, total.lse, gathered.wait()
 
 
@@ -64,10 +78,16 @@ def backward(
     exchanges = _plan(call, call.cp.overlap_stages[1])
     own = call.key_blocks()
     remote = sum(len(stage.k_blocks) for stage in exchanges.stages)
+    # Own blocks that are computed at once; the rest is left to the end.
     first = blocks_before_others(
-        len(own), remote, q.shape[1], k.shape[1], q.element_size(), call.cp.inter
+        own=len(own),
+        remote=remote,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        element_bytes=q.element_size(),
+        nodes=call.cp.inter,
     )
-    blocks_by_step = [own[:first], *(stage.k_blocks for stage in exchanges.stages), own[first:]]
+    blocks_by_step = _blocks_by_step(own, exchanges, first)
     with_verticals = _steps_with_verticals(call, blocks_by_step, vertical_kv, backward=True)
     shares = len(with_verticals)
     places = _places(blocks_by_step, q)
@@ -75,7 +95,8 @@ def backward(
     by_key = call.backend.READS_BY_KEY
     home = GradientsHome(call.cp, exchanges, k, dtype)
     d_verticals = verticals.new_gradients(vertical_kv)
-    dq, reduced = None, None
+    dq = None
+    reduced = None
     arriving = keys_and_values(call, exchanges, k, v, first)
     for step, (blocks, kv) in enumerate(zip(blocks_by_step, arriving, strict=True)):
         d_kv = None
@@ -84,19 +105,40 @@ def backward(
             pieces = [_piece(call, blocks, kv, name, by_key)]
             if step in with_verticals:
                 share = with_verticals.index(step)
-                pieces.append(call.vertical_piece(vertical_kv, len(q), by_key, share, shares))
+                vertical_piece = call.vertical_piece(
+                    vertical_kv,
+                    len(q),
+                    transpose=by_key,
+                    share=share,
+                    shares=shares,
+                )
+                pieces.append(vertical_piece)
             dq, gradients = call.backend.backward(
-                queries, pieces, dq, call.scale, dtype, next(places)
+                queries,
+                pieces,
+                dq,
+                call.scale,
+                dtype,
+                next(places),
             )
             d_kv = gradients[0]
             if step in with_verticals:
-                verticals.put_share(d_verticals, gradients[1], share, shares, call.cp.block_size)
+                verticals.put_share(
+                    d_verticals,
+                    gradients[1],
+                    share=share,
+                    shares=shares,
+                    block_size=call.cp.block_size,
+                )
+                # The last share is done: the sum over ranks travels behind the steps that remain.
                 if share + 1 == shares:
                     reduced = verticals.reduce_gradients(call, d_verticals)
         if step == 0:
             home.begin(d_kv)
         elif step <= len(exchanges.stages):
-            home.send(step - 1, _of_blocks(d_kv, blocks, call.cp.block_size))
+            d_kv_of_stage = _without_room(d_kv, blocks, call.cp.block_size)
+            home.send(step - 1, d_kv_of_stage)
+    # The verticals' gradients are still to be added, so dk and dv are not rounded before that.
     result_dtype = q.dtype if reduced is None else dtype
     dk, dv = home.finish(d_kv, result_dtype)
     if reduced is not None:
@@ -106,20 +148,32 @@ def backward(
 
 def stages(call: AttentionCall) -> list[Tensor]:
     """Global blocks, int64 [n], that this rank gets from others in each stage of the forward."""
-    return [stage.k_blocks for stage in _plan(call, call.cp.overlap_stages[0]).stages]
+    forward_stages = call.cp.overlap_stages[0]
+    exchanges = _plan(call, forward_stages)
+    return [stage.k_blocks for stage in exchanges.stages]
 
 
 def _plan(call: AttentionCall, stages: int) -> Plan:
     """This rank's plan on the data's device, the same for all layers if the pattern is static."""
     cp = call.cp
 
+    def host_table() -> Tensor:
+        return cp.table(call.mask).cpu()
+
     def make() -> Plan:
-        table = once_per_mask(
-            call.mask, ("table on the host", cp.key), lambda: cp.table(call.mask).cpu()
-        )
+        # int64 [W, n]: the blocks that each rank owns
+        table = once_per_mask(call.mask, ("table on the host", cp.key), host_table)
         table = table[:, : call.last]
-        host_plan = plan(needed_blocks(call), table, cp.inter, cp.intra, cp.rank, stages)
-        return host_plan.to(call.mask.start.device)
+        host_plan = plan(
+            needed_blocks(call),
+            table,
+            cp.inter,
+            cp.intra,
+            cp.rank,
+            stages,
+        )
+        device = call.mask.start.device
+        return host_plan.to(device)
 
     if call.pattern.dynamic:
         return make()
@@ -127,18 +181,38 @@ def _plan(call: AttentionCall, stages: int) -> Plan:
     return once_per_mask(call.mask, key, make)
 
 
+def _blocks_by_step(own: Tensor, exchanges: Plan, first: int) -> list[Tensor]:
+    """Global blocks of the keys of each step, int64 [n].
+
+    The first of this rank's own blocks, then those of each stage, then the rest of its own.
+    """
+    from_others = [stage.k_blocks for stage in exchanges.stages]
+    return [own[:first], *from_others, own[first:]]
+
+
 def _piece(
-    call: AttentionCall, blocks: Tensor, kv: tuple[Tensor, Tensor], name: tuple, transpose: bool
+    call: AttentionCall,
+    blocks: Tensor,
+    kv: tuple[Tensor, Tensor],
+    name: tuple,
+    transpose: bool,
 ) -> Piece:
+    """A step's keys and values with their tiles. name: tells this step's blocks from others."""
     k, v = kv
-    capacity = k.shape[2] // call.cp.block_size
-    return Piece(k, v, call.tiles_of_blocks(len(k), transpose, blocks, name, capacity))
+    tiles = call.tiles_of_blocks(
+        len(k),
+        transpose,
+        k_blocks=blocks,
+        name=name,
+        capacity=k.shape[2] // call.cp.block_size,
+    )
+    return Piece(k, v, tiles)
 
 
-def _of_blocks(
+def _without_room(
     d_kv: tuple[Tensor, Tensor] | None, blocks: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Gradients without those of memory behind the blocks."""
+    """dk and dv of the blocks alone, without the memory that lies unused behind them."""
     if d_kv is None:
         return None
     dk, dv = d_kv
@@ -147,10 +221,12 @@ def _of_blocks(
 
 
 def _places(blocks_by_step: list[Tensor], q: Tensor) -> Iterator[Tensor | None]:
-    """Where the sum after each step that computes is written: the last one's in q's dtype."""
-    computing = sum(len(blocks) > 0 for blocks in blocks_by_step)
-    [memory] = results(q, [slice(None)], computing).parts
-    return at_last(computing, memory)
+    """Where each step that computes writes its sum; the last one writes to memory in q's dtype."""
+    computing_steps = sum(len(blocks) > 0 for blocks in blocks_by_step)
+    all_heads = slice(None)
+    result = results(q, [all_heads], steps=computing_steps)
+    [memory] = result.parts
+    return at_last(computing_steps, memory)
 
 
 def _steps_with_verticals(
@@ -159,7 +235,12 @@ def _steps_with_verticals(
     vertical_kv: Tensor,
     backward: bool = False,
 ) -> list[int]:
-    """Steps that meet a share of the verticals; none where there are none."""
-    computes = [len(blocks) > 0 for blocks in blocks_by_step]
+    """The steps that meet a share of the verticals; an empty list without verticals.
+
+    vertical_kv: [2, B, Hq, C, D].
+    """
+    computes = []
+    for blocks in blocks_by_step:
+        computes.append(len(blocks) > 0)
     blocks_of_verticals = vertical_kv.shape[3] // call.cp.block_size
     return vertical_steps(computes, blocks_of_verticals, backward)

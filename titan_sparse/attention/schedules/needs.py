@@ -19,10 +19,10 @@ from titan_sparse.attention.patterns.heads import heads_selecting
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles.blocks import all_blocks
 
-# With more entries in the table of block distances between ranks the index is not looked at.
 _LARGEST_TABLE = 1 << 27
-# Tiles of all heads that are looked at together: bounds the memory.
+"""If the table of block distances between ranks had more entries, the index is not looked at."""
 _TILES_AT_ONCE = 1 << 26
+"""How many tiles of all heads are looked at together, which bounds the memory."""
 
 
 def needed_chunks(call: AttentionCall) -> Tensor | None:
@@ -37,14 +37,16 @@ def needed_chunks(call: AttentionCall) -> Tensor | None:
         return None
 
     def by_mask() -> Tensor:
-        return seen_chunks(call.mask, call.cp.table(call.mask), call.cp.block_size).cpu()
+        table = call.cp.table(call.mask)
+        chunks = seen_chunks(call.mask, table, call.cp.block_size)
+        return chunks.cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), by_mask)
     return _without_unmet(seen, call.index, call.cp.layout)
 
 
 def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Tensor:
-    """needed_chunks() of a call over so many ranks.
+    """needed_chunks() of a call over so many ranks, without a ContextParallel.
 
     ranges: for the layout "balanced" with their table.
     """
@@ -52,14 +54,15 @@ def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: 
         table = ranges.table
     else:
         table = block_ids(layout, ranks, index.seq_len, index.block_size)
-    seen = seen_chunks(ranges, table.to(ranges.start.device), index.block_size).cpu()
-    return _without_unmet(seen, index, layout)
+    device = ranges.start.device
+    seen = seen_chunks(ranges, table.to(device), index.block_size)
+    return _without_unmet(seen.cpu(), index, layout)
 
 
 def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
-    """Of the chunks that the mask lets ranks see, those that block diagonals meet.
+    """Of the chunks that the mask lets ranks see, those that block diagonals meet. bool [W, W].
 
-    Unchanged where it is not worth looking.
+    by_mask: bool [W, W]. It is returned unchanged where it is not worth looking.
     """
     if not isinstance(index, VerticalSlashIndex) or layout in ("striped", "balanced"):
         return by_mask
@@ -70,24 +73,33 @@ def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
     )
     if distances is None:
         return by_mask
+    # [W * W]: at how many distances a pair of ranks has blocks and a diagonal is on
     diagonals_on = distances_on(index).to(distances.dtype)
-    meets = (diagonals_on @ distances).view(ranks, ranks) > 0
+    shared = diagonals_on @ distances
+    meets = shared.view(ranks, ranks) > 0
     return by_mask & meets.cpu()
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:
     """bool [W, blocks] on the host: some query of rank r meets a key of block b.
 
-    Verticals do not count; any sequence and head does. Exact. For a static pattern the mask alone
-    says so, and is looked at once a batch; else the host waits for the index.
+    Verticals do not count; any sequence and head does. The answer is exact. For a static pattern
+    it follows from the mask alone, which is looked at once a batch. For a dynamic one the host
+    waits for the index.
     """
-    queries = call.cp.table(call.mask)[:, call.first : call.last]
+    table = call.cp.table(call.mask)
+    # int64 [W, n]: the query blocks of each rank
+    queries = table[:, call.first : call.last]
     if call.pattern.dynamic:
-        return met_blocks(call.mask, call.index, queries).cpu()
+        met = met_blocks(call.mask, call.index, queries)
+        return met.cpu()
+
+    def by_mask() -> Tensor:
+        seen = seen_blocks(call.mask, queries, call.cp.block_size)
+        return seen.cpu()
+
     key = ("needed blocks", call.cp.key, call.first, call.last)
-    return once_per_mask(
-        call.mask, key, lambda: seen_blocks(call.mask, queries, call.cp.block_size).cpu()
-    )
+    return once_per_mask(call.mask, key, by_mask)
 
 
 def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
@@ -97,16 +109,17 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
     """
     keys = all_blocks(index)
     size = index.block_size
-    q_blocks_at_once = max(
-        1, _TILES_AT_ONCE // (index.verticals.shape[0] * index.heads * len(keys))
-    )
+    batch = index.verticals.shape[0]
+    tiles_of_q_block = batch * index.heads * len(keys)
+    q_blocks_at_once = max(1, _TILES_AT_ONCE // tiles_of_q_block)
     is_met = torch.zeros(len(table), len(keys), dtype=torch.bool, device=table.device)
     for rank, blocks_of_rank in enumerate(table):
         for q_blocks in blocks_of_rank.split(q_blocks_at_once):
-            reach = block_reach(ranges, token_positions(q_blocks, size), size)
-            selected = heads_selecting(index, q_blocks, keys)[:, 0] > 0
-            # [B, nq, blocks]
-            tiles = reached(reach, keys, size) & selected
+            positions = token_positions(q_blocks, size)
+            reach = block_reach(ranges, positions, size)
+            # [B, nq, blocks]: how many heads select each block
+            selecting = heads_selecting(index, q_blocks, keys)[:, 0]
+            tiles = reached(reach, keys, size) & (selecting > 0)
             is_met[rank] |= tiles.flatten(0, 1).any(0)
     return is_met
 
@@ -115,19 +128,26 @@ def met_blocks(ranges: MaskRanges, index: BlockIndex, table: Tensor) -> Tensor:
 def block_distances(
     layout: str, ranks: int, seq_len: int, block_size: int, device: torch.device
 ) -> Tensor | None:
-    """float32 [blocks, W * W]: 1 where rank r has a query block that lies so many blocks after a
-    key block of rank s. None if that would be too large."""
-    table = block_ids(layout, ranks, seq_len, block_size).to(device)
+    """float32 [blocks, W * W]: how far query blocks of rank r lie behind key blocks of rank s.
+
+    Entry [d, r * W + s] is 1 where some query block of r lies d blocks after a key block of s. None
+    if the table would be too large.
+    """
+    table = block_ids(layout, ranks, seq_len, block_size)
+    table = table.to(device)
     blocks = table.numel()
-    if blocks * ranks**2 > _LARGEST_TABLE:
+    pairs = ranks * ranks
+    if blocks * pairs > _LARGEST_TABLE:
         return None
+    # int64 [blocks]: the rank of each global block
     owner = torch.empty(blocks, dtype=torch.int64, device=device)
     owner[table] = torch.arange(ranks, device=device)[:, None]
-    distances = torch.zeros(blocks, ranks * ranks, device=device)
-    for delta in range(blocks):
-        query_owner = owner[delta:]
-        key_owner = owner[: blocks - delta]
-        distances[delta, query_owner * ranks + key_owner] = 1
+    distances = torch.zeros(blocks, pairs, device=device)
+    for distance in range(blocks):
+        query_owner = owner[distance:]
+        key_owner = owner[: blocks - distance]
+        pair = query_owner * ranks + key_owner
+        distances[distance, pair] = 1
     return distances
 
 
@@ -136,20 +156,24 @@ def distances_on(index: VerticalSlashIndex) -> Tensor:
     spans = index.spans
     device = index.slashes.device
     blocks = -(-index.seq_len // index.block_size)
+    batch, count = spans.offset.shape
+    # [E] and [B, E]: the entries of the list of diagonals
     entry = torch.arange(index.slashes.shape[-1], device=device)
-    # [B, E]: the span of each entry of the list of diagonals, and its distance in the span
-    span = torch.searchsorted(
-        spans.offset + spans.diagonals,
-        entry.expand(len(spans.offset), -1).contiguous(),
-        right=True,
-    )
-    count = spans.offset.shape[1]
-    distance = entry - spans.offset.gather(1, span.clamp(max=count - 1))
+    entry_of_sequence = entry.expand(batch, -1).contiguous()
+    # [B, E]: the span that each entry belongs to; `count` for entries behind the last span
+    span_end = spans.offset + spans.diagonals
+    span = torch.searchsorted(span_end, entry_of_sequence, right=True)
+    # [B, E]: how far apart the blocks on the diagonal are
+    last_span = count - 1
+    offset = spans.offset.gather(1, span.clamp(max=last_span))
+    distance = entry - offset
     is_on = index.slashes.any(1) & (span < count)
+    # The extra place at the end takes the diagonals that are off.
+    place = torch.where(is_on, distance, blocks)
     seen = torch.zeros(blocks + 1, dtype=torch.bool, device=device)
-    seen[torch.where(is_on, distance, blocks).flatten()] = True
-    # Short documents are computed whole: as far apart as the first and the last block of the
-    # longest.
+    seen[place.flatten()] = True
+    # Short documents are computed whole. Their blocks are as far apart as the first and the last
+    # block of the longest of them.
     block = torch.arange(blocks, device=device)
     longest_short = (block - spans.dense_from).amax()
     return seen[:blocks] | (block <= longest_short)

@@ -61,18 +61,31 @@ def forward(
     dtype: torch.dtype,
     into: Tensor | None,
 ) -> Partial:
-    """As a backend's forward(). `total` is of all queries and is changed in place."""
+    """Like a backend's forward(), over one rectangle.
+
+    total: of all queries; it is changed in place.
+    """
     k, v = kv
     q_start = rectangle.q_start
-    k = k[:, :, : rectangle.k_stop]
-    v = v[:, :, : rectangle.k_stop]
-    out, lse = call.backend.dense_forward(q[:, :, q_start:], k, v, rectangle.shape, call.scale)
+    # Only these queries see anything of the chunk, and only these keys are seen.
+    seeing_q = q[:, :, q_start:]
+    seen_k = k[:, :, : rectangle.k_stop]
+    seen_v = v[:, :, : rectangle.k_stop]
+    out, lse = call.backend.dense_forward(
+        seeing_q,
+        seen_k,
+        seen_v,
+        rectangle.shape,
+        call.scale,
+    )
     if total is None:
-        # The own chunk comes first, and all queries see some of it.
-        return Partial(out.to(dtype) if into is None else into.copy_(out), lse)
+        # The rank's own chunk comes first, and all queries see some of it.
+        first_out = out.to(dtype) if into is None else into.copy_(out)
+        return Partial(first_out, lse)
     seeing_out = total.out[:, :, q_start:]
     seeing_lse = total.lse[:, :, q_start:]
-    merged_out, merged_lse = merge((seeing_out, seeing_lse), out, lse, dtype)
+    seeing_total = (seeing_out, seeing_lse)
+    merged_out, merged_lse = merge(seeing_total, out, lse, dtype)
     seeing_out.copy_(merged_out)
     seeing_lse.copy_(merged_lse)
     if into is None:
@@ -92,6 +105,8 @@ def backward(
     """dq, dk and dv, as a backend's backward() gives them."""
     k, v = kv
     q_start = rectangle.q_start
+    seen_k = k[:, :, : rectangle.k_stop]
+    seen_v = v[:, :, : rectangle.k_stop]
     seeing = Queries(
         q=queries.q[:, :, q_start:],
         d_out=queries.d_out[:, :, q_start:],
@@ -100,16 +115,20 @@ def backward(
     )
     d_seeing, dk, dv = call.backend.dense_backward(
         seeing,
-        k[:, :, : rectangle.k_stop],
-        v[:, :, : rectangle.k_stop],
+        seen_k,
+        seen_v,
         rectangle.shape,
         call.scale,
     )
+    # Keys that nobody sees get gradients of 0.
     unseen_keys = k.shape[2] - rectangle.k_stop
-    dk = torch.nn.functional.pad(dk.to(dtype), (0, 0, 0, unseen_keys))
-    dv = torch.nn.functional.pad(dv.to(dtype), (0, 0, 0, unseen_keys))
+    padding = (0, 0, 0, unseen_keys)
+    dk = torch.nn.functional.pad(dk.to(dtype), padding)
+    dv = torch.nn.functional.pad(dv.to(dtype), padding)
     if dq is None:
         dq = d_seeing.to(dtype)
     else:
         dq[:, :, q_start:] += d_seeing
-    return (dq if into is None else into.copy_(dq)), dk, dv
+    if into is not None:
+        dq = into.copy_(dq)
+    return dq, dk, dv

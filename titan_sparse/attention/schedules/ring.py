@@ -62,32 +62,49 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         into = next(places[step.group])
         q_group = q[:, group.heads]
         kv = _keys_and_values(step.chunk)
-        vertical_kv = gathered.wait() if step.number in with_verticals else None
+        vertical_kv = None
+        if step.number in with_verticals:
+            vertical_kv = gathered.wait()
         with timing.computing(step.number):
             rectangle = None
             if vertical_kv is None:
                 rectangle = rectangles.rectangle_of(call, q, step.source)
             if rectangle is not None:
-                total = rectangles.forward(call, rectangle, q_group, kv, total, dtype, into)
+                total = rectangles.forward(
+                    call,
+                    rectangle,
+                    q_group,
+                    kv,
+                    total,
+                    dtype,
+                    into,
+                )
             else:
+                k_chunk, v_chunk = kv
                 tiles = group.call.tiles_of_rank(len(q), step.source, transpose=False)
-                pieces = [Piece(*kv, tiles)]
+                pieces = [Piece(k_chunk, v_chunk, tiles)]
                 if vertical_kv is not None:
-                    share = with_verticals.index(step.number)
-                    pieces.append(
-                        group.call.vertical_piece(
-                            vertical_kv[:, :, group.heads],
-                            len(q),
-                            transpose=False,
-                            share=share,
-                            shares=len(with_verticals),
-                        )
+                    vertical_piece = group.call.vertical_piece(
+                        vertical_kv[:, :, group.heads],
+                        len(q),
+                        transpose=False,
+                        share=with_verticals.index(step.number),
+                        shares=len(with_verticals),
                     )
-                total = call.backend.forward(q_group, pieces, total, call.scale, dtype, into)
+                    pieces.append(vertical_piece)
+                total = call.backend.forward(
+                    q_group,
+                    pieces,
+                    total=total,
+                    scale=call.scale,
+                    dtype=dtype,
+                    into=into,
+                )
         totals[step.group] = total
 
+    # [B, Hq, S_local, D] and [B, Hq, S_local]
     out = result.joined([total.out for total in totals])
-    lse = _joined([total.lse for total in totals], 1)
+    lse = _joined([total.lse for total in totals], dim=1)
     return out, lse, gathered.wait()
 
 
@@ -115,45 +132,72 @@ def backward(
         """dk and dv of the step's chunk, [2, B, Hkv of the group, S_local, D]."""
         nonlocal reduced
         group = groups[step.group]
-        queries_of_group = Queries(*(x[:, group.heads] for x in queries))
+        queries_of_group = Queries(
+            q=queries.q[:, group.heads],
+            d_out=queries.d_out[:, group.heads],
+            out=queries.out[:, group.heads],
+            lse=queries.lse[:, group.heads],
+        )
         kv = _keys_and_values(step.chunk)
         dq_so_far = dq[step.group]
         into = next(places[step.group])
         rectangle = rectangles.rectangle_of(call, q, step.source)
         if rectangle is not None:
             dq[step.group], dk, dv = rectangles.backward(
-                call, rectangle, queries_of_group, kv, dq_so_far, dtype, into
+                call,
+                rectangle,
+                queries_of_group,
+                kv,
+                dq_so_far,
+                dtype,
+                into,
             )
             return _stacked(dk, dv, dtype)
-        tiles = group.call.tiles_of_rank(len(q), step.source, by_key)
-        pieces = [Piece(*kv, tiles)]
+        k_chunk, v_chunk = kv
+        tiles = group.call.tiles_of_rank(len(q), step.source, transpose=by_key)
+        pieces = [Piece(k_chunk, v_chunk, tiles)]
         share = shares_done[step.group]
         if share < shares:
-            vertical_kv_of_group = vertical_kv[:, :, group.heads]
-            pieces.append(
-                group.call.vertical_piece(vertical_kv_of_group, len(q), by_key, share, shares)
+            vertical_piece = group.call.vertical_piece(
+                vertical_kv[:, :, group.heads],
+                len(q),
+                transpose=by_key,
+                share=share,
+                shares=shares,
             )
+            pieces.append(vertical_piece)
         dq[step.group], gradients = call.backend.backward(
-            queries_of_group, pieces, dq_so_far, call.scale, dtype, into
+            queries_of_group,
+            pieces,
+            dq=dq_so_far,
+            scale=call.scale,
+            dtype=dtype,
+            into=into,
         )
         if share < shares:
-            d_verticals_of_group = d_verticals[:, :, group.heads]
             verticals.put_share(
-                d_verticals_of_group, gradients[1], share, shares, call.cp.block_size
+                d_verticals[:, :, group.heads],
+                gradients[1],
+                share=share,
+                shares=shares,
+                block_size=call.cp.block_size,
             )
             shares_done[step.group] += 1
             # Groups come in another order than steps do. The exchange begins when all of them have
             # met all verticals.
             if sum(shares_done) == shares * len(groups):
                 reduced = verticals.reduce_gradients(call, d_verticals)
-        return _stacked(*gradients[0], dtype)
+        dk, dv = gradients[0]
+        return _stacked(dk, dv, dtype)
 
-    d_kv = circulate_with_gradients(call.cp, route, _kv_chunks(groups, k, v), gradient_of)
+    chunks = _kv_chunks(groups, k, v)
+    d_kv_by_group = circulate_with_gradients(call.cp, route, chunks, gradient_of)
     # [2, B, Hkv, S_local, D]
-    d_kv = _joined(d_kv, 2)
+    d_kv = _joined(d_kv_by_group, dim=2)
     if reduced is not None:
         verticals.add_gradients(call, d_kv, reduced.wait())
-    return _outputs(result.joined(dq), d_kv[0], d_kv[1], q.dtype)
+    dq_of_all = result.joined(dq)
+    return _outputs(dq_of_all, d_kv[0], d_kv[1], q.dtype)
 
 
 def _head_groups(call: AttentionCall, q: Tensor, k: Tensor) -> list[HeadGroup]:
@@ -165,38 +209,50 @@ def _head_groups(call: AttentionCall, q: Tensor, k: Tensor) -> list[HeadGroup]:
     """
     count = head_groups(k.shape[1], len(call.cp.windows))
     if count == 1:
-        return [HeadGroup(call, slice(None), slice(None))]
+        all_heads = slice(None)
+        return [HeadGroup(call, heads=all_heads, kv_heads=all_heads)]
     heads_a_group = q.shape[1] // count
     kv_heads_a_group = k.shape[1] // count
     groups = []
     for number in range(count):
-        heads = slice(number * heads_a_group, (number + 1) * heads_a_group)
-        kv_heads = slice(number * kv_heads_a_group, (number + 1) * kv_heads_a_group)
-        groups.append(HeadGroup(call.of_heads(heads), heads, kv_heads))
+        first_head = number * heads_a_group
+        heads = slice(first_head, first_head + heads_a_group)
+        first_kv_head = number * kv_heads_a_group
+        kv_heads = slice(first_kv_head, first_kv_head + kv_heads_a_group)
+        group_call = call.of_heads(heads)
+        groups.append(HeadGroup(group_call, heads, kv_heads))
     return groups
 
 
 def _places(
     q: Tensor, groups: list[HeadGroup], route: Route
 ) -> tuple[Results, list[Iterator[Tensor | None]]]:
-    """Memory for out or dq, and for each group where the sum after each of its steps is written.
+    """Memory for out or dq, and for each group where each of its steps writes its sum.
 
-    Only the last step's sum is written there.
+    Only the last step writes to that memory.
     """
-    steps = sum(route.computes_by_step)
-    result = results(q, [group.heads for group in groups], steps)
-    return result, [at_last(steps, memory) for memory in result.parts]
+    computing_steps = sum(route.computes_by_step)
+    heads = [group.heads for group in groups]
+    result = results(q, heads, steps=computing_steps)
+    places = []
+    for memory in result.parts:
+        places.append(at_last(computing_steps, memory))
+    return result, places
 
 
 def _kv_chunks(groups: list[HeadGroup], k: Tensor, v: Tensor) -> list[Chunk]:
     """Keys and values of each group as one tensor, which travels: [2, B, Hkv, S_local, D]."""
     chunks = []
     for group in groups:
-        chunks.append([torch.stack([k[:, group.kv_heads], v[:, group.kv_heads]])])
+        k_group = k[:, group.kv_heads]
+        v_group = v[:, group.kv_heads]
+        kv = torch.stack([k_group, v_group])
+        chunks.append([kv])
     return chunks
 
 
 def _keys_and_values(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """k and v [B, Hkv, S_local, D] of a chunk of _kv_chunks()."""
     [kv] = chunk
     return kv[0], kv[1]
 
@@ -209,41 +265,57 @@ def _stacked(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Tensor:
     return stacked
 
 
-def _joined(groups: list[Tensor], dim: int) -> Tensor:
-    return groups[0] if len(groups) == 1 else torch.cat(groups, dim=dim)
+def _joined(by_group: list[Tensor], dim: int) -> Tensor:
+    """The tensors of all groups as one. A single group is not copied."""
+    if len(by_group) == 1:
+        return by_group[0]
+    return torch.cat(by_group, dim=dim)
 
 
 def _outputs(
     dq: Tensor, dk: Tensor, dv: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In `dtype`, and no two in one piece of memory: the outputs of an op must not share it."""
-    return dq.to(dtype), dk.to(dtype, copy=True), dv.to(dtype, copy=True)
+    """dq, dk and dv in `dtype`, each in its own memory: outputs of an op must not share it."""
+    dq = dq.to(dtype)
+    # dk and dv are halves of one tensor up to here.
+    dk = dk.to(dtype, copy=True)
+    dv = dv.to(dtype, copy=True)
+    return dq, dk, dv
 
 
 def _circulates_queries(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
     """Whether queries travel in the backward instead of keys and values.
 
-    That is as the user says, or whichever sends fewer bytes a token. Keys and values with their
-    gradients: Hkv D (2 e + 2 g), with e bytes an element of the inputs and g of gradients between
-    ranks. Queries, d_out and out with the gradient of the queries and lse: Hq D (3 e + g) + 4 Hq.
-    In bf16 with fp32 gradients that is 12 Hkv D against 10 Hq D: queries are cheaper when every
-    head has keys of its own (MHA), keys and values for all grouped-query models. (BurstEngine,
-    section 3.2, sends out summed up with d_out: 8 Hq D.)
+    It is what the user says; for "auto", whichever sends fewer bytes a token:
+    - keys and values with their gradients: Hkv D (2 e + 2 g), with e bytes an element of the inputs
+      and g bytes an element of gradients between ranks;
+    - queries, d_out and out with the gradient of the queries and lse: Hq D (3 e + g) + 4 Hq.
+    In bf16 with fp32 gradients that is 12 Hkv D against 10 Hq D. So queries are cheaper when every
+    head has keys of its own (MHA), and keys and values are for all grouped-query models.
+    (BurstEngine, section 3.2, sends out summed up with d_out: 8 Hq D.)
     """
     if call.cp.backward_circulates != "auto":
         return call.cp.backward_circulates == "q"
-    element_bytes = q.element_size()
-    gradient_bytes = (call.cp.gradient_dtype or call.sum_dtype(q)).itemsize
-    kv_bytes = k.shape[1] * k.shape[3] * 2 * (element_bytes + gradient_bytes)
-    query_bytes = q.shape[1] * (q.shape[3] * (3 * element_bytes + gradient_bytes) + 4)
+    query_heads = q.shape[1]
+    kv_heads = k.shape[1]
+    head_dim = q.shape[3]
+    gradient_dtype = call.cp.gradient_dtype or call.sum_dtype(q)
+    # As in the formulas above: bytes an element.
+    e = q.element_size()
+    g = gradient_dtype.itemsize
+    kv_bytes = kv_heads * head_dim * (2 * e + 2 * g)
+    query_bytes = query_heads * head_dim * (3 * e + g) + 4 * query_heads
     return query_bytes < kv_bytes
 
 
 def _backward_with_queries_circulating(
     call: AttentionCall, queries: Queries, k: Tensor, v: Tensor, vertical_kv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As backward(). Each rank adds up dk and dv of its own keys while the others' queries pass,
-    and their dq travels with them."""
+    """As backward(), with queries traveling instead of keys and values.
+
+    Each rank adds up dk and dv of its own keys while the others' queries pass by. Their dq travels
+    with them.
+    """
     q, d_out, out, lse = queries
     dtype = call.sum_dtype(q)
     by_key = call.backend.READS_BY_KEY
@@ -251,19 +323,34 @@ def _backward_with_queries_circulating(
 
     reduced = None
     if vertical_kv.shape[3] > 0:
-        piece = call.vertical_piece(vertical_kv, len(q), by_key)
+        # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
+        vertical_piece = call.vertical_piece(vertical_kv, len(q), transpose=by_key)
         dq_of_verticals, [(dk, dv)] = call.backend.backward(
-            queries, [piece], None, call.scale, dtype
+            queries,
+            [vertical_piece],
+            dq=None,
+            scale=call.scale,
+            dtype=dtype,
         )
-        reduced = verticals.reduce_gradients(call, _stacked(dk, dv, dtype))
+        d_verticals = _stacked(dk, dv, dtype)
+        reduced = verticals.reduce_gradients(call, d_verticals)
 
     def gradient_of(step: Step) -> Tensor:
         """dq of the step's queries through this rank's keys."""
         (passing_q, passing_d_out, passing_out), passing_lse = step.chunk
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
-        tiles = call.tiles_of_rank(len(q), call.cp.rank, by_key, query_rank=step.source)
+        tiles = call.tiles_of_rank(
+            len(q),
+            source=call.cp.rank,
+            transpose=by_key,
+            query_rank=step.source,
+        )
         dq, [(dk, dv)] = call.backend.backward(
-            passing, [Piece(k, v, tiles)], None, call.scale, dtype
+            passing,
+            [Piece(k, v, tiles)],
+            dq=None,
+            scale=call.scale,
+            dtype=dtype,
         )
         if d_kv:
             d_kv[0].add_(dk)
@@ -272,10 +359,14 @@ def _backward_with_queries_circulating(
             d_kv.extend((dk.to(dtype), dv.to(dtype)))
         return dq.to(dtype)
 
-    # What travels is needed by those whose keys it meets: the other way around than chunks of keys.
+    # Queries are needed by the ranks whose keys they meet, the reverse of chunks of keys.
     needed = needed_chunks(call)
-    route = route_of(call.cp, None if needed is None else needed.T)
-    chunk = [torch.stack([q, d_out, out.to(q.dtype)]), lse]
+    if needed is not None:
+        needed = needed.T
+    route = route_of(call.cp, needed)
+    # [3, B, Hq, S_local, D] and [B, Hq, S_local]
+    query_tensors = torch.stack([q, d_out, out.to(q.dtype)])
+    chunk = [query_tensors, lse]
     [dq] = circulate_with_gradients(call.cp, route, [chunk], gradient_of)
     if reduced is not None:
         dq += dq_of_verticals

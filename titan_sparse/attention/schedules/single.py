@@ -9,20 +9,33 @@ from titan_sparse.attention.schedules import varlen, verticals
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, Hq, S, D], lse [B, Hq, S], and the keys and values of the verticals [2, B, Hq, C, D]."""
+    """out [B, Hq, S, D], lse [B, Hq, S], and keys and values of the verticals [2, B, Hq, C, D]."""
+    # Plain causal attention without tables, where the backend has kernels for it.
     square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
     if call.plain and call.backend.serves_dense(q, square):
         out, lse = call.backend.dense_forward(q, k, v, square, call.scale)
         return out, lse, _no_verticals(q)
-    if packing := varlen.packing_of(call, q):
+    # Packed documents, by kernels that know documents.
+    packing = varlen.packing_of(call, q)
+    if packing is not None:
         out, lse = varlen.forward(call, packing, q, k, v)
         return out, lse, _no_verticals(q)
+    # Everything else goes by tiles.
     batch = len(q)
-    pieces = [Piece(k, v, call.tiles_of_rank(batch, source=0, transpose=False))]
-    vertical_kv = verticals.gather(call, k, v).wait()
+    tiles = call.tiles_of_rank(batch, source=0, transpose=False)
+    pieces = [Piece(k, v, tiles)]
+    gathered = verticals.gather(call, k, v)
+    vertical_kv = gathered.wait()
     if vertical_kv.shape[3] > 0:
-        pieces.append(call.vertical_piece(vertical_kv, batch, transpose=False))
-    out, lse = call.backend.forward(q, pieces, None, call.scale, q.dtype)
+        vertical_piece = call.vertical_piece(vertical_kv, batch, transpose=False)
+        pieces.append(vertical_piece)
+    out, lse = call.backend.forward(
+        q,
+        pieces,
+        total=None,
+        scale=call.scale,
+        dtype=q.dtype,
+    )
     return out, lse, vertical_kv
 
 
@@ -34,14 +47,24 @@ def backward(
     square = DenseShape(causal=True, is_whole=True, block_size=call.cp.block_size)
     if call.plain and call.backend.serves_dense(q, square):
         return call.backend.dense_backward(queries, k, v, square, call.scale)
-    if packing := varlen.packing_of(call, q):
+    packing = varlen.packing_of(call, q)
+    if packing is not None:
         return varlen.backward(call, packing, queries, k, v)
-    batch, by_key = len(q), call.backend.READS_BY_KEY
-    pieces = [Piece(k, v, call.tiles_of_rank(batch, source=0, transpose=by_key))]
+    batch = len(q)
+    by_key = call.backend.READS_BY_KEY
+    tiles = call.tiles_of_rank(batch, source=0, transpose=by_key)
+    pieces = [Piece(k, v, tiles)]
     has_verticals = vertical_kv.shape[3] > 0
     if has_verticals:
-        pieces.append(call.vertical_piece(vertical_kv, batch, transpose=by_key))
-    dq, gradients = call.backend.backward(queries, pieces, None, call.scale, q.dtype)
+        vertical_piece = call.vertical_piece(vertical_kv, batch, transpose=by_key)
+        pieces.append(vertical_piece)
+    dq, gradients = call.backend.backward(
+        queries,
+        pieces,
+        dq=None,
+        scale=call.scale,
+        dtype=q.dtype,
+    )
     dk, dv = gradients[0]
     if has_verticals:
         # [2, B, Hq, C, D]
@@ -51,5 +74,6 @@ def backward(
 
 
 def _no_verticals(q: Tensor) -> Tensor:
+    """Keys and values of no verticals: [2, B, Hq, 0, D]."""
     batch, heads, _, head_dim = q.shape
     return q.new_empty(2, batch, heads, 0, head_dim)

@@ -7,7 +7,7 @@ from call to call.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,8 +45,11 @@ class Route(NamedTuple):
 
     @property
     def computes_by_step(self) -> list[bool]:
-        """computes, window after window."""
-        return sum(self.computes, [])
+        """`computes` as one list, window after window."""
+        by_step = []
+        for window in self.computes:
+            by_step.extend(window)
+        return by_step
 
 
 class Step(NamedTuple):
@@ -71,52 +74,74 @@ def route_of(cp: ContextParallel, needed: Tensor | None) -> Route:
     """
     if needed is None:
         needed = torch.ones(cp.size, cp.size, dtype=torch.bool)
+    # The cache of _route() needs values that it can hash.
     windows = tuple(tuple(window) for window in cp.windows)
-    return _route(windows, cp.rank, needed.numpy().tobytes())
+    needed_bytes = needed.numpy().tobytes()
+    return _route(windows, cp.rank, needed_bytes)
 
 
 @functools.lru_cache(maxsize=64)
 def _route(windows: tuple[tuple[int, ...], ...], rank: int, needed_bytes: bytes) -> Route:
-    """Remembered by plain values, as all layers ask alike: a GPU would wait for its hundred small
-    operations."""
+    """The route, remembered by plain values.
+
+    All layers ask alike, and a GPU would wait for the hundred small operations that it takes.
+    """
     inter = len(windows)
     intra = len(windows[0])
+    ranks = inter * intra
     needed = torch.frombuffer(bytearray(needed_bytes), dtype=torch.bool)
-    needed = needed.view(inter * intra, inter * intra)
-    computes = [
-        [bool(needed[rank, source]) or source == rank for source in window] for window in windows
-    ]
-    kv = _own_hops(windows, routing.hops_needed(needed, inter, intra))
-    gradient = _own_hops(windows, routing.gradient_hops(needed, inter, intra))
-    return Route(computes, kv, gradient)
+    needed = needed.view(ranks, ranks)
+    computes = []
+    for window in windows:
+        # A rank always computes on its own chunk.
+        on_window = [source == rank or bool(needed[rank, source]) for source in window]
+        computes.append(on_window)
+    kv_hops = routing.hops_needed(needed, inter, intra)
+    gradient_hops = routing.gradient_hops(needed, inter, intra)
+    return Route(
+        computes=computes,
+        kv=_own_hops(windows, kv_hops),
+        gradient=_own_hops(windows, gradient_hops),
+    )
 
 
 def _own_hops(windows: tuple[tuple[int, ...], ...], hops: routing.Hops) -> Hops:
     """This rank's share of the hops of all ranks."""
-
-    def inner(source: int, window: int, place: int) -> bool:
-        return bool(hops.inner_from[source, window] <= place < hops.inner_to[source, window])
-
-    def outer(source: int, window: int) -> bool:
-        return bool(hops.outer_from[source] <= window < hops.outer_to[source])
-
     # The chunk that comes next in a window, and with the next window. After the last window a
     # chunk's gradient comes home, to the rank that had it in the first.
     next_in_window = [window[1:] + window[:1] for window in windows]
     first = [window[0] for window in windows]
     next_first = first[1:] + first[:1]
+    # This rank sends the chunk in hand, and receives the one that comes next.
     return Hops(
-        inner_sends=[
-            [inner(source, o, t) for t, source in enumerate(window)]
-            for o, window in enumerate(windows)
-        ],
-        inner_receives=[
-            [inner(source, o, t) for t, source in enumerate(window)]
-            for o, window in enumerate(next_in_window)
-        ],
-        outer_sends=[outer(source, o) for o, source in enumerate(first)],
-        outer_receives=[outer(source, o) for o, source in enumerate(next_first)],
+        inner_sends=_inner_hops_made(hops, windows),
+        inner_receives=_inner_hops_made(hops, next_in_window),
+        outer_sends=_outer_hops_made(hops, first),
+        outer_receives=_outer_hops_made(hops, next_first),
     )
+
+
+def _inner_hops_made(hops: routing.Hops, windows: Sequence[tuple[int, ...]]) -> list[list[bool]]:
+    """By [window][step]: whether the chunk of the rank named there makes the inner hop."""
+    made = []
+    for window, sources in enumerate(windows):
+        made_in_window = []
+        for place, source in enumerate(sources):
+            begin = hops.inner_from[source, window]
+            end = hops.inner_to[source, window]
+            made_in_window.append(bool(begin <= place < end))
+        made.append(made_in_window)
+    return made
+
+
+def _outer_hops_made(hops: routing.Hops, sources: list[int]) -> list[bool]:
+    """By window: whether the chunk of the rank named there makes the outer hop."""
+    made = []
+    for window, source in enumerate(sources):
+        begin = hops.outer_from[source]
+        end = hops.outer_to[source]
+        made.append(bool(begin <= window < end))
+    return made
 
 
 def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[Step]:
@@ -126,14 +151,25 @@ def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterato
     other, so that with several groups the second is still on its way from another node while the
     first is computed.
     """
-    outer = [_outer_hop(cp, route, chunk, group, 0) for group, chunk in enumerate(chunks)]
-    for o in range(len(cp.windows)):
+    outer = []
+    for group, own_chunk in enumerate(chunks):
+        outer.append(_outer_hop(cp, route, own_chunk, group, window=0))
+    for window in range(len(cp.windows)):
         for group, own_chunk in enumerate(chunks):
             chunk = own_chunk
-            if o > 0:
+            if window > 0:
+                # The hop to the node after this one has the whole window to take place.
                 chunk = _received(outer[group], own_chunk)
-                outer[group] = _outer_hop(cp, route, chunk, group, o)
-            yield from _circulate_in_window(cp, route, chunk, own_chunk, group, o, first_place=0)
+                outer[group] = _outer_hop(cp, route, chunk, group, window)
+            yield from _circulate_in_window(
+                cp,
+                route,
+                chunk,
+                own_chunk,
+                group,
+                window,
+                first_place=0,
+            )
 
 
 def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[Step]:
@@ -142,7 +178,9 @@ def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -
     Of the first window only its first step, then the other windows, then the rest of the first
     one, during which the last gradients come home from other nodes.
     """
-    outer = [_outer_hop(cp, route, chunk, group, 0) for group, chunk in enumerate(chunks)]
+    outer = []
+    for group, own_chunk in enumerate(chunks):
+        outer.append(_outer_hop(cp, route, own_chunk, group, window=0))
     # The first hop inside the node, into memory where it stays while other windows are computed.
     held: list[Transfer | None] = [None] * len(chunks)
     if len(cp.windows[0]) > 1:
@@ -151,16 +189,39 @@ def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -
         for group, chunk in enumerate(chunks):
             held[group] = cp.shift(chunk, "inner", f"inner held {group}", sends, receives)
     for group, chunk in enumerate(chunks):
-        yield Step(group, 0, 0, 0, cp.windows[0][0], chunk)
-    for o in range(1, len(cp.windows)):
+        yield Step(
+            group=group,
+            window=0,
+            place=0,
+            number=0,
+            source=cp.windows[0][0],
+            chunk=chunk,
+        )
+    for window in range(1, len(cp.windows)):
         for group, own_chunk in enumerate(chunks):
             chunk = _received(outer[group], own_chunk)
-            outer[group] = _outer_hop(cp, route, chunk, group, o)
-            yield from _circulate_in_window(cp, route, chunk, own_chunk, group, o, first_place=0)
+            outer[group] = _outer_hop(cp, route, chunk, group, window)
+            yield from _circulate_in_window(
+                cp,
+                route,
+                chunk,
+                own_chunk,
+                group,
+                window,
+                first_place=0,
+            )
     for group, own_chunk in enumerate(chunks):
         if held[group] is not None:
             chunk = _received(held[group], own_chunk)
-            yield from _circulate_in_window(cp, route, chunk, own_chunk, group, 0, first_place=1)
+            yield from _circulate_in_window(
+                cp,
+                route,
+                chunk,
+                own_chunk,
+                group,
+                window=0,
+                first_place=1,
+            )
 
 
 def _circulate_in_window(
@@ -172,7 +233,10 @@ def _circulate_in_window(
     window: int,
     first_place: int,
 ) -> Iterator[Step]:
-    """The steps of one window from `first_place` on; `chunk` is the one in hand there."""
+    """The steps of one window from `first_place` on.
+
+    chunk: the one that this rank holds at `first_place`. own_chunk: this rank's own.
+    """
     sources = cp.windows[window]
     for place in range(first_place, len(sources)):
         transfer = None
@@ -184,27 +248,39 @@ def _circulate_in_window(
                 route.kv.inner_sends[window][place],
                 route.kv.inner_receives[window][place],
             )
-        number = window * len(sources) + place
-        yield Step(group, window, place, number, sources[place], chunk)
+        yield Step(
+            group=group,
+            window=window,
+            place=place,
+            number=window * len(sources) + place,
+            source=sources[place],
+            chunk=chunk,
+        )
         if transfer is not None:
             chunk = _received(transfer, own_chunk)
 
 
 def _received(transfer: Transfer, own_chunk: Chunk) -> Chunk:
-    """What a transfer brought. If it brought nothing, a placeholder with the right shape, which is
-    never read."""
+    """What a transfer brought.
+
+    If it brought nothing, this rank's own chunk: a placeholder with the right shape, never read.
+    """
     return transfer.wait() or own_chunk
 
 
 def _outer_hop(
     cp: ContextParallel, route: Route, chunk: Chunk, group: int, window: int
 ) -> Transfer | None:
-    """To the next node, at the start of a window; None after the last one."""
+    """Start to send a chunk to the next node, at the start of a window; None in the last one."""
     if window + 1 == len(cp.windows):
         return None
-    sends = route.kv.outer_sends[window]
-    receives = route.kv.outer_receives[window]
-    return cp.shift(chunk, "outer", f"outer {window % 2} {group}", sends, receives)
+    return cp.shift(
+        chunk,
+        "outer",
+        f"outer {window % 2} {group}",
+        route.kv.outer_sends[window],
+        route.kv.outer_receives[window],
+    )
 
 
 def circulate_with_gradients(
@@ -213,7 +289,7 @@ def circulate_with_gradients(
     chunks: list[Chunk],
     gradient_of: Callable[[Step], Tensor],
 ) -> list[Tensor]:
-    """For each group: the gradient of this rank's chunk, summed over ranks and brought home.
+    """The gradient of this rank's chunk of each group, summed over ranks and brought home.
 
     gradient_of(step) is the gradient of the step's chunk through this rank's work.
 
@@ -221,15 +297,18 @@ def circulate_with_gradients(
     along the inner ring. The sums of nodes add up along the outer ring. Each hop has the next
     step's work to hide behind.
     """
-    homes = [_Homeward(cp, route, group) for group in range(len(chunks))]
+    homes = []
+    for group in range(len(chunks)):
+        homes.append(_Homeward(cp, route, group))
     for step in circulate_backward(cp, route, chunks):
         starts_rest_of_first_window = step.group == 0 and step.number == 1
         if step.place == 0 or starts_rest_of_first_window:
             # The window before this one is over. Its gradient leaves for another node before this
             # step is computed, not after: the hop inside the node that it waits for is the shorter.
             homes[step.group - 1].finish_node()
-        computes = route.computes[step.window][step.place]
-        gradient = gradient_of(step) if computes else None
+        gradient = None
+        if route.computes[step.window][step.place]:
+            gradient = gradient_of(step)
         homes[step.group].step(step.window, step.place, gradient)
     return [home.finish() for home in homes]
 
@@ -237,9 +316,11 @@ def circulate_with_gradients(
 class _Homeward:
     """The gradients of one group's chunks on their way home.
 
-    own: this rank's share of its own chunk. node: window and share of the chunk that entered the
-    node here. like: any gradient, for its shape. inner follows the chunk in hand, outer brings
-    other nodes' sums.
+    own: this rank's share of the gradient of its own chunk.
+    node: of the chunk that entered the node here, the window and this rank's share.
+    like: any gradient, for its shape and dtype.
+    inner: the transfer that follows the chunk in hand.
+    outer: the transfer that brings the sums of other nodes.
     """
 
     def __init__(self, cp: ContextParallel, route: Route, group: int):
@@ -275,17 +356,22 @@ class _Homeward:
         )
 
     def finish(self) -> Tensor:
-        """This rank's own gradient, after the last step."""
+        """The gradient of this rank's own chunk, after the last step."""
         self.finish_node()
-        return self._sum(self._sum(self.own, self.inner), self.outer)
+        # First what this node's other ranks added up, then what other nodes did.
+        of_node = self._sum(self.own, self.inner)
+        return self._sum(of_node, self.outer)
 
     def finish_node(self) -> None:
-        """A window is over: what the node's other ranks added to its first chunk's gradient has
-        come around, and goes on to the next node."""
+        """At the end of a window: send its first chunk's gradient on to the next node.
+
+        What the node's other ranks added to it has come around the inner ring by now.
+        """
         if self.node is None:
             return
         window, gradient = self.node
-        gradient = self._sum(self._sum(gradient, self.inner), self.outer)
+        gradient = self._sum(gradient, self.inner)
+        gradient = self._sum(gradient, self.outer)
         self.outer = self._shift(
             gradient,
             "outer_gradient",
@@ -302,8 +388,10 @@ class _Homeward:
         if not sends and not receives:
             return None
         if gradient is None:
-            gradient = self.like  # Nothing to send, but what comes has this shape.
-        sent = gradient.to(self.cp.gradient_dtype or gradient.dtype)
+            # Nothing to send, but what comes has this shape.
+            gradient = self.like
+        sent_dtype = self.cp.gradient_dtype or gradient.dtype
+        sent = gradient.to(sent_dtype)
         return self.cp.shift([sent], axis, f"{slot} {self.group}", sends, receives)
 
     def _sum(self, own: Tensor | None, transfer: Transfer | None) -> Tensor | None:
@@ -311,9 +399,12 @@ class _Homeward:
 
         Never the buffer in which it was received.
         """
-        received = transfer.wait() if transfer else None
+        received = []
+        if transfer is not None:
+            received = transfer.wait()
         if not received:
             return own
+        [gradient] = received
         if own is None:
-            return received[0].to(self.like.dtype, copy=True)
-        return own.add_(received[0])
+            return gradient.to(self.like.dtype, copy=True)
+        return own.add_(gradient)

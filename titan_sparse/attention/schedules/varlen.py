@@ -33,13 +33,19 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
         return None
     if call.plain or call.is_partial:
         return None
-    if not call.backend.serves_dense(q, DenseShape(causal=True, is_whole=True, is_packed=True)):
+    shape = DenseShape(causal=True, is_whole=True, is_packed=True)
+    if not call.backend.serves_dense(q, shape):
         return None
-    return once_per_mask(call.mask, ("packing", len(q)), lambda: find_packing(call.mask, len(q)))
+    batch = len(q)
+    key = ("packing", batch)
+    return once_per_mask(call.mask, key, lambda: find_packing(call.mask, batch))
 
 
 def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
-    """None if the mask is anything but causal documents with one window for all."""
+    """The packing of a mask; None if it is anything but causal documents with one window for all.
+
+    The host waits for the mask.
+    """
     seq_len = ranges.start.shape[1]
     position = torch.arange(seq_len, device=ranges.start.device)
     # [B, S] each
@@ -54,25 +60,31 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
     window = torch.where(padding, 0, position + 1 - start).amax()
     expected_start = torch.maximum(document_start, position + 1 - window)
     is_causal = stop == position + 1
-    fits = (padding | (is_causal & (start == expected_start))).all()
-    window_cuts = (~padding & (start > document_start)).any()
+    is_as_expected = is_causal & (start == expected_start)
+    fits = (padding | is_as_expected).all()
+    is_cut = ~padding & (start > document_start)
+    window_cuts = is_cut.any()
     # A document, or a run of padding, begins where this number changes.
     number = torch.where(padding, -1, document_start)
     begins = torch.ones_like(padding)
     begins[:, 1:] = number[:, 1:] != number[:, :-1]
     # One wait of the host for all four.
-    flags = torch.stack([fits, window_cuts, padding.any(), window]).tolist()
-    fits, window_cuts, has_padding, window = flags
+    numbers = torch.stack([fits, window_cuts, padding.any(), window])
+    fits, window_cuts, has_padding, window = numbers.tolist()
     if not fits:
         return None
+    # Where each document begins, and behind them the number of tokens.
+    tokens = begins.numel()
     offsets = begins.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(offsets, (0, 1), value=begins.numel()).int()
+    offsets = torch.nn.functional.pad(offsets, (0, 1), value=tokens)
+    offsets = offsets.int()
+    lengths = offsets.diff()
     shape = DenseShape(
         causal=True,
         is_whole=True,
         is_packed=True,
         offsets=offsets,
-        longest=int(offsets.diff().max()),
+        longest=int(lengths.max()),
         window=window if window_cuts else None,
     )
     return Packing(shape, padding if has_padding else None)
@@ -85,8 +97,11 @@ def forward(
     out, lse = call.backend.dense_forward(q, k, v, packing.shape, call.scale)
     if packing.padding is None:
         return out, lse
+    # [B, 1, S]
     padding = packing.padding[:, None]
-    return out.masked_fill(padding[..., None], 0), lse.masked_fill(padding, -torch.inf)
+    out = out.masked_fill(padding[..., None], 0)
+    lse = lse.masked_fill(padding, -torch.inf)
+    return out, lse
 
 
 def backward(
@@ -95,6 +110,7 @@ def backward(
     """Gradients of q, k and v, in their dtype; 0 for padding."""
     if packing.padding is not None:
         # exp(score - inf) is 0: rows of padding have no share in anything.
-        lse = queries.lse.masked_fill(packing.padding[:, None], torch.inf)
+        padding = packing.padding[:, None]
+        lse = queries.lse.masked_fill(padding, torch.inf)
         queries = queries._replace(lse=lse)
     return call.backend.dense_backward(queries, k, v, packing.shape, call.scale)

@@ -37,21 +37,29 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
     # [B, Hq, C], where this rank holds them; -1 if it does not
     local = lookup[positions.clamp(max=call.seq_len)]
     group = call.index.heads // k.shape[1]
-    # Heads are expanded, not repeated: all query heads of a group read one KV head's rows.
     # [B, Hkv, group, C, D]
-    rows = local.clamp(min=0).unflatten(1, (-1, group))[..., None]
+    rows = local.clamp(min=0)
+    rows = rows.unflatten(1, (-1, group))[..., None]
     rows = rows.expand(-1, -1, -1, -1, head_dim)
-    keys = k[:, :, None].expand(-1, -1, group, -1, -1).gather(3, rows).flatten(1, 2)
-    values = v[:, :, None].expand(-1, -1, group, -1, -1).gather(3, rows).flatten(1, 2)
+    # Heads are expanded, not repeated: all query heads of a group read one KV head's rows.
+    # [B, Hkv, group, S_local, D]
+    k_by_group = k[:, :, None].expand(-1, -1, group, -1, -1)
+    v_by_group = v[:, :, None].expand(-1, -1, group, -1, -1)
+    # [B, Hq, C, D]
+    keys = k_by_group.gather(3, rows).flatten(1, 2)
+    values = v_by_group.gather(3, rows).flatten(1, 2)
+    # [2, B, Hq, C, D]
     picked = torch.stack([keys, values])
     # What a rank does not hold it adds as zeros. That is exact in any dtype, and the host need not
     # know any counts.
-    return call.cp.start_all_reduce(picked * (local >= 0)[..., None])
+    is_held = (local >= 0)[..., None]
+    return call.cp.start_all_reduce(picked * is_held)
 
 
 def new_gradients(vertical_kv: Tensor) -> Tensor:
     """Memory for dk and dv of all verticals [2, B, Hq, C, D], in the dtype of their sum."""
-    return vertical_kv.new_empty(vertical_kv.shape, dtype=accumulation_dtype(vertical_kv.dtype))
+    sum_dtype = accumulation_dtype(vertical_kv.dtype)
+    return vertical_kv.new_empty(vertical_kv.shape, dtype=sum_dtype)
 
 
 def put_share(
@@ -63,8 +71,16 @@ def put_share(
 ) -> None:
     """Write dk and dv [B, Hq, n, D] of AttentionCall.vertical_piece() into [2, B, Hq, C, D]."""
     for whole, gradient in zip(d_verticals, gradients, strict=True):
-        place = every_nth_block(whole, 2, block_size, share, shares)
-        place.copy_(gradient.unflatten(2, (-1, block_size)))
+        # [B, Hq, blocks of the share, block, D], a view
+        place = every_nth_block(
+            whole,
+            dim=2,
+            block_size=block_size,
+            first=share,
+            n=shares,
+        )
+        blocks = gradient.unflatten(2, (-1, block_size))
+        place.copy_(blocks)
 
 
 def reduce_gradients(call: AttentionCall, d_verticals: Tensor) -> Pending:
@@ -74,7 +90,17 @@ def reduce_gradients(call: AttentionCall, d_verticals: Tensor) -> Pending:
 
 def add_gradients(call: AttentionCall, d_kv: Sequence[Tensor], d_verticals: Tensor) -> None:
     """Add dk and dv of the verticals to dk and dv [B, Hkv, S_local, D] of this rank, in place."""
-    on_kernels = d_kv[0].is_cuda and d_kv[0].dtype != torch.float64
-    add = kernel.add_verticals if on_kernels else kernel.add_verticals_naive
+    dk = d_kv[0]
+    has_kernel = dk.is_cuda and dk.dtype != torch.float64
+    if has_kernel:
+        add = kernel.add_verticals
+    else:
+        add = kernel.add_verticals_naive
     local_blocks = call.key_blocks().int()
-    add(d_kv, d_verticals, call.index.verticals, local_blocks, call.index.block_size)
+    add(
+        d_kv,
+        d_verticals,
+        call.index.verticals,
+        local_blocks,
+        call.index.block_size,
+    )
