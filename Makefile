@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 train.py --config train_configs/demo_cpu.toml
 
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m "not gpu and not slow" --numprocesses 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not gpu and not slow" --numprocesses 3 --dist loadfile
 
 test-gpu: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m gpu
