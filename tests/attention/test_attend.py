@@ -1,6 +1,7 @@
 """attend() on one rank against dense masked attention in fp64, and what must hold whatever is selected."""
 
 import dataclasses
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tests.attention.calls import op_arguments, select_arguments
 from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel, attend, registry
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
@@ -398,3 +399,35 @@ def test_parameters_out_of_range(options, words):
 def test_unknown_layouts_and_schedules(layout, schedule, words):
     with pytest.raises(ValueError, match=words):
         ContextParallel(None, layout, schedule, 8)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"mask": "causal"}, "mask=str is no mask; write a mask of titan_sparse.attention.masks"),
+        ({"mask": _x(16, 16)}, "mask=Tensor is no mask"),
+        ({"pattern": "dense"}, "pattern=str is no pattern; write one of"),
+        ({"pattern": Dense}, "pattern=type is no pattern"),
+    ],
+)
+def test_masks_and_patterns_of_another_type_are_refused(options, words):
+    q = _x(1, 2, 16, 8)
+    with pytest.raises(ValueError, match=words):
+        attend(q, q, q, **options)
+
+
+def test_a_context_parallel_lives_until_the_backward():
+    """No longer: only the graph holds what nobody else does."""
+    cp = ContextParallel(None, "contiguous", "local", block_size=16)
+    reference = weakref.ref(cp)
+    q = _x(1, 2, 32, 8).requires_grad_()
+    out = attend(q, q, q, cp=cp)
+    del cp
+    out.sum().backward()
+    del out
+    assert q.grad is not None and reference() is None
+
+
+def test_a_key_without_its_object_is_refused():
+    with pytest.raises(RuntimeError, match="is gone: keep the ContextParallel"):
+        registry.lookup("attend nothing")

@@ -196,6 +196,8 @@ def _save(ctx, q, k, v, index, mask, call, results) -> None:
     """results: out, lse and the verticals' keys and values."""
     # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.call = call
+    # The registry holds the ContextParallel weakly: until the backward this graph holds it.
+    ctx.cp = registry.lookup(call).cp()
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
     tensors = [q, k, v, *results, *index, *mask]
