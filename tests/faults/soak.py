@@ -59,7 +59,7 @@ class Run:
     """from each kill to the end of the next step"""
 
 
-def run_job(
+def torchrun_job(
     folder: Path, name: str, settings: dict, faults: Faults, ranks: int, kill_at: list[int]
 ) -> Run:
     """The job under torchrun, which starts it again after each kill.
@@ -198,8 +198,8 @@ def soak(
     kill_at = list(range(kill_every, steps, kill_every))
     # Between two kills, on the last rank.
     faults = Faults(rank=ranks - 1, poisoned=[kill_every + kill_every // 2])
-    undisturbed = run_job(folder, "undisturbed", settings, faults, ranks, [])
-    disturbed = run_job(folder, "disturbed", settings, faults, ranks, kill_at)
+    undisturbed = torchrun_job(folder, "undisturbed", settings, faults, ranks, [])
+    disturbed = torchrun_job(folder, "disturbed", settings, faults, ranks, kill_at)
     problems = problems_of(disturbed, undisturbed, steps, kill_at, tolerance)
     results: dict[str, object] = {
         "steps": steps,
