@@ -122,10 +122,15 @@ class ForkedJob:
             process.join()
 
 
-def run_job(words: list[str], output: Path, **options: object) -> tuple[int, str]:
-    """A ForkedJob with these options, to its end. Returns its status and what it has printed."""
+def run_job(
+    words: list[str], output: Path, seconds: float = 60, **options: object
+) -> tuple[int, str]:
+    """A ForkedJob with these options, to its end, which must come within so many seconds.
+
+    Returns its status and what it has printed.
+    """
     with ForkedJob(words, output, **options) as job:
-        return job.wait(), job.text()
+        return job.wait(seconds), job.text()
 
 
 def metrics(run: Path) -> list[dict]:

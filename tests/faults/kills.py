@@ -32,8 +32,8 @@ MOMENTS = ("starting", "training", "writing", "publishing", "rotating")
 
 KEPT = 2
 KILLS_OF_A_RUN = 20
-STEPS = 300
-"""Of an undisturbed run: more than a run makes between so many kills."""
+STEPS_OF_A_KILL = 10
+"""More than a run makes, on average, from its start to a kill."""
 
 END_SECONDS = 15
 """A rank whose peer is dead must be gone so long after a SIGTERM."""
@@ -274,7 +274,7 @@ def undisturbed(case: Case, folder: Path, steps: int) -> dict[int, float]:
         "checkpoint.enable": "false",
         "checkpoint.async_mode": "disabled",
     }
-    status, text = run_job(words_of(settings), folder / f"output-{name}", ranks=case.ranks)
+    status, text = run_job(words_of(settings), folder / f"output-{name}", 300, ranks=case.ranks)
     assert status == 0, text
     return {line["step"]: line["loss"] for line in metrics(folder / name)}
 
@@ -284,11 +284,6 @@ def kill_many(
 ) -> list[tuple[Case, Kill]]:
     """So many kills, shared out over the cases, `jobs` runs at a time. All files are in `folder`."""
     write_texts(folder / "texts")
-    losses = {}
-    for case in cases:
-        if case.ranks not in losses:
-            losses[case.ranks] = undisturbed(case, folder, STEPS)
-
     # Runs of at most KILLS_OF_A_RUN kills, the cases in turn.
     runs: list[tuple[Case, int]] = []
     while kills:
@@ -296,6 +291,12 @@ def kill_many(
         for case in cases:
             runs.append((case, min(length, kills)))
             kills -= runs[-1][1]
+
+    losses = {}
+    steps = STEPS_OF_A_KILL * (max(length for _, length in runs) + 2)
+    for case in cases:
+        if case.ranks not in losses:
+            losses[case.ranks] = undisturbed(case, folder, steps)
 
     def one_run(number: int) -> list[tuple[Case, Kill]]:
         case, length = runs[number]
