@@ -11,7 +11,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -113,38 +114,63 @@ def test_a_run_with_broken_checkpoints_alone_does_not_begin_anew(run):
     assert [line["step"] for line in metrics(run.folder)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.faults)])
-def test_a_disk_that_fills_leaves_the_last_checkpoint(run, undisturbed, mode):
-    settings = {"checkpoint.async_mode": mode}
-    assert run.train(settings | {"training.steps": 4})[0] == 0
-    status, text = run.train(settings, file_bytes=100_000)
+def test_a_disk_that_fills_leaves_the_last_checkpoint(run, undisturbed):
+    assert run.train({"training.steps": 4})[0] == 0
+    status, text = run.train(file_bytes=100_000)
     assert status == 1, text
     line = one_line(text)
     assert "step-6" in line and "no space left" in line and "GiB" in line
     assert run.newest() == 4
-    status, text = run.train(settings)
+    status, text = run.train()
     assert status == 0 and "resumed at step 4" in text, text
     assert run.losses() == undisturbed
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """4 MB, less than a save."""
+def disk(tmp_path) -> Iterator[Callable[[int], Path]]:
+    """Makes a disk of so many MB. Returns its folder."""
     folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+
+    def make(size: int) -> Path:
+        folder.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={size}m", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip("needs the right to mount")
+        return folder
+
+    yield make
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.faults
-def test_a_disk_that_is_too_small_is_told_before_the_first_step(run, small_disk):
-    status, text = run.train({"training.output_dir": small_disk / "run"})
+def test_a_disk_that_others_fill_under_saves_in_the_background(run, disk):
+    folder = disk(64)
+    run.folder = folder / "run"
+    run.checkpoints = run.folder / "checkpoint"
+    settings = {"checkpoint.async_mode": "async", "training.steps": 1000}
+    with run.begin(settings, faults=Faults(seconds=0.05)) as job:
+        wait_for_step(job, 5)
+        with open(folder / "of another", "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+        assert job.wait() == 1, job.text()
+        line = one_line(job.text())
+    assert "no space left" in line and "GiB" in line
+    assert run.newest() >= 2
+    (folder / "of another").unlink()
+    status, text = run.train(settings | {"training.steps": 20, "lr_scheduler.total_steps": 1000})
+    assert status == 0 and "resumed at step" in text, text
+    run.losses()
+
+
+@pytest.mark.faults
+def test_a_disk_that_is_too_small_is_told_before_the_first_step(run, disk):
+    folder = disk(4)
+    status, text = run.train({"training.output_dir": folder / "run"})
     assert status == 2, text
     assert re.search(r"has \S+ GiB free, a save needs \S+ GiB", one_line(text)), text
-    assert not metrics(small_disk / "run")
+    assert not metrics(folder / "run")
 
 
 @pytest.mark.faults
@@ -168,11 +194,11 @@ def test_a_second_run_in_the_folder_is_refused(run):
 
 
 @pytest.mark.faults
-def test_a_stop_signal_in_a_long_accumulation(run, undisturbed):
-    """The step would take 64 times 0.1 s more; it is left out, and done when the run goes on."""
-    accumulated = {"training.gradient_accumulation_steps": 64, "training.steps": 4}
+def test_a_stop_signal_in_a_long_accumulation(run):
+    """The step would take 20 times 0.5 s more; it is left out, and done when the run goes on."""
+    accumulated = {"training.gradient_accumulation_steps": 20, "training.steps": 2}
     settings = accumulated | {"training.stop_grace_seconds": 2}
-    with run.begin(settings, ranks=1, faults=Faults(seconds=0.1)) as job:
+    with run.begin(settings, faults=Faults(seconds=0.5)) as job:
         wait_for_step(job, 1)
         time.sleep(1)
         job.signal(signal.SIGTERM)
