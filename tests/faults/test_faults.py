@@ -148,9 +148,10 @@ def test_a_disk_that_others_fill_under_saves_in_the_background(run, disk):
     folder = disk(64)
     run.folder = folder / "run"
     run.checkpoints = run.folder / "checkpoint"
-    settings = {"checkpoint.async_mode": "async", "training.steps": 1000}
-    with run.begin(settings, faults=Faults(seconds=0.05)) as job:
-        wait_for_step(job, 5)
+    settings = {"checkpoint.async_mode": "async", "training.steps": 20}
+    settings |= {"lr_scheduler.total_steps": 20}
+    with run.begin(settings, faults=Faults(seconds=0.2)) as job:
+        wait_for_step(job, 3)
         with open(folder / "of another", "wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(2**16))
@@ -159,7 +160,7 @@ def test_a_disk_that_others_fill_under_saves_in_the_background(run, disk):
     assert "no space left" in line and "GiB" in line
     assert run.newest() >= 2
     (folder / "of another").unlink()
-    status, text = run.train(settings | {"training.steps": 20, "lr_scheduler.total_steps": 1000})
+    status, text = run.train(settings)
     assert status == 0 and "resumed at step" in text, text
     run.losses()
 
