@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save, to_toml
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.evaluation.scorer import Scorer
@@ -40,11 +40,18 @@ from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.training.checkpoint import (
+    Checkpointer,
+    Progress,
+    check_async_mode,
+    lock_run,
+    newest_checkpoint,
+    unlock_run,
+)
 from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
-from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -74,6 +81,7 @@ class Trainer:
 
         # First whatever may be refused, before any process group exists.
         self.device = choose_device(training.device)
+        check_async_mode(config.checkpoint, self.device)
         self.dtype = getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
@@ -86,6 +94,9 @@ class Trainer:
         )
         self.backend = backends.choose(**case)
         self.kernel = backends.explain(**case)
+
+        if os.environ.get("RANK", "0") == "0":
+            lock_run(training.output_dir)
 
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -116,9 +127,10 @@ class Trainer:
             training.output_dir,
             self.model,
             self.optimizers,
-            self.schedule,
             self.loader,
             self.progress,
+            states={},
+            config_text=to_toml(config),
         )
         is_first_rank = dist.get_rank() == 0
         self.metrics = MetricsLog(config, self.model_config, self.device, writes=is_first_rank)
@@ -183,6 +195,7 @@ class Trainer:
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 self._save_in_hf()
         self.metrics.close()
+        unlock_run(self.config.training.output_dir)
         if stopped:
             logger.info("stopped by a signal after step %d", self.progress.step)
         else:
@@ -192,6 +205,7 @@ class Trainer:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
         initial_hf = self.config.model.initial_hf
         if self.checkpointer.load():
+            resume_schedule(self.schedule, self.progress.step)
             instead = ""
             if initial_hf:
                 instead = (
@@ -204,6 +218,7 @@ class Trainer:
 
             load_weights(self.model, initial_hf, self.model_config)
             logger.info("read the weights of %s", initial_hf)
+        self.checkpointer.check_disk(self.config.training.steps)
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
@@ -326,6 +341,9 @@ class Trainer:
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
+        self.checkpointer.raise_failure()
+        if is_first:
+            self.checkpointer.prepare()
         if saves:
             self.checkpointer.save(step, is_last)
         if validates:

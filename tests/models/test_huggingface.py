@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
 from titan_sparse.models.huggingface import check_weights, export_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.checkpoint import read_into
 from titan_sparse.training.parallelize import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -111,6 +113,10 @@ def save_checkpoint(model: Decoder, folder: Path) -> str:
     return str(folder)
 
 
+def export(checkpoint: str, *args) -> None:
+    export_weights(checkpoint, partial(read_into, checkpoint=checkpoint), *args)
+
+
 # Logits
 
 
@@ -128,7 +134,7 @@ def test_logits_are_those_of_transformers_in_and_out(tmp_path, name, rope, kv_he
     ours = decoder(tmp_path / "in")
     assert_same_logits(ours, theirs)
     config = read_config(str(tmp_path / "in"))
-    export_weights(
+    export(
         save_checkpoint(ours, tmp_path / "checkpoint/step-1"),
         str(tmp_path / "out"),
         config,
@@ -221,7 +227,7 @@ def test_round_trip_is_bit_equal(tmp_path, dtype):
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-1")
     for name, limit in (("one", 10**9), ("many", 60_000)):
-        export_weights(checkpoint, str(tmp_path / name), config, dtype, str(tmp_path / "in"), limit)
+        export(checkpoint, str(tmp_path / name), config, dtype, str(tmp_path / "in"), limit)
         files = sorted((tmp_path / name).glob("*.safetensors"))
         out = {key: x for file in files for key, x in load_file(file).items()}
         wanted = theirs.state_dict()
@@ -252,9 +258,9 @@ def test_export_overwrites_nothing(tmp_path):
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-3")
     with pytest.raises(ValueError, match="already there"):
-        export_weights(checkpoint, str(tmp_path / "in"), config, torch.float32)
+        export(checkpoint, str(tmp_path / "in"), config, torch.float32)
     with pytest.raises(ValueError, match="among the run's checkpoints"):
-        export_weights(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
+        export(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
 
 
 # Sharded

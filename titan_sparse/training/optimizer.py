@@ -68,3 +68,15 @@ def build_schedule(
         min_lr_factor=lr_scheduler.min_lr_factor,
     )
     return build_lr_schedulers(optimizers, section, steps)
+
+
+def resume_schedule(schedule: LRSchedulersContainer, step: int) -> None:
+    """Set the schedule and the learning rates to what they are after `step` steps."""
+    for scheduler in schedule:
+        scheduler.last_epoch = step
+        rates = [
+            base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+        ]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates
