@@ -88,9 +88,11 @@ class Checkpointer:
         deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
         if deleted:
             logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
+        verified = None
         if self.section.load_step >= 0 and not _on_first_rank(self._has_rolled_back):
-            self._roll_back(self.section.load_step)
-        step = self._load_newest(compare=compare)
+            verified = self.section.load_step
+            self._roll_back(verified)
+        step = self._load_newest(compare=compare, verified=verified)
         if step is None and self.section.initial_load_path:
             self._load_weights(self.section.initial_load_path)
         return step is not None
@@ -200,11 +202,12 @@ class Checkpointer:
         before: int | None = None,
         with_loader: bool = True,
         compare: Callable[[str | None], None] | None = None,
+        verified: int | None = None,
     ) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
 
         Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
-        NoneWhole, and moves nothing, if all are broken.
+        NoneWhole, and moves nothing, if all are broken. verified: a step that has been checked.
         """
         steps = _on_first_rank(lambda: folders.saved_steps(self.folder))
         broken: dict[Path, str] = {}
@@ -213,7 +216,8 @@ class Checkpointer:
                 continue
             checkpoint = folders.step_folder(self.folder, step)
             try:
-                verify(checkpoint)
+                if step != verified:
+                    verify(checkpoint)
                 if compare is not None:
                     compare(_config_text(checkpoint))
                 self._read(checkpoint, with_loader)

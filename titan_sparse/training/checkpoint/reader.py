@@ -91,22 +91,27 @@ def read_metadata(checkpoint: str | Path) -> Metadata:
 def _check_metadata(metadata: object) -> None:
     """A pickle of allowed classes may still be put together wrongly."""
     kinds = (TensorStorageMetadata, BytesStorageMetadata)
-    good = (
-        isinstance(metadata, Metadata)
-        and isinstance(metadata.state_dict_metadata, dict)
-        and all(isinstance(item, kinds) for item in metadata.state_dict_metadata.values())
-        and isinstance(metadata.storage_data, dict)
-    )
-    if not good:
-        raise ValueError("it is not the metadata of a checkpoint")
+    _require(isinstance(metadata, Metadata))
+    _require(isinstance(metadata.state_dict_metadata, dict))
+    _require(isinstance(metadata.storage_data, dict))
+    for item in metadata.state_dict_metadata.values():
+        _require(isinstance(item, kinds))
+        if isinstance(item, TensorStorageMetadata):
+            _require(isinstance(item.size, torch.Size) and isinstance(item.chunks, list))
     for index, place in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
-            raise ValueError("it is not the metadata of a checkpoint")
+        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo))
+        _require(isinstance(place.offset, int) and isinstance(place.length, int))
+        _require(place.offset >= 0 and place.length >= 0)
         name = place.relative_path
         if not isinstance(name, str) or os.path.basename(name) != name:
             raise ValueError(f"it names {name!r}, which is not a file of this folder")
         if place.transform_descriptors:
             raise ValueError(f"it wants {place.transform_descriptors} applied")
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError("it is not the metadata of a checkpoint")
 
 
 def has_checksums(checkpoint: str | Path) -> bool:

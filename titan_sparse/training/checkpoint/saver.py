@@ -41,6 +41,8 @@ PINNED = "async_with_pinned_mem"
 _FILES_PER_RANK = 4
 """At most; so many threads hash and write."""
 
+_LONG_WAIT_SECONDS = 0.5
+
 
 class SaveError(Exception):
     """A save that failed: one line for the user. The checkpoints before it are as they were."""
@@ -109,6 +111,12 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
+        waited = time.perf_counter() - began
+        if waited > _LONG_WAIT_SECONDS:
+            logger.warning(
+                "waited %.1f s for the save before: checkpoint.interval is shorter than a save",
+                waited,
+            )
         flat_values, _ = flatten_state_dict(values)
         if self.plan is None or self.plan.names != (*tensors, *flat_values):
             self.prepare(tensors, values)

@@ -85,8 +85,10 @@ class Staging:
         """Copy them, on any thread; returns when the copies are there. Call begin() first."""
         try:
             with torch.no_grad(), self._on_stream():
-                for source, copy in zip(self.sources, self.copies.values(), strict=True):
-                    copy.copy_(source, non_blocking=self.is_pinned)
+                if self.sources:
+                    # One call: Python's lock is training's meanwhile.
+                    copies = list(self.copies.values())
+                    torch._foreach_copy_(copies, self.sources, non_blocking=self.is_pinned)
                 if self.stream is not None:
                     self.done = torch.cuda.Event()
                     self.done.record(self.stream)
