@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save
-from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
-from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.config import Config, resolve_cp_intra, save
+from titan_sparse.data import Batch
+from titan_sparse.estimate.memory import Step, estimate, peak_phase
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.from_config import (
@@ -31,17 +31,23 @@ from titan_sparse.from_config import (
     build_attend,
     build_context_parallel,
     build_mask,
-    build_pattern,
 )
 from titan_sparse.loss import count_valid
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
-from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.training.checkpoint import Checkpointer, Progress
 from titan_sparse.training.float8 import check_device, convert_to_float8
+from titan_sparse.training.guard import (
+    Guard,
+    Poisoned,
+    all_finite,
+    decides_on_device,
+    optimizer_states,
+    refuse_bad_weights,
+)
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.optimizer import build_optimizer, build_schedule
@@ -52,14 +58,17 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.start import (
+    check_initial_weights,
+    local_world_size,
+    open_data,
+    recomputed_share,
+    step_size,
+)
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
 logger = logging.getLogger("titan_sparse")
-
-_AUTO_SHARE = 0.9
-"""Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
-and wrong estimates."""
 
 
 class Trainer:
@@ -78,8 +87,8 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_device(self.device)
-        _check_initial_weights(config, self.model_config)
-        self.loader = _open_data(config, self.model_config)
+        check_initial_weights(config, self.model_config)
+        self.loader = open_data(config, self.model_config)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
@@ -95,7 +104,7 @@ class Trainer:
         # Who works together.
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
-        cp_intra = resolve_cp_intra(config.parallelism, _local_world_size())
+        cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         table_of_batch = None
@@ -104,13 +113,21 @@ class Trainer:
         self.loader.use_layout(self.cp.shard, table_of_batch)
 
         # What is trained.
-        self.recomputed = self._recomputed_share()
+        self.recomputed = recomputed_share(config, self._step_size, self.device)
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
 
         # What is kept and told of it.
         self.progress = Progress(self.device)
+        self.guard = Guard(
+            config.guard, self.device, decides_on_device(self.optimizers, self.device)
+        )
+        self.save_is_late = False
+        # Bad steps up to now, without a good one between, as far as the host knows.
+        self.bad_in_a_row = 0
+        # The checkpoint that the run has gone back to, as long as it has saved none since.
+        self.gone_back_to: int | None = None
         self.checkpointer = Checkpointer(
             config.checkpoint,
             training.output_dir,
@@ -204,6 +221,14 @@ class Trainer:
 
             load_weights(self.model, initial_hf, self.model_config)
             logger.info("read the weights of %s", initial_hf)
+        refuse_bad_weights(self.model, self._source_of_weights(), self.device)
+
+    def _source_of_weights(self) -> str:
+        if self.progress.step:
+            return f"the checkpoint of step {self.progress.step}"
+        if self.config.checkpoint.initial_load_path:
+            return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
+        return f"model.initial_hf = {self.config.model.initial_hf}"
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
@@ -245,16 +270,22 @@ class Trainer:
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
         self.checkpointer.before_update()
-        self.optimizers.step()
+        self.guard.update(step, loss, grad_norm, self.optimizers)
         self.schedule.step()
         self.optimizers.zero_grad()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
+        self._read_guard(all_of_them=is_logged)
         if is_logged:
             dist.all_reduce(loss)
-            values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": learning_rate}
+            values = {
+                "loss": loss.item(),
+                "grad_norm": grad_norm.item(),
+                "lr": learning_rate,
+                "skipped_updates": self.progress.skipped_updates,
+            }
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
@@ -321,13 +352,24 @@ class Trainer:
         step = self.progress.step
         training, parallelism = self.config.training, self.config.parallelism
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last)
+        saves = self.checkpointer.is_due(step, is_last) or self.save_is_late
+        problem = self._problem(saves, is_last)
+        if problem and not stopped:
+            self._go_back(problem)
+            return
+        if saves and problem:
+            logger.error("step %d is not saved: %s", step, problem)
+            saves = False
+        # A checkpoint in the middle of bad steps would be no place to go back to.
+        self.save_is_late = saves and self.bad_in_a_row > 0 and not is_last
+        saves = saves and not self.save_is_late
         validates = self.validation.is_due(step)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
             self.checkpointer.save(step, is_last)
+            self.gone_back_to = None
         if validates:
             self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
@@ -336,6 +378,73 @@ class Trainer:
             self._set_timeout(parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
             gc.collect(1)
+
+    def _read_guard(self, all_of_them: bool) -> None:
+        """Log and count the updates that the guard has skipped."""
+        for report in self.guard.reports(all_of_them):
+            self.bad_in_a_row = report.in_a_row
+            if report.skipped:
+                self.progress.skipped_updates += 1
+                logger.warning(
+                    "step %d: update skipped, as %s (%d in a row, %d in this run)",
+                    report.step,
+                    report.reason(),
+                    report.in_a_row,
+                    self.progress.skipped_updates,
+                )
+
+    def _problem(self, saves: bool, is_last: bool) -> str:
+        """Why the run cannot go on from here; empty if it can. Collective."""
+        section = self.config.guard
+        if not section.enable:
+            return ""
+        self._read_guard(all_of_them=saves or is_last)
+        if self.bad_in_a_row >= section.max_skips_in_a_row:
+            return f"{self.bad_in_a_row} updates in a row were skipped"
+        tensors = [*self.model.parameters(), *optimizer_states(self.optimizers)]
+        if saves and not all_finite(tensors, self.device):
+            return "weights or optimizer states are not finite"
+        return ""
+
+    def _go_back(self, problem: str) -> None:
+        """Go on from the last good checkpoint, with the batches that come next. Collective.
+
+        Raises Poisoned if there is none, or if that was done guard.max_rollbacks times.
+        """
+        step, skipped = self.progress.step, self.progress.skipped_updates
+        times = self.progress.times_gone_back
+        metrics_file = os.path.join(self.config.training.output_dir, "metrics.jsonl")
+        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
+        if times >= self.config.guard.max_rollbacks:
+            raise Poisoned(
+                f"step {step}: {problem}, and the run has gone back {times} times "
+                f"(guard.max_rollbacks = {self.config.guard.max_rollbacks}); {advice}"
+            )
+        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+        # What did not help is not tried again: then it is the one before.
+        first_bad = step - self.bad_in_a_row + 1
+        before = first_bad if self.gone_back_to is None else self.gone_back_to
+        good = self.checkpointer.go_back(before)
+        if good is None:
+            raise Poisoned(
+                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
+            )
+        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, good)
+        self.gone_back_to = good
+        self.save_is_late = False
+        self.bad_in_a_row = 0
+        self.progress.skipped_updates = skipped
+        self.progress.times_gone_back = times + 1
+        logger.warning(
+            "step %d: %s; gone back to the checkpoint of step %d, on with the batches after step %d",
+            step,
+            problem,
+            good,
+            step,
+        )
+        self.metrics.start_interval()
+        meet()
+        self._set_timeout(self.config.parallelism.timeout_seconds)
 
     def _save_in_hf(self) -> None:
         # The other ranks wait for rank 0.
@@ -377,69 +486,6 @@ class Trainer:
         print(banner(self.config, resolved), flush=True)
         save(self.config, self.config.training.output_dir)
 
-    def _recomputed_share(self) -> float:
-        """activation_checkpoint.attention_recompute; for auto what the rank with the least memory
-        needs. Collective."""
-        share = self.config.activation_checkpoint.attention_recompute
-        if share != AUTO:
-            return share
-        needed = torch.zeros(())
-        if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            free_gib = _AUTO_SHARE * free_bytes / 2**30
-            needed.fill_(choose_recompute(lambda share: peak_gib(self._step_size(share)), free_gib))
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        return needed.item()
-
     def _step_size(self, recomputed: float) -> Step:
         """What a step's memory depends on, with this share of attention recomputed."""
-        step = step_of(
-            self.config,
-            self.model_config,
-            build_pattern(self.config.attention),
-            self.backend,
-            dist.get_world_size(),
-            _local_world_size(),
-        )
-        return dataclasses.replace(step, attention_recompute=recomputed)
-
-
-def _local_world_size() -> int:
-    """Ranks of this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _check_initial_weights(config: Config, model: DecoderConfig) -> None:
-    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
-
-    Raises ValueError.
-    """
-    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
-    if config.model.initial_hf and not resumes:
-        # Only where asked for: it needs safetensors.
-        from titan_sparse.models.huggingface import check_weights
-
-        check_weights(config.model.initial_hf, model)
-
-
-def _open_data(config: Config, model: DecoderConfig) -> PackedLoader:
-    """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
-            f"write {tokenizer.vocab_size} or more"
-        )
-    cp = config.parallelism.cp
-    return build_loader(
-        config.data,
-        config.training.seq_len,
-        config.training.local_batch_size,
-        config.training.seed,
-        dp_rank=int(os.environ.get("RANK", 0)) // cp,
-        dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
-        padding_multiple=padding_multiple(config),
-        tokenizer=tokenizer,
-        # Under a causal mask documents run into each other.
-        restart_positions=config.attention.mask != "causal",
-    )
+        return step_size(self.config, self.model_config, self.backend, recomputed)
