@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save
+from titan_sparse.config.changes import Origin, read_saved, refuse_changes
 from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.evaluation.scorer import Scorer
@@ -40,11 +41,11 @@ from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.training.checkpoint import FOLDER, Checkpointer, Progress, newest_checkpoint
 from titan_sparse.training.float8 import check_device, convert_to_float8
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
-from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -52,6 +53,7 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.resumption import report_changes
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
@@ -80,6 +82,10 @@ class Trainer:
             check_device(self.device)
         _check_initial_weights(config, self.model_config)
         self.loader = _open_data(config, self.model_config)
+        self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
+        self.saved = read_saved(_checkpoint_to_resume(config))
+        if self.saved is not None:
+            refuse_changes(self.saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
@@ -198,6 +204,11 @@ class Trainer:
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
+            # What the user writes counts, and not what the checkpoint was saved with.
+            step = self.progress.step
+            resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
+            if self.saved is not None and dist.get_rank() == 0:
+                report_changes(self.saved, self.config, step)
         elif initial_hf:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
@@ -409,13 +420,22 @@ def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def _checkpoint_to_resume(config: Config) -> str | None:
+    """The folder that the run goes on from, None without one."""
+    output_dir, load_step = config.training.output_dir, config.checkpoint.load_step
+    if not config.checkpoint.enable:
+        return None
+    if load_step >= 0:
+        return os.path.join(output_dir, FOLDER, f"step-{load_step}")
+    return newest_checkpoint(output_dir)
+
+
 def _check_initial_weights(config: Config, model: DecoderConfig) -> None:
     """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
 
     Raises ValueError.
     """
-    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
-    if config.model.initial_hf and not resumes:
+    if config.model.initial_hf and _checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 
