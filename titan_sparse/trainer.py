@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
 from titan_sparse.config import Config, resolve_cp_intra, save
+from titan_sparse.config.changes import Origin, read_saved, refuse_changes
 from titan_sparse.data import Batch
 from titan_sparse.estimate.memory import Step, estimate, peak_phase
 from titan_sparse.evaluation.scorer import Scorer
@@ -50,7 +51,7 @@ from titan_sparse.training.guard import (
 )
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
-from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -58,8 +59,10 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.resumption import report_changes
 from titan_sparse.training.start import (
     check_initial_weights,
+    checkpoint_to_resume,
     local_world_size,
     open_data,
     recomputed_share,
@@ -89,6 +92,10 @@ class Trainer:
             check_device(self.device)
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
+        self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
+        self.saved = read_saved(checkpoint_to_resume(config))
+        if self.saved is not None:
+            refuse_changes(self.saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
@@ -215,6 +222,11 @@ class Trainer:
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
+            # What the user writes counts, and not what the checkpoint was saved with.
+            step = self.progress.step
+            resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
+            if self.saved is not None and dist.get_rank() == 0:
+                report_changes(self.saved, self.config, step)
         elif initial_hf:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights

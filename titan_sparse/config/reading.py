@@ -171,11 +171,11 @@ def _apply_file(config: Config, path: str) -> None:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for key, value in _flatten(table):
+    for key, value in flatten(table):
         _assign(config, key, value, path)
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested tables.
 
     An empty table counts as a value, unless it is a section.
@@ -184,7 +184,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         key = prefix + name
         is_section = key in SECTIONS or bool(value)
         if isinstance(value, dict) and key not in KINDS and is_section:
-            yield from _flatten(value, key + ".")
+            yield from flatten(value, key + ".")
         else:
             yield key, value
 

@@ -14,7 +14,7 @@ from titan_sparse.estimate.memory import Step, peak_gib, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
-from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
 
 _AUTO_SHARE = 0.9
 """Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
@@ -26,13 +26,22 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def checkpoint_to_resume(config: Config) -> str | None:
+    """The folder that the run goes on from, None without one."""
+    output_dir, load_step = config.training.output_dir, config.checkpoint.load_step
+    if not config.checkpoint.enable:
+        return None
+    if load_step >= 0:
+        return os.path.join(output_dir, FOLDER, f"step-{load_step}")
+    return newest_checkpoint(output_dir)
+
+
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
     """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
 
     Raises ValueError.
     """
-    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
-    if config.model.initial_hf and not resumes:
+    if config.model.initial_hf and checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 
