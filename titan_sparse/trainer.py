@@ -9,9 +9,11 @@ import functools
 import gc
 import logging
 import os
-import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,7 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.signals import StopSignals
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
@@ -131,8 +134,17 @@ class Trainer:
             self.meshes.dp_rank,
             self.meshes.dp_size,
         )
-        self.stop_signals = 0
-        self.watch = Watch(config.parallelism.first_step_timeout_seconds)
+        self.signals = StopSignals()
+        self.watch = Watch(
+            config.parallelism.first_step_timeout_seconds,
+            self.signals,
+            Path(training.output_dir, "stuck"),
+        )
+        # Seconds of the last step and of the last save: what a stop in mid-step has to reckon with.
+        self.step_seconds = 0.0
+        self.save_seconds = training.stop_grace_seconds / 2 if config.checkpoint.enable else 0.0
+        # The step whose state is on disk.
+        self.saved_step = 0
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
@@ -173,11 +185,13 @@ class Trainer:
     def train(self) -> None:
         """Train from the newest checkpoint to training.steps.
 
-        SIGINT or SIGTERM ends the run earlier: the step in hand is finished and saved.
+        SIGINT or SIGTERM ends the run earlier, after the last step that is finished within
+        training.stop_grace_seconds. Its state is saved.
         """
         self._announce()
-        with self.watch:
+        with self.signals, self.watch:
             self._load()
+            self.saved_step = self.progress.step
             stopped = self._run_steps()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
@@ -208,10 +222,6 @@ class Trainer:
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
-        previous_handlers = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
@@ -223,24 +233,28 @@ class Trainer:
                 if profile is not None:
                     profile.step()
         gc.enable()
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-        return stopped
+        return stopped or self._any_rank(self.signals.asked)
 
     def step(self) -> bool:
-        """One optimizer step. Returns whether any rank was asked to stop."""
+        """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
+        began = time.monotonic()
+        before = self.loader.state_dict(), self.progress.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
-        valid, tokens, stop = self._totals(batches)
+        valid, tokens, asked = self._totals(batches)
+        if asked:
+            return self._leave_step_out(*before)
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches[:-1]:
-            loss += self._forward_backward(batch, valid)
-        with self._recording(step, is_logged) as recorded:
-            loss += self._forward_backward(batches[-1], valid)
+        for number, batch in enumerate(batches):
+            if number > 0 and self._lacks_time(began, number, accumulated):
+                return self._leave_step_out(*before)
+            is_recorded = is_logged and number == accumulated - 1
+            with self._recording(step, is_recorded) as recorded:
+                loss += self._forward_backward(batch, valid)
 
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
@@ -258,7 +272,35 @@ class Trainer:
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
-        return stop
+        self.step_seconds = time.monotonic() - began
+        return False
+
+    def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
+        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        Collective.
+
+        began: the step, on the monotonic clock. done: micro-batches. Asks on the CPU, so that no
+        GPU is waited for.
+        """
+        micro_batch_seconds = max(
+            (time.monotonic() - began) / done, self.step_seconds / accumulated
+        )
+        needed = (accumulated - done) * micro_batch_seconds + self.save_seconds
+        grace = self.config.training.stop_grace_seconds
+        return self._any_rank(not self.signals.has_time_for(needed, grace))
+
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether it holds on any rank. Collective, on the CPU."""
+        ranks = torch.tensor([int(condition)])
+        dist.all_reduce(ranks)
+        return ranks.item() > 0
+
+    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> bool:
+        """Back to these states, those before the step. Returns True."""
+        self.optimizers.zero_grad()
+        self.loader.load_state_dict(loader)
+        self.progress.load_state_dict(progress)
+        return True
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
@@ -271,10 +313,10 @@ class Trainer:
         # All ranks of a context-parallel group see the same sequences: one counts their tokens.
         if self.cp.rank > 0:
             tokens = 0
-        totals = torch.tensor([labels, tokens, self.stop_signals])
+        totals = torch.tensor([labels, tokens, self.signals.asked])
         dist.all_reduce(totals)
-        labels, tokens, stop_signals = totals.tolist()
-        return max(labels, 1), tokens, stop_signals > 0
+        labels, tokens, ranks_asked = totals.tolist()
+        return max(labels, 1), tokens, ranks_asked > 0
 
     def _recording(self, step: int, is_logged: bool) -> AbstractContextManager[Recording | None]:
         """Records the attention of what runs inside, if the step is logged."""
@@ -321,13 +363,16 @@ class Trainer:
         step = self.progress.step
         training, parallelism = self.config.training, self.config.parallelism
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last)
-        validates = self.validation.is_due(step)
+        saves = self.checkpointer.is_due(step, is_last) and step != self.saved_step
+        validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
+            began = time.monotonic()
             self.checkpointer.save(step, is_last)
+            self.save_seconds = time.monotonic() - began
+            self.saved_step = step
         if validates:
             self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
@@ -353,10 +398,6 @@ class Trainer:
         is_short = seconds == self.config.parallelism.timeout_seconds
         set_timeout(seconds, without=self.checkpointer.background_groups() if is_short else [])
         self.watch.timeout_seconds = seconds
-
-    def _on_signal(self, number: int, _) -> None:
-        self.stop_signals += 1
-        logger.info("signal %d: stopping after this step", number)
 
     def _announce(self) -> None:
         """Rank 0: the banner, and the resolved config in the run's folder."""
