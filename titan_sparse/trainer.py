@@ -9,9 +9,11 @@ import functools
 import gc
 import logging
 import os
-import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +43,7 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.training.banner import Resolved, banner
 from titan_sparse.training.checkpoint import Checkpointer, Progress
 from titan_sparse.training.float8 import check_device, convert_to_float8
-from titan_sparse.training.guard import (
-    Guard,
-    Poisoned,
-    all_finite,
-    decides_on_device,
-    optimizer_states,
-    refuse_bad_weights,
-)
+from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
@@ -59,7 +54,9 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.recovery import Recovery
 from titan_sparse.training.resumption import report_changes
+from titan_sparse.training.signals import StopSignals
 from titan_sparse.training.start import (
     check_initial_weights,
     checkpoint_to_resume,
@@ -130,11 +127,6 @@ class Trainer:
         self.guard = Guard(
             config.guard, self.device, decides_on_device(self.optimizers, self.device)
         )
-        self.save_is_late = False
-        # Bad steps up to now, without a good one between, as far as the host knows.
-        self.bad_in_a_row = 0
-        # The checkpoint that the run has gone back to, as long as it has saved none since.
-        self.gone_back_to: int | None = None
         self.checkpointer = Checkpointer(
             config.checkpoint,
             training.output_dir,
@@ -142,6 +134,15 @@ class Trainer:
             self.optimizers,
             self.schedule,
             self.loader,
+            self.progress,
+        )
+        self.recovery = Recovery(
+            config,
+            self.guard,
+            self.checkpointer,
+            self.model,
+            self.optimizers,
+            self.schedule,
             self.progress,
         )
         is_first_rank = dist.get_rank() == 0
@@ -155,8 +156,17 @@ class Trainer:
             self.meshes.dp_rank,
             self.meshes.dp_size,
         )
-        self.stop_signals = 0
-        self.watch = Watch(config.parallelism.first_step_timeout_seconds)
+        self.signals = StopSignals()
+        self.watch = Watch(
+            config.parallelism.first_step_timeout_seconds,
+            self.signals,
+            Path(training.output_dir, "stuck"),
+        )
+        # Seconds of the last step and of the last save: what a stop in mid-step has to reckon with.
+        self.step_seconds = 0.0
+        self.save_seconds = training.stop_grace_seconds / 2 if config.checkpoint.enable else 0.0
+        # The step whose state is on disk.
+        self.saved_step = 0
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
@@ -197,11 +207,13 @@ class Trainer:
     def train(self) -> None:
         """Train from the newest checkpoint to training.steps.
 
-        SIGINT or SIGTERM ends the run earlier: the step in hand is finished and saved.
+        SIGINT or SIGTERM ends the run earlier, after the last step that is finished within
+        training.stop_grace_seconds. Its state is saved.
         """
         self._announce()
-        with self.watch:
+        with self.signals, self.watch:
             self._load()
+            self.saved_step = self.progress.step
             stopped = self._run_steps()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
@@ -245,10 +257,6 @@ class Trainer:
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
-        previous_handlers = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
@@ -260,24 +268,28 @@ class Trainer:
                 if profile is not None:
                     profile.step()
         gc.enable()
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-        return stopped
+        return stopped or self._any_rank(self.signals.asked)
 
     def step(self) -> bool:
-        """One optimizer step. Returns whether any rank was asked to stop."""
+        """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
+        began = time.monotonic()
+        before = self.loader.state_dict(), self.progress.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
-        valid, tokens, stop = self._totals(batches)
+        valid, tokens, asked = self._totals(batches)
+        if asked:
+            return self._leave_step_out(*before)
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches[:-1]:
-            loss += self._forward_backward(batch, valid)
-        with self._recording(step, is_logged) as recorded:
-            loss += self._forward_backward(batches[-1], valid)
+        for number, batch in enumerate(batches):
+            if number > 0 and self._lacks_time(began, number, accumulated):
+                return self._leave_step_out(*before)
+            is_recorded = is_logged and number == accumulated - 1
+            with self._recording(step, is_recorded) as recorded:
+                loss += self._forward_backward(batch, valid)
 
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
@@ -289,7 +301,7 @@ class Trainer:
         self.progress.step = step
         self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
-        self._read_guard(all_of_them=is_logged)
+        self.recovery.read_guard(all_of_them=is_logged)
         if is_logged:
             dist.all_reduce(loss)
             values = {
@@ -301,7 +313,35 @@ class Trainer:
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
-        return stop
+        self.step_seconds = time.monotonic() - began
+        return False
+
+    def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
+        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        Collective.
+
+        began: the step, on the monotonic clock. done: micro-batches. Asks on the CPU, so that no
+        GPU is waited for.
+        """
+        micro_batch_seconds = max(
+            (time.monotonic() - began) / done, self.step_seconds / accumulated
+        )
+        needed = (accumulated - done) * micro_batch_seconds + self.save_seconds
+        grace = self.config.training.stop_grace_seconds
+        return self._any_rank(not self.signals.has_time_for(needed, grace))
+
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether it holds on any rank. Collective, on the CPU."""
+        ranks = torch.tensor([int(condition)])
+        dist.all_reduce(ranks)
+        return ranks.item() > 0
+
+    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> bool:
+        """Back to these states, those before the step. Returns True."""
+        self.optimizers.zero_grad()
+        self.loader.load_state_dict(loader)
+        self.progress.load_state_dict(progress)
+        return True
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
@@ -314,10 +354,10 @@ class Trainer:
         # All ranks of a context-parallel group see the same sequences: one counts their tokens.
         if self.cp.rank > 0:
             tokens = 0
-        totals = torch.tensor([labels, tokens, self.stop_signals])
+        totals = torch.tensor([labels, tokens, self.signals.asked])
         dist.all_reduce(totals)
-        labels, tokens, stop_signals = totals.tolist()
-        return max(labels, 1), tokens, stop_signals > 0
+        labels, tokens, ranks_asked = totals.tolist()
+        return max(labels, 1), tokens, ranks_asked > 0
 
     def _recording(self, step: int, is_logged: bool) -> AbstractContextManager[Recording | None]:
         """Records the attention of what runs inside, if the step is logged."""
@@ -360,28 +400,28 @@ class Trainer:
         return norm
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """What is due after a step: saving, validation, collecting garbage."""
+        """What is due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training, parallelism = self.config.training, self.config.parallelism
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last) or self.save_is_late
-        problem = self._problem(saves, is_last)
+        is_due = self.checkpointer.is_due(step, is_last) and step != self.saved_step
+        problem = self.recovery.problem(saves=is_due, is_last=is_last)
         if problem and not stopped:
             self._go_back(problem)
             return
-        if saves and problem:
+        if problem and is_due:
             logger.error("step %d is not saved: %s", step, problem)
-            saves = False
-        # A checkpoint in the middle of bad steps would be no place to go back to.
-        self.save_is_late = saves and self.bad_in_a_row > 0 and not is_last
-        saves = saves and not self.save_is_late
-        validates = self.validation.is_due(step)
+        saves = not problem and self.recovery.may_save(is_due, is_last)
+        validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
+            began = time.monotonic()
             self.checkpointer.save(step, is_last)
-            self.gone_back_to = None
+            self.save_seconds = time.monotonic() - began
+            self.saved_step = step
+            self.recovery.has_saved()
         if validates:
             self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
@@ -391,69 +431,14 @@ class Trainer:
         if step % training.gc_interval == 0:
             gc.collect(1)
 
-    def _read_guard(self, all_of_them: bool) -> None:
-        """Log and count the updates that the guard has skipped."""
-        for report in self.guard.reports(all_of_them):
-            self.bad_in_a_row = report.in_a_row
-            if report.skipped:
-                self.progress.skipped_updates += 1
-                logger.warning(
-                    "step %d: update skipped, as %s (%d in a row, %d in this run)",
-                    report.step,
-                    report.reason(),
-                    report.in_a_row,
-                    self.progress.skipped_updates,
-                )
-
-    def _problem(self, saves: bool, is_last: bool) -> str:
-        """Why the run cannot go on from here; empty if it can. Collective."""
-        section = self.config.guard
-        if not section.enable:
-            return ""
-        self._read_guard(all_of_them=saves or is_last)
-        if self.bad_in_a_row >= section.max_skips_in_a_row:
-            return f"{self.bad_in_a_row} updates in a row were skipped"
-        tensors = [*self.model.parameters(), *optimizer_states(self.optimizers)]
-        if saves and not all_finite(tensors, self.device):
-            return "weights or optimizer states are not finite"
-        return ""
-
     def _go_back(self, problem: str) -> None:
         """Go on from the last good checkpoint, with the batches that come next. Collective.
 
-        Raises Poisoned if there is none, or if that was done guard.max_rollbacks times.
+        Raises Poisoned if that is not possible.
         """
-        step, skipped = self.progress.step, self.progress.skipped_updates
-        times = self.progress.times_gone_back
-        metrics_file = os.path.join(self.config.training.output_dir, "metrics.jsonl")
-        advice = f"look at loss and grad_norm in {metrics_file} before step {step}"
-        if times >= self.config.guard.max_rollbacks:
-            raise Poisoned(
-                f"step {step}: {problem}, and the run has gone back {times} times "
-                f"(guard.max_rollbacks = {self.config.guard.max_rollbacks}); {advice}"
-            )
         self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
-        # What did not help is not tried again: then it is the one before.
-        first_bad = step - self.bad_in_a_row + 1
-        before = first_bad if self.gone_back_to is None else self.gone_back_to
-        good = self.checkpointer.go_back(before)
-        if good is None:
-            raise Poisoned(
-                f"step {step}: {problem}, and there is no good checkpoint before step {before}; {advice}"
-            )
-        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, good)
-        self.gone_back_to = good
-        self.save_is_late = False
-        self.bad_in_a_row = 0
-        self.progress.skipped_updates = skipped
-        self.progress.times_gone_back = times + 1
-        logger.warning(
-            "step %d: %s; gone back to the checkpoint of step %d, on with the batches after step %d",
-            step,
-            problem,
-            good,
-            step,
-        )
+        self.recovery.go_back(problem)
+        self.saved_step = self.progress.step
         self.metrics.start_interval()
         meet()
         self._set_timeout(self.config.parallelism.timeout_seconds)
@@ -474,10 +459,6 @@ class Trainer:
         is_short = seconds == self.config.parallelism.timeout_seconds
         set_timeout(seconds, without=self.checkpointer.background_groups() if is_short else [])
         self.watch.timeout_seconds = seconds
-
-    def _on_signal(self, number: int, _) -> None:
-        self.stop_signals += 1
-        logger.info("signal %d: stopping after this step", number)
 
     def _announce(self) -> None:
         """Rank 0: the banner, and the resolved config in the run's folder."""

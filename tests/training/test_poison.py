@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.guard import Poisoned
+from titan_sparse.training.failures import Poisoned
 
 SETTINGS = {
     "training__steps": 7,

@@ -37,6 +37,7 @@ _MINIMUMS = {
         "training.max_norm",
         "training.z_loss",
         "training.mlp_chunk_tokens",
+        "training.stop_grace_seconds",
         "parallelism.cp_intra",
         "attention.sliding_window",
         "attention.window_sinks",

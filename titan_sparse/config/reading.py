@@ -28,11 +28,18 @@ _OPTIONS = ("config", "help", *_FLAGS)
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message is always one line."""
+class Refusal(ValueError):
+    """What the user has to change; the message is always one line.
+
+    After there is a process group, all ranks raise it alike, and it is told once.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
+
+
+class ConfigError(Refusal):
+    """A mistake of the user in the configuration."""
 
 
 def load(argv: list[str]) -> tuple[Config, Flags]:

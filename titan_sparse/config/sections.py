@@ -96,6 +96,9 @@ class Training:
     """auto: cuda if there is one"""
     deterministic: bool = False
     """deterministic algorithms only; slower"""
+    stop_grace_seconds: int = 25
+    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this,
+    else left out; torchrun kills after 30 s; seconds"""
 
 
 @dataclass

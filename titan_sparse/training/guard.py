@@ -19,14 +19,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_sparse.config import Guard as GuardSection
+from titan_sparse.config import Refusal
 from titan_sparse.models.initialization import canonical_name
 
 _STANDARD_DEVIATIONS = 6
 """A norm this far above the mean, in the logarithm, is bad even for a noisy run."""
-
-
-class Poisoned(Exception):
-    """The guard has given up: the run cannot go on by itself. The same on every rank."""
 
 
 class Report(NamedTuple):
@@ -213,7 +210,7 @@ def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
 def refuse_bad_weights(model: nn.Module, source: str, device: torch.device) -> None:
     """Refuse first weights that are not finite. Collective.
 
-    source: where they came from, for people. Raises ValueError on every rank, in one line that
+    source: where they came from, for people. Raises Refusal on every rank, in one line that
     names the first of them.
     """
     named = dict(model.named_parameters())
@@ -221,7 +218,7 @@ def refuse_bad_weights(model: nn.Module, source: str, device: torch.device) -> N
     names = [name for name, is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        raise ValueError(f"{source}: {canonical_name(names[0])} is not finite everywhere{more}")
+        raise Refusal(f"{source}: {canonical_name(names[0])} is not finite everywhere{more}")
 
 
 @torch.no_grad()
