@@ -16,7 +16,7 @@ from titan_sparse.config.checking import (
     world_from_environment,
     world_of,
 )
-from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
+from titan_sparse.config.reading import ConfigError, Refusal, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint,
     Attention,
@@ -27,6 +27,7 @@ from titan_sparse.config.sections import (
     Dense,
     Flags,
     Float8,
+    Guard,
     LRScheduler,
     Metrics,
     MoBA,
@@ -52,6 +53,7 @@ __all__ = [
     "Dense",
     "Flags",
     "Float8",
+    "Guard",
     "LRScheduler",
     "Metrics",
     "MoBA",
@@ -59,6 +61,7 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Profiling",
+    "Refusal",
     "Training",
     "Validation",
     "VerticalSlash",

@@ -37,6 +37,7 @@ _MINIMUMS = {
         "training.max_norm",
         "training.z_loss",
         "training.mlp_chunk_tokens",
+        "training.stop_grace_seconds",
         "parallelism.cp_intra",
         "attention.sliding_window",
         "attention.window_sinks",
@@ -50,6 +51,8 @@ _MINIMUMS = {
         "optimizer.weight_decay",
         "lr_scheduler.warmup_steps",
         "lr_scheduler.total_steps",
+        "guard.warmup_steps",
+        "guard.max_rollbacks",
         "checkpoint.keep_latest_k",
         "metrics.recall_every",
         "metrics.peak_tflops",
@@ -73,6 +76,8 @@ _MINIMUMS = {
         "attention.moba.chunk_size",
         "attention.moba.top_k",
         "checkpoint.interval",
+        "guard.average_steps",
+        "guard.max_skips_in_a_row",
         "metrics.log_every",
         "metrics.recall_rows",
         "profiling.first_step",
@@ -453,6 +458,12 @@ def _check_run(config: Config) -> None:
         config.checkpoint.keep_latest_k != 1,
         "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may be half-written; "
         "write 0 (all) or 2 or more",
+    )
+    factor = config.guard.spike_factor
+    require(
+        factor == 0 or factor > 1,
+        f"guard.spike_factor = {show(factor)} would call usual steps spikes; write a number above 1, or 0 "
+        "for no limit",
     )
     for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
         value = getattr(config.checkpoint, name)

@@ -28,11 +28,18 @@ _OPTIONS = ("config", "help", *_FLAGS)
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message is always one line."""
+class Refusal(ValueError):
+    """What the user has to change; the message is always one line.
+
+    After there is a process group, all ranks raise it alike, and it is told once.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
+
+
+class ConfigError(Refusal):
+    """A mistake of the user in the configuration."""
 
 
 def load(argv: list[str]) -> tuple[Config, Flags]:
@@ -171,11 +178,11 @@ def _apply_file(config: Config, path: str) -> None:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for key, value in _flatten(table):
+    for key, value in flatten(table):
         _assign(config, key, value, path)
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested tables.
 
     An empty table counts as a value, unless it is a section.
@@ -184,7 +191,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         key = prefix + name
         is_section = key in SECTIONS or bool(value)
         if isinstance(value, dict) and key not in KINDS and is_section:
-            yield from _flatten(value, key + ".")
+            yield from flatten(value, key + ".")
         else:
             yield key, value
 

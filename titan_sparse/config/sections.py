@@ -96,6 +96,9 @@ class Training:
     """auto: cuda if there is one"""
     deterministic: bool = False
     """deterministic algorithms only; slower"""
+    stop_grace_seconds: int = 25
+    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this,
+    else left out; torchrun kills after 30 s; seconds"""
 
 
 @dataclass
@@ -304,6 +307,27 @@ class Compile:
 
 
 @dataclass
+class Guard:
+    """Steps that would spoil the weights change nothing. docs/reliability.md"""
+
+    enable: bool = True
+    """skip the update of a step whose loss or gradient norm is not finite, or whose norm is a
+    spike; and save only weights that are finite"""
+    spike_factor: float = 10.0
+    """a gradient norm this many times its running (geometric) mean, and six standard deviations
+    above it, is a spike; 0: only loss and norm that are not finite are bad"""
+    average_steps: int = 100
+    """steps over which the running mean and deviation are taken"""
+    warmup_steps: int = 20
+    """accepted steps before any norm counts as a spike"""
+    max_skips_in_a_row: int = 10
+    """after so many skipped updates in a row the run goes back to the last good checkpoint, and
+    does not see the batches since then again"""
+    max_rollbacks: int = 5
+    """how often the run may go back; the next time it ends with status 3"""
+
+
+@dataclass
 class Checkpoint:
     """Saving and resuming. Does nothing unless enabled."""
 
@@ -399,6 +423,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     float8: Float8 = field(default_factory=Float8)
     compile: Compile = field(default_factory=Compile)
+    guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_sparse.config import Checkpoint
+from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.checkpoint import folders
@@ -47,9 +47,10 @@ class Checkpointer:
         loader: PackedLoader,
         progress: Progress,
         states: dict[str, Stateful],
-        config_text: str,
+        texts: dict[str, str],
     ):
-        """states: what else is saved, name -> thing. config_text: the resolved config, as TOML."""
+        """states: what else is saved, name -> thing. texts: files that go into every checkpoint as
+        they are, name -> text."""
         self.section = section
         self.folder = Path(output_dir, folders.FOLDER)
         self.loader = loader
@@ -60,7 +61,7 @@ class Checkpointer:
         if not section.enable:
             return
         self.tensors = Tensors(model, list(optimizers))
-        self.saver = Saver(section, self.folder, progress.device, config_text)
+        self.saver = Saver(section, self.folder, progress.device, texts)
 
     @property
     def last_save_seconds(self) -> float | None:
@@ -72,16 +73,15 @@ class Checkpointer:
         """How long the last save held up training, in save(); None before the first."""
         return self.saver.last_held_seconds if self.section.enable else None
 
-    def load(self, compare: Callable[[str | None], None] | None = None) -> bool:
+    def load(self) -> bool:
         """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
 
         Damaged ones are moved aside. What is newer than load_step is moved aside too, unless the
         run goes on by itself after a failure. Without a checkpoint, the weights alone are read from
         checkpoint.initial_load_path, where that is given.
-        compare: called with the text of the checkpoint's config.toml (None if it has none) before
-        anything is read from it; it may raise.
-        Raises ValueError, one line, on all ranks: if there are checkpoints and none is whole, if
-        load_step or the path has none, if the disk can't take another.
+        Raises Refusal on all ranks: if there are checkpoints and none is whole, if
+        load_step or the path has none, if one does not
+        fit the model.
         """
         if not self.section.enable:
             return False
@@ -92,7 +92,7 @@ class Checkpointer:
         if self.section.load_step >= 0 and not _on_first_rank(self._has_rolled_back):
             verified = self.section.load_step
             self._roll_back(verified)
-        step = self._load_newest(compare=compare, verified=verified)
+        step = self._load_newest(verified=verified)
         if step is None and self.section.initial_load_path:
             self._load_weights(self.section.initial_load_path)
         return step is not None
@@ -100,7 +100,7 @@ class Checkpointer:
     def check_disk(self, steps: int) -> None:
         """Refuse a folder that can't be written, or a disk too small for the saves up to `steps`.
 
-        Raises ValueError, one line, on all ranks.
+        Raises Refusal on all ranks.
         """
         if self.section.enable:
             saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
@@ -201,7 +201,6 @@ class Checkpointer:
         self,
         before: int | None = None,
         with_loader: bool = True,
-        compare: Callable[[str | None], None] | None = None,
         verified: int | None = None,
     ) -> int | None:
         """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
@@ -218,8 +217,6 @@ class Checkpointer:
             try:
                 if step != verified:
                     verify(checkpoint)
-                if compare is not None:
-                    compare(_config_text(checkpoint))
                 self._read(checkpoint, with_loader)
             except Broken as error:
                 broken[checkpoint] = str(error)
@@ -274,12 +271,12 @@ class Checkpointer:
         return json.dumps({"load_step": self.section.load_step, "job": job}) + "\n"
 
     def _roll_back(self, step: int) -> None:
-        """Make the whole checkpoint of `step` the newest. Raises ValueError if there is none."""
+        """Make the whole checkpoint of `step` the newest. Raises Refusal if there is none."""
         checkpoint = folders.step_folder(self.folder, step)
         try:
             verify(checkpoint)
         except Broken as error:
-            raise ValueError(
+            raise Refusal(
                 f"checkpoint.load_step = {step}: no whole checkpoint ({error}); "
                 "write another step, or -1 for the newest"
             ) from None
@@ -297,25 +294,18 @@ class Checkpointer:
             verify(path)
             read_into(dict(self.tensors.of_model), path)
         except Broken as error:
-            raise ValueError(
+            raise Refusal(
                 f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
                 "write a folder step-N of a run"
             ) from None
 
 
-class NoneWhole(ValueError):
+class NoneWhole(Refusal):
     """There are checkpoints, and all are broken."""
 
 
 _ROLLED_BACK = "rolled-back.json"
 """In the folder of checkpoints: the last load_step, and the job that went back to it."""
-
-
-def _config_text(checkpoint: Path) -> str | None:
-    try:
-        return (checkpoint / folders.CONFIG).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
 
 
 def _is_saved(name: str, saved: Iterable[str]) -> bool:
@@ -332,7 +322,7 @@ def _is_restart() -> bool:
 
 
 def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """What `work` returns on rank 0, on all ranks. An OSError is a ValueError on all of them."""
+    """What `work` returns on rank 0, on all ranks. An OSError is a Refusal on all of them."""
     outcome: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
@@ -341,5 +331,5 @@ def _on_first_rank(work: Callable[[], Any]) -> Any:
             outcome[1] = f"the folder of checkpoints: {error.filename}: {error.strerror}"
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1]:
-        raise ValueError(outcome[1])
+        raise Refusal(outcome[1])
     return outcome[0]

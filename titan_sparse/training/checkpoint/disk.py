@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from titan_sparse.config import Checkpoint
+from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint.folders import complete_steps
 
 
@@ -38,7 +38,7 @@ def check_disk(folder: Path, section: Checkpoint, needed_bytes: int, saves_left:
 
     needed_bytes: of one save. saves_left: what the run will do at most. Rotation deletes the oldest
     only when the new one is whole, so that for a moment there is one more than keep_latest_k.
-    Raises ValueError.
+    Raises Refusal.
     """
     problem = _write_problem(folder)
     if not problem and dist.get_rank() == 0:
@@ -47,7 +47,7 @@ def check_disk(folder: Path, section: Checkpoint, needed_bytes: int, saves_left:
     dist.all_gather_object(problems, problem)
     for text in problems:
         if text:
-            raise ValueError(text)
+            raise Refusal(text)
 
 
 def _write_problem(folder: Path) -> str:

@@ -8,6 +8,8 @@ import socket
 import time
 from pathlib import Path
 
+from titan_sparse.config import Refusal
+
 logger = logging.getLogger("titan_sparse")
 
 LOCK = ".lock"
@@ -23,7 +25,7 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     """Make `output_dir`, if there is none, and keep other processes' runs out of it.
 
     A second call in the same process does nothing. The system gives the lock back when the process
-    ends, however it ends. Raises ValueError, one line, if another run holds it after `wait_seconds`,
+    ends, however it ends. Raises Refusal if another run holds it after `wait_seconds`,
     or if the folder can't be written. A file system that has no locks is warned of.
     """
     try:
@@ -33,7 +35,7 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
             return
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ValueError(
+        raise Refusal(
             f"training.output_dir = {output_dir} can't be written ({error.strerror}); "
             "write a folder of your own"
         ) from error
@@ -62,7 +64,7 @@ def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) 
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 holder = Path(path).read_text(encoding="utf-8", errors="replace").strip()
-                raise ValueError(
+                raise Refusal(
                     f"training.output_dir = {output_dir} is in use by another run "
                     f"({holder or 'it does not say which'}); "
                     "end that one, or write another folder"
