@@ -13,7 +13,6 @@ from pathlib import Path
 FOLDER = "checkpoint"
 METADATA = ".metadata"
 CHECKSUMS = "checksums.sha256"
-CONFIG = "config.toml"
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _INCOMPLETE = re.compile(_STEP.pattern + r"\.incomplete")

@@ -1,7 +1,7 @@
 """Reading a checkpoint: is it whole, and what does it hold. A checkpoint can run no code.
 
 .metadata is a pickle of DCP's: only DCP's own classes are made of it. Tensors and values are read as
-torch.load(weights_only=True) does. Errors are ValueErrors of one line.
+torch.load(weights_only=True) does. Errors are Refusals: one line each.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint.folders import CHECKSUMS, METADATA
 
 _DCP = "torch.distributed.checkpoint."
@@ -55,7 +56,7 @@ _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
 _THREADS = 8
 
 
-class Broken(ValueError):
+class Broken(Refusal):
     """A checkpoint that is damaged: the file, and what is wrong with it."""
 
 
@@ -208,7 +209,7 @@ def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False
     """Read what `state` names: into its tensors, sharded or not, and in place of its values.
 
     The dtype may differ. verify() the checkpoint before. Collective where there is a process group,
-    unless `alone`. Raises ValueError for a tensor that the checkpoint does not have, or has in
+    unless `alone`. Raises Refusal for a tensor that the checkpoint does not have, or has in
     another shape, and Broken for what can't be read.
     """
     _check_names(state, read_metadata(checkpoint), checkpoint)
@@ -233,13 +234,11 @@ def _check_names(state: Mapping[str, Any], metadata: Metadata, checkpoint: str |
     for name, value in wanted.items():
         saved = metadata.state_dict_metadata.get(name)
         if saved is None:
-            raise ValueError(
-                f"{checkpoint} has no {name}; write the config of the run that saved it"
-            )
+            raise Refusal(f"{checkpoint} has no {name}; write the config of the run that saved it")
         shape = list(saved.size) if isinstance(saved, TensorStorageMetadata) else None
         wanted_shape = list(value.shape) if isinstance(value, Tensor) else None
         if shape != wanted_shape:
-            raise ValueError(
+            raise Refusal(
                 f"{checkpoint} has {name} of shape {shape}, this run of shape {wanted_shape}; "
                 "write the config of the run that saved it"
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titan_sparse.config import Checkpoint
+from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint.disk import save_bytes
 from titan_sparse.training.checkpoint.folders import incomplete_folder, step_folder
 from titan_sparse.training.checkpoint.planning import Plan, make_plan
@@ -44,14 +44,14 @@ _FILES_PER_RANK = 4
 _LONG_WAIT_SECONDS = 0.5
 
 
-class SaveError(Exception):
+class SaveError(OSError):
     """A save that failed: one line for the user. The checkpoints before it are as they were."""
 
 
 def check_async_mode(section: Checkpoint, device: torch.device) -> None:
-    """Raises ValueError, one line, for pinned memory without a GPU."""
+    """Raises Refusal for pinned memory without a GPU."""
     if section.enable and section.async_mode == PINNED and device.type != "cuda":
-        raise ValueError(
+        raise Refusal(
             f'checkpoint.async_mode = "{PINNED}" needs a GPU, training.device is '
             f'{device.type}; write "async"'
         )
@@ -64,11 +64,13 @@ class Saver:
     last_held_seconds: of these, how long training was held up on the host.
     """
 
-    def __init__(self, section: Checkpoint, folder: Path, device: torch.device, config_text: str):
+    def __init__(
+        self, section: Checkpoint, folder: Path, device: torch.device, texts: dict[str, str]
+    ):
         self.section = section
         self.folder = folder
         self.device = device
-        self.config_text = config_text
+        self.texts = texts
         self.rank = dist.get_rank()
         self.last_seconds: float | None = None
         self.last_held_seconds: float | None = None
@@ -124,7 +126,7 @@ class Saver:
         save = Save(
             incomplete=incomplete_folder(self.folder, step),
             checkpoint=step_folder(self.folder, step),
-            config_text=self.config_text,
+            texts=self.texts,
             keep=self.section.keep_latest_k,
         )
         if self.thread is None:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from titan_sparse.training.checkpoint.folders import (
     CHECKSUMS,
-    CONFIG,
     METADATA,
     publish,
     rotate,
@@ -84,7 +83,8 @@ class Save:
 
     incomplete: Path
     checkpoint: Path
-    config_text: str
+    texts: dict[str, str]
+    """files that go in as they are: name -> text"""
     keep: int
     """checkpoints that stay, this one among them; 0: all"""
 
@@ -146,7 +146,8 @@ def publish_save(save: Save, metadata: Metadata, share_sums: list[str]) -> None:
     metadata.storage_data = places
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_meta = StorageMeta(checkpoint_id=str(save.checkpoint))
-    contents = {METADATA: pickle.dumps(metadata), CONFIG: save.config_text.encode()}
+    contents = {name: text.encode() for name, text in save.texts.items()}
+    contents[METADATA] = pickle.dumps(metadata)
     for name, data in contents.items():
         sums[name] = _write_bytes(save.incomplete / name, data)
     # The format of sha256sum, which can check a checkpoint by hand.
