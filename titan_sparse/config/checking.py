@@ -456,7 +456,7 @@ def _check_run(config: Config) -> None:
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     require(
         config.checkpoint.keep_latest_k != 1,
-        "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may be half-written; "
+        "checkpoint.keep_latest_k = 1 is unsafe: a damaged checkpoint needs another before it; "
         "write 0 (all) or 2 or more",
     )
     factor = config.guard.spike_factor

@@ -332,15 +332,17 @@ class Checkpoint:
     """Saving and resuming. Does nothing unless enabled."""
 
     enable: bool = False
-    """save, and resume from what was saved"""
+    """save, and resume from the newest checkpoint that is whole"""
     interval: int = 500
     """steps between saves"""
     keep_latest_k: int = 3
-    """checkpoints kept; 0: all; 1 is refused, as the last one may be half-written"""
+    """checkpoints kept; 0: all; 1 is refused: a damaged one needs another before it"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """write while training goes on"""
+    """async: write while training goes on; async_with_pinned_mem: from pinned memory, by a process
+    of its own, so that a save costs a step next to nothing; needs GPUs, and host memory for what a
+    GPU saves"""
     load_step: int = -1
-    """step to resume from; -1: the newest complete one"""
+    """step to go back to; newer checkpoints are moved aside; -1: the newest whole one"""
     initial_load_path: str = ""
     """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False

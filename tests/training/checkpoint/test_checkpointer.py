@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, same
 from titan_sparse.config import Refusal
@@ -102,6 +103,33 @@ def test_without_checksums_it_loads_with_a_warning(tmp_path, log):
     assert "step-2 has no checksums" in log.text
     truncate(run.folder / "step-2/__0_0.distcp")
     assert again.checkpointer.load() and again.progress.step == 1
+
+
+def test_torchtitans_checkpoints_load(tmp_path, log):
+    """What runs of before have saved: other values beside, fewer counters, no checksums."""
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.step()
+    wanted = run.state()
+    optimizer = {
+        name.removeprefix("optimizer."): value
+        for name, value in run.checkpointer.tensors.all().items()
+        if name.startswith("optimizer.")
+    }
+    progress = run.progress.state_dict()
+    saved = {
+        **run.checkpointer.tensors.of_model,
+        "optimizer": optimizer | {"param_groups.weight.lr": 0.1},
+        "lr_scheduler": {"last_epoch": 2},
+        "dataloader": run.loader.state_dict(),
+        "train_state": {key: progress[key] for key in ("step", "tokens_seen", "cpu_generator")},
+    }
+    dcp.save(saved, checkpoint_id=run.folder / "step-2")
+    (run.folder / "step-3").mkdir()  # a save of before that was cut short
+    again = Run(tmp_path)
+    torch.rand(3)
+    assert again.checkpointer.load() and same(again.state(), wanted)
+    assert "step-2 has no checksums" in log.text
 
 
 def test_only_broken_ones_are_refused_and_left(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import run_processes
-from tests.training.checkpoint.helpers import Run, join_alone, names_in, same
+from tests.training.checkpoint.helpers import Run, names_in, same
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint import SaveError, check_async_mode, disk, verify, writer
 
@@ -28,7 +28,7 @@ def test_every_mode_saves_the_state_of_its_step(alone, tmp_path, mode):
     assert run.checkpointer.last_save_seconds > 0 and run.checkpointer.last_saved == 4
     for step in range(1, 5):
         verify(run.folder / f"step-{step}")
-    again = Run(tmp_path / "run", async_mode=mode).train(6)
+    again = Run(tmp_path / "run").train(6)
     assert same(again.state(), whole.state())
 
 
@@ -123,10 +123,11 @@ def _limited_file_size(folder: Path, mode: str) -> None:
     """One rank of two cannot write: both say so, and nothing half-written stays."""
     run = Run(folder, width=20_000, async_mode=mode)
     run.checkpointer.load()
+    run.step()
+    run.checkpointer.prepare()
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-    run.step()
     try:
         run.checkpointer.save(1, last=True)
         run.checkpointer.close()
@@ -207,7 +208,7 @@ POINTS = [
     ("writer._write_bytes", 10, 3),
     ("writer._write_bytes", 11, 3),
     ("writer.publish", 4, 3),
-    ("writer.sync_folder", 7, 3),
+    ("folders.sync_folder", 9, 3),
     ("writer.rotate", 4, 4),
 ]
 """Where it dies: function, at which call, and the step that is whole then."""

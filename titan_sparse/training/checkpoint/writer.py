@@ -40,14 +40,19 @@ class HashedFile:
         self.file = open(path, "xb", buffering=0)
         self.sum = hashlib.sha256()
         self.position = 0
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of `data`. Both parts of it let other threads run."""
         view = memoryview(data).cast("B")
         self.sum.update(view)
         written = 0
-        while written < len(view):
-            written += self.file.write(view[written:])
+        try:
+            while written < len(view):
+                written += self.file.write(view[written:])
+        except OSError as error:
+            self.failure = error
+            raise
         self.position += len(view)
         return len(view)
 
@@ -66,6 +71,9 @@ class HashedFile:
         if kind is None:
             os.fsync(self.file.fileno())
         self.file.close()
+        if self.failure is not None:
+            # torch.save() raises an error of its own in its place.
+            raise self.failure
 
 
 @dataclass
