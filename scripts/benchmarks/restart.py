@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 
 from scripts.benchmarks.options import positive
-from scripts.benchmarks.provenance import ROOT, provenance
+
+ROOT = Path(__file__).parents[2]
 
 PHASES = ("detection", "teardown", "imports", "setup", "load", "first step")
 
@@ -52,6 +53,9 @@ def main() -> None:
         cells = [f"{row[name]:10.1f}" for name in (*PHASES, "total")]
         print("  ".join([f"{attempt:10}", *cells]))
     if args.json:
+        # Not above: it loads torch, whose loading is measured in ranks.
+        from scripts.benchmarks.provenance import provenance
+
         args.json, path = str(args.json), args.json
         result = provenance(args, args.device)
         result["options"]["train"] = options

@@ -114,19 +114,94 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, list[float]]:
-    """The losses of the run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finish(start(folder, {}))
-    return losses(folder)
-
-
-def test_a_job_recovers_twice_from_a_killed_rank(tmp_path, undisturbed):
-    faults = {("0", "1", 4, 1): KILL, ("1", "0", 6, 1): KILL}
-    output = finish(start(tmp_path, {}, faults, restarts=2))
-    assert (tmp_path / "hit0").exists() and (tmp_path / "hit1").exists(), output
+def test_a_job_recovers_from_a_killed_rank(tmp_path):
+    output = finish(start(tmp_path, {"training.steps": 4}, {("0", "1", 4, 1): KILL}, restarts=1))
+    assert (tmp_path / "hit0").exists() and "resumed at step 2" in output, output
+    assert "rank 1 (host" in output and "has given no sign of life" in output
+    assert "Traceback" not in output, output
     found = losses(tmp_path)
+    assert len(found[3]) == 2 and found[3][0] == found[3][1]
+    assert sorted(found) == [1, 2, 3, 4]
+
+
+@pytest.mark.faults
+def test_a_job_that_recovers_twice_equals_the_undisturbed_one(tmp_path):
+    finish(start(tmp_path / "undisturbed", {}))
+    undisturbed = losses(tmp_path / "undisturbed")
+    faults = {("0", "1", 4, 1): KILL, ("1", "0", 6, 1): KILL}
+    output = finish(start(tmp_path / "disturbed", {}, faults, restarts=2))
+    assert all((tmp_path / "disturbed" / name).exists() for name in ("hit0", "hit1")), output
+    found = losses(tmp_path / "disturbed")
     for step, (loss,) in undisturbed.items():
         assert set(found[step]) == {loss}, (step, found[step], loss)
     assert len(found[3]) == 2 and len(found[5]) == 2  # from the checkpoint on
+
+
+def processes_of(folder: Path, ranks: int) -> list[Path]:
+    """Their folders in /proc."""
+    numbers = []
+    for rank in range(ranks):
+        wait_for(folder / f"pid{rank}.0")
+        numbers.append((folder / f"pid{rank}.0").read_text())
+    return [Path("/proc", number) for number in numbers]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_end_with_a_killed_torchrun(tmp_path, ranks):
+    faults = {("0", "0", 3, 1): "pass"}
+    options = {"parallelism.cp": ranks, "training.steps": 1000}
+    job = start(tmp_path, options, faults, seconds=0.2, processes=ranks)
+    wait_for(tmp_path / "hit0")
+    job.kill()
+    killed = time.monotonic()
+    job.communicate(timeout=60)  # ranks hold the pipe open
+    while any(process.exists() for process in processes_of(tmp_path, ranks)):
+        assert time.monotonic() - killed < 10
+        time.sleep(0.1)
+
+
+@pytest.mark.faults
+def test_a_second_interrupt_of_torchrun_ends_all_at_once(tmp_path):
+    faults = {("0", rank, 3, 1): "time.sleep(1000)" for rank in "01"}
+    job = start(tmp_path, {"training.steps": 1000}, faults)
+    wait_for(tmp_path / "hit0")
+    job.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    job.communicate(timeout=60)
+    assert job.returncode != 0 and time.monotonic() - began < 5
+    assert not any(process.exists() for process in processes_of(tmp_path, 2))
+
+
+ENDS = {
+    "a refusal": ("from titan_sparse.config import Refusal; raise Refusal('a.b = 1: write 2')", 2),
+    "a full disk": ("raise OSError(28, 'No space left on device', 'a/b')", 1),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks) for name in ENDS for ranks in ("01", "1")]
+)
+def test_an_end_is_told_in_one_line(tmp_path, name, ranks):
+    """By all ranks alike, or by the second alone; after there is a process group."""
+    action, status = ENDS[name]
+    job = start(tmp_path, {}, {("0", rank, 2, 1): action for rank in ranks})
+    output = finish(job, status=1)  # torchrun's own
+    lines, _, summary = output.partition("FAILED")
+    told = [line for line in lines.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and ("write 2" in told[0] or "No space left" in told[0]), output
+    assert told[0] in summary and f"exitcode  : {status} " in summary, output
+    assert "Traceback" not in output, output
+
+
+def test_a_mistake_in_the_configuration_is_told_once_and_last(tmp_path):
+    output = finish(start(tmp_path, {"attention.patern": "dense"}), status=1)
+    lines, _, summary = output.partition("FAILED")
+    told = [line for line in lines.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and "attention.pattern" in told[0], output
+    assert told[0] in summary and "exitcode  : 2 " in summary, output
+    assert "Traceback" not in output, output

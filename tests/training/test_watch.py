@@ -156,7 +156,13 @@ def _check_failure_with_short_timeout() -> None:
 def _check_timeout() -> None:
     """As with NCCL, where the timeout raises nothing on the ranks that wait: all end. As long as nobody waits for
     another, a long step is no failure."""
-    ended, Watch._end = [], lambda watch: ended.append(watch.step) or setattr(watch, "left", True)
+    ended: list[int] = []
+
+    def note_end(watch: Watch, why: str) -> None:
+        ended.append(watch.step)
+        watch.left = True
+
+    Watch._end = note_end
     for late in (0, 1, 2), (1,):
         with Watch(timeout_seconds=2) as watch:
             watch.step = len(late)
