@@ -150,7 +150,7 @@ class Trainer:
             self.optimizers,
             self.loader,
             self.progress,
-            states={},
+            states={"guard": self.guard},
             texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
         )
         self.recovery = Recovery(
