@@ -13,6 +13,8 @@ from titan_sparse.config import (
     Config,
     ConfigError,
     Flags,
+    check_launch,
+    check_start,
     load_and_check,
     to_toml,
     world_from_environment,
@@ -24,6 +26,9 @@ def main() -> int:
     """The program; returns its exit status: 0, 1 for a step that does not fit, 2 for a refusal."""
     try:
         config, flags = load_and_check(sys.argv[1:], *world_from_environment())
+        if not flags.starts_nothing:
+            check_launch()
+            check_start(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -50,7 +55,7 @@ def main() -> int:
         # Before there is a process group a ValueError is a refusal, told in one line.
         if dist.is_initialized():
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     leave_distributed()
     return 0

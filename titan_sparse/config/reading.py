@@ -166,12 +166,16 @@ def _from_text(text: str, kind: Any) -> Any:
 
 def _apply_file(config: Config, path: str) -> None:
     try:
-        table = tomli.loads(Path(path).read_text(encoding="utf-8"))
+        values = list(_flatten(tomli.loads(Path(path).read_text(encoding="utf-8"))))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: tables or arrays are nested too deeply; no key is below three tables"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for key, value in _flatten(table):
+    for key, value in values:
         _assign(config, key, value, path)
 
 
@@ -268,7 +272,11 @@ def show(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or arrays of thousands of levels.
+        return f"(a huge {type(value).__name__})"
 
 
 def to_toml(config: Config) -> str:
