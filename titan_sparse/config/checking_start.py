@@ -45,7 +45,7 @@ def _check_output_dir(name: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"training.output_dir = {show(_shortened(name))} cannot be written: {reason}; write a "
+            f"training.output_dir = {show(name)} cannot be written: {reason}; write a "
             "folder that can be made"
         ) from error
 
@@ -56,7 +56,7 @@ def _nearest_folder(path: Path) -> Path:
         # A link to nowhere exists too: no folder can be made in its place.
         if os.path.lexists(candidate):
             if not candidate.is_dir():
-                raise NotADirectoryError(0, f"{_shortened(str(candidate))} is no folder")
+                raise NotADirectoryError(0, f"{show(str(candidate))} is no folder")
             return candidate
     return Path(path.anchor)
 
@@ -82,13 +82,10 @@ def _check_run_folder(path: Path) -> None:
             raise NotADirectoryError(0, f"{name} in it is no folder")
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:80]}...{text[-80:]}"
-
-
 def _check_source(source: str, key: str) -> None:
+    folder = os.path.expanduser(source)
     is_prepared = any(
-        (Path(source).expanduser() / name).is_file() for name in ("meta.json", "plan.json")
+        os.path.isfile(os.path.join(folder, name)) for name in ("meta.json", "plan.json")
     )
     # The folder of prepared tokens says more of itself when it is opened.
     if source != "python" and not is_prepared and is_path(source):
@@ -99,7 +96,7 @@ def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:
     """Refuses a checkpoint to begin with that is not there. Whether it is whole is seen later."""
     path = section.initial_load_path
     require(
-        not path or Path(path, ".metadata").is_file(),
+        not path or os.path.isfile(os.path.join(path, ".metadata")),
         f"checkpoint.initial_load_path = {show(path)} holds no complete checkpoint; write a folder "
         "step-N that has a file .metadata",
     )

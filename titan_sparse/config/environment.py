@@ -3,21 +3,20 @@
 import os
 import re
 
-from titan_sparse.config.reading import ConfigError, require, show
+from titan_sparse.config.reading import require, show
 from titan_sparse.config.sections import Flags
 
 RANKS_PER_NODE = 8
 """Ranks of a node where --ranks says how many there are in all."""
 
 _LAUNCH = (
-    "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What torchrun sets for each process, and what a process group is made from."""
+"""What torchrun sets for each process beside RANK, and a process group is made from."""
 
 
 def world_from_environment() -> tuple[int, int]:
@@ -58,11 +57,11 @@ def check_launch() -> None:
         )
         return
     for name in _LAUNCH:
-        if not os.environ.get(name):
-            raise ConfigError(
-                f"environment: RANK is set but not {name}; start with torchrun, or unset RANK to "
-                "train in one process"
-            )
+        require(
+            os.environ.get(name, "") != "",
+            f"environment: RANK = {show(os.environ['RANK'])} without {name}; start with torchrun, "
+            "or unset RANK to train in one process",
+        )
     for name, size_name, size in (
         ("RANK", "WORLD_SIZE", world_size),
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size),

@@ -265,8 +265,13 @@ def require(condition: bool, message: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages
-    only."""
+    """A value as TOML writes it, for messages: its beginning and its end where it is long."""
+    text = as_toml(value)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
+def as_toml(value: Any) -> str:
+    """A value as TOML writes it; other objects (tables, dates) as Python does."""
     if isinstance(value, str):
         # A JSON string is a TOML string but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -288,7 +293,7 @@ def to_toml(config: Config) -> str:
         else:
             name = key.rpartition(".")[2]
             value = attrgetter(key)(config)
-            lines.append(f"{name} = {show(value)}")
+            lines.append(f"{name} = {as_toml(value)}")
     return "\n".join(lines[1:]) + "\n"
 
 

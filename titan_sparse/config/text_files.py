@@ -1,5 +1,9 @@
-"""Which files a source or a tokenizer is read from. Only names and sizes are looked at."""
+"""Which files a source or a tokenizer is read from. Only names and sizes are looked at.
 
+os.path, unlike Path, takes a name that is too long for one that does not exist.
+"""
+
+import os.path
 from pathlib import Path
 
 from titan_sparse.config.reading import require, show
@@ -12,7 +16,7 @@ def is_path(source: str) -> bool:
     """True for what exists, and for what can only be meant as a path: a typing error must not go to
     the hub."""
     looks_like_path = source.startswith((".", "/", "~")) or source.endswith(ENDINGS)
-    return looks_like_path or Path(source).exists()
+    return looks_like_path or os.path.exists(source)
 
 
 def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
@@ -23,7 +27,7 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     named = f"{key} = {show(source)}"
     path = Path(source).expanduser()
     require(
-        path.exists(),
+        os.path.exists(path),
         f'{named}: no such file or folder; write a path that exists, or "python"',
     )
     candidates = path.rglob("*") if path.is_dir() else [path]
@@ -52,10 +56,10 @@ def tokenizer_file(name: str) -> Path:
     Raises ConfigError if there is no such file.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         path = path / "tokenizer.json"
     require(
-        path.is_file(),
+        os.path.isfile(path),
         f'data.tokenizer = {show(name)}: no such file; write "bytes" or the path of a '
         "tokenizer.json",
     )

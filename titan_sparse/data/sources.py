@@ -125,9 +125,12 @@ def _load_files(data: Data) -> Dataset:
         )
     files, ending = data_files(data.source)
     options = {"sample_by": "document"} if ending == ".txt" else {}
+    # What it logs of a broken file is told below, in one line.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return datasets.load_dataset(BUILDERS[ending], data_files=files, split="train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
+    # Each reader has its own errors: pyarrow's, zstandard's, those of the library around them.
+    except Exception as error:
         reason = _one_line(error.__cause__ or error)
         raise ValueError(f'data.source = "{data.source}" cannot be read: {reason}') from error
 

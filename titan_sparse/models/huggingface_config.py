@@ -167,9 +167,10 @@ def _read_json(folder: str) -> dict[str, Any]:
     path = Path(folder).expanduser() / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {error}"
+            f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {reason}"
         ) from error
     if not isinstance(values, dict):
         raise ValueError(f"model.initial_hf: {path} is no JSON object")
