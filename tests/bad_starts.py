@@ -26,7 +26,17 @@ tensorboard = false
 """
 """A start that runs, one step on the CPU."""
 
-HUGE = (10**14, 2**64)
+GOOD_LAUNCH = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+"""What torchrun sets for one process."""
+
+HUGE = (2**63, 2**64, 10**23)
 
 
 @dataclass
@@ -197,21 +207,13 @@ def wrong_toml() -> list[BadStart]:
 
 def wrong_launches() -> list[BadStart]:
     """Environments that torchrun would not make."""
-    good = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-    }
     starts = [
         BadStart([], "RANK", environment={"WORLD_SIZE": "2"}),
         BadStart([], "LOCAL_WORLD_SIZE", environment={"LOCAL_WORLD_SIZE": "2"}),
     ]
-    for name in good:
+    for name in GOOD_LAUNCH:
         if name != "RANK":
-            rest = {key: value for key, value in good.items() if key != name}
+            rest = {key: value for key, value in GOOD_LAUNCH.items() if key != name}
             starts.append(BadStart([], name, environment=rest))
     for name, values in {
         "RANK": ("abc", "", "1", "-1", "9" * 5000),
@@ -222,5 +224,5 @@ def wrong_launches() -> list[BadStart]:
         "MASTER_PORT": ("abc", "", "0", "65536"),
     }.items():
         for value in values:
-            starts.append(BadStart([], name, environment={**good, name: value}))
+            starts.append(BadStart([], name, environment={**GOOD_LAUNCH, name: value}))
     return starts
