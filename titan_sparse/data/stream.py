@@ -239,8 +239,9 @@ class SampleStream(Stream):
         if len(self._index) == 0:
             raise ValueError(
                 f'data.sequences = "{self.kind}": no document of data.source has '
-                f"training.seq_len = {seq_len} tokens (the longest has {lengths.max()}); "
-                'write a smaller one, or data.sequences = "packed"'
+                f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
+                f"{min_document_length} (the longest has {lengths.max()}); write smaller ones, or "
+                'data.sequences = "packed"'
             )
         count = int(self._stop[-1])
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)

@@ -242,17 +242,17 @@ def _weight_files(folder: Path) -> list[Path]:
     if index_path.is_file():
         try:
             index = json.loads(index_path.read_text(encoding="utf-8"))
-            names = {str(name) for name in index["weight_map"].values()}
+            names = set(index["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"model.initial_hf: {index_path} has no readable weight_map: {error}"
             ) from error
-        for name in sorted(names):
+        for name in names:
             # A download may come from anyone: nothing outside its folder is opened.
-            if Path(name).name != name:
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
                 raise ValueError(
-                    f"model.initial_hf: {index_path} names the file {json.dumps(name)}, which is "
-                    f"not directly in {folder}; write names without a folder"
+                    f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
+                    f"names of *.safetensors that lie in {folder} itself"
                 )
         return sorted(folder / name for name in names)
     if not (folder / _SINGLE_FILE).is_file():
