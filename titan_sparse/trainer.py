@@ -440,7 +440,7 @@ class Trainer:
             self.checkpointer.prepare()
         if saves:
             began = time.monotonic()
-            self.checkpointer.save(step, is_last)
+            self.checkpointer.save(step)
             self.save_seconds = time.monotonic() - began
             self.saved_step = step
             self.recovery.has_saved()
