@@ -16,14 +16,24 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 class Plan:
     """What this rank writes."""
 
-    names: tuple[str, ...]
-    """of all that is saved, by any rank"""
+    sources: dict[str, Tensor]
+    """the tensors of model and optimizer that it was made for, by name"""
+    value_names: tuple[str, ...]
+    """of everything else that is saved, by any rank"""
     tensors: dict[MetadataIndex, Tensor]
     """parts of model and optimizer that this rank writes: its shards, on their devices"""
     values: list[MetadataIndex]
     """everything else that this rank writes"""
     metadata: Metadata | None
     """of the whole save, on rank 0; the places in files are still missing"""
+
+    def fits(self, tensors: dict[str, Tensor], value_names: tuple[str, ...]) -> bool:
+        """Whether it is the plan of a save of these, the very same tensors."""
+        return (
+            self.sources.keys() == tensors.keys()
+            and all(tensors[name] is source for name, source in self.sources.items())
+            and self.value_names == value_names
+        )
 
 
 def make_plan(
@@ -49,7 +59,8 @@ def make_plan(
 
     indices = [item.index for item in own.items]
     return Plan(
-        names=tuple(planner.state_dict),
+        sources=dict(tensors),
+        value_names=tuple(name for name in planner.state_dict if name not in tensors),
         tensors={
             index: find_state_dict_object(tensors, index).detach()
             for index in indices

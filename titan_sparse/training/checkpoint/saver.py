@@ -120,7 +120,7 @@ class Saver:
                 waited,
             )
         flat_values, _ = flatten_state_dict(values)
-        if self.plan is None or self.plan.names != (*tensors, *flat_values):
+        if self.plan is None or not self.plan.fits(tensors, tuple(flat_values)):
             self.prepare(tensors, values)
         own_values = {index: as_bytes(flat_values[index.fqn]) for index in self.plan.values}
         save = Save(
