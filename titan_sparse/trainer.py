@@ -54,6 +54,7 @@ from titan_sparse.training.parallelize import (
 )
 from titan_sparse.training.profiling import profiler
 from titan_sparse.training.resumption import report_changes
+from titan_sparse.training.run_folder import begin_start
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
@@ -101,6 +102,7 @@ class Trainer:
         # Who works together.
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
+        self.start_folder = begin_start(config, self.device)
         cp_intra = resolve_cp_intra(config.parallelism, _local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
