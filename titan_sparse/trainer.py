@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -340,7 +341,9 @@ class Trainer:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
+            began = time.perf_counter()
             self.checkpointer.save(step, is_last)
+            self.metrics.leave_out(time.perf_counter() - began)
         if validates:
             self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
