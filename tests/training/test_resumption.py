@@ -1,6 +1,9 @@
 """Settings changed on resuming: they take effect, exactly, and a jump of the learning rate is said."""
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +180,56 @@ def _settings_take_effect(folder: Path) -> None:
 def test_settings_take_effect(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _settings_take_effect, tmp_path)
+
+
+def _run(folder: Path, **options) -> subprocess.CompletedProcess:
+    """train.py for the tiny run in `folder`."""
+    words = {
+        "data.source": folder / "texts",
+        "training.output_dir": folder / "run",
+        "training.device": "cpu",
+        "training.dtype": "float32",
+        "training.seq_len": 128,
+        "attention.block_size": 16,
+        "attention.pattern": "dense",
+        "model.layers": 1,
+        "lr_scheduler.warmup_steps": 1,
+        "checkpoint.enable": "true",
+        "metrics.tensorboard": "false",
+    } | {key.replace("__", "."): value for key, value in options.items()}
+    command = [sys.executable, "train.py"]
+    for key, value in words.items():
+        command += [f"--{key}", str(value)]
+    clean = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE"))}
+    return subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_train_py_says_what_changed_and_refuses_what_may_not(tmp_path):
+    write_texts(tmp_path / "texts")
+    first = _run(tmp_path, training__steps=2)
+    assert first.returncode == 0, first.stderr
+    assert "changed since" not in first.stdout
+    (tmp_path / "run/checkpoint/step-2/config.toml").write_text(
+        (tmp_path / "run/config.toml").read_text()
+    )
+
+    refused = _run(tmp_path, training__steps=4, model__layers=2)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "model.layers = 2 gives" in refused.stderr and "write model.layers = 1" in refused.stderr
+
+    second = _run(tmp_path, training__steps=4, optimizer__beta2=0.9)
+    assert second.returncode == 0, second.stderr
+    assert "changed since the checkpoint: training.steps 2 -> 4\n" in second.stdout
+    assert "changed since the checkpoint: optimizer.beta2 0.95 -> 0.9\n" in second.stdout
+    assert second.stdout.count("changed since") == 2
+    assert "lr_scheduler.total_steps = 2 keeps the old schedule" in second.stdout
+    starts = sorted((tmp_path / "run/starts").iterdir())
+    assert len(starts) == 2
+    log = (starts[1] / "rank0.log").read_text()
+    assert "resumed at step 2" in log and "beta2 0.95 -> 0.9" in log
