@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import run_processes
-from tests.training.checkpoint.helpers import Run, join_alone, names_in, same
+from tests.training.checkpoint.helpers import Run, names_in, same
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.training.checkpoint import SaveError, check_async_mode, disk, verify, writer
 
