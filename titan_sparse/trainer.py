@@ -54,7 +54,7 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
-from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.signals import StopSignals, deaf_children
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
@@ -370,7 +370,8 @@ class Trainer:
             self._set_timeout(parallelism.first_step_timeout_seconds)
         if saves:
             began = time.monotonic()
-            self.checkpointer.save(step, is_last)
+            with deaf_children():
+                self.checkpointer.save(step, is_last)
             self.save_seconds = time.monotonic() - began
             self.saved_step = step
         if validates:
