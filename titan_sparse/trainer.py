@@ -68,7 +68,7 @@ from titan_sparse.training.profiling import profiler
 from titan_sparse.training.recovery import Recovery
 from titan_sparse.training.resumption import report_changes
 from titan_sparse.training.run_folder import begin_start
-from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.signals import StopSignals, deaf_children
 from titan_sparse.training.start import (
     check_initial_weights,
     checkpoint_to_resume,
@@ -438,7 +438,8 @@ class Trainer:
             self._set_timeout(parallelism.first_step_timeout_seconds)
         self.checkpointer.raise_failure()
         if is_first:
-            self.checkpointer.prepare()
+            with deaf_children():
+                self.checkpointer.prepare()
         if saves:
             began = time.monotonic()
             self.checkpointer.save(step)

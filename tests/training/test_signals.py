@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.signals import StopSignals, deaf_children
 from titan_sparse.training.watch import Watch
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,33 @@ def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
     assert _is_alive(child) != under_torchrun
     if not under_torchrun:
         os.kill(child, signal.SIGKILL)
+
+
+def _start_child(children: list) -> None:
+    child = mp.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    children.append(child)
+
+
+def test_a_child_that_saves_lives_on_when_all_are_told_to_stop():
+    children = []
+    with StopSignals() as signals:
+        with deaf_children():
+            thread = threading.Thread(target=_start_child, args=(children,))
+            thread.start()
+            thread.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while not signals.asked and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert signals.asked  # this process still hears
+    child = children[0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)
+    child.join(1)
+    assert child.is_alive()
+    child.kill()
+    child.join()
 
 
 def _beside_a_dead_peer(rank: int, folder: str) -> None:
