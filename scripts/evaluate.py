@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from titan_sparse.config import Config, Flags, check, check_launch, load, world_from_environment
+from titan_sparse.config import Config, Flags, check, load, world_from_environment
 from titan_sparse.config.mixture import single_source
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -127,7 +127,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     config = load_for_evaluation(args, rest)
     _resolve(args, config)
     check(config, *world_from_environment())
-    check_launch()
     return args, config
 
 
