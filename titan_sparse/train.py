@@ -15,6 +15,8 @@ from titan_sparse.config import (
     Config,
     Flags,
     Refusal,
+    check_launch,
+    check_start,
     load_and_check,
     to_toml,
     world_from_environment,
@@ -49,6 +51,9 @@ def main() -> int:
 
 def _run() -> int:
     config, flags = load_and_check(sys.argv[1:], *world_from_environment())
+    if not flags.starts_nothing:
+        check_launch()
+        check_start(config)
     if flags.print_config:
         print(to_toml(config))
         return 0

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +67,8 @@ from titan_sparse.training.parallelize import (
 from titan_sparse.training.profiling import profiler
 from titan_sparse.training.recovery import Recovery
 from titan_sparse.training.resumption import report_changes
-from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.run_folder import begin_start
+from titan_sparse.training.signals import StopSignals, deaf_children
 from titan_sparse.training.start import (
     check_initial_weights,
     checkpoint_to_resume,
@@ -124,6 +124,7 @@ class Trainer:
         # Who works together.
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
+        self.start_folder = begin_start(config, self.device)
         cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
@@ -150,7 +151,7 @@ class Trainer:
             self.optimizers,
             self.loader,
             self.progress,
-            states={},
+            states={"guard": self.guard},
             texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
         )
         self.recovery = Recovery(
@@ -177,7 +178,7 @@ class Trainer:
         self.watch = Watch(
             config.parallelism.first_step_timeout_seconds,
             self.signals,
-            Path(training.output_dir, "stuck"),
+            self.start_folder,
         )
         # Seconds of the last step and of the last save: what a stop in mid-step has to reckon with.
         self.step_seconds = 0.0
@@ -437,11 +438,13 @@ class Trainer:
             self._set_timeout(parallelism.first_step_timeout_seconds)
         self.checkpointer.raise_failure()
         if is_first:
-            self.checkpointer.prepare()
+            with deaf_children():
+                self.checkpointer.prepare()
         if saves:
             began = time.monotonic()
-            self.checkpointer.save(step, is_last)
+            self.checkpointer.save(step)
             self.save_seconds = time.monotonic() - began
+            self.metrics.leave_out(self.save_seconds)
             self.saved_step = step
             self.recovery.has_saved()
         if validates:

@@ -573,3 +573,89 @@ def test_files_that_are_missing_or_broken(tmp_path):
         ValueError, match="has neither model.safetensors nor model.safetensors.index.json"
     ):
         check_weights(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/model.safetensors", "a/model.safetensors", "..", "", "a.pt", 5],
+)
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
+    """The file exists and holds every tensor: only its place is wrong."""
+    save_reference(tmp_path)
+    config = read_config(str(tmp_path))
+    folder = tmp_path / "download"
+    (folder / "a").mkdir(parents=True)
+    shutil.copy(tmp_path / "model.safetensors", folder / "a")
+    names = load_file(tmp_path / "model.safetensors").keys()
+    if name == "/model.safetensors":
+        name = str(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model.initial_hf: .*index.json names the file") as caught:
+        check_weights(str(folder), config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"weight_map": []}', "[" * 100_000])
+def test_an_index_of_another_shape_is_refused(tmp_path, text):
+    save_reference(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="has no readable weight_map"):
+        check_weights(str(tmp_path), read_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named_by_the_rank_that_reads_them(tmp_path, value):
+    save_reference(tmp_path)
+    config = read_config(str(tmp_path))
+    with torch.device("meta"):
+        model = Decoder(config, dense_attend)
+    model = model.to_empty(device="cpu")
+    assert load_weights(model, str(tmp_path), config) is None
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(tmp_path, lambda tensors: tensors[name][-1, -1].fill_(value))
+    assert load_weights(model, str(tmp_path), config) == name
+    named = []
+    for rank in (0, 1):
+        with pretended_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=[f"finite_{rank}_{value}"])
+            sharded = decoder_of_shards(mesh, config)
+            named.append(load_weights(sharded, str(tmp_path), config))
+    assert named == [None, name]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "head_dim",
+    ],
+)
+def test_sizes_of_config_json_are_positive_integers(tmp_path, key):
+    for value in ("x", "5", -1, 0, [], {}, 1.5, True, 2**64):
+        write_config(tmp_path, **{key: value})
+        with pytest.raises(ValueError, match=f"model.initial_hf: .* {key} = .* positive integer"):
+            read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("rms_norm_eps", ("x", -1, 0, [], float("nan"), float("inf"))),
+        ("tie_word_embeddings", ("x", 1, [])),
+        ("rope_scaling", (5, "x", [1], {"rope_type": "yarn", "factor": []})),
+        ("layer_types", (5, "x", {"a": 1})),
+    ],
+)
+def test_other_values_of_config_json_have_their_type(tmp_path, key, values):
+    for value in values:
+        write_config(tmp_path, rope_theta=1e4, **{key: value})
+        with pytest.raises(ValueError, match="model.initial_hf: "):
+            read_config(str(tmp_path))

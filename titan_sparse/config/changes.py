@@ -185,9 +185,9 @@ def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) ->
         said = f"{found[0].key} = {show(found[0].now)}"
         instead = " and ".join(f"{change.key} = {show(change.saved)}" for change in found)
     else:
-        # The same words, but the folder's config.json or the published shape is another.
-        key = "model.initial_hf" if config.model.initial_hf else "model.flavour"
-        said = f"{key} = {show(attrgetter(key)(config))}"
+        # The same words, but the folder holds another config.json.
+        key = "model.initial_hf"
+        said = f"{key} = {show(config.model.initial_hf)}"
         instead = f"{key} = what still has {name} = {show(before[name])}"
     new_run = "another training.output_dir for a new run"
     if all(name.startswith("rope.") for name in names):

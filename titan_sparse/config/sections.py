@@ -449,6 +449,11 @@ class Flags:
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
 
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether something is printed in place of a run."""
+        return self.print_config or self.dry_run or self.find_max_length
+
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key below a section with its type. Sub-sections come after the plain fields and

@@ -5,6 +5,7 @@ checkpoint of a run.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -88,14 +89,16 @@ def _refuse_names(problem: str, names: set[str], folder: str) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
+def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> str | None:
     """Fill every parameter of a materialized Decoder, plain or DTensor, in place, in the
     parameter's dtype.
 
-    Each rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what
-    check_weights() raises.
+    Each rank reads its own shard of each tensor and nothing else; nothing is sent. Returns the name
+    of the first tensor with a NaN or an infinity in this rank's shard, None without one: only all
+    ranks together know whether the weights are finite. Raises what check_weights() raises.
     """
     check_weights(folder, config)
+    first_not_finite = None
     with ExitStack() as stack:
         file_of_tensor = _open_tensors(folder, stack)
         for parameter_name, parameter in model.named_parameters():
@@ -107,8 +110,18 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
                 local = parameter
                 shard = (slice(None),) * parameter.ndim
             # With more ranks than rows, some ranks have nothing to read.
-            if local.numel():
-                local.copy_(file_of_tensor[name].get_slice(name)[shard])
+            if not local.numel():
+                continue
+            local.copy_(file_of_tensor[name].get_slice(name)[shard])
+            if first_not_finite is None and not _is_finite(local):
+                first_not_finite = name
+    return first_not_finite
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. Needs no copy of the tensor, unlike isfinite()."""
+    least, greatest = torch.aminmax(tensor)
+    return math.isfinite(least.item()) and math.isfinite(greatest.item())
 
 
 def export_weights(
@@ -224,11 +237,18 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             index = json.loads(index_path.read_text(encoding="utf-8"))
             names = set(index["weight_map"].values())
-            return sorted(folder / name for name in names)
-        except (ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"model.initial_hf: {index_path} has no readable weight_map: {error}"
             ) from error
+        for name in names:
+            # A download may come from anyone: nothing outside its folder is opened.
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+                raise ValueError(
+                    f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
+                    f"names of *.safetensors that lie in {folder} itself"
+                )
+        return sorted(folder / name for name in names)
     if not (folder / _SINGLE_FILE).is_file():
         raise ValueError(
             f"model.initial_hf: {folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; "

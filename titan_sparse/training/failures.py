@@ -5,7 +5,7 @@ Loads no torch, as launcher.py.
 
 
 class OtherRankFailed(RuntimeError):
-    """A collective has failed on this rank, but another rank has failed before. Status 1."""
+    """A collective has failed on this rank, but another rank is dead or has failed before. Status 1."""
 
 
 class Poisoned(RuntimeError):

@@ -5,6 +5,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 from titan_sparse.training.launcher import end_now
 
@@ -74,6 +77,24 @@ class StopSignals:
         if not self.asked:
             logger.info("%s: stopping", signal.Signals(number).name)
         self.ask()
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started inside, by this thread or by threads started inside, do not hear
+    SIGINT and SIGTERM.
+
+    torchrun passes signals on to the children of its ranks too. One that writes a checkpoint must
+    live on, or the last save fails. It ends with its rank. This process goes on hearing them, in
+    another thread.
+    """
+    # Python opens both signals when it starts this helper of its own, with the first child.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _do_nothing(*_: object) -> None:

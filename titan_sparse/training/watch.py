@@ -310,7 +310,7 @@ class Watch:
     def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
         """The main thread leaves by an exception: its own fault, or that of a rank that it waited for.
 
-        Returns whether another rank has failed before, and this one waited for it.
+        Returns whether another rank has failed before, or is dead, and this one waited for it.
         """
         lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
         self.frozen = place_of(lines[::-1])
@@ -322,17 +322,17 @@ class Watch:
         if not is_first:
             return waited
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if waited:
-            statuses, silent = self._statuses()
-            self._log(
-                f"a collective failed on rank {self.rank}: {describe(statuses, silent)}: {reason}"
-            )
-        else:
+        if not waited:
             self._log(
                 f"rank {self.rank} (host {socket.gethostname()}, process {os.getpid()}) failed in "
                 f"step {self.step}, at {place}: {reason}"
             )
-        return False
+            return False
+        statuses, silent = self._statuses()
+        self._log(
+            f"a collective failed on rank {self.rank}: {describe(statuses, silent)}: {reason}"
+        )
+        return bool(silent)
 
     def _end(self, why: str) -> None:
         """The job is lost. This rank is stuck and would outlive it."""

@@ -145,7 +145,8 @@ def _initial_weights(folder: Path) -> None:
             "checkpoint__initial_load_path": str(folder / "run/checkpoint/step-3"),
         },
     )
-    first = Trainer(tiny_config(folder, "run", **SETTINGS | {"training__steps": 3}))
+    saved = SETTINGS | {"training__steps": 3, "training__dtype": "float64"}
+    first = Trainer(tiny_config(folder, "run", **saved))
     assert first.checkpointer.load()
     second = train(config)
     assert second.progress.step == 1

@@ -145,14 +145,13 @@ class Checkpointer:
         if self.section.enable:
             self.saver.prepare(self.tensors.all(), self._values())
 
-    def save(self, step: int, last: bool) -> None:
-        """Save if `step` is due, or in any case if it is the run's last.
+    def save(self, step: int) -> None:
+        """Save now, due or not. Not where checkpoint.enable is false.
 
         Raises SaveError, one line, on all ranks, if this save failed, or one in the background.
         """
-        if self.is_due(step, last):
-            self.saver.save(step, self.tensors.all(), self._values())
-            self.last_saved = step
+        self.saver.save(step, self.tensors.all(), self._values())
+        self.last_saved = step
 
     def before_update(self) -> None:
         """Let a save in the background copy what the optimizer is about to change.
