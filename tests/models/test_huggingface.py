@@ -604,27 +604,6 @@ def test_an_index_of_another_shape_is_refused(tmp_path, text):
         check_weights(str(tmp_path), read_config(str(tmp_path)))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_named_by_the_rank_that_reads_them(tmp_path, value):
-    save_reference(tmp_path)
-    config = read_config(str(tmp_path))
-    with torch.device("meta"):
-        model = Decoder(config, dense_attend)
-    model = model.to_empty(device="cpu")
-    assert load_weights(model, str(tmp_path), config) is None
-
-    name = "model.layers.1.mlp.up_proj.weight"
-    change_tensors(tmp_path, lambda tensors: tensors[name][-1, -1].fill_(value))
-    assert load_weights(model, str(tmp_path), config) == name
-    named = []
-    for rank in (0, 1):
-        with pretended_rank(rank, 2):
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=[f"finite_{rank}_{value}"])
-            sharded = decoder_of_shards(mesh, config)
-            named.append(load_weights(sharded, str(tmp_path), config))
-    assert named == [None, name]
-
-
 @pytest.mark.parametrize(
     "key",
     [

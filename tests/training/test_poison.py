@@ -2,7 +2,6 @@
 weights with a NaN. The run's numbers are those of a run that was led around the poison by hand."""
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_processes
+from tests.models.test_huggingface import change_tensors, save_reference
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
+from titan_sparse.config import Refusal
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.failures import Poisoned
 
@@ -214,8 +215,22 @@ def _poisoned_start(folder: Path) -> None:
         ValueError, match="initial_load_path = .*step-2: .* is not finite everywhere"
     ):
         Trainer(config).train()
+    _poisoned_huggingface(folder)
+
+
+def _poisoned_huggingface(folder: Path) -> None:
+    """One element of one matrix, in the shard of the last rank alone."""
     if dist.get_rank() == 0:
-        shutil.rmtree(folder / "second", ignore_errors=True)
+        save_reference(folder / "hf")
+        name = "model.layers.1.mlp.up_proj.weight"
+        change_tensors(folder / "hf", lambda tensors: tensors[name][-1, -1].fill_(math.inf))
+    dist.barrier()
+    config = tiny_config(folder, "third", **SETTINGS, model__initial_hf=str(folder / "hf"))
+    config.model.flavour = "debug"
+    with pytest.raises(
+        Refusal, match="model.initial_hf = .*hf: layers.1.mlp.up_proj.weight is not"
+    ):
+        Trainer(config).train()
 
 
 def test_first_weights_are_checked(tmp_path):
