@@ -10,11 +10,12 @@ pip install -e ".[eval]"
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from titan_sparse.training.metrics_file import read_metrics
 
 
 def main(words: list[str]) -> int:
@@ -69,27 +70,6 @@ class Difference(NamedTuple):
     b: float
     absolute: float
     relative: float
-
-
-def read_metrics(run: str | Path) -> dict[int, dict]:
-    """The lines of a run's metrics.jsonl by step.
-
-    Of a step that is there twice, after resuming, the later line counts. run: an output_dir or the
-    file. Raises ValueError, one line, if there is no such file or a line is no metrics.
-    """
-    path = Path(run)
-    if path.is_dir():
-        path = path / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(
-            f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; "
-            "write one of them"
-        )
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {line["step"]: line for line in lines}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds a line that is no step's metrics: {error!r}") from error
 
 
 def differences(a: str | Path, b: str | Path, field: str = "loss") -> list[Difference]:

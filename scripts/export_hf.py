@@ -8,6 +8,7 @@ process on the CPU, whatever the run had.
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch
 from titan_sparse.config import load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
-from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import newest_checkpoint, read_into, verify
 
 
 def main(words: list[str]) -> int:
@@ -46,22 +47,29 @@ def export(source: str, out: str, dtype: torch.dtype) -> str:
     Raises ValueError, one line, if there is none.
     """
     path = Path(source)
-    is_run = (path / "config.toml").is_file()
-    run = path if is_run else path.resolve().parent.parent  # of checkpoint/step-N
-    if not (run / "config.toml").is_file():
+    if (path / ".metadata").is_file():
+        checkpoint = str(path)
+        # A checkpoint has its config with it; those of before had not.
+        configs = [path / "config.toml", path.resolve().parent.parent / "config.toml"]
+    else:
+        checkpoint = newest_checkpoint(source)
+        configs = [path / "config.toml"]
+    config_path = next((file for file in configs if file.is_file()), None)
+    if config_path is None:
         raise ValueError(
             f"{source} is neither the output_dir of a run (with config.toml) "
             "nor one of its folders checkpoint/step-N"
         )
-    checkpoint = newest_checkpoint(str(run)) if is_run else str(path)
-    if checkpoint is None or not (Path(checkpoint) / ".metadata").is_file():
+    if checkpoint is None:
         raise ValueError(
             f"{source} holds no complete checkpoint; "
             "write a run with one, or its folder checkpoint/step-N"
         )
-    config, _ = load(["--config", str(run / "config.toml")])
+    config, _ = load(["--config", str(config_path)])
     model = config.model
-    export_weights(checkpoint, out, resolve(**vars(model)), dtype, model.initial_hf)
+    verify(checkpoint)
+    read = functools.partial(read_into, checkpoint=checkpoint)
+    export_weights(checkpoint, read, out, resolve(**vars(model)), dtype, model.initial_hf)
     return checkpoint
 
 

@@ -18,7 +18,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # When a collective times out, torch writes down what NCCL was doing.
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-# After Ctrl-C: time for two steps and a save (torch 2.13; 2.11 waits for 30 seconds whatever this says).
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}
 
-exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-gpu}" train.py --config "$config" "${@:2}"
+# Ctrl-C ends the run after a save, within training.stop_grace_seconds; a second Ctrl-C ends it at once.
+exec scripts/past_torchrun.sh "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "${GPUS:-gpu}" train.py --config "$config" "${@:2}"

@@ -2,7 +2,7 @@
 # Train over many nodes with Slurm, from the project's folder, which all nodes see:
 #   sbatch --nodes 4 scripts/launch_slurm.sh train_configs/X.toml [--section.key value ...]
 # One task a node starts one process a GPU. Five minutes before the time limit all processes get SIGTERM: they end their step,
-# save if checkpoint.enable is true, and the same command goes on from there.
+# or leave it out if that takes too long, save if checkpoint.enable is true, and the same command goes on from there.
 #SBATCH --job-name=titan_sparse
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -28,13 +28,15 @@ fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000}
 export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+# Where Slurm signals torchrun too, and not only past_torchrun.sh. Torch 2.13 reads it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000)) # two jobs on one head node do not meet
 
 # [parallelism] of the configuration says how long ranks wait; --kill-on-bad-exit frees the nodes when one fails.
-srun --kill-on-bad-exit=1 "${PYTHON:-python}" -m torch.distributed.run \
+# The grace is what SIGTERM comes before the end, less some time for what lasts longer than it did before.
+srun --kill-on-bad-exit=1 scripts/past_torchrun.sh "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${GPUS:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$SLURM_JOB_ID" \
-    train.py --config "$@"
+    train.py --config "$1" --training.stop_grace_seconds 240 "${@:2}"

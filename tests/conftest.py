@@ -1,4 +1,7 @@
-"""Without a GPU, kernels run in Triton's interpreter: it must be switched on before the first kernel is imported."""
+"""Without a GPU, kernels run in Triton's interpreter: it must be switched on before the first kernel is imported.
+
+One thread a process: several processes of tests share the cores.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +10,41 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.interpreter import patch_languages_once
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
+torch.set_num_threads(1)
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    patch_languages_once()
+
+
+LONGEST = [
+    "tests/test_trainer.py",
+    "tests/docs/test_docs.py",
+    "tests/training/test_watch.py",
+    "tests/training/test_checkpoint.py",
+    "tests/attention/context_parallel/test_stress.py",
+    "tests/attention/context_parallel/test_group.py",
+    "tests/kernels/test_block_sparse.py",
+    "tests/kernels/test_budget.py",
+    "tests/scripts/benchmarks/test_context_parallel.py",
+    "tests/attention/context_parallel/test_balanced_processes.py",
+    "tests/attention/patterns/test_block_patterns.py",
+    "tests/attention/schedules/test_group_cast.py",
+    "tests/attention/test_recomputed.py",
+    "tests/test_train.py",
+    "tests/test_package.py",
+    "tests/evaluation/test_validation.py",
+]
+"""Files to begin with. A long one at the end would keep one core waiting for the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, otherwise in the order of their names."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,13 +1,16 @@
-"""Runs a function in several gloo processes; any failure in any of them fails the test.
+"""Runs a function, or a program, in several processes; any failure in any of them fails the test.
 
-Also the command line of torchrun, for tests that start programs.
+Also the command line of torchrun, for tests of how a program is started.
 """
 
+import contextlib
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,11 +22,28 @@ def run_processes(world_size: int, function: Callable, *args) -> None:
 
     `function` must be importable (module level).
     """
-    mp.get_context("forkserver").set_forkserver_preload(["datasets", "titan_sparse.trainer"])
     # A folder, since the last process to leave the store deletes its file.
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, os.path.join(folder, "rendezvous"), function, args)
-        mp.start_processes(_entry, arguments, world_size, start_method="forkserver")
+        _start(_entry, (world_size, os.path.join(folder, "rendezvous"), function, args), world_size)
+
+
+def run_program(world_size: int, main: Callable[[list[str]], int], words: list[str]) -> str:
+    """main(words) in `world_size` processes that find torchrun's variables. Returns what they print.
+
+    torchrun itself would start a Python for each process, which takes seconds.
+    """
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        _start(_entry_of_program, (world_size, port, main, words, folder), world_size)
+        return "".join(Path(folder, str(rank)).read_text() for rank in range(world_size))
+
+
+def _start(entry: Callable, arguments: tuple, world_size: int) -> None:
+    """entry(rank, *arguments) in processes forked from one that has imported what they need."""
+    mp.get_context("forkserver").set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+    mp.start_processes(entry, arguments, world_size, start_method="forkserver")
 
 
 def torchrun(processes: int, *words: object) -> list[str]:
@@ -33,7 +53,7 @@ def torchrun(processes: int, *words: object) -> list[str]:
     return command + [str(word) for word in words]
 
 
-def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args: tuple) -> None:
+def _set_variables(rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -41,6 +61,10 @@ def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
+
+
+def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args: tuple) -> None:
+    _set_variables(rank, world_size)
     store = dist.FileStore(rendezvous, world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
@@ -49,3 +73,14 @@ def _entry(rank: int, world_size: int, rendezvous: str, function: Callable, args
         function(*args)
     finally:
         dist.destroy_process_group()
+
+
+def _entry_of_program(
+    rank: int, world_size: int, port: int, main: Callable, words: list[str], folder: str
+) -> None:
+    _set_variables(rank, world_size)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = [main.__module__, *words]
+    with open(Path(folder, str(rank)), "w") as printed, contextlib.redirect_stdout(printed):
+        status = main(words)
+    assert status == 0, f"status {status}"

@@ -1,6 +1,5 @@
 """Small training runs for tests: a tiny model in float64 on generated text files."""
 
-import json
 import random
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from titan_sparse.config import Config
 from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.metrics_file import read_lines
 
 TINY = flavours.DecoderConfig(
     vocab_size=258,
@@ -92,5 +92,4 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
 
 def metrics_of(config: Config) -> list[dict]:
     """The lines of the run's metrics.jsonl."""
-    lines = (Path(config.training.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return read_lines(Path(config.training.output_dir) / "metrics.jsonl")

@@ -8,25 +8,52 @@ In a checkout, train.py is the same program.
 import logging
 import os
 import sys
+import time
+import traceback
 
 from titan_sparse.config import (
     Config,
-    ConfigError,
     Flags,
+    Refusal,
+    check_launch,
+    check_start,
     load_and_check,
     to_toml,
     world_from_environment,
     world_of,
 )
+from titan_sparse.training.failures import OtherRankFailed, Poisoned
+from titan_sparse.training.launcher import end_now, end_with_launcher, tell_launcher
+
+_SECONDS_FOR_FIRST_RANK = 5.0
+"""What ranks other than the first wait before they tell what it will have told by then."""
 
 
 def main() -> int:
-    """The program; returns its exit status: 0, 1 for a step that does not fit, 2 for a refusal."""
+    """The program; returns its exit status.
+
+    0: done, or stopped by a signal; 1: failed, or a step that does not fit; 2: something has to be
+    changed by the user; 3: the guard has given up; 130: ended by a second Ctrl-C.
+    """
+    end_with_launcher()
     try:
-        config, flags = load_and_check(sys.argv[1:], *world_from_environment())
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _run()
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit:
+        raise
+    except BaseException as error:  # DCP's CheckpointException is no Exception
+        status = tell(error)
+        if _has_process_group():
+            end_now(status)
+        return status
+
+
+def _run() -> int:
+    config, flags = load_and_check(sys.argv[1:], *world_from_environment())
+    if not flags.starts_nothing:
+        check_launch()
+        check_start(config)
     if flags.print_config:
         print(to_toml(config))
         return 0
@@ -36,24 +63,79 @@ def main() -> int:
         return reckon(config, flags)
 
     # Imported here: a mistake in the config is told before torch has even been loaded.
-    import torch.distributed as dist
-
     from titan_sparse.trainer import Trainer
     from titan_sparse.training.parallelize import leave_distributed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if _is_first_rank():
         logging.getLogger("titan_sparse").setLevel(logging.INFO)
-    try:
-        Trainer(config).train()
-    except ValueError as error:
-        # Before there is a process group a ValueError is a refusal, told in one line.
-        if dist.is_initialized():
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    Trainer(config).train()
     leave_distributed()
     return 0
+
+
+def tell(error: BaseException) -> int:
+    """Say what has ended the program, to the user and to torchrun. Returns the exit status.
+
+    One line for what the user has to change, for disks and files, and where another rank has failed
+    first; a traceback for what nobody expected.
+    """
+    where = ""
+    failures = getattr(error, "failures", None)
+    if failures:  # of ranks, as DCP collects them
+        rank, (error, _) = min(failures.items())
+        where = f"rank {rank}: "
+    line = " ".join(f"error: {where}{error}".splitlines())
+    # Before there is a process group a ValueError is a refusal.
+    is_early = isinstance(error, ValueError) and not _has_process_group()
+    if isinstance(error, Refusal) or is_early:
+        _print_once(line)
+        return 2
+    if isinstance(error, Poisoned):
+        _print_once(line)
+        return 3
+    if isinstance(error, OSError):
+        _print_once(f"{line} ({_place(error)})")
+        return 1
+    if isinstance(error, OtherRankFailed):
+        tell_launcher(str(error))
+        print(error, file=sys.stderr)
+        return 1
+    trace = "".join(traceback.format_exception(error))
+    tell_launcher(f"{type(error).__name__}: {error}", trace)
+    print(trace, file=sys.stderr)
+    return 1
+
+
+def _print_once(line: str) -> None:
+    """One rank's line, if all come to the same end: when the first is gone torchrun ends the others.
+
+    If it goes on, then one rank of each node speaks.
+    """
+    if not _is_first_rank():
+        ranks_before = 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+        time.sleep(ranks_before * _SECONDS_FOR_FIRST_RANK)
+    tell_launcher(line)
+    print(line, file=sys.stderr, flush=True)
+
+
+def _place(error: BaseException) -> str:
+    """Where in this package an error came up; empty if nowhere."""
+    package = os.path.dirname(__file__)
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(package):
+            place = f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return place
+
+
+def _has_process_group() -> bool:
+    """Whether ranks may be waiting for this one. Does not load torch."""
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def set_allocator() -> None:
@@ -73,14 +155,10 @@ def reckon(config: Config, flags: Flags) -> int:
 
     ranks, ranks_per_node = world_of(flags, *world_from_environment())
     where = world(ranks, ranks_per_node, flags.device_memory)
-    try:
-        if flags.dry_run:
-            report, fits = dry_run(config, where)
-        else:
-            report, fits = find_max_length(config, where)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if flags.dry_run:
+        report, fits = dry_run(config, where)
+    else:
+        report, fits = find_max_length(config, where)
     if _is_first_rank():
         print(report)
     return 0 if fits else 1

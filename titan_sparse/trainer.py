@@ -9,9 +9,10 @@ import functools
 import gc
 import logging
 import os
-import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
-from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, save
-from titan_sparse.data import Batch, PackedLoader, build_loader, load_tokenizer
-from titan_sparse.estimate.memory import Step, estimate, peak_gib, peak_phase, step_of
+from titan_sparse.config import Config, resolve_cp_intra, save, to_toml
+from titan_sparse.config.changes import (
+    ORIGIN_FILE,
+    Origin,
+    origin_text,
+    read_saved,
+    refuse_changes,
+)
+from titan_sparse.data import Batch
+from titan_sparse.estimate.memory import Step, estimate, peak_phase
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.from_config import (
@@ -31,20 +39,25 @@ from titan_sparse.from_config import (
     build_attend,
     build_context_parallel,
     build_mask,
-    build_pattern,
 )
 from titan_sparse.loss import count_valid
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.initialization import initialize
-from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from titan_sparse.training.checkpoint import (
+    Checkpointer,
+    Progress,
+    check_async_mode,
+    lock_run,
+    unlock_run,
+)
 from titan_sparse.training.float8 import check_device, convert_to_float8
+from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.offload import OffloadedBlocks
-from titan_sparse.training.optimizer import build_optimizer, build_schedule
+from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -52,14 +65,22 @@ from titan_sparse.training.parallelize import (
     parallelize,
 )
 from titan_sparse.training.profiling import profiler
+from titan_sparse.training.recovery import Recovery
+from titan_sparse.training.resumption import report_changes
+from titan_sparse.training.run_folder import begin_start
+from titan_sparse.training.signals import StopSignals, deaf_children
+from titan_sparse.training.start import (
+    check_initial_weights,
+    checkpoint_to_resume,
+    local_world_size,
+    open_data,
+    recomputed_share,
+    step_size,
+)
 from titan_sparse.training.timeouts import meet, set_timeout
 from titan_sparse.training.watch import Watch
 
 logger = logging.getLogger("titan_sparse")
-
-_AUTO_SHARE = 0.9
-"""Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
-and wrong estimates."""
 
 
 class Trainer:
@@ -74,18 +95,26 @@ class Trainer:
 
         # First whatever may be refused, before any process group exists.
         self.device = choose_device(training.device)
+        check_async_mode(config.checkpoint, self.device)
         self.dtype = getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
         if config.float8.enable:
             check_device(self.device)
-        _check_initial_weights(config, self.model_config)
-        self.loader = _open_data(config, self.model_config)
+        check_initial_weights(config, self.model_config)
+        self.loader = open_data(config, self.model_config)
+        self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
+        self.saved = read_saved(checkpoint_to_resume(config))
+        if self.saved is not None:
+            refuse_changes(self.saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
         )
         self.backend = backends.choose(**case)
         self.kernel = backends.explain(**case)
+
+        if os.environ.get("RANK", "0") == "0":
+            lock_run(training.output_dir)
 
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -95,7 +124,8 @@ class Trainer:
         # Who works together.
         if not dist.is_initialized():
             init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
-        cp_intra = resolve_cp_intra(config.parallelism, _local_world_size())
+        self.start_folder = begin_start(config, self.device)
+        cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
         self.cp = build_context_parallel(config.attention, self.meshes.cp)
         table_of_batch = None
@@ -104,20 +134,33 @@ class Trainer:
         self.loader.use_layout(self.cp.shard, table_of_batch)
 
         # What is trained.
-        self.recomputed = self._recomputed_share()
+        self.recomputed = recomputed_share(config, self._step_size, self.device)
         self.model = self._build_model()
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
 
         # What is kept and told of it.
         self.progress = Progress(self.device)
+        self.guard = Guard(
+            config.guard, self.device, decides_on_device(self.optimizers, self.device)
+        )
         self.checkpointer = Checkpointer(
             config.checkpoint,
             training.output_dir,
             self.model,
             self.optimizers,
-            self.schedule,
             self.loader,
+            self.progress,
+            states={"guard": self.guard},
+            texts={"config.toml": to_toml(config), ORIGIN_FILE: origin_text(self.origin)},
+        )
+        self.recovery = Recovery(
+            config,
+            self.guard,
+            self.checkpointer,
+            self.model,
+            self.optimizers,
+            self.schedule,
             self.progress,
         )
         is_first_rank = dist.get_rank() == 0
@@ -131,8 +174,17 @@ class Trainer:
             self.meshes.dp_rank,
             self.meshes.dp_size,
         )
-        self.stop_signals = 0
-        self.watch = Watch(config.parallelism.first_step_timeout_seconds)
+        self.signals = StopSignals()
+        self.watch = Watch(
+            config.parallelism.first_step_timeout_seconds,
+            self.signals,
+            self.start_folder,
+        )
+        # Seconds of the last step and of the last save: what a stop in mid-step has to reckon with.
+        self.step_seconds = 0.0
+        self.save_seconds = training.stop_grace_seconds / 2 if config.checkpoint.enable else 0.0
+        # The step whose state is on disk.
+        self.saved_step = 0
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
@@ -173,16 +225,19 @@ class Trainer:
     def train(self) -> None:
         """Train from the newest checkpoint to training.steps.
 
-        SIGINT or SIGTERM ends the run earlier: the step in hand is finished and saved.
+        SIGINT or SIGTERM ends the run earlier, after the last step that is finished within
+        training.stop_grace_seconds. Its state is saved.
         """
         self._announce()
-        with self.watch:
+        with self.signals, self.watch:
             self._load()
+            self.saved_step = self.progress.step
             stopped = self._run_steps()
             self.checkpointer.close()
             if self.config.checkpoint.last_save_in_hf and not stopped:
                 self._save_in_hf()
         self.metrics.close()
+        unlock_run(self.config.training.output_dir)
         if stopped:
             logger.info("stopped by a signal after step %d", self.progress.step)
         else:
@@ -198,20 +253,30 @@ class Trainer:
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
+            # What the user writes counts, and not what the checkpoint was saved with.
+            step = self.progress.step
+            resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
+            if self.saved is not None and dist.get_rank() == 0:
+                report_changes(self.saved, self.config, step)
         elif initial_hf:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
 
             load_weights(self.model, initial_hf, self.model_config)
             logger.info("read the weights of %s", initial_hf)
+        self.checkpointer.check_disk(self.config.training.steps)
+        refuse_bad_weights(self.model, self._source_of_weights(), self.device)
+
+    def _source_of_weights(self) -> str:
+        if self.progress.step:
+            return f"the checkpoint of step {self.progress.step}"
+        if self.config.checkpoint.initial_load_path:
+            return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
+        return f"model.initial_hf = {self.config.model.initial_hf}"
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
         training = self.config.training
-        previous_handlers = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
         gc.disable()  # collected at the same steps on all ranks, so that none makes the others wait
         first_step = self.progress.step + 1
         stopped = False
@@ -223,42 +288,80 @@ class Trainer:
                 if profile is not None:
                     profile.step()
         gc.enable()
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-        return stopped
+        return stopped or self._any_rank(self.signals.asked)
 
     def step(self) -> bool:
-        """One optimizer step. Returns whether any rank was asked to stop."""
+        """One optimizer step. Returns whether it was left out, as a rank was asked to stop."""
+        began = time.monotonic()
+        before = self.loader.state_dict(), self.progress.state_dict()
         accumulated = self.config.training.gradient_accumulation_steps
         batches = [next(self.loader) for _ in range(accumulated)]
-        valid, tokens, stop = self._totals(batches)
+        valid, tokens, asked = self._totals(batches)
+        if asked:
+            return self._leave_step_out(*before)
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches[:-1]:
-            loss += self._forward_backward(batch, valid)
-        with self._recording(step, is_logged) as recorded:
-            loss += self._forward_backward(batches[-1], valid)
+        for number, batch in enumerate(batches):
+            if number > 0 and self._lacks_time(began, number, accumulated):
+                return self._leave_step_out(*before)
+            is_recorded = is_logged and number == accumulated - 1
+            with self._recording(step, is_recorded) as recorded:
+                loss += self._forward_backward(batch, valid)
 
         grad_norm = self._clip()
         learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
         self.checkpointer.before_update()
-        self.optimizers.step()
+        self.guard.update(step, loss, grad_norm, self.optimizers)
         self.schedule.step()
         self.optimizers.zero_grad()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
         self.metrics.count(tokens)
+        self.recovery.read_guard(all_of_them=is_logged)
         if is_logged:
             dist.all_reduce(loss)
-            values = {"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": learning_rate}
+            values = {
+                "loss": loss.item(),
+                "grad_norm": grad_norm.item(),
+                "lr": learning_rate,
+                "skipped_updates": self.progress.skipped_updates,
+            }
             lengths = batches[-1].lengths
             tokens_per_sequence = sum(sum(sequence) for sequence in lengths) / len(lengths)
             self.metrics.log(step, self.progress.tokens_seen, values, recorded, tokens_per_sequence)
-        return stop
+        self.step_seconds = time.monotonic() - began
+        return False
+
+    def _lacks_time(self, began: float, done: int, accumulated: int) -> bool:
+        """Whether the rest of the step and a save would outlast a rank's grace after a stop signal.
+        Collective.
+
+        began: the step, on the monotonic clock. done: micro-batches. Asks on the CPU, so that no
+        GPU is waited for.
+        """
+        micro_batch_seconds = max(
+            (time.monotonic() - began) / done, self.step_seconds / accumulated
+        )
+        needed = (accumulated - done) * micro_batch_seconds + self.save_seconds
+        grace = self.config.training.stop_grace_seconds
+        return self._any_rank(not self.signals.has_time_for(needed, grace))
+
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether it holds on any rank. Collective, on the CPU."""
+        ranks = torch.tensor([int(condition)])
+        dist.all_reduce(ranks)
+        return ranks.item() > 0
+
+    def _leave_step_out(self, loader: dict[str, Any], progress: dict[str, Any]) -> bool:
+        """Back to these states, those before the step. Returns True."""
+        self.optimizers.zero_grad()
+        self.loader.load_state_dict(loader)
+        self.progress.load_state_dict(progress)
+        return True
 
     def _totals(self, batches: list[Batch]) -> tuple[int, int, bool]:
         """Over the world: labels that count, tokens consumed (each once), and whether any rank was
@@ -271,10 +374,10 @@ class Trainer:
         # All ranks of a context-parallel group see the same sequences: one counts their tokens.
         if self.cp.rank > 0:
             tokens = 0
-        totals = torch.tensor([labels, tokens, self.stop_signals])
+        totals = torch.tensor([labels, tokens, self.signals.asked])
         dist.all_reduce(totals)
-        labels, tokens, stop_signals = totals.tolist()
-        return max(labels, 1), tokens, stop_signals > 0
+        labels, tokens, ranks_asked = totals.tolist()
+        return max(labels, 1), tokens, ranks_asked > 0
 
     def _recording(self, step: int, is_logged: bool) -> AbstractContextManager[Recording | None]:
         """Records the attention of what runs inside, if the step is logged."""
@@ -317,17 +420,33 @@ class Trainer:
         return norm
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
-        """What is due after a step: saving, validation, collecting garbage."""
+        """What is due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training, parallelism = self.config.training, self.config.parallelism
         is_last = stopped or step == training.steps
-        saves = self.checkpointer.is_due(step, is_last)
-        validates = self.validation.is_due(step)
+        is_due = self.checkpointer.is_due(step, is_last) and step != self.saved_step
+        problem = self.recovery.problem(saves=is_due, is_last=is_last)
+        if problem and not stopped:
+            self._go_back(problem)
+            return
+        if problem and is_due:
+            logger.error("step %d is not saved: %s", step, problem)
+        saves = not problem and self.recovery.may_save(is_due, is_last)
+        validates = self.validation.is_due(step) and not self._any_rank(self.signals.asked)
         if saves or validates:
             # Disks may be slow, and not alike. The first validation compiles what training has not.
             self._set_timeout(parallelism.first_step_timeout_seconds)
+        self.checkpointer.raise_failure()
+        if is_first:
+            with deaf_children():
+                self.checkpointer.prepare()
         if saves:
-            self.checkpointer.save(step, is_last)
+            began = time.monotonic()
+            self.checkpointer.save(step)
+            self.save_seconds = time.monotonic() - began
+            self.metrics.leave_out(self.save_seconds)
+            self.saved_step = step
+            self.recovery.has_saved()
         if validates:
             self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
@@ -336,6 +455,18 @@ class Trainer:
             self._set_timeout(parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
             gc.collect(1)
+
+    def _go_back(self, problem: str) -> None:
+        """Go on from the last good checkpoint, with the batches that come next. Collective.
+
+        Raises Poisoned if that is not possible.
+        """
+        self._set_timeout(self.config.parallelism.first_step_timeout_seconds)
+        self.recovery.go_back(problem)
+        self.saved_step = self.progress.step
+        self.metrics.start_interval()
+        meet()
+        self._set_timeout(self.config.parallelism.timeout_seconds)
 
     def _save_in_hf(self) -> None:
         # The other ranks wait for rank 0.
@@ -353,10 +484,6 @@ class Trainer:
         is_short = seconds == self.config.parallelism.timeout_seconds
         set_timeout(seconds, without=self.checkpointer.background_groups() if is_short else [])
         self.watch.timeout_seconds = seconds
-
-    def _on_signal(self, number: int, _) -> None:
-        self.stop_signals += 1
-        logger.info("signal %d: stopping after this step", number)
 
     def _announce(self) -> None:
         """Rank 0: the banner, and the resolved config in the run's folder."""
@@ -377,69 +504,6 @@ class Trainer:
         print(banner(self.config, resolved), flush=True)
         save(self.config, self.config.training.output_dir)
 
-    def _recomputed_share(self) -> float:
-        """activation_checkpoint.attention_recompute; for auto what the rank with the least memory
-        needs. Collective."""
-        share = self.config.activation_checkpoint.attention_recompute
-        if share != AUTO:
-            return share
-        needed = torch.zeros(())
-        if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-            free_gib = _AUTO_SHARE * free_bytes / 2**30
-            needed.fill_(choose_recompute(lambda share: peak_gib(self._step_size(share)), free_gib))
-        dist.all_reduce(needed, dist.ReduceOp.MAX)
-        return needed.item()
-
     def _step_size(self, recomputed: float) -> Step:
         """What a step's memory depends on, with this share of attention recomputed."""
-        step = step_of(
-            self.config,
-            self.model_config,
-            build_pattern(self.config.attention),
-            self.backend,
-            dist.get_world_size(),
-            _local_world_size(),
-        )
-        return dataclasses.replace(step, attention_recompute=recomputed)
-
-
-def _local_world_size() -> int:
-    """Ranks of this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _check_initial_weights(config: Config, model: DecoderConfig) -> None:
-    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
-
-    Raises ValueError.
-    """
-    resumes = config.checkpoint.enable and newest_checkpoint(config.training.output_dir) is not None
-    if config.model.initial_hf and not resumes:
-        # Only where asked for: it needs safetensors.
-        from titan_sparse.models.huggingface import check_weights
-
-        check_weights(config.model.initial_hf, model)
-
-
-def _open_data(config: Config, model: DecoderConfig) -> PackedLoader:
-    """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
-            f"write {tokenizer.vocab_size} or more"
-        )
-    cp = config.parallelism.cp
-    return build_loader(
-        config.data,
-        config.training.seq_len,
-        config.training.local_batch_size,
-        config.training.seed,
-        dp_rank=int(os.environ.get("RANK", 0)) // cp,
-        dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
-        padding_multiple=padding_multiple(config),
-        tokenizer=tokenizer,
-        # Under a causal mask documents run into each other.
-        restart_positions=config.attention.mask != "causal",
-    )
+        return step_size(self.config, self.model_config, self.backend, recomputed)

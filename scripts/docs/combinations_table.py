@@ -90,28 +90,55 @@ def refusal(mask: str, pattern: str, layout: str, schedule: str, backend: str) -
 
 def table_of_options() -> list[str]:
     """The lines of the table for train.py, and of its refusals."""
-    dimensions = [choices("layout"), choices("schedule"), choices("backend")]
     lines = ["", "| mask | pattern | layouts | schedules | backends | but not |"]
     lines.append("|---|---|---|---|---|---|")
-    counts: dict[str, int] = {}  # of each refusal
+    refused: dict[str, list[str]] = {}  # {refusal with "..." for the pattern: its patterns}
+    rows: dict[str, dict[str, list[str]]] = {}  # {mask: {what runs: patterns}}
     for mask, pattern in itertools.product(MASKS, choices("pattern")):
-        refusals: Refusals = {}
-        for layout, schedule, backend in itertools.product(*dimensions):
-            message = refusal(mask, pattern, layout, schedule, backend)
-            refusals[layout, schedule, backend] = message
-            if message is not None:
-                counts[message] = counts.get(message, 0) + 1
-        runs = [combination for combination, message in refusals.items() if message is None]
-        cells = []
-        for place, dimension in enumerate(dimensions):
-            runs_somehow = {combination[place] for combination in runs}
-            cells.append([choice for choice in dimension if choice in runs_somehow])
-        shown = " | ".join(", ".join(cell) or "none" for cell in cells)
-        but_not = ", ".join(exceptions(cells, refusals))
-        lines.append(f"| {mask} | {pattern} | {shown} | {but_not} |")
+        refusals = refusals_of(mask, pattern)
+        for message in filter(None, refusals.values()):
+            general = message.replace(f'pattern = "{pattern}"', "pattern = ...")
+            refused.setdefault(general, []).append(pattern)
+        rows.setdefault(mask, {}).setdefault(row_of_what_runs(refusals), []).append(pattern)
+    for names, patterns_by_row in keys_with_equal_values(rows):
+        for row, patterns in patterns_by_row.items():
+            shown = "every one" if patterns == choices("pattern") else ", ".join(patterns)
+            lines.append(f"| {'; '.join(names)} | {shown} | {row} |")
     lines += ["", "The refusals:", ""]
-    lines += [f"* {message} ({count} combinations)" for message, count in counts.items()]
+    for message, patterns in refused.items():
+        lines.append(
+            f"* {message} ({len(patterns)} combinations: {', '.join(dict.fromkeys(patterns))})"
+        )
     return lines
+
+
+def refusals_of(mask: str, pattern: str) -> Refusals:
+    """What check() says to every layout, schedule and backend with this mask and pattern."""
+    dimensions = [choices("layout"), choices("schedule"), choices("backend")]
+    return {
+        combination: refusal(mask, pattern, *combination)
+        for combination in itertools.product(*dimensions)
+    }
+
+
+def row_of_what_runs(refusals: Refusals) -> str:
+    """The cells of a line of the table: layouts, schedules, backends, and what does not go together."""
+    runs = [combination for combination, message in refusals.items() if message is None]
+    cells = [list(dict.fromkeys(dimension)) for dimension in zip(*runs)] or [[], [], []]
+    shown = " | ".join(", ".join(cell) or "none" for cell in cells)
+    return f"{shown} | {', '.join(exceptions(cells, refusals))}"
+
+
+def keys_with_equal_values(table: dict[str, dict]) -> list[tuple[list[str], dict]]:
+    """[(keys, the value that all of them have)], in the order of the table."""
+    groups: list[tuple[list[str], dict]] = []
+    for key, value in table.items():
+        same = [keys for keys, known in groups if known == value]
+        if same:
+            same[0].append(key)
+        else:
+            groups.append(([key], value))
+    return groups
 
 
 def exceptions(cells: list[list[str]], refusals: Refusals) -> list[str]:
@@ -149,20 +176,24 @@ def table_of_masks() -> list[str]:
         "XAttention()": XAttention(stride=4, dense_below=16),
         "MoBA()": MoBA(chunk_size=16, top_k=2),
     }
-    lines = ["", f"| mask | {' | '.join(patterns)} |", f"|---{'|---' * len(patterns)}|"]
     q = torch.zeros(1, 2, 64, 8)  # [B, H, S, D]
     messages: list[str] = []
+    rows: dict[str, dict[str, str]] = {}  # {mask: {pattern: cell}}
     for name, mask in masks.items():
-        cells = []
-        for pattern in patterns.values():
+        rows[f"`{name}`"] = {}
+        for shown, pattern in patterns.items():
+            cell = "yes"
             try:
                 attend(q, q, q, mask, pattern, backend="eager", block_size=16)
-                cells.append("yes")
             except ValueError as error:
-                if str(error) not in messages:
-                    messages.append(str(error))
-                cells.append(f"no ({messages.index(str(error)) + 1})")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+                message = str(error).replace(f'"{pattern.name}"', "...")
+                if message not in messages:
+                    messages.append(message)
+                cell = f"no ({messages.index(message) + 1})"
+            rows[f"`{name}`"][shown] = cell
+    lines = ["", f"| mask | {' | '.join(patterns)} |", f"|---{'|---' * len(patterns)}|"]
+    for names, cells in keys_with_equal_values(rows):
+        lines.append(f"| {', '.join(names)} | {' | '.join(cells.values())} |")
     lines.append("")
     lines += [f"{number}. {message}" for number, message in enumerate(messages, 1)]
     return lines

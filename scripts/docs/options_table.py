@@ -44,9 +44,9 @@ def options_table() -> str:
             docs = field_docs(kind)
             continue
         meaning = docs[key.rpartition(".")[2]]
-        choices = " / ".join(f"`{choice}`" for choice in get_args(kind))
+        choices = ", ".join(f"`{choice}`" for choice in get_args(kind))
         if choices:
-            meaning += f"; one of {choices}"
+            meaning += f"; {choices}"
         default = show(attrgetter(key)(defaults))
         cells = [cell.replace("|", "\\|") for cell in (f"`{key}`", f"`{default}`", meaning)]
         rows.append("| " + " | ".join(cells) + " |")

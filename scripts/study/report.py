@@ -9,9 +9,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.compare_runs import differences, read_metrics, table
+from scripts.compare_runs import differences, table
 from scripts.study.runs import PRETRAIN, Size, cost, is_done, methods
 from titan_sparse.evaluation.pictures import has_matplotlib
+from titan_sparse.training.metrics_file import read_metrics
 
 BASE = "dense"
 """What the others are compared with."""
@@ -100,7 +101,7 @@ def by_layer(events: Path, kind: str) -> list[dict[int, float]]:
     board = EventAccumulator(str(events), size_guidance={"scalars": 0})
     board.Reload()
     tags = sorted(
-        (tag for tag in board.Tags()["scalars"] if tag.startswith(f"{kind}_by_layer/")),
+        (tag for tag in board.Tags()["scalars"] if tag.startswith(f"attention_{kind}_by_layer/")),
         key=lambda tag: int(tag.rpartition("/")[2]),
     )
     return [{event.step: event.value for event in board.Scalars(tag)} for tag in tags]

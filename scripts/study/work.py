@@ -57,11 +57,8 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
 @contextlib.contextmanager
 def stopped_in_time(trainer: Trainer, clock: Clock) -> Iterator[None]:
     """When the time is over the run ends its step and saves, as after a signal."""
-
-    def stop() -> None:
-        trainer.stop_signals = 1
-
-    timer = threading.Timer(min(max(clock.left(), 0), threading.TIMEOUT_MAX), stop)
+    seconds = min(max(clock.left(), 0), threading.TIMEOUT_MAX)
+    timer = threading.Timer(seconds, trainer.signals.ask)
     timer.daemon = True
     timer.start()
     try:

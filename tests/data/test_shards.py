@@ -1,5 +1,6 @@
 """titan_sparse.data.shards: the files that prepared tokens are kept in."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,30 @@ def test_a_shard_that_was_cut_off_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match="data.source.*shard_00001.bin has"):
         TokenShards(folder, ByteTokenizer())
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("damage", ["missing", "cut off", "garbage"])
+def test_a_damaged_index_of_a_shard_is_refused(tmp_path, damage):
+    folder = prepared(tmp_path)
+    path = Path(folder, "shard_00001.idx.npy")
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-2] if damage == "cut off" else b"garbage")
+    with pytest.raises(ValueError, match="data.source.*shard_00001.idx.npy cannot be read"):
+        TokenShards(folder, ByteTokenizer())
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("key", ["dtype", "shards", "tokens", "tokenizer_digest"])
+def test_a_meta_json_without_its_counts_is_refused(tmp_path, key):
+    path = Path(prepared(tmp_path), "meta.json")
+    meta = json.loads(path.read_text())
+    del meta[key]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"data.source.*meta.json has no {key}"):
+        TokenShards(str(path.parent), ByteTokenizer())
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -63,10 +63,21 @@ def test_short_documents_are_skipped_in_tokens_without_the_end():
     assert loader.documents_seen == 3
 
 
-@pytest.mark.parametrize("source", [["a", "bb", ""], [""], []])
-def test_all_documents_skipped_is_refused(source):
-    with pytest.raises(ValueError, match="data.min_document_length = 3"):
-        next(make_loader(source, min_document_length=3))
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        (["a", "bb", ""], "data.min_document_length = 3 leaves .* has 2 tokens; write 2 or less"),
+        ([""], "data.source holds only empty documents"),
+        ([], "data.source holds only empty documents"),
+    ],
+)
+def test_all_documents_skipped_is_refused_when_opened(source, expected):
+    with pytest.raises(ValueError, match=expected):
+        make_loader(source, min_document_length=3)
+
+
+def test_the_length_that_is_offered_is_taken():
+    next(make_loader(["a", "bb", ""], min_document_length=2))
 
 
 def test_one_long_document_among_many_is_found_in_each_epoch():

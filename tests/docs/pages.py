@@ -54,3 +54,13 @@ def all_commands() -> list[Command]:
         for command in commands_of(page.read_text(), page.name):
             commands.setdefault(command.words, command)
     return list(commands.values())
+
+
+def demo_command() -> Command:
+    """README's command that trains on the CPU. tests/test_train.py runs it."""
+    [demo] = [
+        command
+        for command in commands_of(PAGES[0].read_text(), PAGES[0].name)
+        if command.words[0] == "torchrun" and "train_configs/demo_cpu.toml" in command.words
+    ]
+    return demo

@@ -1,10 +1,7 @@
 """The documents tell the truth: their examples and commands run, and what they name exists."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from scripts.docs.options_table import options_table
+from tests.distributed import run_program
 from tests.docs.commands import (
     OTHERS,
     python_program,
@@ -59,20 +57,15 @@ def test_pages_with_examples():
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_example_over_several_processes_runs(tmp_path, processes):
+def test_example_over_several_processes_runs(processes):
     blocks = [block for page in PAGES for block in _python_blocks(page) if _is_distributed(block)]
     assert len(blocks) == 1
-    script = tmp_path / "example.py"
-    script.write_text(blocks[0])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    result = subprocess.run(
-        [*launch, str(processes), str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_program(processes, _run_block, blocks)
+
+
+def _run_block(words: list[str]) -> int:
+    exec(compile(words[0], "example", "exec"), {})
+    return 0
 
 
 @pytest.fixture(scope="module")

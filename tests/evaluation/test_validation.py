@@ -131,11 +131,15 @@ def test_what_cannot_run_is_refused(name, value, reason):
 
 def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
     write_texts(tmp_path / "texts")
+    (tmp_path / "short.txt").write_text("A short text.")
     for overrides, reason in (
         ({"validation__source": str(tmp_path / "none")}, "no such file or folder"),
         ({"validation__needle_lengths": "100"}, "do not fit in 100 tokens"),
         (
-            {"data__min_document_length": 100_000},
+            {
+                "validation__source": str(tmp_path / "short.txt"),
+                "data__min_document_length": 100,
+            },
             "a smaller data.min_document_length or another source",
         ),
     ):

@@ -118,7 +118,10 @@ def _block(chunk_tokens: int) -> tuple[Block, tuple[Tensor, ...]]:
     return block, (cos, sin, causal(96))
 
 
-@pytest.mark.parametrize("backend, forwards", [("inductor", 1), (None, 2)])
+@pytest.mark.parametrize(
+    "backend, forwards",
+    [("aot_eager", 1), (None, 2), pytest.param("inductor", 1, marks=pytest.mark.slow)],
+)
 def test_in_a_checkpointed_block(calls, backend, forwards):
     """Compiled, a step runs each op once: 48 chunks forward, 48 backward, and the block is one graph.
 

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
 from titan_sparse.models.huggingface import check_weights, export_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.checkpoint import read_into
 from titan_sparse.training.parallelize import parallelize
 
 transformers = pytest.importorskip("transformers")
@@ -111,6 +113,10 @@ def save_checkpoint(model: Decoder, folder: Path) -> str:
     return str(folder)
 
 
+def export(checkpoint: str, *args) -> None:
+    export_weights(checkpoint, partial(read_into, checkpoint=checkpoint), *args)
+
+
 # Logits
 
 
@@ -128,7 +134,7 @@ def test_logits_are_those_of_transformers_in_and_out(tmp_path, name, rope, kv_he
     ours = decoder(tmp_path / "in")
     assert_same_logits(ours, theirs)
     config = read_config(str(tmp_path / "in"))
-    export_weights(
+    export(
         save_checkpoint(ours, tmp_path / "checkpoint/step-1"),
         str(tmp_path / "out"),
         config,
@@ -221,7 +227,7 @@ def test_round_trip_is_bit_equal(tmp_path, dtype):
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-1")
     for name, limit in (("one", 10**9), ("many", 60_000)):
-        export_weights(checkpoint, str(tmp_path / name), config, dtype, str(tmp_path / "in"), limit)
+        export(checkpoint, str(tmp_path / name), config, dtype, str(tmp_path / "in"), limit)
         files = sorted((tmp_path / name).glob("*.safetensors"))
         out = {key: x for file in files for key, x in load_file(file).items()}
         wanted = theirs.state_dict()
@@ -252,9 +258,9 @@ def test_export_overwrites_nothing(tmp_path):
     config = read_config(str(tmp_path / "in"))
     checkpoint = save_checkpoint(decoder(tmp_path / "in"), tmp_path / "checkpoint/step-3")
     with pytest.raises(ValueError, match="already there"):
-        export_weights(checkpoint, str(tmp_path / "in"), config, torch.float32)
+        export(checkpoint, str(tmp_path / "in"), config, torch.float32)
     with pytest.raises(ValueError, match="among the run's checkpoints"):
-        export_weights(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
+        export(checkpoint, str(tmp_path / "checkpoint/step-3-hf"), config, torch.float32)
 
 
 # Sharded
@@ -567,3 +573,68 @@ def test_files_that_are_missing_or_broken(tmp_path):
         ValueError, match="has neither model.safetensors nor model.safetensors.index.json"
     ):
         check_weights(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/model.safetensors", "a/model.safetensors", "..", "", "a.pt", 5],
+)
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
+    """The file exists and holds every tensor: only its place is wrong."""
+    save_reference(tmp_path)
+    config = read_config(str(tmp_path))
+    folder = tmp_path / "download"
+    (folder / "a").mkdir(parents=True)
+    shutil.copy(tmp_path / "model.safetensors", folder / "a")
+    names = load_file(tmp_path / "model.safetensors").keys()
+    if name == "/model.safetensors":
+        name = str(tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model.initial_hf: .*index.json names the file") as caught:
+        check_weights(str(folder), config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "5", '{"weight_map": []}', "[" * 100_000])
+def test_an_index_of_another_shape_is_refused(tmp_path, text):
+    save_reference(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="has no readable weight_map"):
+        check_weights(str(tmp_path), read_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+        "head_dim",
+    ],
+)
+def test_sizes_of_config_json_are_positive_integers(tmp_path, key):
+    for value in ("x", "5", -1, 0, [], {}, 1.5, True, 2**64):
+        write_config(tmp_path, **{key: value})
+        with pytest.raises(ValueError, match=f"model.initial_hf: .* {key} = .* positive integer"):
+            read_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("rms_norm_eps", ("x", -1, 0, [], float("nan"), float("inf"))),
+        ("tie_word_embeddings", ("x", 1, [])),
+        ("rope_scaling", (5, "x", [1], {"rope_type": "yarn", "factor": []})),
+        ("layer_types", (5, "x", {"a": 1})),
+    ],
+)
+def test_other_values_of_config_json_have_their_type(tmp_path, key, values):
+    for value in values:
+        write_config(tmp_path, rope_theta=1e4, **{key: value})
+        with pytest.raises(ValueError, match="model.initial_hf: "):
+            read_config(str(tmp_path))

@@ -1,26 +1,20 @@
 """scripts.plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from scripts import calibrate
 from scripts import plan as script
+from tests.distributed import run_program
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.estimate.index_file import save_indexes
 from titan_sparse.estimate.planner import load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
 from titan_sparse.models.flavours import FLAVOURS
-
-ROOT = Path(__file__).parents[2]
-
 
 # The script ---------------------------------------------------------------------------------------------------------
 
@@ -257,32 +251,14 @@ def test_calibration_writes_what_plans_read(tmp_path):
         "--across-gb-s",
         "2",
     ]
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "scripts.calibrate",
-            *words,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = run_program(2, calibrate.main, words)
     constants = load_constants(tmp_path / "c.json")
     assert (
         constants.across_gb_s == 2
         and constants.forward_tflops > 0
         and 0 < constants.inside_gb_s < 1000
     )
-    assert json.loads(result.stdout)["machine"] == "CPU, 1 nodes of 2"
+    assert json.loads(printed)["machine"] == "CPU, 1 nodes of 2"
 
 
 def test_the_line_through_two_timings():

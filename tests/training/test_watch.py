@@ -109,6 +109,10 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
         r"rank [01] \(host .* holds up", output
     )
     assert "rank 2 is stuck at job.py" in output
+    stacks = tmp_path / "run/stuck/step-3"
+    assert f"; stacks of all ranks: {stacks}" in output
+    texts = [(stacks / f"stacks_rank_{rank}.txt").read_text() for rank in range(3)]
+    assert "in hold_up" in texts[2] and all("in step" in text for text in texts)
     assert seconds < 30
 
 
@@ -152,7 +156,13 @@ def _check_failure_with_short_timeout() -> None:
 def _check_timeout() -> None:
     """As with NCCL, where the timeout raises nothing on the ranks that wait: all end. As long as nobody waits for
     another, a long step is no failure."""
-    ended, Watch._end = [], lambda watch: ended.append(watch.step) or setattr(watch, "left", True)
+    ended: list[int] = []
+
+    def note_end(watch: Watch, why: str) -> None:
+        ended.append(watch.step)
+        watch.left = True
+
+    Watch._end = note_end
     for late in (0, 1, 2), (1,):
         with Watch(timeout_seconds=2) as watch:
             watch.step = len(late)

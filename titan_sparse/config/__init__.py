@@ -2,8 +2,10 @@
 so that mistakes are told at once.
 
 sections.py: the sections as dataclasses, with a documented field for each key. reading.py: command
-line and TOML to a Config, and back. checking.py, checking_attention.py: refuse impossible
-combinations, and derive the sizes that other parts need. mixture.py: the parts of data.source.
+line and TOML to a Config, and back. ranges.py, checking.py, checking_attention.py: refuse
+impossible values and combinations, and derive the sizes that other parts need. environment.py: what
+torchrun has set. checking_start.py, text_files.py: the files and folders that a run begins with.
+mixture.py: the parts of data.source.
 """
 
 from titan_sparse.config.checking import (
@@ -13,10 +15,10 @@ from titan_sparse.config.checking import (
     padding_multiple,
     resolve_cp_intra,
     resolve_overlap_stages,
-    world_from_environment,
-    world_of,
 )
-from titan_sparse.config.reading import ConfigError, load, save, to_toml, usage
+from titan_sparse.config.checking_start import check_start
+from titan_sparse.config.environment import check_launch, world_from_environment, world_of
+from titan_sparse.config.reading import ConfigError, Refusal, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint,
     Attention,
@@ -27,6 +29,7 @@ from titan_sparse.config.sections import (
     Dense,
     Flags,
     Float8,
+    Guard,
     LRScheduler,
     Metrics,
     MoBA,
@@ -52,6 +55,7 @@ __all__ = [
     "Dense",
     "Flags",
     "Float8",
+    "Guard",
     "LRScheduler",
     "Metrics",
     "MoBA",
@@ -59,11 +63,14 @@ __all__ = [
     "Optimizer",
     "Parallelism",
     "Profiling",
+    "Refusal",
     "Training",
     "Validation",
     "VerticalSlash",
     "XAttention",
     "check",
+    "check_launch",
+    "check_start",
     "field_docs",
     "load",
     "load_and_check",

@@ -2,11 +2,12 @@
 exists."""
 
 import math
-import os
 from operator import attrgetter
 
 from titan_sparse.config.checking_attention import check_attention, check_recompute
+from titan_sparse.config.environment import world_of
 from titan_sparse.config.mixture import single_source, source_weights
+from titan_sparse.config.ranges import check_ranges
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
     KINDS,
@@ -24,94 +25,6 @@ from titan_sparse.config.sections import (
 )
 from titan_sparse.models.flavours import FLAVOURS, resolve
 from titan_sparse.models.huggingface_config import architecture
-
-# Least value -> the keys that it holds for.
-_MINIMUMS = {
-    0: (
-        "model.vocab_size",
-        "model.layers",
-        "model.rope_original_length",
-        "model.rope_theta",
-        "data.min_document_length",
-        "training.seed",
-        "training.max_norm",
-        "training.z_loss",
-        "training.mlp_chunk_tokens",
-        "parallelism.cp_intra",
-        "attention.sliding_window",
-        "attention.window_sinks",
-        "attention.overlap_stages",
-        "attention.overlap_stages_backward",
-        "attention.vertical_slash.probe",
-        "attention.vertical_slash.sinks",
-        "attention.vertical_slash.min_columns",
-        "attention.vertical_slash.min_slashes",
-        "attention.vertical_slash.max_slashes",
-        "optimizer.weight_decay",
-        "lr_scheduler.warmup_steps",
-        "lr_scheduler.total_steps",
-        "checkpoint.keep_latest_k",
-        "metrics.recall_every",
-        "metrics.peak_tflops",
-        "metrics.pictures_every",
-    ),
-    1: (
-        "model.rope_factor",
-        "training.steps",
-        "training.seq_len",
-        "training.local_batch_size",
-        "training.gradient_accumulation_steps",
-        "training.loss_chunk_tokens",
-        "training.gc_interval",
-        "parallelism.dp_replicate",
-        "parallelism.cp",
-        "parallelism.first_step_timeout_seconds",
-        "parallelism.timeout_seconds",
-        "attention.vertical_slash.local_diagonals",
-        "attention.vertical_slash.max_columns",
-        "attention.xattention.stride",
-        "attention.moba.chunk_size",
-        "attention.moba.top_k",
-        "checkpoint.interval",
-        "metrics.log_every",
-        "metrics.recall_rows",
-        "profiling.first_step",
-        "profiling.steps",
-        "validation.every",
-        "validation.windows",
-        "validation.position_buckets",
-        "validation.needle_depths",
-        "validation.needle_samples",
-    ),
-    -1: ("checkpoint.load_step",),
-}
-
-
-def world_from_environment() -> tuple[int, int]:
-    """(ranks in all, ranks of this node) as torchrun sets WORLD_SIZE and LOCAL_WORLD_SIZE; 1 where
-    unset."""
-    sizes = []
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        text = os.environ.get(name, "1")
-        require(
-            text.isdecimal() and int(text) >= 1,
-            f"environment: {name} = {show(text)} is not a positive integer; "
-            "start with torchrun or unset it",
-        )
-        sizes.append(int(text))
-    return sizes[0], sizes[1]
-
-
-RANKS_PER_NODE = 8
-"""Ranks of a node where --ranks says how many there are in all."""
-
-
-def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(ranks in all, ranks of a node) with --ranks taken into account."""
-    if not flags.ranks:
-        return world_size, local_world_size
-    ranks_per_node = local_world_size if local_world_size > 1 else RANKS_PER_NODE
-    return flags.ranks, min(flags.ranks, ranks_per_node)
 
 
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
@@ -148,25 +61,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     """
     for key in KINDS:
         typed(key, attrgetter(key)(config), "")
-    for minimum, keys in _MINIMUMS.items():
-        for key in keys:
-            value = attrgetter(key)(config)
-            require(
-                value >= minimum,
-                f"{key} = {show(value)} is too small; write {minimum} or more",
-            )
-    for key in (
-        "data.source",
-        "data.tokenizer",
-        "data.text_field",
-        "data.split",
-        "training.output_dir",
-    ):
-        default = attrgetter(key)(Config())
-        require(
-            attrgetter(key)(config) != "",
-            f"{key} is empty; write {show(default)} or another",
-        )
+    check_ranges(config)
     _check_model(config.model, config.data)
     _check_huggingface(config)
     _check_data(config.data)
@@ -451,8 +346,14 @@ def _check_run(config: Config) -> None:
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
     require(
         config.checkpoint.keep_latest_k != 1,
-        "checkpoint.keep_latest_k = 1 is unsafe, as the last checkpoint may be half-written; "
+        "checkpoint.keep_latest_k = 1 is unsafe: a damaged checkpoint needs another before it; "
         "write 0 (all) or 2 or more",
+    )
+    factor = config.guard.spike_factor
+    require(
+        factor == 0 or factor > 1,
+        f"guard.spike_factor = {show(factor)} would call usual steps spikes; write a number above 1, or 0 "
+        "for no limit",
     )
     for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
         value = getattr(config.checkpoint, name)

@@ -28,11 +28,18 @@ _OPTIONS = ("config", "help", *_FLAGS)
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
-class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message is always one line."""
+class Refusal(ValueError):
+    """What the user has to change; the message is always one line.
+
+    After there is a process group, all ranks raise it alike, and it is told once.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.splitlines()))
+
+
+class ConfigError(Refusal):
+    """A mistake of the user in the configuration."""
 
 
 def load(argv: list[str]) -> tuple[Config, Flags]:
@@ -166,16 +173,20 @@ def _from_text(text: str, kind: Any) -> Any:
 
 def _apply_file(config: Config, path: str) -> None:
     try:
-        table = tomli.loads(Path(path).read_text(encoding="utf-8"))
+        values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8"))))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: tables or arrays are nested too deeply; no key is below three tables"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for key, value in _flatten(table):
+    for key, value in values:
         _assign(config, key, value, path)
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested tables.
 
     An empty table counts as a value, unless it is a section.
@@ -184,7 +195,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
         key = prefix + name
         is_section = key in SECTIONS or bool(value)
         if isinstance(value, dict) and key not in KINDS and is_section:
-            yield from _flatten(value, key + ".")
+            yield from flatten(value, key + ".")
         else:
             yield key, value
 
@@ -261,14 +272,23 @@ def require(condition: bool, message: str) -> None:
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it; other objects (tables, dates) as Python does, for messages
-    only."""
+    """A value as TOML writes it, for messages: its beginning and its end where it is long."""
+    text = as_toml(value)
+    return text if len(text) <= 200 else f"{text[:120]}...{text[-60:]}"
+
+
+def as_toml(value: Any) -> str:
+    """A value as TOML writes it; other objects (tables, dates) as Python does."""
     if isinstance(value, str):
         # A JSON string is a TOML string but for DEL, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value)
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or arrays of thousands of levels.
+        return f"(a huge {type(value).__name__})"
 
 
 def to_toml(config: Config) -> str:
@@ -280,7 +300,7 @@ def to_toml(config: Config) -> str:
         else:
             name = key.rpartition(".")[2]
             value = attrgetter(key)(config)
-            lines.append(f"{name} = {show(value)}")
+            lines.append(f"{name} = {as_toml(value)}")
     return "\n".join(lines[1:]) + "\n"
 
 

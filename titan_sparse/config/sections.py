@@ -96,6 +96,9 @@ class Training:
     """auto: cuda if there is one"""
     deterministic: bool = False
     """deterministic algorithms only; slower"""
+    stop_grace_seconds: int = 25
+    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this,
+    else left out; torchrun kills after 30 s; seconds"""
 
 
 @dataclass
@@ -304,19 +307,42 @@ class Compile:
 
 
 @dataclass
+class Guard:
+    """Steps that would spoil the weights change nothing. docs/reliability.md"""
+
+    enable: bool = True
+    """skip the update of a step whose loss or gradient norm is not finite, or whose norm is a
+    spike; and save only weights that are finite"""
+    spike_factor: float = 10.0
+    """a gradient norm this many times its running (geometric) mean, and six standard deviations
+    above it, is a spike; 0: only loss and norm that are not finite are bad"""
+    average_steps: int = 100
+    """steps over which the running mean and deviation are taken"""
+    warmup_steps: int = 20
+    """accepted steps before any norm counts as a spike"""
+    max_skips_in_a_row: int = 10
+    """after so many skipped updates in a row the run goes back to the last good checkpoint, and
+    does not see the batches since then again"""
+    max_rollbacks: int = 5
+    """how often the run may go back; the next time it ends with status 3"""
+
+
+@dataclass
 class Checkpoint:
     """Saving and resuming. Does nothing unless enabled."""
 
     enable: bool = False
-    """save, and resume from what was saved"""
+    """save, and resume from the newest checkpoint that is whole"""
     interval: int = 500
     """steps between saves"""
     keep_latest_k: int = 3
-    """checkpoints kept; 0: all; 1 is refused, as the last one may be half-written"""
+    """checkpoints kept; 0: all; 1 is refused: a damaged one needs another before it"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """write while training goes on"""
+    """async: write while training goes on; async_with_pinned_mem: from pinned memory, by a process
+    of its own, so that a save costs a step next to nothing; needs GPUs, and host memory for what a
+    GPU saves"""
     load_step: int = -1
-    """step to resume from; -1: the newest complete one"""
+    """step to go back to; newer checkpoints are moved aside; -1: the newest whole one"""
     initial_load_path: str = ""
     """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False
@@ -399,6 +425,7 @@ class Config:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     float8: Float8 = field(default_factory=Float8)
     compile: Compile = field(default_factory=Compile)
+    guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
@@ -421,6 +448,11 @@ class Flags:
     device_memory: float = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether something is printed in place of a run."""
+        return self.print_config or self.dry_run or self.find_max_length
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -85,6 +85,7 @@ class TokenShards:
                 f'data.source = "{source}" is not finished; run the same scripts.prepare_data again'
             )
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        _check_counts(source, meta)
         _check_tokenizer(source, meta, tokenizer)
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
@@ -97,7 +98,7 @@ class TokenShards:
         for shard in shards:
             index_path = shard_path(folder, shard["number"], "idx.npy")
             tokens_path = shard_path(folder, shard["number"], "bin")
-            self._offsets.append(np.load(index_path, mmap_mode="r"))
+            self._offsets.append(_map_offsets(source, index_path))
             self._tokens.append(_map_tokens(source, tokens_path, dtype, shard["tokens"]))
             self._first.append(self._first[-1] + shard["documents"])
 
@@ -135,6 +136,28 @@ def _has_format(path: Path) -> bool:
         return json.loads(path.read_text(encoding="utf-8")).get("format") == FORMAT
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _check_counts(source: str, meta: dict[str, Any]) -> None:
+    """Refuses a meta.json that lacks what it was written with."""
+    keys = {"dtype", "tokenizer", "tokenizer_digest", "end_of_document", "tokens", "shards"}
+    missing = keys - meta.keys()
+    if missing:
+        raise ValueError(
+            f'data.source = "{source}": {META} has no {min(missing)}; copy the folder again, or '
+            "prepare it anew"
+        )
+
+
+def _map_offsets(source: str, path: Path) -> NDArray[np.int64]:
+    try:
+        return np.load(path, mmap_mode="r")
+    # A file that is missing, cut short, or none of NumPy's.
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f'data.source = "{source}": {path.name} cannot be read: {error}; copy the folder '
+            "again, or prepare it anew"
+        ) from error
 
 
 def _map_tokens(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_sparse.config.sections import Data
+from titan_sparse.config.text_files import data_files, is_path
 
 Dataset = Any
 """A datasets.Dataset; that library is imported only where a source needs it, as it takes a
@@ -51,7 +52,7 @@ def open_source(data: Data) -> Source:
     """
     if data.source == "python":
         source = _open_python(data.join_packages)
-    elif _is_path(data.source):
+    elif is_path(data.source):
         source = _open_dataset(_load_files(data), data)
     else:
         source = _open_dataset(_load_from_hub(data), data)
@@ -114,13 +115,6 @@ def join_files(files: list[tuple[str, Path]]) -> str:
     return "\n".join(texts)
 
 
-def _is_path(source: str) -> bool:
-    """True for what exists, and for what can only be meant as a path: a typing error must not go to
-    the hub."""
-    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(tuple(BUILDERS))
-    return looks_like_path or Path(source).exists()
-
-
 def _load_files(data: Data) -> Dataset:
     import datasets
 
@@ -129,49 +123,16 @@ def _load_files(data: Data) -> Dataset:
             "data.subset and data.split choose within a Hugging Face dataset; "
             f'leave them out, or as "" and "train", for the files of data.source = "{data.source}"'
         )
-    files, ending = _data_files(data.source)
+    files, ending = data_files(data.source)
     options = {"sample_by": "document"} if ending == ".txt" else {}
+    # What it logs of a broken file is told below, in one line.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return datasets.load_dataset(BUILDERS[ending], data_files=files, split="train", **options)
-    except datasets.exceptions.DatasetGenerationError as error:
+    # Each reader has its own errors: pyarrow's, zstandard's, those of the library around them.
+    except Exception as error:
         reason = _one_line(error.__cause__ or error)
         raise ValueError(f'data.source = "{data.source}" cannot be read: {reason}') from error
-
-
-def _data_files(source: str) -> tuple[list[str], str]:
-    """The sorted data files of a file or folder, and the one ending that they share."""
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise ValueError(
-            f'data.source = "{source}": no such file or folder; '
-            'write a path that exists, or "python"'
-        )
-    candidates = path.rglob("*") if path.is_dir() else [path]
-    data_files = []
-    endings = set()
-    for file in sorted(candidates):
-        ending = _ending(file)
-        if ending and file.is_file():
-            data_files.append(str(file))
-            endings.add(ending)
-    if not endings:
-        raise ValueError(
-            f'data.source = "{source}" holds no data files; write a path of {", ".join(BUILDERS)}'
-        )
-    if len(endings) > 1:
-        raise ValueError(
-            f'data.source = "{source}" mixes {", ".join(sorted(endings))}; '
-            "write a folder with files of one ending"
-        )
-    return data_files, endings.pop()
-
-
-def _ending(path: Path) -> str:
-    """The ending of a data file, empty for other files."""
-    for ending in BUILDERS:
-        if path.name.endswith(ending):
-            return ending
-    return ""
 
 
 def _load_from_hub(data: Data) -> Dataset:

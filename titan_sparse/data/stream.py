@@ -143,7 +143,10 @@ class Stream(ABC):
 
 
 class PackedStream(Stream):
-    """data.sequences = packed: documents one after the other, cut where a sequence is full."""
+    """data.sequences = packed: documents one after the other, cut where a sequence is full.
+
+    Raises ValueError if no document is long enough.
+    """
 
     kind = "packed"
 
@@ -158,12 +161,11 @@ class PackedStream(Stream):
     ) -> None:
         count = len(documents)
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
+        # Now, rather than in the first step, when other ranks would wait for this one.
+        self._find_document()
 
     def next_sequence(self) -> list[Span]:
-        """Take the next sequence as spans of `seq_len` tokens together.
-
-        Raises ValueError if no document is long enough.
-        """
+        """Take the next sequence as spans of `seq_len` tokens together."""
         cursor = self.cursor
         spans = []
         room = self.seq_len
@@ -185,17 +187,22 @@ class PackedStream(Stream):
         those that are too short."""
         # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
         # long enough.
+        longest = 0
         for _ in range(2 * self.order.count):
             index = self.order.at(self.cursor.epoch, self.cursor.document)
             length = self.documents.length(index)
             if length > max(self.min_document_length, 1):
                 return index, length
+            # Without the end-of-document token, as data.min_document_length counts.
+            longest = max(longest, length - 1)
             self.documents.forget(index)
             self._go_to_next_place()
+        if longest == 0:
+            raise ValueError("data.source holds only empty documents; write another data.source")
         raise ValueError(
-            "no document of data.source has data.min_document_length = "
-            f"{self.min_document_length} tokens, or any at all; write a smaller "
-            "data.min_document_length or another data.source"
+            f"data.min_document_length = {self.min_document_length} leaves no document, as the "
+            f"longest of data.source has {longest} tokens; write {longest} or less, or another "
+            "data.source"
         )
 
 
@@ -232,8 +239,9 @@ class SampleStream(Stream):
         if len(self._index) == 0:
             raise ValueError(
                 f'data.sequences = "{self.kind}": no document of data.source has '
-                f"training.seq_len = {seq_len} tokens (the longest has {lengths.max()}); "
-                'write a smaller one, or data.sequences = "packed"'
+                f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
+                f"{min_document_length} (the longest has {lengths.max()}); write smaller ones, or "
+                'data.sequences = "packed"'
             )
         count = int(self._stop[-1])
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)

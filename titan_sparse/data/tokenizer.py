@@ -9,6 +9,8 @@ import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike, NDArray
 
+from titan_sparse.config.text_files import tokenizer_file
+
 END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
 PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]
 
@@ -95,15 +97,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f'data.tokenizer = "{name}": no such file; '
-            'write "bytes" or the path of a tokenizer.json'
-        )
-    return FileTokenizer(path)
+    return FileTokenizer(tokenizer_file(name))
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:

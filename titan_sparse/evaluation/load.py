@@ -8,9 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
@@ -19,7 +17,7 @@ from titan_sparse.from_config import build_attend, build_context_parallel
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
-from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -51,7 +49,7 @@ def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
 
     It names a tensor that only one of them has, or that has two shapes.
     """
-    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = read_metadata(folder).state_dict_metadata
     saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
     wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
     for name in sorted(saved.keys() | wanted.keys()):
@@ -101,7 +99,6 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     if checkpoint is None:
         load_weights(model, config.model.initial_hf, model_config)
     else:
-        state = get_model_state_dict(model)
-        dcp.load(state, checkpoint_id=checkpoint)  # casts while it copies
-        set_model_state_dict(model, state)
+        verify(checkpoint)
+        read_into(get_model_state_dict(model), checkpoint)  # casts while it copies
     return Scorer(model, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.training.metrics import json_ready
+from titan_sparse.training.metrics_file import JsonLines
 
 logger = logging.getLogger("titan_sparse")
 
@@ -90,8 +90,9 @@ class Validation:
                 record["needle"] = {**needle.means(records), "cells": needle.by_cell(records)}
         if writes:
             path = os.path.join(self.output_dir, "validation.jsonl")
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(json_ready(record)) + "\n")
+            lines = JsonLines(path)
+            lines.write(json_ready(record))
+            lines.close()
             if board is not None:
                 _write_board(board, record)
             logger.info(_line(record))

@@ -8,15 +8,14 @@ import json
 import os
 import re
 import shutil
-import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -114,6 +113,7 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
 
 def export_weights(
     checkpoint: str,
+    read: Callable[[dict[str, Tensor]], None],
     folder: str,
     config: DecoderConfig,
     dtype: torch.dtype,
@@ -125,6 +125,7 @@ def export_weights(
 
     checkpoint: a folder step-N. It is only read. One process suffices, however many wrote it, and
     it holds one file's weights at a time.
+    read: fills tensors of these names from it, whatever their dtype.
     source: a folder of Hugging Face whose tokenizer is copied along; empty: none.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
@@ -142,7 +143,7 @@ def export_weights(
     values = config_json(config, str(dtype).removeprefix("torch."), source)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    _write_tensors(checkpoint, incomplete, tensor_shapes(config), dtype, max_file_bytes)
+    _write_tensors(read, incomplete, tensor_shapes(config), dtype, max_file_bytes)
     config_text = json.dumps(values, indent=2) + "\n"
     (incomplete / "config.json").write_text(config_text, encoding="utf-8")
     if source:
@@ -155,10 +156,7 @@ def export_weights(
 
 
 def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
-    """Whether torchtitan's manager would take `folder` for one of the run's checkpoints.
-
-    It does so with every name in the folder `checkpoints` that holds step- and a digit.
-    """
+    """Whether `folder` is in the folder `checkpoints` and named like one of them."""
     folder = folder.resolve()
     if not folder.is_relative_to(checkpoints):
         return False
@@ -167,7 +165,7 @@ def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
 
 
 def _write_tensors(
-    checkpoint: str,
+    read: Callable[[dict[str, Tensor]], None],
     folder: Path,
     shapes: dict[str, torch.Size],
     dtype: torch.dtype,
@@ -180,11 +178,7 @@ def _write_tensors(
     for number, names in enumerate(names_by_file, 1):
         file = _SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
-        with warnings.catch_warnings():
-            # One process is what no_dist asks for.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            # Loading casts to the dtype of `state` while it copies.
-            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        read(state)
         state = {huggingface_name(name): tensor for name, tensor in state.items()}
         # transformers asks for the format.
         save_file(state, folder / file, metadata={"format": "pt"})
@@ -230,11 +224,18 @@ def _weight_files(folder: Path) -> list[Path]:
         try:
             index = json.loads(index_path.read_text(encoding="utf-8"))
             names = set(index["weight_map"].values())
-            return sorted(folder / name for name in names)
-        except (ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"model.initial_hf: {index_path} has no readable weight_map: {error}"
             ) from error
+        for name in names:
+            # A download may come from anyone: nothing outside its folder is opened.
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+                raise ValueError(
+                    f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
+                    f"names of *.safetensors that lie in {folder} itself"
+                )
+        return sorted(folder / name for name in names)
     if not (folder / _SINGLE_FILE).is_file():
         raise ValueError(
             f"model.initial_hf: {folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; "

@@ -66,6 +66,9 @@ _ROPE_KEYS = {
     },
 }
 
+# Keys of config.json that need not be integers.
+_FLOATS = ("rms_norm_eps", "rope_theta")
+
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -85,10 +88,11 @@ def read_config(folder: str) -> DecoderConfig:
             f"only {', '.join(_FAMILIES)} can be read"
         )
     family = _FAMILIES[name]
-    _refuse_settings(path, values)
     missing = [key for key in _SIZES.values() if values.get(key) is None]
     if missing:
         raise ValueError(f"model.initial_hf: {path} has no {missing[0]}")
+    _check_values(path, values)
+    _refuse_settings(path, values)
 
     sizes = {field: values[key] for field, key in _SIZES.items()}
     heads = sizes["heads"]
@@ -99,10 +103,11 @@ def read_config(folder: str) -> DecoderConfig:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             head_dim=values.get("head_dim") or family.head_dim or sizes["hidden_size"] // heads,
-            tied_embeddings=values.get("tie_word_embeddings", False),
+            tied_embeddings=values.get("tie_word_embeddings") or False,
             rope=_read_rope(values),
         )
-    except ValueError as error:
+    # TypeError: a table of rotary settings that holds other things than numbers.
+    except (TypeError, ValueError) as error:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
@@ -167,13 +172,35 @@ def _read_json(folder: str) -> dict[str, Any]:
     path = Path(folder).expanduser() / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {error}"
+            f"model.initial_hf = {json.dumps(folder)} needs a readable config.json: {reason}"
         ) from error
     if not isinstance(values, dict):
         raise ValueError(f"model.initial_hf: {path} is no JSON object")
     return values
+
+
+def _check_values(path: Path, values: dict[str, Any]) -> None:
+    """Refuses sizes that are no positive integers, and other values of the wrong type."""
+    for key in (*_SIZES.values(), "num_key_value_heads", "head_dim", "rope_theta"):
+        value = values.get(key)
+        is_number = type(value) is int or (type(value) is float and key in _FLOATS)
+        if value is not None and not (is_number and 0 < value < 2**31):
+            kind = "a positive number" if key in _FLOATS else "a positive integer"
+            raise ValueError(f"model.initial_hf: {path} has {key} = {value!r}, which is not {kind}")
+    for key, kind in (
+        ("tie_word_embeddings", bool),
+        ("rope_scaling", dict),
+        ("rope_parameters", dict),
+        ("layer_types", list),
+    ):
+        value = values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"model.initial_hf: {path} has {key} = {value!r}, which is no {kind.__name__}"
+            )
 
 
 def _refuse_settings(path: Path, values: dict[str, Any]) -> None:

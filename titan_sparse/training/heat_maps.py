@@ -1,44 +1,67 @@
-"""Tables and thumbnails as colored images for TensorBoard, without matplotlib."""
+"""Pictures of layers and heads for TensorBoard, as matplotlib figures."""
 
+import matplotlib
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # no pyplot: no display, no global list of figures
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-_COLORS = torch.tensor(
-    [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]], dtype=torch.float64
-)
-"""RGB of the values 0, 1/4 ... 1: dark violet to yellow (viridis). Its steps look even, also without
-color vision."""
-_WHITE = 255
+_COLORS = matplotlib.colormaps["viridis"].with_extremes(bad="white")
+"""Its steps look even, also without color vision. nan is white."""
 
 
-def coloured(values: Tensor) -> Tensor:
-    """Colors, uint8 [3, h, w], of values [h, w] in [0, 1]. Values beyond are clamped, nan is white."""
-    # [h, w]: where a value lies between the colors `low` and `low + 1`.
-    place = values.double().cpu().nan_to_num().clamp(0, 1) * (len(_COLORS) - 1)
-    low = place.long().clamp(max=len(_COLORS) - 2)
-    # [h, w, 3]
-    mixed = torch.lerp(_COLORS[low], _COLORS[low + 1], (place - low)[..., None])
-    is_nan = values.cpu().isnan()[..., None]
-    colors = torch.where(is_nan, _WHITE, mixed)
-    return colors.round().to(torch.uint8).movedim(-1, 0)
-
-
-def heat_map(values: Tensor, pixels: int = 12) -> Tensor:
-    """uint8 [3, layers * pixels, heads * pixels] of values [layers, heads] in [0, 1].
+def heat_map(values: Tensor, meaning: str) -> Figure:
+    """Values [layers, heads] in [0, 1] as colors, with the scale that says what they mean.
 
     Layer 0 is on top, head 0 on the left.
     """
-    cells = coloured(values)
-    return cells.repeat_interleave(pixels, 1).repeat_interleave(pixels, 2)
+    layers, heads = values.shape
+    # Inches: cells that can be told apart, and room for what is written around them.
+    figure = Figure(figsize=(2.5 + 0.15 * heads, 1.5 + 0.15 * layers), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values.double().cpu().numpy(), cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
+    _name_axes(axes)
+    figure.colorbar(image, label=meaning)
+    return figure
 
 
-def contact_sheet(thumbnails: Tensor, gap: int = 2) -> Tensor:
-    """uint8 [3, layers * (P + gap), heads * (P + gap)] of shares [layers, heads, P, P], white between.
+def contact_sheet(thumbnails: Tensor, gap: int = 2) -> Figure:
+    """Shares [layers, heads, P, P] as a table of pictures, keys to the right and queries down in each.
 
-    A share's root is drawn, since single verticals are a small part of a cell.
+    A share's root is drawn, since single verticals are a small part of a cell; the scale has the
+    shares themselves.
     """
+    layers, heads, cells, _ = thumbnails.shape
     # [layers, heads, P + gap, P + gap]; nan is drawn white.
     framed = torch.nn.functional.pad(thumbnails.sqrt(), (0, gap, 0, gap), value=torch.nan)
     # [layers * (P + gap), heads * (P + gap)]
     sheet = framed.movedim(2, 1).flatten(2, 3).flatten(0, 1)
-    return coloured(sheet)
+
+    # A pixel for each cell or more.
+    inches = 1.5 * cells / 100
+    size = (2.5 + heads * inches, 1.5 + layers * inches)
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    axes = figure.subplots()
+    # In heads and layers: number 0 is drawn from -1/2 to 1/2, as in heat_map().
+    extent = (-0.5, heads - 0.5, layers - 0.5, -0.5)
+    image = axes.imshow(
+        sheet.double().cpu().numpy(),
+        cmap=_COLORS,
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
+        extent=extent,
+    )
+    _name_axes(axes)
+    scale = figure.colorbar(image, label="share of a cell's allowed pairs that is selected")
+    shares = (0, 0.01, 0.1, 0.25, 0.5, 1)
+    scale.set_ticks([share**0.5 for share in shares], labels=[f"{share:g}" for share in shares])
+    return figure
+
+
+def _name_axes(axes: Axes) -> None:
+    axes.set(xlabel="query head", ylabel="layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))

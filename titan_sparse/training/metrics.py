@@ -3,12 +3,12 @@
 A progress line, TensorBoard, and one JSON object in <output_dir>/metrics.jsonl.
 """
 
-import json
 import logging
 import math
 import os
 import resource
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -21,12 +21,49 @@ from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
-from titan_sparse.training.heat_maps import contact_sheet, heat_map
+from titan_sparse.training.board import write_board
+from titan_sparse.training.metrics_file import JsonLines
 
 logger = logging.getLogger("titan_sparse")
 
 THUMBNAIL_CELLS = 48
 """Cells on a side of a TensorBoard picture of one head's selection."""
+
+_PACE_STEPS = 10
+"""Steps that the ETA is reckoned from."""
+
+
+class Pace:
+    """What a step takes at present: the mean of the last ten, pauses and saves left out.
+
+    The first step of a process is left out too: it compiles.
+    """
+
+    def __init__(self) -> None:
+        self.durations: deque[float] = deque(maxlen=_PACE_STEPS)
+        self.is_first = True
+        self.began = 0.0
+
+    def pause(self, now: float) -> None:
+        """The next step begins now."""
+        self.began = now
+
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds since the last step are no part of the next."""
+        self.began += seconds
+
+    def step(self, now: float) -> None:
+        """A step has ended."""
+        if not self.is_first:
+            self.durations.append(now - self.began)
+        self.is_first = False
+        self.began = now
+
+    def seconds(self) -> float | None:
+        """None before the end of the second step."""
+        if not self.durations:
+            return None
+        return sum(self.durations) / len(self.durations)
 
 
 class MetricsLog:
@@ -50,11 +87,13 @@ class MetricsLog:
         if writes:
             folder = config.training.output_dir
             os.makedirs(folder, exist_ok=True)
-            self.json = open(os.path.join(folder, "metrics.jsonl"), "a", buffering=1)
+            self.json = JsonLines(os.path.join(folder, "metrics.jsonl"))
             if self.section.tensorboard:
                 self.board = SummaryWriter(os.path.join(folder, "tensorboard"))
             if self.peak is None and device.type == "cuda":
                 logger.warning("mfu is not known: write metrics.peak_tflops for %s", name)
+        self.pace = Pace()
+        self.save_seconds = 0.0
         self.start_interval()
 
     def start_interval(self) -> None:
@@ -62,11 +101,20 @@ class MetricsLog:
         self.began = time.perf_counter()
         self.tokens = 0
         self.counted_steps = 0
+        self.left_out = 0.0
+        self.pace.pause(self.began)
+
+    def leave_out(self, seconds: float) -> None:
+        """Training has just waited so long for a save: save_seconds says so, no speed does."""
+        self.save_seconds += seconds
+        self.left_out += seconds
+        self.pace.leave_out(seconds)
 
     def count(self, tokens: int) -> None:
         """A step has consumed `tokens`, over all ranks and each once."""
         self.tokens += tokens
         self.counted_steps += 1
+        self.pace.step(time.perf_counter())
 
     def should_log(self, step: int) -> bool:
         """Whether `step` (from 1) is logged: every metrics.log_every, the first and the last."""
@@ -99,13 +147,14 @@ class MetricsLog:
         sequences held `sequence_tokens` tokens on average.
         """
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
-        seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.began - self.left_out
         per_device = self.tokens / seconds / self.world_size
         # Pairs of tokens, over layers and heads, per token.
         visited = float(torch.stack(recorded.visited).sum()) / sequence_tokens
         visible = float(recorded.visible) * self.model.layers * self.model.heads / sequence_tokens
         record = {
             "step": step,
+            "time": time.time(),
             **values,
             "tokens_seen": tokens_seen,
             "tokens_per_second_per_device": per_device,
@@ -115,10 +164,14 @@ class MetricsLog:
             **attention_averages(recorded),
             **context_parallel_averages(recorded),
         }
+        if self.save_seconds:
+            record["save_seconds"] = self.save_seconds
+            self.save_seconds = 0.0
         if self.json is not None:
-            self.json.write(json.dumps(json_ready(record)) + "\n")
-            self._write_board(step, record, recorded)
-            logger.info(progress_line(record, self.steps))
+            self.json.write(json_ready(record))
+            if self.board is not None:
+                write_board(self.board, record, recorded)
+            logger.info(progress_line(record, self.steps, self.pace.seconds()))
         self.start_interval()
 
     def _speeds(
@@ -142,29 +195,6 @@ class MetricsLog:
                 )
                 mfu = None
         return {"mfu": mfu, "dense_equivalent_tflops": dense}
-
-    def _write_board(self, step: int, record: dict[str, Any], recorded: Recording) -> None:
-        if self.board is None:
-            return
-        for key, value in record.items():
-            if key != "step" and value is not None:
-                self.board.add_scalar(key, value, step)
-        # [layers, Hq]
-        by_layer = {
-            "density": recorded.density(),
-            "recall": recorded.recall,
-            "capped": recorded.capped,
-        }
-        for name, layers in by_layer.items():
-            for number, heads in enumerate(layers):
-                self.board.add_scalar(f"{name}_by_layer/{number}", heads.mean().item(), step)
-        if recorded.thumbnails:
-            self.board.add_image("density_heat_map", heat_map(recorded.density()), step)
-            if recorded.recall:
-                recall = torch.stack(recorded.recall)
-                self.board.add_image("recall_heat_map", heat_map(recall), step)
-            thumbnails = torch.stack(recorded.thumbnails)
-            self.board.add_image("selection", contact_sheet(thumbnails), step)
 
     def close(self) -> None:
         """Flush the files."""
@@ -277,17 +307,16 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     }
 
 
-def progress_line(record: dict[str, Any], steps: int) -> str:
+def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
     """One line for people.
 
     Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity.
+    step_seconds: what a step takes at present, None where that is not known yet.
     """
     step = record["step"]
-    seconds_left = (steps - step) * record["step_seconds"]
-    left = time.strftime("%H:%M:%S", time.gmtime(seconds_left))
     parts = [
         f"step {step}/{steps} {100 * step / steps:3.0f} %",
-        f"ETA {left}",
+        f"ETA {eta(steps - step, step_seconds)}",
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3f}",
         f"lr {record['lr']:.2e}",
@@ -300,6 +329,17 @@ def progress_line(record: dict[str, Any], steps: int) -> str:
     if "recall" in record:
         parts.append(f"recall {100 * record['recall']:.1f} %")
     return "  ".join(parts)
+
+
+def eta(steps_left: int, step_seconds: float | None) -> str:
+    """Hours, minutes and seconds that are left, with the days before them; ? where nobody knows."""
+    if steps_left <= 0:
+        return "00:00:00"
+    if step_seconds is None:
+        return "?"
+    days, seconds = divmod(round(steps_left * step_seconds), 24 * 3600)
+    clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
+    return f"{days} d {clock}" if days else clock
 
 
 def _peak_memory_gib(device: torch.device) -> float:

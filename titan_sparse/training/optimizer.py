@@ -1,6 +1,8 @@
 """Optimizer and learning-rate schedule: torchtitan's containers, with no weight decay on norms and biases."""
 
 import os
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,14 +59,60 @@ def build_optimizer(
 
 
 def build_schedule(
-    optimizers: OptimizersContainer, lr_scheduler: LRScheduler, steps: int
+    optimizers: Iterable[torch.optim.Optimizer], lr_scheduler: LRScheduler, steps: int
 ) -> LRSchedulersContainer:
-    """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`."""
+    """Linear warm-up, constant, then decay to min_lr_factor of the peak over `steps`, and constant
+    after that."""
+    total_steps = lr_scheduler.total_steps or steps
     section = TorchtitanLRScheduler(
         warmup_steps=lr_scheduler.warmup_steps,
-        total_steps=lr_scheduler.total_steps or steps,
+        total_steps=total_steps,
         decay_ratio=None if lr_scheduler.decay_ratio < 0 else lr_scheduler.decay_ratio,
         decay_type=lr_scheduler.decay_type,
         min_lr_factor=lr_scheduler.min_lr_factor,
     )
-    return build_lr_schedulers(optimizers, section, steps)
+    schedule = build_lr_schedulers(optimizers, section, steps)
+    for scheduler in schedule.schedulers:
+        factors = scheduler.lr_lambdas
+        scheduler.lr_lambdas = [partial(_until, total_steps, factor) for factor in factors]
+    return schedule
+
+
+def _until(total_steps: int, factor: Callable[[int], float], step: int) -> float:
+    """The schedule's factor at `step`. torchtitan's cosine rises again after its last step."""
+    return factor(min(step, total_steps))
+
+
+def resume_schedule(
+    optimizers: OptimizersContainer,
+    schedule: LRSchedulersContainer,
+    section: Optimizer,
+    step: int,
+) -> None:
+    """Call it after a checkpoint of `step` was loaded. In place.
+
+    With the optimizer's state comes what its param groups were set to then. The settings of this
+    start count instead, and the schedule goes on at `step`, as if it had been stepped so often.
+    """
+    for optimizer, scheduler in zip(optimizers, schedule.schedulers):
+        learning_rates = [section.lr * factor(step) for factor in scheduler.lr_lambdas]
+        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
+            decays = any(parameter.ndim > 1 for parameter in group["params"])
+            # The arguments that the optimizer was made with: loading leaves them as they are.
+            group.update(optimizer.defaults)
+            group["weight_decay"] = section.weight_decay if decays else 0.0
+            group["initial_lr"] = section.lr
+            group["lr"] = learning_rate
+            _place_step_counts(optimizer, group)
+        scheduler.base_lrs = [section.lr] * len(learning_rates)
+        scheduler.last_epoch = step
+        scheduler._last_lr = learning_rates
+
+
+def _place_step_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Adam's count of steps is on the device where it is fused, else on the CPU, where reading it
+    waits for nothing. The checkpoint's own implementation has put it elsewhere."""
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if "step" in state:
+            state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")

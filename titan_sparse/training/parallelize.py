@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.job_store import store_of_this_start
+from titan_sparse.training.stacks import record_collectives
 
 
 class Meshes(NamedTuple):
@@ -56,14 +58,19 @@ def choose_device(name: str) -> torch.device:
 def init_distributed(device: torch.device, timeout_seconds: int) -> None:
     """Join torchrun's process group, or make one of this process alone.
 
-    Counters travel by gloo, tensors on GPUs by NCCL.
+    Counters travel by gloo, tensors on GPUs by NCCL. All groups made later meet in the same store,
+    which no earlier attempt of torchrun has used.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        record_collectives()
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = store_of_this_start(timeout_seconds)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world_size
+        )
     else:
         dist.init_process_group(
             backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1

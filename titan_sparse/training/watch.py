@@ -4,7 +4,7 @@ stuck.
 Torch's timeouts end a job that hangs, but do not say who was waited for. Every rank therefore has a
 thread that writes into the job's key-value store, once a second: step, host, collectives begun, and
 where in the code its main thread is. Each looks after the next rank only; all are read when nothing
-moves or a collective has failed.
+moves, when a collective has failed, or when this rank is asked to stop.
 """
 
 import functools
@@ -12,30 +12,39 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable
 from datetime import timedelta
-from types import CodeType, TracebackType
+from pathlib import Path
+from types import TracebackType
 
-import torch
 import torch.distributed as dist
+
+from titan_sparse.config import Refusal
+from titan_sparse.training.failures import OtherRankFailed
+from titan_sparse.training.launcher import end_now, tell_launcher
+from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.signs import (
+    collectives_begun,
+    culprits,
+    describe,
+    has_ended,
+    machine,
+    place_of,
+    place_of_thread,
+)
+from titan_sparse.training.stacks import write_stacks
 
 logger = logging.getLogger("titan_sparse")
 
 _BEATS_OF_SILENCE = 8
 """A rank whose sign of life has not changed for so many beats counts as dead."""
 
-_TORCH = os.path.dirname(torch.__file__)
-_COLLECTIVES = (
-    "distributed_c10d.py",
-    "_functional_collectives.py",
-    "_fsdp_collectives.py",
-    "_fsdp_param_group.py",
-)
-"""Files of torch.distributed in which a main thread is while it waits for other ranks."""
+_MAX_STACKS = 3
+"""Times that a rank writes its stacks: a bound for the disk."""
+
 _watches = 0
 
 
@@ -44,13 +53,25 @@ class Watch:
     over the world.
 
     timeout_seconds: after which collectives fail; set it anew when that changes. step: of the main
-    thread, which sets it. Nothing is started for a single rank. The thread never keeps the process
-    alive. If another rank has failed and this one is stuck, it ends the process with status 1.
+    thread, which sets it. signals: a rank that is asked to stop while another is dead ends within
+    seconds. folder: where all ranks write their stacks when nothing moves; None: nowhere.
+
+    Nothing is started for a single rank. The thread never keeps the process alive. If another rank
+    has failed and this one is stuck, it ends the process with status 1. Raises OtherRankFailed, in
+    place of what failed inside `with`, where that only follows from another rank's failure.
     """
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(
+        self,
+        timeout_seconds: float,
+        signals: StopSignals | None = None,
+        folder: Path | None = None,
+    ):
         global _watches
         self.timeout_seconds = timeout_seconds
+        self.signals = signals or StopSignals()
+        self.folder = folder
+        self.stacks_written = 0
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.main = threading.main_thread().ident
@@ -60,10 +81,14 @@ class Watch:
         # The main thread has left the `with`; and this rank looks after nobody any more.
         self.left = False
         self.closed = False
-        # Where the main thread has failed, as _place() tells.
+        # Where the main thread has failed, as place_of() tells.
         self.frozen: tuple[str, bool] | None = None
         # The step in which a collective of this rank has timed out.
         self.overdue_in = -1
+        # The step in which nothing has moved, as this rank has reported.
+        self.stuck_in = -1
+        # The line that it has reported last.
+        self.stuck_line = ""
         # All ranks make theirs in the same order: the number keeps the keys of earlier ones apart.
         self.prefix = f"watch {_watches}"
         _watches += 1
@@ -98,9 +123,10 @@ class Watch:
         if self.size == 1:
             return
         self.left = True
+        follows = False
         try:
-            if isinstance(error, Exception):
-                self._explain(error, frames)
+            if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+                follows = self._explain(error, frames)
             self.closed = True
             self._give_sign()
             self.wake.set()
@@ -109,9 +135,12 @@ class Watch:
                 self.thread.join(5 * self.beat_seconds)
         except RuntimeError as broken:  # must not hide `error`
             self._say_that_store_is_gone(broken)
+        if follows:
+            line = f"rank {self.rank} ends in step {self.step}, as another rank has failed"
+            raise OtherRankFailed(line) from error
 
     def _give_sign(self) -> None:
-        place, waits = self.frozen or _place_of_thread(self.main)
+        place, waits = self.frozen or place_of_thread(self.main)
         with self.lock:
             self.beat += 1
             status = {
@@ -120,10 +149,11 @@ class Watch:
                 "place": place,
                 "waits": waits,
                 "host": socket.gethostname(),
+                "machine": machine(),
                 "process": os.getpid(),
                 "closed": self.closed,
                 "failed": self.frozen is not None,
-                "collectives": _collectives_begun(),
+                "collectives": collectives_begun(),
             }
             self.store.set(f"rank {self.rank}", json.dumps(status))
 
@@ -138,30 +168,57 @@ class Watch:
 
     def _watch(self) -> None:
         """The thread: one sign of life and one look a beat."""
+        progress = _Unchanged()
         try:
-            next_rank = _Unchanged()
-            progress = _Unchanged()
-            failure = _Unchanged()
-            while not self.closed:
-                self.wake.wait(self.beat_seconds)
-                self.wake.clear()
-                self._give_sign()
-                self._look_after_next(next_rank)
-                still = progress.seconds((self.step, _collectives_begun(everything=True)))
-                is_stuck = still > 0.6 * self.timeout_seconds and not self.left
-                if is_stuck and self._claim(f"stuck {self.step}"):
-                    self._report_stuck(still)
-                is_overdue = still > self.timeout_seconds and not self.left
-                if is_overdue and self.overdue_in != self.step:
-                    self._note_timeout()
-                failures = self.store.add("failures", 0)
-                unchanged = min(failure.seconds(failures), still)
-                is_lost = unchanged > 2 * _BEATS_OF_SILENCE * self.beat_seconds
-                if is_lost and failures and not self.left:
-                    self._end()
+            self._watch_through_store(progress)
         except RuntimeError as broken:
             if not self.closed:
                 self._say_that_store_is_gone(broken)
+        # Without the store a stop signal alone may end a rank that stands still.
+        while not self.closed:
+            time.sleep(self.beat_seconds)
+            still = self._seconds_still(progress)
+            if self.signals.asked and still > _BEATS_OF_SILENCE * self.beat_seconds:
+                self._end("it is asked to stop, and the job's store is gone")
+
+    def _watch_through_store(self, progress: "_Unchanged") -> None:
+        next_rank = _Unchanged()
+        failure = _Unchanged()
+        silences = [_Unchanged() for _ in range(self.size)]
+        while not self.closed:
+            self.wake.wait(self.beat_seconds)
+            self.wake.clear()
+            self._give_sign()
+            self._look_after_next(next_rank)
+            still = self._seconds_still(progress)
+            is_stuck = still > 0.6 * self.timeout_seconds
+            if is_stuck:
+                self._report_stuck(still)
+            is_overdue = still > self.timeout_seconds
+            if is_overdue and self.overdue_in != self.step:
+                self._note_timeout()
+            failures = self.store.add("failures", 0)
+            unchanged = min(failure.seconds(failures), still)
+            if failures and unchanged > 2 * _BEATS_OF_SILENCE * self.beat_seconds:
+                self._end("another rank or a collective has failed")
+            if self.signals.asked:
+                if failures or is_stuck or self._some_rank_is_dead(silences):
+                    self._end("it is asked to stop, and a rank is dead or nothing moves")
+
+    def _seconds_still(self, progress: "_Unchanged") -> float:
+        """For how long the main thread has not moved; 0 once it has left."""
+        still = progress.seconds((self.step, collectives_begun(everything=True)))
+        return 0.0 if self.left else still
+
+    def _some_rank_is_dead(self, silences: list["_Unchanged"]) -> bool:
+        """Whether a rank has ended without saying so. silences: of the beats of all ranks."""
+        for rank, status in self._signs(range(self.size)).items():
+            silent = silences[rank].seconds(status["beat"])
+            if status["closed"] or status["failed"]:
+                continue
+            if has_ended(status) or silent > 2 * _BEATS_OF_SILENCE * self.beat_seconds:
+                return True
+        return False
 
     def _say_that_store_is_gone(self, broken: RuntimeError) -> None:
         logger.error(
@@ -178,18 +235,36 @@ class Watch:
         silent = unchanged.seconds(status["beat"] if status else None)
         if status is None or status["closed"] or status["failed"]:
             return
-        if silent > _BEATS_OF_SILENCE * self.beat_seconds:
+        if silent > _BEATS_OF_SILENCE * self.beat_seconds or has_ended(status):
             if self._claim(f"silent {number} {status['beat']}"):
                 logger.error("%s", describe({number: status}, {number}))
 
     def _report_stuck(self, still: float) -> None:
-        statuses, silent = self._statuses()
-        logger.error(
-            "nothing has moved for %.0f s, collectives fail after %.0f s: %s",
-            still,
-            self.timeout_seconds,
-            describe(statuses, silent),
-        )
+        """Once a step: this rank's stacks, and from the first rank that comes one line."""
+        if self.stuck_in == self.step:
+            return
+        self.stuck_in = self.step
+        where = self._write_stacks()
+        if self._claim(f"stuck {self.step}"):
+            statuses, silent = self._statuses()
+            self.stuck_line = (
+                f"nothing has moved for {still:.0f} s, collectives fail after "
+                f"{self.timeout_seconds:.0f} s: {describe(statuses, silent)}{where}"
+            )
+            logger.error("%s", self.stuck_line)
+
+    def _write_stacks(self) -> str:
+        """Returns where they are, as the end of a line; empty if they are nowhere."""
+        if self.folder is None or self.stacks_written == _MAX_STACKS:
+            return ""
+        self.stacks_written += 1
+        folder = self.folder / f"step-{self.step}"
+        try:
+            write_stacks(folder, self.rank)
+        except Exception as error:  # whatever it is, the watch goes on
+            logger.warning("rank %d cannot write its stacks: %s", self.rank, error)
+            return ""
+        return f"; stacks of all ranks: {folder}"
 
     def _note_timeout(self) -> None:
         """Count a failure if this rank waits for another: a collective has failed by now.
@@ -204,58 +279,75 @@ class Watch:
     def _statuses(self) -> tuple[dict[int, dict], set[int]]:
         """The signs of all ranks, and the ranks that were silent while this waited.
 
-        Ranks that have said goodbye do not count as silent.
+        Ranks that have said goodbye do not count as silent. There is nothing to wait for once a
+        process of this machine is seen to have ended.
         """
         before = self._signs(range(self.size))
+        ended: set[int] = set()
         for _ in range(_BEATS_OF_SILENCE + 1):
             time.sleep(self.beat_seconds)
             self._give_sign()
-        after = self._signs(range(self.size))
-        silent = set()
-        for rank, status in before.items():
-            has_left = after[rank]["closed"] or after[rank]["failed"]
-            if status["beat"] == after[rank]["beat"] and not has_left:
-                silent.add(rank)
+            after = self._signs(range(self.size))
+            present = {
+                rank: status
+                for rank, status in after.items()
+                if not status["closed"] and not status["failed"]
+            }
+            ended = {rank for rank, status in present.items() if has_ended(status)}
+            if ended:
+                return after, ended
+        silent = {
+            rank
+            for rank, status in present.items()
+            if rank in before and status["beat"] == before[rank]["beat"]
+        }
         return after, silent
 
     def _claim(self, what: str) -> bool:
         """Whether this rank is the first to say it: one line per job, not one per rank."""
         return self.store.add(what, 1) == 1
 
-    def _explain(self, error: Exception, frames: TracebackType | None) -> None:
-        """The main thread leaves by an exception: its own fault, or that of a rank that it waited for."""
-        lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
-        self.frozen = _place(lines[::-1])
-        place, waits = self.frozen
-        if self.store.add("failures", 1) > 1:
-            return
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if not waits and not isinstance(error, dist.DistError):
-            logger.error(
-                "rank %d (host %s, process %d) failed in step %d, at %s: %s",
-                self.rank,
-                socket.gethostname(),
-                os.getpid(),
-                self.step,
-                place,
-                reason,
-            )
-            return
-        statuses, silent = self._statuses()
-        logger.error(
-            "a collective failed on rank %d: %s: %s", self.rank, describe(statuses, silent), reason
-        )
+    def _explain(self, error: BaseException, frames: TracebackType | None) -> bool:
+        """The main thread leaves by an exception: its own fault, or that of a rank that it waited for.
 
-    def _end(self) -> None:
-        """Something has failed, so the job is lost; this rank is stuck and would outlive it."""
-        place, _ = _place_of_thread(self.main)
-        logger.error(
-            "rank %d is stuck at %s and ends, as another rank or a collective has failed",
-            self.rank,
-            place,
+        Returns whether another rank has failed before, or is dead, and this one waited for it.
+        """
+        lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(frames)]
+        self.frozen = place_of(lines[::-1])
+        place, waits = self.frozen
+        is_first = self.store.add("failures", 1) == 1
+        if isinstance(error, Refusal):  # says all by itself
+            return False
+        waited = waits or isinstance(error, dist.DistError)
+        if not is_first:
+            return waited
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if not waited:
+            self._log(
+                f"rank {self.rank} (host {socket.gethostname()}, process {os.getpid()}) failed in "
+                f"step {self.step}, at {place}: {reason}"
+            )
+            return False
+        statuses, silent = self._statuses()
+        self._log(
+            f"a collective failed on rank {self.rank}: {describe(statuses, silent)}: {reason}"
         )
-        logging.shutdown()
-        os._exit(1)
+        return bool(silent)
+
+    def _end(self, why: str) -> None:
+        """The job is lost. This rank is stuck and would outlive it."""
+        if self.left:
+            return
+        place, _ = place_of_thread(self.main)
+        line = f"rank {self.rank} is stuck at {place} and ends, as {why}"
+        logger.error("%s", line)
+        tell_launcher(self.stuck_line or line)
+        end_now(1)
+
+    def _log(self, line: str) -> None:
+        """Also for torchrun's last lines."""
+        logger.error("%s", line)
+        tell_launcher(line)
 
 
 class _Unchanged:
@@ -272,55 +364,6 @@ class _Unchanged:
         return time.monotonic() - self.since
 
 
-def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
-    """The ranks that the others wait for, as far as statuses tell.
-
-    The silent ones, if any. Else those that do not wait in a collective or a transfer themselves: of
-    the ranks that have begun fewer collectives than others of a group, or if those all wait (in
-    transfers, which are not counted), of all.
-    """
-    if silent:
-        return sorted(silent)
-    most: dict[str, int] = {}
-    for status in statuses.values():
-        for group, number in status["collectives"].items():
-            most[group] = max(number, most.get(group, 0))
-    behind = [
-        rank
-        for rank, status in statuses.items()
-        if any(number < most[group] for group, number in status["collectives"].items())
-    ]
-    busy = [rank for rank, status in statuses.items() if not status["waits"]]
-    behind_and_busy = [rank for rank in behind if rank in busy]
-    return behind_and_busy or busy or behind
-
-
-def describe(statuses: dict[int, dict], silent: set[int]) -> str:
-    """One line: who is waited for, and where; then where the others are."""
-    named = culprits(statuses, silent)
-    parts = []
-    for rank in named[:8]:
-        status = statuses[rank]
-        what = "has given no sign of life, last seen" if rank in silent else "holds up the others"
-        parts.append(
-            f"rank {rank} (host {status['host']}, process {status['process']}) {what} "
-            f"in step {status['step']}, at {status['place']}"
-        )
-    if len(named) > 8:
-        parts.append(f"{len(named) - 8} more")
-    others: dict[str, list[int]] = {}
-    for rank, status in statuses.items():
-        if rank not in named:
-            others.setdefault(status["place"], []).append(rank)
-    for place, ranks in list(others.items())[:4]:
-        names = ", ".join(map(str, ranks[:8]))
-        if len(ranks) > 8:
-            names += " ..."
-        noun = "ranks" if len(ranks) > 1 else "rank"
-        parts.append(f"{noun} {names} at {place}")
-    return "; ".join(parts)
-
-
 @functools.cache
 def _connection(store: dist.Store) -> dist.Store:
     """A connection of our own to the store.
@@ -330,61 +373,3 @@ def _connection(store: dist.Store) -> dist.Store:
     connection = store.clone()
     connection.set_timeout(timedelta(seconds=30))
     return connection
-
-
-def _collectives_begun(everything: bool = False) -> dict[str, int]:
-    """How many, by group, with the same keys on all its ranks.
-
-    Transfers along rings are left out unless `everything`: gloo counts them too, and ranks differ in
-    how many they make.
-    """
-    counts: dict[str, int] = {}
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if everything or not group.group_desc.startswith(("cp inner", "cp outer")):
-            key = f"{group.group_desc} {hash(tuple(dist.get_process_group_ranks(group)))}"
-            counts[key] = counts.get(key, 0) + _sequence_number(group)
-    return counts
-
-
-def _sequence_number(group: dist.ProcessGroup) -> int:
-    """The sum over the group's backends. A backend that has not been used yet may not have a number."""
-    # Two device types may share a backend, which counts once.
-    backends = {}
-    for device_type in group._device_types:
-        backend = group._get_backend(device_type)
-        backends[id(backend)] = backend
-    total = 0
-    for backend in backends.values():
-        try:
-            total += backend._get_sequence_number_for_group()
-        except RuntimeError:
-            continue
-    return total
-
-
-def _place_of_thread(thread: int) -> tuple[str, bool]:
-    """_place() of where a thread is now."""
-    frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return _place(frames)
-
-
-def _place(frames: list[tuple[CodeType, int]]) -> tuple[str, bool]:
-    """Where code outside of torch is, as "file.py:line in function", and whether it waits for other
-    ranks there.
-
-    It waits in torch.distributed and in functions called wait. frames: code and line, the innermost
-    first.
-    """
-    waits = False
-    for code, line in frames:
-        file = os.path.basename(code.co_filename)
-        is_torch = code.co_filename.startswith(_TORCH)
-        is_waiting = code.co_name == "wait" or (is_torch and file in _COLLECTIVES)
-        waits = waits or is_waiting
-        if not is_torch and not is_waiting:
-            return f"{file}:{line} in {code.co_name}", waits
-    return "an unknown place", waits

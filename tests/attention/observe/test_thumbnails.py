@@ -12,7 +12,6 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.config import ConfigError, check
-from titan_sparse.training.heat_maps import coloured, contact_sheet, heat_map
 
 BLOCK, TOKENS = 16, 192
 SPARSE = VerticalSlash(recall=0.6, sinks=3, local_diagonals=1, max_columns=20, dense_below=48)
@@ -73,25 +72,6 @@ def test_counts_of_blocks_and_verticals():
     assert aux.index.capped.any()
 
 
-def test_images():
-    values = torch.tensor([[0.0, 1.0], [torch.nan, 0.5]])
-    image = coloured(values)
-    assert (
-        image.dtype == torch.uint8
-        and image[:, 0, 0].tolist() == [68, 1, 84]
-        and image[:, 0, 1].tolist() == [253, 231, 37]
-    )
-    assert image[:, 1, 0].tolist() == [255] * 3 and image[:, 1, 1].tolist() == [33, 145, 140]
-    assert heat_map(values, 3).shape == (3, 6, 6) and torch.equal(
-        heat_map(values, 3)[:, 1::3, 1::3], image
-    )
-    sheet = contact_sheet(torch.arange(24.0).view(3, 2, 2, 2) / 24)
-    assert sheet.shape == (3, 12, 8) and (sheet[:, 2:4] == 255).all()
-    assert torch.equal(
-        sheet[:, 8:10, 4:6], coloured((torch.arange(20.0, 24.0) / 24).sqrt().view(2, 2))
-    )
-
-
 def _train(folder) -> None:
     train(
         tiny_config(
@@ -110,11 +90,15 @@ def test_what_a_run_writes(tmp_path):
     run_processes(2, _train, tmp_path)
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()
-    assert set(events.Tags()["images"]) == {"density_heat_map", "recall_heat_map", "selection"}
-    assert [event.step for event in events.Images("selection")] == [1, 2, 4]
+    assert set(events.Tags()["images"]) == {
+        "attention/density_heat_map",
+        "attention/recall_heat_map",
+        "attention/selection",
+    }
+    assert [event.step for event in events.Images("attention/selection")] == [1, 2, 4]
     record = metrics_of(tiny_config(tmp_path, "run"))[-1]
     for key in ("blocks_per_query", "columns", "columns_p95", "columns_at_cap"):
-        assert events.Scalars(key)[-1].value == pytest.approx(record[key]), key
+        assert events.Scalars(f"attention/{key}")[-1].value == pytest.approx(record[key]), key
     assert record["columns_p95"] >= record["columns"] > 2 and record["blocks_per_query"] > 0
 
 

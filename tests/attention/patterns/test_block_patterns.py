@@ -113,14 +113,25 @@ def test_on_a_gpu_in_bf16(pattern, mask):
     assert (seen != mask.dense(2048, "cuda")[:, None]).any()
 
 
-@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
-def test_ranks_select_and_compute_as_one_does(axes):
+@pytest.mark.parametrize(
+    "axes, every",
+    [
+        ((3,), 2),
+        ((2, 2), 2),
+        pytest.param((2,), 1, marks=pytest.mark.slow),
+        pytest.param((3,), 1, marks=pytest.mark.slow),
+        pytest.param((2, 2), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_select_and_compute_as_one_does(axes, every):
     masks = [
         Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)),
         Documents([[201, 7, 1, 130], [3, 200, 60, 17, 40]]),
     ]
     patterns = [XATTENTION, MoBA(chunk_size=40, top_k=3)]
-    run_processes(torch.Size(axes).numel(), check_everything, axes, masks, patterns, (4, 2))
+    arguments = (axes, masks, patterns, (4, 2), every)
+    run_processes(torch.Size(axes).numel(), check_everything, *arguments)
 
 
 @pytest.mark.parametrize("pattern", BOTH, ids=str)

@@ -2,9 +2,7 @@
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +13,8 @@ from scripts.benchmarks import context_parallel as benchmark
 from scripts.benchmarks import context_parallel_cases as cases
 from scripts.benchmarks import context_parallel_timing as timing
 from scripts.benchmarks import plot_timeline, traces
-from tests.distributed import run_processes
+from tests.distributed import run_processes, run_program
 from titan_sparse.attention.backends import eager
-
-ROOT = Path(__file__).parents[3]
 
 SMALL = (
     "--device cpu --heads 4:2 --head-dim 32 --block-size 128 --repeats 1 --warm-ups 0 --density 0.3 "
@@ -31,45 +27,20 @@ def _arguments(text):
 
 
 def _run(ranks, text, out):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "scripts.benchmarks.context_parallel",
-        *text.split(),
-        *SMALL.split(),
-        "--out",
-        str(out),
-    ]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    run_program(ranks, benchmark.main, [*text.split(), *SMALL.split(), "--out", str(out)])
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("two") / "result.json"
-    done = _run(
-        2, "scaling dense balance errors --seq-len 2048 --max-columns 64 --max-slashes 12", out
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run(2, "scaling dense balance errors --seq-len 2048 --max-columns 64 --max-slashes 12", out)
     return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("four") / "new folder" / "result.json"
-    done = _run(4, "nodes timeline --seq-len 2048 --pretend-nodes 2", out)
-    assert done.returncode == 0, done.stdout + done.stderr
+    _run(4, "nodes timeline --seq-len 2048 --pretend-nodes 2", out)
     return out
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.compare_runs import read_metrics
 from scripts.study import __main__ as study
 from scripts.study import text as study_text
 from scripts.study.runs import FULL, PRETRAIN, SIZES, TOY, configuration, cost, methods
@@ -15,6 +14,7 @@ from titan_sparse.config import load
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.metrics_file import read_metrics
 
 CHOSEN = "dense,vertical_slash_90"
 

@@ -1,0 +1,214 @@
+"""What a start may not change on resuming, and what it is told to write instead."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_sparse.config import Config, ConfigError, save, to_toml
+from titan_sparse.config.changes import (
+    ORIGIN_FILE,
+    Origin,
+    Saved,
+    changes,
+    origin_text,
+    read_saved,
+    refuse_changes,
+    saved_config,
+)
+from titan_sparse.models.flavours import FLAVOURS, resolve
+
+LLAMA = FLAVOURS["llama3.1-8b"]
+
+
+def _config(**overrides) -> Config:
+    """A configuration; overrides: dotted keys, with __ for the dot."""
+    config = Config()
+    for key, value in overrides.items():
+        section, name = key.split("__")
+        assert hasattr(getattr(config, section), name)
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def _origin(config: Config, **other) -> Origin:
+    model = resolve(**dataclasses.asdict(config.model))
+    return dataclasses.replace(Origin(model, "bytes", "cpu"), **other)
+
+
+def _checkpoint(folder: Path, config: Config, **other) -> str:
+    """A folder step-3 as a run with this configuration saves it."""
+    path = folder / "run/checkpoint/step-3"
+    save(config, path)
+    (path / ORIGIN_FILE).write_text(origin_text(_origin(config, **other)))
+    return str(path)
+
+
+def _saved(folder: Path, config: Config, **other) -> Saved:
+    saved = read_saved(_checkpoint(folder, config, **other))
+    assert saved is not None
+    return saved
+
+
+def _refusal(saved: Saved, config: Config, **other) -> str:
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(saved, config, _origin(config, **other))
+    message = str(caught.value)
+    assert "\n" not in message and saved.checkpoint in message
+    return message
+
+
+def test_nothing_changed(tmp_path):
+    saved = _saved(tmp_path, Config())
+    refuse_changes(saved, Config(), _origin(Config()))
+    assert changes(saved, Config()) == [] and saved_config(saved) == Config()
+
+
+def test_changes_are_listed_with_both_values(tmp_path):
+    saved = _saved(tmp_path, _config(optimizer__lr=0.001))
+    config = _config(optimizer__lr=0.0001, attention__mask="causal", checkpoint__enable=True)
+    config.attention.moba.top_k = 3
+    assert [str(change) for change in changes(saved, config)] == [
+        'attention.mask "documents" -> "causal"',
+        "attention.moba.top_k 12 -> 3",
+        "optimizer.lr 0.001 -> 0.0001",
+        "checkpoint.enable false -> true",
+    ]
+
+
+@pytest.mark.parametrize(
+    "before, now, parts",
+    [
+        (
+            {"optimizer__name": "AdamW"},
+            {"optimizer__name": "SGD"},
+            ['optimizer.name = "SGD"', 'write optimizer.name = "AdamW"', "initial_load_path"],
+        ),
+        (
+            {"training__dtype": "float64"},
+            {"training__dtype": "bfloat16"},
+            ['training.dtype = "bfloat16"', 'write training.dtype = "float64"'],
+        ),
+        (
+            {"training__dtype": "float32"},
+            {"training__dtype": "float64"},
+            ['training.dtype = "float64"', 'write training.dtype = "float32"'],
+        ),
+        (
+            {},
+            {"model__layers": 3},
+            ["model.layers = 3 gives", "layers = 3", "has 4", "write model.layers = 0,"],
+        ),
+        (
+            {"model__vocab_size": 300},
+            {"model__vocab_size": 400},
+            ["model.vocab_size = 400", "has 300", "write model.vocab_size = 300,"],
+        ),
+        (
+            {"model__rope_theta": 1e4},
+            {"model__rope_theta": 1e6},
+            ["rope.theta = 1000000.0", "has 10000.0", "rope_theta = 10000.0", "initial_load_path"],
+        ),
+        (
+            {},
+            {"model__rope_scaling": "yarn", "model__rope_factor": 4.0},
+            ['model.rope_scaling = "yarn"', 'rope_scaling = "flavour" and model.rope_factor = 1.0'],
+        ),
+        (
+            {"model__flavour": "qwen3-0.6b"},
+            {"model__flavour": "qwen2.5-0.5b"},
+            ["hidden_size = 896", "has 1024", 'write model.flavour = "qwen3-0.6b"'],
+        ),
+    ],
+)
+@pytest.mark.parametrize("has_origin", [True, False])
+def test_refused(tmp_path, before, now, parts, has_origin):
+    checkpoint = _checkpoint(tmp_path, _config(**before))
+    if not has_origin:
+        # As of a version that wrote none.
+        (Path(checkpoint) / ORIGIN_FILE).unlink()
+    saved = read_saved(checkpoint)
+    message = _refusal(saved, _config(**now))
+    for part in parts:
+        assert part in message
+    refuse_changes(saved, _config(**before), _origin(_config(**before)))
+
+
+def test_another_dtype_of_the_forward_is_allowed(tmp_path):
+    saved = _saved(tmp_path, _config(training__dtype="float32"))
+    config = _config(training__dtype="bfloat16")
+    refuse_changes(saved, config, _origin(config))
+    assert [change.key for change in changes(saved, config)] == ["training.dtype"]
+
+
+def test_a_tokenizer_counts_by_its_content(tmp_path):
+    before = _config(data__tokenizer="a/tokenizer.json")
+    saved = _saved(tmp_path, before, tokenizer="1" * 64)
+    moved = _config(data__tokenizer="b/tokenizer.json")
+    refuse_changes(saved, moved, _origin(moved, tokenizer="1" * 64))
+
+    message = _refusal(saved, moved, tokenizer="2" * 64)
+    assert 'write data.tokenizer = "a/tokenizer.json"' in message
+    assert "1" * 12 in message and "2" * 12 in message
+    message = _refusal(saved, before, tokenizer="2" * 64)
+    assert "bring back the file as it was" in message
+
+
+def test_a_model_counts_by_what_it_is(tmp_path):
+    """A model.initial_hf that has moved or gone is no other model; another config.json in it is."""
+    before = _config(model__initial_hf="old/folder")
+    checkpoint = tmp_path / "run/checkpoint/step-3"
+    save(before, checkpoint)
+    (checkpoint / ORIGIN_FILE).write_text(origin_text(Origin(LLAMA, "bytes", "cpu")))
+    saved = read_saved(str(checkpoint))
+    for config in (before, _config(model__initial_hf="new"), _config(model__flavour="llama3.1-8b")):
+        refuse_changes(saved, config, Origin(LLAMA, "bytes", "cpu"))
+
+    other = Origin(dataclasses.replace(LLAMA, norm_eps=0.1), "bytes", "cpu")
+    with pytest.raises(
+        ConfigError, match=r'model.initial_hf = "old/folder" gives .* norm_eps = 0.1'
+    ):
+        refuse_changes(saved, before, other)
+    longer = Origin(dataclasses.replace(LLAMA, max_positions=7), "bytes", "cpu")
+    refuse_changes(saved, before, longer)
+
+    # Nothing says what model it was: no false alarm.
+    (checkpoint / ORIGIN_FILE).unlink()
+    refuse_changes(read_saved(str(checkpoint)), before, other)
+
+
+def test_a_run_of_the_cpu_cannot_go_on_on_a_gpu(tmp_path):
+    saved = _saved(tmp_path, Config())
+    assert 'write training.device = "cpu"' in _refusal(saved, Config(), device="cuda")
+    saved = _saved(tmp_path, Config(), device="cuda")
+    refuse_changes(saved, Config(), _origin(Config(), device="cpu"))
+
+
+def test_configurations_of_other_versions(tmp_path):
+    path = tmp_path / "run/checkpoint/step-3"
+    path.mkdir(parents=True)
+    (path / "config.toml").write_text(
+        '[gone]\nkey = 1\n\n[optimizer]\nlr = 0.5\nnesterov = true\n[attention]\nmask = "prefix"\n'
+    )
+    (path / ORIGIN_FILE).write_text(json.dumps({"model": {"layers": 4, "experts": 8}}))
+    saved = read_saved(str(path))
+    refuse_changes(saved, Config(), _origin(Config()))
+    assert [str(change) for change in changes(saved, Config())] == [
+        'attention.mask "prefix" -> "documents"',
+        "optimizer.lr 0.5 -> 0.0003",
+    ]
+    assert saved_config(saved) == _config(optimizer__lr=0.5)
+
+
+def test_older_checkpoints_have_the_configuration_of_the_last_start(tmp_path):
+    path = tmp_path / "run/checkpoint/step-3"
+    path.mkdir(parents=True)
+    assert read_saved(str(path)) is None
+    assert read_saved(None) is None and read_saved(str(tmp_path / "none")) is None
+    (tmp_path / "run/config.toml").write_text(to_toml(_config(optimizer__lr=0.5)))
+    assert saved_config(read_saved(str(path))).optimizer.lr == 0.5
+    (path / "config.toml").write_text("no [toml")
+    (path / ORIGIN_FILE).write_text("{")
+    saved = read_saved(str(path))
+    assert saved_config(saved).optimizer.lr == 0.5 and saved.origin == {}

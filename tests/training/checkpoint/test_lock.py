@@ -1,0 +1,81 @@
+"""One run per folder: another process is told who is there, and a dead one holds nothing."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titan_sparse.config import Refusal
+from titan_sparse.training.checkpoint.lock import lock_run, unlock_run
+
+HOLD = """
+import os, sys, time
+from titan_sparse.training.checkpoint.lock import lock_run
+lock_run(sys.argv[1])
+if sys.argv[2] == "fork" and os.fork() == 0:
+    time.sleep(60)
+    os._exit(0)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def hold(folder, how: str) -> subprocess.Popen:
+    """Another process that has the lock; in a group of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), how],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert int(process.stdout.readline()) == process.pid
+    return process
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
+    """The child that it has forked lives on, and does not count."""
+    holder = hold(tmp_path, "fork")
+    try:
+        with pytest.raises(
+            Refusal, match=f"in use by another run .*process {holder.pid}"
+        ) as caught:
+            lock_run(str(tmp_path), wait_seconds=0.3)
+        assert "\n" not in str(caught.value) and os.uname().nodename in str(caught.value)
+        os.kill(holder.pid, signal.SIGKILL)
+        lock_run(str(tmp_path), wait_seconds=10)
+        unlock_run(str(tmp_path))
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+
+
+def test_the_same_process_may_start_again(tmp_path):
+    lock_run(str(tmp_path / "run"))
+    lock_run(str(tmp_path / "run/../run"))
+    text = (tmp_path / "run/.lock").read_text()
+    assert f"process {os.getpid()}, started 2" in text
+    unlock_run(str(tmp_path / "run"))
+    with open(tmp_path / "run/.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refusal, match="training.output_dir = .*can't be written"):
+        lock_run(str(tmp_path / "file"))
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "none")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    began = time.monotonic()
+    lock_run(str(tmp_path))
+    assert "has no locks" in caplog.text and time.monotonic() - began < 5
+    unlock_run(str(tmp_path))

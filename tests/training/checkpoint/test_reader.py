@@ -1,0 +1,112 @@
+"""A checkpoint runs no code and names no file outside its folder."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from tests.training.checkpoint.helpers import Run, forge_sums
+from titan_sparse.config import Refusal
+from titan_sparse.training.checkpoint import Broken, read_into, read_metadata, verify
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Command:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    return Run(tmp_path / "run").train(1).folder / "step-1"
+
+
+def one_line(error: BaseException) -> bool:
+    return "\n" not in str(error)
+
+
+def test_metadata_runs_nothing(tmp_path, checkpoint):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
+    forge_sums(checkpoint)
+    with pytest.raises(
+        Broken, match=r"\.metadata can't be read: it asks for posix\.system"
+    ) as caught:
+        read_metadata(checkpoint)
+    assert one_line(caught.value)
+    with pytest.raises(Refusal, match="initial_load_path"):
+        Run(tmp_path / "other", initial_load_path=str(checkpoint)).checkpointer.load()
+    with pytest.raises(Refusal, match="posix.system"):
+        Run(tmp_path / "run").checkpointer.load()
+    assert not (tmp_path / "ran").exists()
+    # The plant is live: an ordinary unpickler runs it.
+    pickle.loads((checkpoint / ".metadata").read_bytes())
+    assert (tmp_path / "ran").exists()
+
+
+def test_values_run_nothing(tmp_path, checkpoint):
+    """The command stands where the step is saved, as torch.save() would write it."""
+    metadata = read_metadata(checkpoint)
+    index = next(i for i in metadata.storage_data if i.fqn == "train_state.step")
+    buffer = io.BytesIO()
+    torch.save(Command(tmp_path / "ran"), buffer)
+    (checkpoint / "hostile.distcp").write_bytes(buffer.getvalue())
+    metadata.storage_data[index] = _StorageInfo("hostile.distcp", 0, len(buffer.getvalue()))
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / "checksums.sha256").unlink()
+    with pytest.raises(Refusal, match="no checkpoint in .* is whole") as caught:
+        Run(tmp_path / "run").checkpointer.load()
+    assert one_line(caught.value) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../step-1/__0_0.distcp", "/etc/passwd", ""])
+def test_files_outside_the_folder_are_not_opened(checkpoint, name):
+    metadata = read_metadata(checkpoint)
+    index = next(iter(metadata.storage_data))
+    metadata.storage_data[index] = _StorageInfo(name, 0, 1)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    forge_sums(checkpoint)
+    with pytest.raises(Broken):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "thing", [[], {"state_dict_metadata": {}}, torch.Size([3]), torch.float32, "text"]
+)
+def test_a_pickle_of_something_else_is_named(checkpoint, thing):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(thing))
+    with pytest.raises(Broken, match="it is not the metadata of a checkpoint"):
+        read_metadata(checkpoint)
+
+
+@pytest.mark.parametrize("change", ["size", "chunks", "offset"])
+def test_metadata_put_together_wrongly_is_named(checkpoint, change):
+    metadata = read_metadata(checkpoint)
+    if change == "offset":
+        index, place = next(iter(metadata.storage_data.items()))
+        metadata.storage_data[index] = _StorageInfo(place.relative_path, "far", place.length)
+    else:
+        setattr(metadata.state_dict_metadata["weight"], change, 5)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Broken, match="it is not the metadata of a checkpoint"):
+        read_metadata(checkpoint)
+
+
+def test_another_dtype_is_cast(checkpoint):
+    state = {"weight": torch.zeros(5, 6, dtype=torch.float64)}
+    read_into(state, checkpoint)
+    assert state["weight"].abs().sum() > 0
+
+
+def test_a_tensor_that_is_not_there_is_named(checkpoint):
+    with pytest.raises(Refusal, match="has no weights2"):
+        read_into({"weights2": torch.zeros(3)}, checkpoint)

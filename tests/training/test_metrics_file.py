@@ -1,0 +1,92 @@
+"""Lines of metrics.jsonl are whole: on a full disk, after a kill, and for whoever reads them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.compare_runs import differences
+from titan_sparse.training.metrics_file import JsonLines, read_lines, read_metrics
+
+ROOT = Path(__file__).parents[2]
+FULL = """
+import resource, sys
+from titan_sparse.training.metrics_file import JsonLines
+lines = JsonLines(sys.argv[1])
+lines.write({"step": 1, "loss": 1.5})
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
+for step in (2, 3):
+    try:
+        lines.write({"step": step, "loss": 2.5})
+    except OSError as error:
+        print(error)
+assert "torch" not in sys.modules
+"""
+LINE = len('{"step": 1, "loss": 1.5}\n')
+
+
+@pytest.mark.parametrize("room", [LINE, LINE + 10])
+def test_a_disk_that_is_full_leaves_no_torn_line(tmp_path, room):
+    """No byte of the second line fits, or ten."""
+    path = tmp_path / "metrics.jsonl"
+    result = subprocess.run(
+        [sys.executable, "-c", FULL, str(path), str(room)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    messages = result.stdout.splitlines()
+    assert len(messages) == 2 and all(str(path) in message for message in messages)
+    assert path.read_text() == '{"step": 1, "loss": 1.5}\n'
+
+
+def test_a_line_is_there_once_it_is_written(tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write({"step": 1})
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    lines.close()
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\0\0\0", '{"step": 3}'])
+def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    whole = '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n'
+    path.write_text(whole + torn)
+    is_whole = torn.endswith("}")
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3][: 2 + is_whole]
+    if not is_whole:
+        assert [item.step for item in differences(tmp_path, path)] == [1, 2]
+
+    # The next start writes below what is whole.
+    lines = JsonLines(path)
+    lines.write({"step": 9})
+    lines.close()
+    assert path.read_text() == whole + (torn + "\n" if is_whole else "") + '{"step": 9}\n'
+
+
+def test_the_later_line_of_a_step_counts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [(1, 5.0), (2, 9.0), (3, 8.0), (2, 4.0)]
+    path.write_text("".join(json.dumps({"step": n, "loss": x}) + "\n" for n, x in rows))
+    assert {n: line["loss"] for n, line in read_metrics(tmp_path).items()} == {1: 5, 2: 4, 3: 8}
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 is no JSON object"),
+        ('{"step": 1}\n[2]\n', "line 2 is no JSON object"),
+        ('{"loss": 1}\n', "line 1 is no step's metrics"),
+        (None, "neither a run's output_dir"),
+    ],
+)
+def test_what_is_no_metrics_is_refused(tmp_path, text, reason):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_metrics(tmp_path)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(OSError, match="none/metrics.jsonl"):
+        JsonLines(tmp_path / "none/metrics.jsonl")

@@ -1,0 +1,238 @@
+"""Poisoned runs: NaN and infinity in one gradient element of one rank, weights that diverge, first
+weights with a NaN. The run's numbers are those of a run that was led around the poison by hand."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.distributed import run_processes
+from tests.models.test_huggingface import change_tensors, save_reference
+from tests.runs import metrics_of, tiny_config, weights_of, write_texts
+from titan_sparse.config import Refusal
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.failures import Poisoned
+
+SETTINGS = {
+    "training__steps": 7,
+    "training__dtype": "float32",
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "lr_scheduler__total_steps": 7,
+    "parallelism__cp": 2,
+    "metrics__recall_every": 0,
+    "guard__max_skips_in_a_row": 2,
+}
+
+
+def _poison(trainer: Trainer, is_bad: Callable[[int], bool], value: float) -> None:
+    """One element of the last rank's gradients becomes `value` in the bad ones of its updates,
+    counted from 1."""
+    clip = trainer._clip
+    trainer.updates = 0
+
+    def poisoned_clip() -> torch.Tensor:
+        trainer.updates += 1
+        if is_bad(trainer.updates) and dist.get_rank() == dist.get_world_size() - 1:
+            gradient = next(p.grad for p in trainer.model.parameters() if p.grad.numel())
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.view(-1)[-1] = value
+        return clip()
+
+    trainer._clip = poisoned_clip
+
+
+def _leave_out(trainer: Trainer, update: int) -> None:
+    """By hand: the optimizers do not step in this update."""
+    step = trainer.optimizers.step
+    trainer.updates = 0
+
+    def step_or_not() -> None:
+        trainer.updates += 1
+        if trainer.updates != update:
+            step()
+
+    trainer.optimizers.step = step_or_not
+
+
+def _losses(config) -> list[float]:
+    dist.barrier()
+    return [line["loss"] for line in metrics_of(config)]
+
+
+def _saved(config) -> list[str]:
+    dist.barrier()
+    folder = Path(config.training.output_dir, "checkpoint")
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+
+
+def _one_bad_step(folder: Path) -> None:
+    by_hand = tiny_config(folder, "by_hand", **SETTINGS)
+    reference = Trainer(by_hand)
+    _leave_out(reference, 4)
+    reference.train()
+    wanted = weights_of(reference)
+    for value, max_norm in ((math.nan, 1.0), (-math.inf, 0.0)):
+        settings = SETTINGS | {"training__max_norm": max_norm}
+        config = tiny_config(folder, f"poisoned_{max_norm}", **settings)
+        trainer = Trainer(config)
+        _poison(trainer, lambda update: update == 4, value)
+        trainer.train()
+        if max_norm:
+            got = weights_of(trainer)
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+            assert _losses(config) == _losses(by_hand)
+        assert all(math.isfinite(loss) for loss in _losses(config))
+        lines = metrics_of(config)
+        assert [line["skipped_updates"] for line in lines] == [0, 0, 0, 1, 1, 1, 1]
+        assert [line["grad_norm"] is None for line in lines] == [False] * 3 + [True] + [False] * 3
+        # The save of step 4 waited for a good step.
+        assert _saved(config) == ["step-5", "step-6", "step-7"], _saved(config)
+
+
+def test_one_bad_step_is_left_out(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _one_bad_step, tmp_path)
+
+
+def _go_back_once(folder: Path) -> None:
+    config = tiny_config(folder, "poisoned", **SETTINGS)
+    trainer = Trainer(config)
+    _poison(trainer, lambda update: update in (5, 6), math.nan)
+    trainer.train()
+    assert trainer.progress.times_gone_back == 1 and trainer.progress.skipped_updates == 2
+    assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+
+    # By hand: the same start, then step 4's checkpoint, without the batches of steps 5 and 6.
+    by_hand = tiny_config(folder, "by_hand", **SETTINGS | {"training__steps": 4})
+    Trainer(by_hand).train()
+    by_hand.training.steps = 7
+    reference = Trainer(by_hand)
+    load = reference._load
+
+    def load_and_skip() -> None:
+        load()
+        next(reference.loader)
+        next(reference.loader)
+
+    reference._load = load_and_skip
+    reference.train()
+    assert _losses(config)[-3:] == _losses(by_hand)[-3:]
+    got, wanted = weights_of(trainer), weights_of(reference)
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_the_run_goes_back_and_skips_the_batches(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _go_back_once, tmp_path)
+
+
+def _give_up(folder: Path) -> None:
+    """Every update from the fifth on is bad: back to step 4, then to step 2, then no more."""
+    settings = SETTINGS | {"guard__max_rollbacks": 2}
+    trainer = Trainer(tiny_config(folder, "lost", **settings))
+    _poison(trainer, lambda update: update >= 5, math.nan)
+    with pytest.raises(Poisoned, match="has gone back 2 times .guard.max_rollbacks = 2.; look at"):
+        trainer.train()
+    assert trainer.progress.step == 4 and trainer.updates == 10
+    lines = metrics_of(trainer.config)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 5, 6, 3, 4]
+    assert _saved(trainer.config) == ["step-2"]
+
+    settings = SETTINGS | {"checkpoint__enable": False}
+    trainer = Trainer(tiny_config(folder, "unsaved", **settings))
+    _poison(trainer, lambda update: update >= 2, math.inf)
+    with pytest.raises(Poisoned, match="there is no good checkpoint before step 2; look at"):
+        trainer.train()
+    assert trainer.updates == 3
+
+
+def test_the_run_gives_up(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _give_up, tmp_path)
+
+
+def _spoilt_weights(folder: Path) -> None:
+    """Weights that went bad past the guard, as by a flipped bit, never get into a checkpoint."""
+    config = tiny_config(folder, "spoilt", **SETTINGS | {"guard__max_skips_in_a_row": 50})
+    trainer = Trainer(config)
+    after_step = trainer._after_step
+
+    def spoil_and_go_on(*args, **keywords) -> None:
+        if trainer.metrics.section is not None and not hasattr(trainer, "is_spoilt"):
+            if trainer.progress.step == 4:
+                trainer.is_spoilt = True
+                with torch.no_grad():
+                    weight = trainer.model.norm.weight.to_local()
+                    if dist.get_rank() == 0:
+                        weight[0] = math.nan
+        after_step(*args, **keywords)
+
+    trainer._after_step = spoil_and_go_on
+    trainer.train()
+    assert [line["step"] for line in metrics_of(config)] == [1, 2, 3, 4, 3, 4, 5, 6, 7]
+    assert trainer.progress.times_gone_back == 1
+    assert all(weight.isfinite().all() for weight in weights_of(trainer).values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _spoilt_weights, tmp_path)
+
+
+def _diverges(folder: Path) -> None:
+    """A learning rate of 1e30: the weights overflow at once, and no update after that is right."""
+    settings = SETTINGS | {"optimizer__lr": 1e30, "parallelism__cp": 1}
+    trainer = Trainer(tiny_config(folder, "diverged", **settings))
+    with pytest.raises(Poisoned):
+        trainer.train()
+    folder = Path(trainer.config.training.output_dir, "checkpoint")
+    assert not folder.exists() or _saved(trainer.config) == []
+
+
+def test_a_run_that_diverges_ends(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(1, _diverges, tmp_path)
+
+
+def _poisoned_start(folder: Path) -> None:
+    """A checkpoint of another run with a NaN in it, as versions without the guard have saved."""
+    first = Trainer(
+        tiny_config(folder, "first", **SETTINGS | {"training__steps": 2, "guard__enable": False})
+    )
+    _poison(first, lambda update: update == 1, math.nan)
+    first.train()
+    dist.barrier()
+    path = folder / "first/checkpoint/step-2"
+    config = tiny_config(folder, "second", **SETTINGS, checkpoint__initial_load_path=str(path))
+    with pytest.raises(
+        ValueError, match="initial_load_path = .*step-2: .* is not finite everywhere"
+    ):
+        Trainer(config).train()
+    _poisoned_huggingface(folder)
+
+
+def _poisoned_huggingface(folder: Path) -> None:
+    """One element of one matrix, in the shard of the last rank alone."""
+    if dist.get_rank() == 0:
+        save_reference(folder / "hf")
+        name = "model.layers.1.mlp.up_proj.weight"
+        change_tensors(folder / "hf", lambda tensors: tensors[name][-1, -1].fill_(math.inf))
+    dist.barrier()
+    config = tiny_config(folder, "third", **SETTINGS, model__initial_hf=str(folder / "hf"))
+    config.model.flavour = "debug"
+    with pytest.raises(
+        Refusal, match="model.initial_hf = .*hf: layers.1.mlp.up_proj.weight is not"
+    ):
+        Trainer(config).train()
+
+
+def test_first_weights_are_checked(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _poisoned_start, tmp_path)

@@ -1,0 +1,235 @@
+"""Settings changed on resuming: they take effect, exactly, and a jump of the learning rate is said."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.config import Config, LRScheduler, Optimizer
+from titan_sparse.config.changes import Saved
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
+from titan_sparse.training.resumption import learning_rate, report_changes, schedule_warning
+
+SETTINGS = {
+    "training__steps": 4,
+    "training__dtype": "float64",
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "optimizer__weight_decay": 0.1,
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "lr_scheduler__total_steps": 4,
+}
+CHANGED = {
+    "optimizer__lr": 3e-2,
+    "optimizer__beta1": 0.5,
+    "optimizer__beta2": 0.6,
+    "optimizer__eps": 1e-3,
+    "optimizer__weight_decay": 0.7,
+    "lr_scheduler__warmup_steps": 4,
+}
+
+
+class Layer(torch.nn.Module):
+    """A matrix, which decays, and a bias, which does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2, dtype=torch.float64)
+
+
+def _steps(model: Layer, optimizer, schedule, count: int, first: int = 0) -> None:
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        model.linear(torch.randn(5, 3, generator=generator, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("implementation", ["fused", "for-loop"])
+def test_changed_settings_equal_a_loop_that_sets_them_by_hand(implementation):
+    torch.manual_seed(0)
+    model, twin = Layer(), Layer()
+    twin.load_state_dict(model.state_dict())
+    before = Optimizer(lr=0.1, weight_decay=0.1)
+    now = Optimizer("AdamW", 0.03, 0.5, 0.6, 1e-3, 0.7, implementation)
+    saved_optimizer = build_optimizer(model, before, "cpu")
+    saved_schedule = build_schedule(saved_optimizer, LRScheduler(2, total_steps=10), 10)
+    _steps(model, saved_optimizer, saved_schedule, 3)
+    state = saved_optimizer.state_dict()
+
+    optimizer = build_optimizer(model, now, "cpu")
+    schedule = build_schedule(optimizer, LRScheduler(5, total_steps=10), 10)
+    optimizer.load_state_dict(state)
+    groups = optimizer.optimizers[0].param_groups
+    assert groups[0]["betas"] == (0.9, 0.95), "the checkpoint brings its own settings"
+    resume_schedule(optimizer, schedule, now, 3)
+    assert all(group["fused"] == (implementation == "fused") for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
+
+    by_hand = torch.optim.AdamW(
+        [
+            {"params": [twin.linear.weight], "weight_decay": 0.1},
+            {"params": [twin.linear.bias], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=implementation == "fused",
+    )
+    for step, factor in enumerate((1 / 2, 1, 1)):
+        for group in by_hand.param_groups:
+            group["lr"] = 0.1 * factor
+        _steps(twin, by_hand, None, 1, first=step)
+    for group, weight_decay in zip(by_hand.param_groups, (0.7, 0.0)):
+        group |= {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": weight_decay}
+    # Warm-up over five steps: the fourth update is at 4/5 of the peak.
+    for step, factor in ((3, 4 / 5), (4, 1)):
+        for group in by_hand.param_groups:
+            group["lr"] = 0.03 * factor
+        assert schedule.schedulers[0].get_last_lr() == pytest.approx([0.03 * factor] * 2)
+        _steps(model, optimizer, schedule, 1, first=step)
+        _steps(twin, by_hand, None, 1, first=step)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("section", [LRScheduler(), LRScheduler(3, 0.3), LRScheduler(0, 0.0)])
+def test_resumed_schedule_is_the_stepped_one(section):
+    model = Layer()
+    optimizer = build_optimizer(model, Optimizer(), "cpu")
+    stepped = build_schedule(optimizer, section, 20)
+    # Beyond its last step too, where it stays as it is.
+    for step in range(25):
+        resumed = build_schedule(optimizer, section, 20)
+        resume_schedule(optimizer, resumed, Optimizer(), step)
+        assert resumed.schedulers[0].get_last_lr() == stepped.schedulers[0].get_last_lr()
+        optimizer.step()
+        stepped.step()
+
+
+def test_the_schedule_ends_at_its_last_step():
+    config = Config()
+    config.optimizer.lr, config.training.steps, config.lr_scheduler.total_steps = 1.0, 40, 20
+    rates = [learning_rate(config, step) for step in range(40)]
+    assert rates[20:] == [pytest.approx(config.lr_scheduler.min_lr_factor)] * 20
+    assert min(rates[10:]) == rates[-1]
+
+
+def _config(steps: int, lr: float = 1.0, total_steps: int = 0) -> Config:
+    config = Config()
+    config.training.steps, config.optimizer.lr = steps, lr
+    config.lr_scheduler = LRScheduler(0, -1.0, "linear", 0.1, total_steps)
+    return config
+
+
+def test_more_steps_raise_the_learning_rate_with_a_warning(caplog):
+    # Linear from 1 at the first step to 0.1: after 100 of 200 steps half of the way.
+    warning = schedule_warning(_config(100), _config(200), 100)
+    assert "of step 101 is 0.55 " in warning and "was 0.1 under" in warning
+    assert "lr_scheduler.total_steps = 100 keeps the old schedule" in warning
+    assert "\n" not in warning
+
+    kept = _config(200, total_steps=100)
+    assert schedule_warning(_config(100), kept, 100) == ""
+    warning = schedule_warning(_config(100), _config(100, lr=0.5), 10)
+    assert "optimizer.lr = 1.0 keeps" in warning and "total_steps" not in warning
+    assert "and optimizer.lr = 1.0 keeps" in schedule_warning(_config(100), _config(200, 0.5), 10)
+
+    saved = Saved("step-100", {"training.steps": 100, "optimizer.lr": 1.0}, {})
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        report_changes(saved, _config(200, lr=0.5), 100)
+    said = [record.getMessage() for record in caplog.records]
+    assert "changed since the checkpoint: training.steps 100 -> 200" in said
+    assert "changed since the checkpoint: optimizer.lr 1.0 -> 0.5" in said
+    assert caplog.records[-1].levelno == logging.WARNING and "of step 101 is" in said[-1]
+
+
+def _settings_take_effect(folder: Path) -> None:
+    """Losses of a run that is resumed with other settings: as of one whose groups are set by hand."""
+    halves = {**SETTINGS, "training__steps": 2, "parallelism__cp": 2}
+    train(tiny_config(folder, "run", **halves))
+    train(tiny_config(folder, "by_hand", **halves))
+    changed = {**SETTINGS, **CHANGED, "parallelism__cp": 2}
+    train(tiny_config(folder, "run", **changed))
+
+    trainer = Trainer(tiny_config(folder, "by_hand", **SETTINGS, parallelism__cp=2))
+    assert trainer.checkpointer.load() and trainer.progress.step == 2
+    groups = trainer.optimizers.optimizers[0].param_groups
+    for group, weight_decay in zip(groups, (0.7, 0.0)):
+        group |= {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": weight_decay}
+    for factor in (3 / 4, 1):
+        for group in groups:
+            group["lr"] = 3e-2 * factor
+        trainer.step()
+    dist.barrier()
+    runs = [metrics_of(tiny_config(folder, name)) for name in ("run", "by_hand")]
+    for field in ("loss", "grad_norm"):
+        got, wanted = ([line[field] for line in lines] for lines in runs)
+        assert len(got) == 4 and got == wanted
+    assert [line["lr"] for line in runs[0][2:]] == pytest.approx([3e-2 * 3 / 4, 3e-2])
+
+
+def test_settings_take_effect(tmp_path):
+    write_texts(tmp_path / "texts")
+    run_processes(2, _settings_take_effect, tmp_path)
+
+
+def _run(folder: Path, **options) -> subprocess.CompletedProcess:
+    """train.py for the tiny run in `folder`."""
+    words = {
+        "data.source": folder / "texts",
+        "training.output_dir": folder / "run",
+        "training.device": "cpu",
+        "training.dtype": "float32",
+        "training.seq_len": 128,
+        "attention.block_size": 16,
+        "attention.pattern": "dense",
+        "model.layers": 1,
+        "lr_scheduler.warmup_steps": 1,
+        "checkpoint.enable": "true",
+        "metrics.tensorboard": "false",
+    } | {key.replace("__", "."): value for key, value in options.items()}
+    command = [sys.executable, "train.py"]
+    for key, value in words.items():
+        command += [f"--{key}", str(value)]
+    clean = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE"))}
+    return subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_train_py_says_what_changed_and_refuses_what_may_not(tmp_path):
+    write_texts(tmp_path / "texts")
+    first = _run(tmp_path, training__steps=2)
+    assert first.returncode == 0, first.stderr
+    assert "changed since" not in first.stdout
+    (tmp_path / "run/checkpoint/step-2/config.toml").write_text(
+        (tmp_path / "run/config.toml").read_text()
+    )
+
+    refused = _run(tmp_path, training__steps=4, model__layers=2)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "model.layers = 2 gives" in refused.stderr and "write model.layers = 1" in refused.stderr
+
+    second = _run(tmp_path, training__steps=4, optimizer__beta2=0.9)
+    assert second.returncode == 0, second.stderr
+    assert "changed since the checkpoint: training.steps 2 -> 4\n" in second.stdout
+    assert "changed since the checkpoint: optimizer.beta2 0.95 -> 0.9\n" in second.stdout
+    assert second.stdout.count("changed since") == 2
+    assert "lr_scheduler.total_steps = 2 keeps the old schedule" in second.stdout
+    starts = sorted((tmp_path / "run/starts").iterdir())
+    assert len(starts) == 2
+    log = (starts[1] / "rank0.log").read_text()
+    assert "resumed at step 2" in log and "beta2 0.95 -> 0.9" in log

@@ -1,0 +1,156 @@
+"""What a start leaves in the run folder, with two processes, without git, twice in a second."""
+
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titan_sparse
+from tests.distributed import run_processes, torchrun
+from tests.runs import tiny_config
+from titan_sparse.config import to_toml
+from titan_sparse.training.run_folder import begin_start, git_commit, log_error
+
+CPU = torch.device("cpu")
+
+
+def _two_starts(folder: Path) -> None:
+    """Both ranks log; the second start of this second has a folder of its own."""
+    rank = dist.get_rank()
+    terminal = logging.StreamHandler(open(folder / f"terminal{rank}", "w"))
+    root, ours = logging.getLogger(), logging.getLogger("titan_sparse")
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    root.addHandler(terminal)
+    root.setLevel(logging.WARNING)
+    ours.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+    config = tiny_config(folder, "a run with spaces", optimizer__lr=0.5)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"
+    first = begin_start(config, CPU)
+    ours.info("of step 1")
+    logging.getLogger("elsewhere").info("of another library")
+    logging.getLogger("elsewhere").warning("that matters")
+    logging.getLogger("torch").warning("of torch")
+    try:
+        raise KeyError("what went wrong")
+    except KeyError as error:
+        log_error(error)
+    second = begin_start(config, CPU)
+    ours.info("of the second start")
+    folders: list = [None] * dist.get_world_size()
+    dist.all_gather_object(folders, (first, second))
+    assert folders[0] == folders[1] and first != second
+    assert {first, second} == set((folder / "a run with spaces/starts").iterdir())
+
+    log = (first / f"rank{rank}.log").read_text()
+    for words in ("of step 1", "of another library", "that matters", "of torch"):
+        assert log.count(words) == 1, words
+    assert f" rank {rank} INFO titan_sparse: of step 1\n" in log and log.startswith("20")
+    assert "Traceback" in log and "KeyError: 'what went wrong'" in log
+    assert "second" not in log
+    assert "of the second start" in (second / f"rank{rank}.log").read_text()
+
+    # The terminal shows what it would have shown.
+    terminal.flush()
+    shown = (folder / f"terminal{rank}").read_text()
+    assert ("of step 1" in shown) == (rank == 0)
+    assert shown.count("that matters") == 1
+    assert "of another library" not in shown and "went wrong" not in shown
+
+
+def test_two_starts_in_a_second(tmp_path):
+    run_processes(2, _two_starts, tmp_path)
+    for folder in (tmp_path / "a run with spaces/starts").iterdir():
+        start = json.loads((folder / "start.json").read_text())
+        assert start["world_size"] == 2 and start["restart_count"] == 3
+        assert [rank["rank"] for rank in start["ranks"]] == [0, 1]
+        assert {rank["host"] for rank in start["ranks"]} == set(start["hosts"])
+        assert [rank["device"] for rank in start["ranks"]] == ["cpu", "cpu"]
+        assert start["versions"]["torch"] == torch.__version__
+        assert start["versions"]["titan_sparse"] == titan_sparse.__version__
+        assert start["versions"]["torchtitan"] == "0.2.2" and start["versions"]["python"]
+        assert start["command"] and start["date"].startswith(folder.name[:3])
+        config = tiny_config(tmp_path, "a run with spaces", optimizer__lr=0.5)
+        assert (folder / "config.toml").read_text() == to_toml(config)
+
+
+def _cannot_be_made(folder: Path) -> None:
+    """Every rank ends, with the reason of rank 0."""
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run/starts").touch()
+    with pytest.raises(OSError, match="starts"):
+        begin_start(tiny_config(folder, "run"), CPU)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    run_processes(2, _cannot_be_made, tmp_path)
+
+
+PROGRAM = """
+import logging, sys, threading
+from pathlib import Path
+import torch, torch.distributed as dist
+from titan_sparse.config import Config
+from titan_sparse.training.run_folder import begin_start
+dist.init_process_group("gloo")
+config = Config()
+config.training.output_dir = sys.argv[1]
+begin_start(config, torch.device("cpu"))
+dist.barrier()
+if dist.get_rank() == 1:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    raise RuntimeError("the disk is on fire")
+"""
+
+
+def test_an_error_that_ends_a_rank_is_in_its_log(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    folder = Path(__file__).parents[2]
+    result = subprocess.run(
+        torchrun(2, program, tmp_path / "run"),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1 and "the disk is on fire" in result.stderr
+    (start,) = (tmp_path / "run/starts").iterdir()
+    log = (start / "rank1.log").read_text()
+    assert "Traceback" in log and "RuntimeError: the disk is on fire" in log
+    assert "ZeroDivisionError" in log
+    assert "on fire" not in (start / "rank0.log").read_text()
+    assert f"program.py {tmp_path}/run" in json.loads((start / "start.json").read_text())["command"]
+
+
+def _git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    command = ("git", *identity, *words)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+def test_git_commit(tmp_path, monkeypatch):
+    file = tmp_path / "code.py"
+    file.write_text("1")
+    assert git_commit(file) is None
+
+    _git(tmp_path, "init")
+    # Such as a virtual environment in a checkout of something else.
+    assert git_commit(file) is None
+    _git(tmp_path, "add", "code.py")
+    _git(tmp_path, "commit", "-m", "one")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    assert git_commit(file) == {"commit": commit, "changed_files": 0}
+    file.write_text("2")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert git_commit(file) == {"commit": commit, "changed_files": 1}
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert git_commit(file) is None

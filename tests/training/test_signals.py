@@ -1,0 +1,161 @@
+"""Processes that are told to stop, or whose torchrun dies, while their main thread is inside C++."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from titan_sparse.training.signals import StopSignals, deaf_children
+from titan_sparse.training.watch import Watch
+
+ROOT = Path(__file__).parents[2]
+
+STUCK = """
+import ctypes, sys
+from titan_sparse.training.launcher import end_with_launcher
+from titan_sparse.training.signals import StopSignals
+end_with_launcher()
+with StopSignals():
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time waits in C for good
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+# Starts the program above, tells its number, and waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def _start(*words: str, **environment: str) -> tuple[subprocess.Popen, str]:
+    """A Python program, and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_at_once(second):
+    process, line = _start(STUCK)
+    assert line == "ready"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(second)
+    assert process.wait(5) == 130
+
+
+def test_termination_twice_is_still_patient():
+    process, _ = _start(STUCK)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_a_signal_is_noted_and_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as signals:
+        assert not signals.asked and signals.has_time_for(1e9, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while not signals.asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert signals.asked
+        assert signals.has_time_for(1, 60) and not signals.has_time_for(61, 60)
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        status = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_a_rank_ends_with_its_torchrun_but_not_with_a_shell(under_torchrun):
+    parent, line = _start(PARENT, STUCK, **{"TORCHELASTIC_RUN_ID": "a"} if under_torchrun else {})
+    child = int(line)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 3
+    while _is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _is_alive(child) != under_torchrun
+    if not under_torchrun:
+        os.kill(child, signal.SIGKILL)
+
+
+def _start_child(children: list) -> None:
+    child = mp.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    children.append(child)
+
+
+def test_a_child_that_saves_lives_on_when_all_are_told_to_stop():
+    children = []
+    with StopSignals() as signals:
+        with deaf_children():
+            thread = threading.Thread(target=_start_child, args=(children,))
+            thread.start()
+            thread.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while not signals.asked and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert signals.asked  # this process still hears
+    child = children[0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)
+    child.join(1)
+    assert child.is_alive()
+    child.kill()
+    child.join()
+
+
+def _beside_a_dead_peer(rank: int, folder: str) -> None:
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with StopSignals() as signals, Watch(60, signals) as watch:
+        watch.step = 1
+        dist.barrier()
+        if rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        Path(folder, "ready").touch()
+        store.wait(["never"])  # in C++, for five minutes
+
+
+def test_a_rank_with_a_dead_peer_leaves_soon_after_sigterm():
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("forkserver")
+        ranks = [context.Process(target=_beside_a_dead_peer, args=(r, folder)) for r in (0, 1)]
+        for process in ranks:
+            process.start()
+        ranks[1].join(60)
+        assert ranks[1].exitcode == -signal.SIGKILL and Path(folder, "ready").exists()
+        assert ranks[0].is_alive()
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        ranks[0].join(8)
+        assert ranks[0].exitcode == 1

@@ -1,0 +1,222 @@
+"""What a start changes in the run that it resumes: said, or refused where the saved state would
+mean nothing.
+
+A checkpoint holds the configuration that it was saved with (config.toml) and what came of it with
+the files that it names (origin.json). What the data loader's state refuses is in data/loader.py.
+"""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titan_sparse.config.reading import ConfigError, flatten, show, typed
+from titan_sparse.config.sections import KINDS, Config, Model
+from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.flavours import resolve
+
+ORIGIN_FILE = "origin.json"
+"""Beside config.toml in a checkpoint: origin_text()."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a configuration comes to on this machine, as far as a saved state depends on it."""
+
+    model: DecoderConfig
+    tokenizer: str
+    """Tokenizer.digest"""
+    device: str
+    """cpu or cuda"""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is known of the start that wrote a checkpoint."""
+
+    checkpoint: str
+    """its folder"""
+    values: dict[str, Any]
+    """dotted key -> value, as config.toml has them; another version may have had other keys"""
+    origin: dict[str, Any]
+    """origin.json; empty in checkpoints of versions that wrote none"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that this start sets to another value."""
+
+    key: str
+    saved: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {show(self.saved)} -> {show(self.now)}"
+
+
+def origin_text(origin: Origin) -> str:
+    """What a checkpoint holds as origin.json."""
+    return json.dumps(dataclasses.asdict(origin), indent=1) + "\n"
+
+
+def read_saved(checkpoint: str | None) -> Saved | None:
+    """The configuration that <output_dir>/checkpoint/step-N was saved with.
+
+    A checkpoint of a version that wrote none has that of the run's last start, in <output_dir>.
+    None where neither can be read, and without a checkpoint. Call it before this start writes its
+    own.
+    """
+    if checkpoint is None or not os.path.isdir(checkpoint):
+        return None
+    folder = Path(checkpoint)
+    for path in (folder / "config.toml", folder.parent.parent / "config.toml"):
+        try:
+            values = dict(flatten(tomli.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError):
+            continue
+        return Saved(checkpoint, values, _read_origin(folder / ORIGIN_FILE))
+    return None
+
+
+def _read_origin(path: Path) -> dict[str, Any]:
+    try:
+        origin = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return origin if isinstance(origin, dict) else {}
+
+
+def changes(saved: Saved, config: Config) -> list[Change]:
+    """Every key that has another value now, in the order of the configuration.
+
+    A key that the saved configuration lacks had its default. Keys that exist no longer are left
+    out.
+    """
+    default = Config()
+    found = []
+    for key in KINDS:
+        before = saved.values.get(key, attrgetter(key)(default))
+        now = attrgetter(key)(config)
+        if before != now:
+            found.append(Change(key, before, now))
+    return found
+
+
+def saved_config(saved: Saved) -> Config:
+    """The saved values as a Config; what this version cannot hold has its default."""
+    config = Config()
+    for key, value in saved.values.items():
+        if key not in KINDS:
+            continue
+        try:
+            value = typed(key, value, "")
+        except ConfigError:
+            continue
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(config), name, value)
+    return config
+
+
+def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
+    """Raises ConfigError, one line, for a change that makes the saved state meaningless."""
+    _refuse_another_model(saved, config, origin.model)
+    found = {change.key: change for change in changes(saved, config)}
+    if "optimizer.name" in found:
+        _refuse(saved, found["optimizer.name"], "whose state another optimizer cannot use")
+    dtype = found.get("training.dtype")
+    if dtype is not None and "float64" in (dtype.saved, dtype.now):
+        _refuse(saved, dtype, "and weights of float64 and of float32 are not each other's")
+
+    tokenizer = saved.origin.get("tokenizer", origin.tokenizer)
+    if tokenizer != origin.tokenizer:
+        raise ConfigError(_another_tokenizer(saved, config, tokenizer, origin.tokenizer))
+    if saved.origin.get("device", origin.device) == "cpu" and origin.device == "cuda":
+        raise ConfigError(
+            f"training.device = {show(config.training.device)} is cuda here, but {saved.checkpoint} "
+            "was saved on the CPU and has no random numbers of a GPU; write "
+            f'training.device = "cpu", or {_new_run(saved)}'
+        )
+
+
+def _refuse(saved: Saved, change: Change, reason: str) -> None:
+    raise ConfigError(
+        f"{change.key} = {show(change.now)}, but {saved.checkpoint} was saved with "
+        f"{show(change.saved)}, {reason}; write {change.key} = {show(change.saved)}, "
+        f"or {_new_run(saved)}"
+    )
+
+
+def _new_run(saved: Saved) -> str:
+    """What to write for a run of its own that begins with the saved weights."""
+    return (
+        "for a new run from these weights another training.output_dir and "
+        f"checkpoint.initial_load_path = {show(saved.checkpoint)}"
+    )
+
+
+def _another_tokenizer(saved: Saved, config: Config, before: str, now: str) -> str:
+    key = "data.tokenizer"
+    name = saved.values.get(key, config.data.tokenizer)
+    instead = f"write {key} = {show(name)}"
+    if name == config.data.tokenizer:
+        instead = "bring back the file as it was"
+    return (
+        f"{key} = {show(config.data.tokenizer)} has another content ({now[:12]}) than that of "
+        f"{saved.checkpoint} ({before[:12]}), so its token ids mean other text; {instead}, "
+        f"or {_new_run(saved)}"
+    )
+
+
+def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) -> None:
+    before = _functions(_saved_model(saved))
+    now = _functions(dataclasses.asdict(model))
+    # Another version may know other fields.
+    names = [name for name in now if name in before and before[name] != now[name]]
+    if not names:
+        return
+    name = names[0]
+    found = [change for change in changes(saved, config) if change.key.startswith("model.")]
+    if found:
+        said = f"{found[0].key} = {show(found[0].now)}"
+        instead = " and ".join(f"{change.key} = {show(change.saved)}" for change in found)
+    else:
+        # The same words, but the folder holds another config.json.
+        key = "model.initial_hf"
+        said = f"{key} = {show(config.model.initial_hf)}"
+        instead = f"{key} = what still has {name} = {show(before[name])}"
+    new_run = "another training.output_dir for a new run"
+    if all(name.startswith("rope.") for name in names):
+        new_run = _new_run(saved)
+    raise ConfigError(
+        f"{said} gives a model with {name} = {show(now[name])}, but that of {saved.checkpoint} has "
+        f"{show(before[name])}; write {instead}, or {new_run}"
+    )
+
+
+def _saved_model(saved: Saved) -> dict[str, Any]:
+    """The fields of the saved DecoderConfig; none where they are not known any more."""
+    model = saved.origin.get("model")
+    if isinstance(model, dict):
+        return model
+    section: Model = saved_config(saved).model
+    try:
+        return dataclasses.asdict(resolve(**dataclasses.asdict(section)))
+    except (ValueError, OSError):
+        # Such as a model.initial_hf that has moved.
+        return {}
+
+
+def _functions(model: dict[str, Any]) -> dict[str, Any]:
+    """What decides over a model's shape and functions, by dotted names."""
+    # How far positions may go is asked of data, not of weights.
+    fields = {name: model[name] for name in model if name not in ("max_positions", "rope")}
+    rope = model.get("rope", {})
+    used = rope
+    if rope.get("scaling") == "none":
+        used = {"theta": rope.get("theta"), "scaling": "none"}
+    return fields | {f"rope.{name}": value for name, value in used.items()}

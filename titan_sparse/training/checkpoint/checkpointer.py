@@ -1,0 +1,334 @@
+"""A run's checkpoints: finding the newest whole one, resuming, going back, saving."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from titan_sparse.config import Checkpoint, Refusal
+from titan_sparse.data import PackedLoader
+from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.checkpoint import folders
+from titan_sparse.training.checkpoint.disk import check_disk, expected_bytes
+from titan_sparse.training.checkpoint.progress import Progress
+from titan_sparse.training.checkpoint.reader import (
+    Broken,
+    has_checksums,
+    keys_of,
+    read_into,
+    read_metadata,
+    verify,
+)
+from titan_sparse.training.checkpoint.saver import Saver
+from titan_sparse.training.checkpoint.state import LOADER, PROGRESS, Stateful, Tensors
+
+logger = logging.getLogger("titan_sparse")
+
+
+class Checkpointer:
+    """The run's checkpoints, in <output_dir>/checkpoint/step-N.
+
+    Does nothing where checkpoint.enable is false. All but raise_failure() is collective.
+    """
+
+    def __init__(
+        self,
+        section: Checkpoint,
+        output_dir: str,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        loader: PackedLoader,
+        progress: Progress,
+        states: dict[str, Stateful],
+        texts: dict[str, str],
+    ):
+        """states: what else is saved, name -> thing. texts: files that go into every checkpoint as
+        they are, name -> text."""
+        self.section = section
+        self.folder = Path(output_dir, folders.FOLDER)
+        self.loader = loader
+        self.progress = progress
+        self.states = states
+        self.last_saved: int | None = None
+        """the step whose save this start of the run has begun last"""
+        if not section.enable:
+            return
+        self.tensors = Tensors(model, list(optimizers))
+        self.saver = Saver(section, self.folder, progress.device, texts)
+
+    @property
+    def last_save_seconds(self) -> float | None:
+        """From save() to the name step-N, of the last save that got it; None before the first."""
+        return self.saver.last_seconds if self.section.enable else None
+
+    @property
+    def last_held_seconds(self) -> float | None:
+        """How long the last save held up training, in save(); None before the first."""
+        return self.saver.last_held_seconds if self.section.enable else None
+
+    def load(self) -> bool:
+        """Resume from checkpoint.load_step, or the newest whole checkpoint. True if there was one.
+
+        Damaged ones are moved aside. What is newer than load_step is moved aside too, unless the
+        run goes on by itself after a failure. Without a checkpoint, the weights alone are read from
+        checkpoint.initial_load_path, where that is given.
+        Raises Refusal on all ranks: if there are checkpoints and none is whole, if
+        load_step or the path has none, if one does not
+        fit the model.
+        """
+        if not self.section.enable:
+            return False
+        deleted = _on_first_rank(lambda: folders.delete_incomplete(self.folder))
+        if deleted:
+            logger.info("deleted saves that were cut short: %s", ", ".join(deleted))
+        verified = None
+        if self.section.load_step >= 0 and not _on_first_rank(self._has_rolled_back):
+            verified = self.section.load_step
+            self._roll_back(verified)
+        step = self._load_newest(verified=verified)
+        if step is None and self.section.initial_load_path:
+            self._load_weights(self.section.initial_load_path)
+        return step is not None
+
+    def check_disk(self, steps: int) -> None:
+        """Refuse a folder that can't be written, or a disk too small for the saves up to `steps`.
+
+        Raises Refusal on all ranks.
+        """
+        if self.section.enable:
+            saves_left = -(-max(steps - self.progress.step, 1) // self.section.interval)
+            needed_bytes = expected_bytes(self.tensors.model, self.tensors.optimizers)
+            check_disk(self.folder, self.section, needed_bytes, saves_left)
+
+    def go_back(self, before: int) -> int | None:
+        """Return to the newest whole checkpoint of a step < `before`, and move newer ones aside.
+
+        Everything is as it was then, but for the loader, which goes on where it is. Returns the
+        step, None if there is no such checkpoint: then nothing has changed.
+        """
+        if not self.section.enable:
+            return None
+        self.saver.wait()
+        try:
+            step = self._load_newest(before, with_loader=False)
+        except NoneWhole as error:
+            logger.warning("%s", error)
+            return None
+        if step is not None:
+            self._move_newer(step)
+        return step
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Whether save() would save: at every interval, and at the run's last step."""
+        if not self.section.enable:
+            return False
+        return last or step % self.section.interval == 0
+
+    def background_groups(self) -> list[dist.ProcessGroup]:
+        """Groups over which saves in the background communicate."""
+        if not self.section.enable or self.saver.group is None:
+            return []
+        return [self.saver.group]
+
+    def prepare(self) -> None:
+        """Do what only the first save would have to: plan it, take (and pin) memory for it.
+
+        Call it after a step, when the optimizer has its tensors.
+        """
+        if self.section.enable:
+            self.saver.prepare(self.tensors.all(), self._values())
+
+    def save(self, step: int) -> None:
+        """Save now, due or not. Not where checkpoint.enable is false.
+
+        Raises SaveError, one line, on all ranks, if this save failed, or one in the background.
+        """
+        self.saver.save(step, self.tensors.all(), self._values())
+        self.last_saved = step
+
+    def before_update(self) -> None:
+        """Let a save in the background copy what the optimizer is about to change.
+
+        On a GPU this waits on the device only.
+        """
+        if self.section.enable:
+            self.saver.before_update()
+
+    def raise_failure(self) -> None:
+        """Raises SaveError, one line, if a save in the background has failed. Does not wait."""
+        if self.section.enable:
+            self.saver.raise_failure()
+
+    def close(self) -> None:
+        """Wait for the save still being written. Raises SaveError if it failed."""
+        if self.section.enable:
+            self.saver.close()
+
+    def save_in_hf(self, step: int, config: DecoderConfig, dtype: torch.dtype, source: str) -> None:
+        """Write step's checkpoint once more, for transformers, as export_weights() does.
+
+        Does nothing if that folder is there already. Call it after close(), and on one rank only,
+        which reads what all have saved. Raises ValueError if there is nothing to read.
+        """
+        checkpoint = folders.step_folder(self.folder, step)
+        folder = self.folder.parent / "huggingface" / f"step-{step}"
+        if not folders.is_complete(checkpoint):
+            raise ValueError(f"checkpoint.last_save_in_hf: no complete checkpoint in {checkpoint}")
+        if not folder.exists():
+            # Only where asked for: it needs safetensors.
+            from titan_sparse.models.huggingface import export_weights
+
+            def read(state: dict[str, Tensor]) -> None:
+                read_into(state, checkpoint, alone=True)
+
+            export_weights(str(checkpoint), read, str(folder), config, dtype, source)
+            logger.info("saved %s for transformers", folder)
+
+    def _values(self) -> dict[str, dict[str, Any]]:
+        """The state of all but model and optimizer: name of a part -> key -> value."""
+        parts = {LOADER: self.loader, PROGRESS: self.progress, **self.states}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+    def _load_newest(
+        self,
+        before: int | None = None,
+        with_loader: bool = True,
+        verified: int | None = None,
+    ) -> int | None:
+        """Load the newest checkpoint that is whole, of a step < `before`. Returns its step.
+
+        Newer ones that are broken are moved aside. None if there is no checkpoint at all. Raises
+        NoneWhole, and moves nothing, if all are broken. verified: a step that has been checked.
+        """
+        steps = _on_first_rank(lambda: folders.saved_steps(self.folder))
+        broken: dict[Path, str] = {}
+        for step in reversed(steps):
+            if before is not None and step >= before:
+                continue
+            checkpoint = folders.step_folder(self.folder, step)
+            try:
+                if step != verified:
+                    verify(checkpoint)
+                self._read(checkpoint, with_loader)
+            except Broken as error:
+                broken[checkpoint] = str(error)
+                continue
+            self._move_broken(broken)
+            return step
+        if broken:
+            first = next(iter(broken.values()))
+            raise NoneWhole(
+                f"no checkpoint in {self.folder} is whole: {first}; put back a whole one, or "
+                "write another training.output_dir to begin anew"
+            )
+        return None
+
+    def _read(self, checkpoint: Path, with_loader: bool) -> None:
+        if not has_checksums(checkpoint):
+            logger.warning("%s has no checksums: damage in it may not be noticed", checkpoint)
+        self.tensors.make_optimizer_state()
+        values = self._values()
+        if not with_loader:
+            del values[LOADER]
+        # Counters that came later are not in older checkpoints: they stay as they are.
+        saved = keys_of(read_metadata(checkpoint))
+        to_read = {
+            name: {key: value for key, value in part.items() if _is_saved(f"{name}.{key}", saved)}
+            for name, part in values.items()
+        }
+        state: dict[str, Any] = {**self.tensors.all(), **to_read}
+        read_into(state, checkpoint)
+        parts = {LOADER: self.loader, PROGRESS: self.progress, **self.states}
+        for name, part in values.items():
+            parts[name].load_state_dict(part | to_read[name])
+
+    def _move_broken(self, broken: dict[Path, str]) -> None:
+        for checkpoint, problem in broken.items():
+            aside = _on_first_rank(lambda path=checkpoint: folders.move_aside(path, "broken"))
+            logger.warning("checkpoint damaged: %s; moved to %s", problem, aside)
+
+    def _has_rolled_back(self) -> bool:
+        """Whether this start of the job has gone back to load_step already, and goes on after a
+        failure."""
+        if not _is_restart():
+            return False
+        try:
+            text = (self.folder / _ROLLED_BACK).read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return text == self._rollback_record()
+
+    def _rollback_record(self) -> str:
+        job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+        return json.dumps({"load_step": self.section.load_step, "job": job}) + "\n"
+
+    def _roll_back(self, step: int) -> None:
+        """Make the whole checkpoint of `step` the newest. Raises Refusal if there is none."""
+        checkpoint = folders.step_folder(self.folder, step)
+        try:
+            verify(checkpoint)
+        except Broken as error:
+            raise Refusal(
+                f"checkpoint.load_step = {step}: no whole checkpoint ({error}); "
+                "write another step, or -1 for the newest"
+            ) from None
+        self._move_newer(step)
+        record = self._rollback_record()
+        _on_first_rank(lambda: (self.folder / _ROLLED_BACK).write_text(record, encoding="utf-8"))
+
+    def _move_newer(self, step: int) -> None:
+        aside = _on_first_rank(lambda: folders.roll_back(self.folder, step))
+        if aside is not None:
+            logger.info("checkpoints newer than step %d are in %s now", step, aside)
+
+    def _load_weights(self, path: str) -> None:
+        try:
+            verify(path)
+            read_into(dict(self.tensors.of_model), path)
+        except Broken as error:
+            raise Refusal(
+                f"checkpoint.initial_load_path = {path} holds no whole checkpoint ({error}); "
+                "write a folder step-N of a run"
+            ) from None
+
+
+class NoneWhole(Refusal):
+    """There are checkpoints, and all are broken."""
+
+
+_ROLLED_BACK = "rolled-back.json"
+"""In the folder of checkpoints: the last load_step, and the job that went back to it."""
+
+
+def _is_saved(name: str, saved: Iterable[str]) -> bool:
+    """Whether a value of this name is saved, or parts of it are."""
+    return any(key == name or key.startswith(f"{name}.") for key in saved)
+
+
+def _is_restart() -> bool:
+    """Whether the launcher has started the job again by itself after a failure."""
+    counts = [
+        os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    ]
+    return any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
+def _on_first_rank(work: Callable[[], Any]) -> Any:
+    """What `work` returns on rank 0, on all ranks. An OSError is a Refusal on all of them."""
+    outcome: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except OSError as error:
+            outcome[1] = f"the folder of checkpoints: {error.filename}: {error.strerror}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1]:
+        raise Refusal(outcome[1])
+    return outcome[0]

@@ -1,0 +1,244 @@
+"""Reading a checkpoint: is it whole, and what does it hold. A checkpoint can run no code.
+
+.metadata is a pickle of DCP's: only DCP's own classes are made of it. Tensors and values are read as
+torch.load(weights_only=True) does. Errors are Refusals: one line each.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from titan_sparse.config import Refusal
+from titan_sparse.training.checkpoint.folders import CHECKSUMS, METADATA
+
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    (_DCP + "metadata", "BytesStorageMetadata"),
+    (_DCP + "metadata", "ChunkStorageMetadata"),
+    (_DCP + "metadata", "Metadata"),
+    (_DCP + "metadata", "MetadataIndex"),
+    (_DCP + "metadata", "StorageMeta"),
+    (_DCP + "metadata", "TensorProperties"),
+    (_DCP + "metadata", "TensorStorageMetadata"),
+    (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
+    (_DCP + "filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
+_THREADS = 8
+
+
+class Broken(Refusal):
+    """A checkpoint that is damaged: the file, and what is wrong with it."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            # Python 3.13 writes another module for a path than 3.12 knows.
+            return super().find_class(module.removesuffix("._local"), name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(checkpoint: str | Path) -> Metadata:
+    """What the checkpoint holds, and where. Runs nothing that .metadata may ask for.
+
+    Raises Broken.
+    """
+    path = Path(checkpoint, METADATA)
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        _check_metadata(metadata)
+    except FileNotFoundError:
+        raise Broken(f"{path} is missing") from None
+    except Exception as error:
+        # A damaged pickle can raise anything.
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise Broken(f"{path} can't be read: {text}") from error
+    return metadata
+
+
+def _check_metadata(metadata: object) -> None:
+    """A pickle of allowed classes may still be put together wrongly."""
+    kinds = (TensorStorageMetadata, BytesStorageMetadata)
+    _require(isinstance(metadata, Metadata))
+    _require(isinstance(metadata.state_dict_metadata, dict))
+    _require(isinstance(metadata.storage_data, dict))
+    for item in metadata.state_dict_metadata.values():
+        _require(isinstance(item, kinds))
+        if isinstance(item, TensorStorageMetadata):
+            _require(isinstance(item.size, torch.Size) and isinstance(item.chunks, list))
+    for index, place in metadata.storage_data.items():
+        _require(isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo))
+        _require(isinstance(place.offset, int) and isinstance(place.length, int))
+        _require(place.offset >= 0 and place.length >= 0)
+        name = place.relative_path
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise ValueError(f"it names {name!r}, which is not a file of this folder")
+        if place.transform_descriptors:
+            raise ValueError(f"it wants {place.transform_descriptors} applied")
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError("it is not the metadata of a checkpoint")
+
+
+def has_checksums(checkpoint: str | Path) -> bool:
+    """False for checkpoints of before there were checksums."""
+    return Path(checkpoint, CHECKSUMS).exists()
+
+
+def verify(checkpoint: str | Path) -> None:
+    """Check every byte. Collective where there is a process group: the ranks share the files out.
+
+    Without checksums the files must at least be there and long enough. Raises Broken, on all ranks.
+    """
+    distributed = dist.is_initialized()
+    rank = dist.get_rank() if distributed else 0
+    world_size = dist.get_world_size() if distributed else 1
+    try:
+        problem = _problem(Path(checkpoint), rank, world_size)
+    except (Broken, OSError) as error:
+        problem = str(error)
+    problems = [problem]
+    if distributed:
+        problems = [""] * world_size
+        dist.all_gather_object(problems, problem)
+    for text in problems:
+        if text:
+            raise Broken(text)
+
+
+def _problem(checkpoint: Path, rank: int, world_size: int) -> str:
+    """What is wrong with this rank's share of the files; empty: nothing."""
+    sizes = _least_sizes(read_metadata(checkpoint))
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size < size:
+            return f"{path} has {path.stat().st_size} bytes, of at least {size}"
+    if not has_checksums(checkpoint):
+        return ""
+    sums = _read_sums(checkpoint / CHECKSUMS)
+    for name in (METADATA, *sizes):
+        if name not in sums:
+            return f"{checkpoint / CHECKSUMS} has no line for {name}"
+    own = sorted(sums)[rank::world_size]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(lambda name: _sum_of(checkpoint / name), own))
+    for name, value in zip(own, found, strict=True):
+        if value is None:
+            return f"{checkpoint / name} is missing"
+        if value != sums[name]:
+            return f"{checkpoint / name} is not what was written: its sha256 is another"
+    return ""
+
+
+def _least_sizes(metadata: Metadata) -> dict[str, int]:
+    """Name of a file -> bytes that it has at least."""
+    sizes: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    return sizes
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    sums = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        match = _SUM_LINE.fullmatch(line)
+        if match is None:
+            raise Broken(f"{path} has a line that is no checksum")
+        sums[match[2]] = match[1]
+    return sums
+
+
+def _sum_of(path: Path) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(self.path)
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+
+def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False) -> None:
+    """Read what `state` names: into its tensors, sharded or not, and in place of its values.
+
+    The dtype may differ. verify() the checkpoint before. Collective where there is a process group,
+    unless `alone`. Raises Refusal for a tensor that the checkpoint does not have, or has in
+    another shape, and Broken for what can't be read.
+    """
+    _check_names(state, read_metadata(checkpoint), checkpoint)
+    try:
+        with warnings.catch_warnings():
+            # A process alone is meant to be.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(state, storage_reader=_Reader(checkpoint), planner=_Planner(), no_dist=alone)
+    except CheckpointException as failure:
+        error = next(iter(failure.failures.values()))[0]
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise Broken(f"{checkpoint} can't be read: {text[0]}") from None
+
+
+def keys_of(metadata: Metadata) -> Iterable[str]:
+    """Names of all that is saved, parts joined by dots."""
+    return metadata.state_dict_metadata.keys()
+
+
+def _check_names(state: Mapping[str, Any], metadata: Metadata, checkpoint: str | Path) -> None:
+    wanted, _ = flatten_state_dict(dict(state))
+    for name, value in wanted.items():
+        saved = metadata.state_dict_metadata.get(name)
+        if saved is None:
+            raise Refusal(f"{checkpoint} has no {name}; write the config of the run that saved it")
+        shape = list(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+        wanted_shape = list(value.shape) if isinstance(value, Tensor) else None
+        if shape != wanted_shape:
+            raise Refusal(
+                f"{checkpoint} has {name} of shape {shape}, this run of shape {wanted_shape}; "
+                "write the config of the run that saved it"
+            )

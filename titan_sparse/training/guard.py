@@ -1,0 +1,237 @@
+"""The guard against poisoned steps: an update that would spoil the weights does not happen.
+
+A step is bad if its loss or its gradient norm is not finite, or if the norm is far above its
+running statistics. The device decides, and the fused optimizers leave everything as it was: the
+host waits for nothing. The host reads each step's report one step later, when it is there anyway.
+After several bad steps in a row the trainer goes back to the last good checkpoint.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
+
+from titan_sparse.config import Guard as GuardSection
+from titan_sparse.config import Refusal
+from titan_sparse.models.initialization import canonical_name
+
+_STANDARD_DEVIATIONS = 6
+"""A norm this far above the mean, in the logarithm, is bad even for a noisy run."""
+
+
+class Report(NamedTuple):
+    """What the guard found in one step. The same on every rank."""
+
+    step: int
+    skipped: bool
+    """the update did not happen"""
+    bad_loss: bool
+    """the loss of some rank is not finite"""
+    bad_norm: bool
+    """the gradient norm is not finite"""
+    norm: float
+    """gradient norm before clipping; 0 if it is not finite"""
+    limit: float
+    """the norm above which this step counts as a spike"""
+    in_a_row: int
+    """bad steps up to this one, without a good one between"""
+
+    def reason(self) -> str:
+        """Why the update was skipped, for people."""
+        if self.bad_loss:
+            return "the loss is not finite"
+        if self.bad_norm:
+            return "the gradient norm is not finite"
+        return f"the gradient norm {self.norm:.3g} is above {self.limit:.3g}"
+
+
+def decides_on_device(optimizers: OptimizersContainer, device: torch.device) -> bool:
+    """Whether the optimizers can obey a verdict that only the device knows.
+
+    The fused kernels can. Others are told by the host, which on a GPU has to wait for it.
+    """
+    for optimizer in optimizers.optimizers:
+        on_device = all(p.device.type == device.type for p in optimizer.param_groups[0]["params"])
+        if not optimizer.defaults["fused"] or not on_device:
+            return False
+    return device.type == "cuda"
+
+
+@dataclass
+class _Pending:
+    """A report on its way to the host."""
+
+    step: int
+    # float64 [6], in the order of Report's fields after `step`
+    values: Tensor
+    copied: "torch.cuda.Event | None"
+
+    def read(self) -> Report:
+        if self.copied is not None:
+            self.copied.synchronize()
+        skipped, bad_loss, bad_norm, norm, limit, in_a_row = self.values.tolist()
+        return Report(
+            self.step, bool(skipped), bool(bad_loss), bool(bad_norm), norm, limit, int(in_a_row)
+        )
+
+
+class Guard:
+    """Judges each step and keeps the running statistics of the gradient norm.
+
+    on_device: the fused optimizers read the verdict on the device. Otherwise the host looks at it
+    before the update, which costs nothing where the optimizer runs on the CPU.
+    """
+
+    def __init__(self, section: GuardSection, device: torch.device, on_device: bool):
+        self.section = section
+        self.device = device
+        self.on_device = on_device
+        # Of the logarithm of accepted gradient norms: mean, variance, and how many there were.
+        self.statistics = torch.zeros(3, dtype=torch.float64, device=device)
+        self.in_a_row = torch.zeros((), dtype=torch.float64, device=device)
+        self.pending: deque[_Pending] = deque()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics, and how many bad steps there were up to now without a good one."""
+        return {"statistics": self.statistics.cpu(), "in_a_row": self.in_a_row.cpu()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a saved state. Reports that nobody has read are dropped."""
+        self.statistics.copy_(state["statistics"])
+        self.in_a_row.copy_(state["in_a_row"])
+        self.pending.clear()
+
+    def update(
+        self, step: int, loss: Tensor, grad_norm: Tensor, optimizers: OptimizersContainer
+    ) -> None:
+        """optimizers.step(), unless this step is bad. Collective, on the device.
+
+        loss: this rank's share. grad_norm: of all gradients before clipping. Both are scalars.
+        """
+        if not self.section.enable:
+            optimizers.step()
+            return
+        skip = self._judge(step, loss, grad_norm)
+        if self.on_device:
+            for optimizer in optimizers.optimizers:
+                # The way of torch.amp.GradScaler: the fused kernels return at once if it is 1.
+                optimizer.found_inf = skip
+                optimizer.grad_scale = None
+            optimizers.step()
+        elif not skip.item():
+            optimizers.step()
+
+    def reports(self, all_of_them: bool) -> list[Report]:
+        """The reports that the host has not read yet.
+
+        all_of_them: the last step's too, for which the host waits. Otherwise that one comes with
+        the next call, so that the device always has a step of work before it.
+        """
+        stay = 0 if all_of_them else 1
+        read = []
+        while len(self.pending) > stay:
+            read.append(self.pending.popleft().read())
+        return read
+
+    def _judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """float32 scalar: 1 if the update must not happen, else 0. Queues the report."""
+        norm = grad_norm.to(self.device, torch.float64)
+        values = torch.stack(
+            [(~loss.isfinite()).double(), (~norm.isfinite()).double(), norm.nan_to_num(0.0, 0.0)]
+        )
+        # Replicas of a sharded model (HSDP) may differ: what one rank finds holds for all.
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        bad_loss, bad_norm, norm = values
+        limit = self._limit()
+        skip = ((bad_loss + bad_norm > 0) | (norm > limit)).double()
+        self._count(norm, skip)
+        self.in_a_row = (self.in_a_row + 1) * skip
+        report = torch.stack([skip, bad_loss, bad_norm, norm, limit, self.in_a_row])
+        self.pending.append(self._send(step, report))
+        return skip.float()
+
+    def _limit(self) -> Tensor:
+        """The norm above which a step is a spike: infinite until there are enough statistics."""
+        mean, variance, count = self.statistics
+        if self.section.spike_factor == 0:
+            return torch.full_like(mean, math.inf)
+        tolerance = (_STANDARD_DEVIATIONS * variance.sqrt()).clamp_min(
+            math.log(self.section.spike_factor)
+        )
+        limit = (mean + tolerance).exp()
+        return torch.where(count < self.section.warmup_steps, math.inf, limit)
+
+    def _count(self, norm: Tensor, skip: Tensor) -> None:
+        """Move the statistics by an accepted norm. That of a step without a label is 0: left out."""
+        mean, variance, count = self.statistics
+        # The plain mean at first, then one that forgets.
+        weight = (1 / (count + 1)).clamp_min(1 / self.section.average_steps)
+        distance = norm.log() - mean
+        new_mean = mean + weight * distance
+        new_variance = (1 - weight) * (variance + weight * distance.square())
+        moved = torch.stack([new_mean, new_variance, count + 1])
+        self.statistics = torch.where((norm > 0) & (skip == 0), moved, self.statistics)
+
+    def _send(self, step: int, report: Tensor) -> _Pending:
+        """Start the copy to the host."""
+        if self.device.type != "cuda":
+            return _Pending(step, report, None)
+        values = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        values.copy_(report, non_blocking=True)
+        return _Pending(step, values, torch.cuda.current_stream(self.device).record_event())
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> bool:
+    """Whether every element of these tensors is finite on every rank. Collective; the host waits.
+
+    DTensors: each rank looks at its own shards.
+    """
+    return not _not_finite(tensors, device).any()
+
+
+def optimizer_states(optimizers: OptimizersContainer) -> list[Tensor]:
+    """The tensors of the optimizers' states that are as large as parameters."""
+    return [
+        value
+        for optimizer in optimizers.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim > 0
+    ]
+
+
+def refuse_bad_weights(model: nn.Module, source: str, device: torch.device) -> None:
+    """Refuse first weights that are not finite. Collective.
+
+    source: where they came from, for people. Raises Refusal on every rank, in one line that
+    names the first of them.
+    """
+    named = dict(model.named_parameters())
+    bad = _not_finite(named.values(), device)
+    names = [name for name, is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
+    if names:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise Refusal(f"{source}: {canonical_name(names[0])} is not finite everywhere{more}")
+
+
+@torch.no_grad()
+def _not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """bool [n]: which of n tensors have an element that is not finite, on any rank."""
+    shards = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    # With more ranks than rows, some ranks have nothing to look at.
+    filled = [number for number, shard in enumerate(shards) if shard.numel()]
+    bad = torch.zeros(len(shards), device=device)
+    if filled:
+        # NaN and infinity come through the largest magnitude.
+        largest = torch._foreach_norm([shards[number] for number in filled], math.inf)
+        finite = torch.stack([value.isfinite() for value in largest])
+        bad[filled] = (~finite).to(device, bad.dtype)
+    dist.all_reduce(bad, dist.ReduceOp.MAX)
+    return bad > 0

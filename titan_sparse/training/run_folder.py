@@ -1,0 +1,249 @@
+"""What a start leaves in the run folder: who began what and where, and a log of every rank.
+
+<output_dir>/starts/<UTC date and time>/ has start.json, the start's config.toml, and rank<N>.log.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import titan_sparse
+from titan_sparse.config import Config, save
+
+STARTS = "starts"
+
+_PACKAGES = ("torch", "triton", "torchtitan", "torchao", "numpy")
+_GIT_SECONDS = 10.0
+
+
+def begin_start(config: Config, device: torch.device) -> Path:
+    """Make this start's folder, write start.json, and log to rank<N>.log from now on. Collective.
+
+    Call it once the process group exists. All ranks get the same folder, and no two starts do.
+    Raises OSError, on all ranks, where rank 0 cannot make it.
+    """
+    ranks = _gather(_this_rank(device))
+    output_dir = Path(config.training.output_dir)
+    answer: list[str | OSError] = [""]
+    if dist.get_rank() == 0:
+        try:
+            folder = _new_folder(output_dir / STARTS)
+            start = json.dumps(_describe(ranks), indent=1)
+            (folder / "start.json").write_text(start + "\n", encoding="utf-8")
+            save(config, folder)
+            answer = [folder.name]
+        except OSError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, device=torch.device("cpu"))
+    if isinstance(answer[0], OSError):
+        raise answer[0]
+    folder = output_dir / STARTS / answer[0]
+    # Other hosts may have disks of their own.
+    folder.mkdir(parents=True, exist_ok=True)
+    _log_to(folder / f"rank{dist.get_rank()}.log")
+    return folder
+
+
+def log_error(error: BaseException) -> None:
+    """Write an error's traceback to this rank's log, and only there.
+
+    For errors that are caught and told otherwise. What ends the process uncaught is written anyway.
+    """
+    record = logging.LogRecord(
+        "titan_sparse",
+        logging.ERROR,
+        __file__,
+        0,
+        "ended by an error",
+        None,
+        (type(error), error, error.__traceback__),
+    )
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, RankLog):
+            handler.handle(record)
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder that no other start has, named after the time."""
+    parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d_%H-%M-%S")
+    number = 1
+    while True:
+        # A job may be restarted within a second.
+        folder = parent / (now if number == 1 else f"{now}_{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's value, in order of ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _this_rank(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {
+        "rank": dist.get_rank(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "device": name,
+    }
+
+
+def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of start.json."""
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "working_directory": os.getcwd(),
+        "git": git_commit(Path(titan_sparse.__file__)),
+        "versions": _versions(),
+        "world_size": len(ranks),
+        "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "hosts": sorted({rank["host"] for rank in ranks}),
+        "ranks": ranks,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """None for a package that is not there, and for CUDA in a build without it."""
+    versions: dict[str, str | None] = {
+        "titan_sparse": titan_sparse.__version__,
+        "python": platform.python_version(),
+    }
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    # With the build, such as 2.11.0+cu128.
+    versions["torch"] = torch.__version__
+    versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def git_commit(file: Path) -> dict[str, Any] | None:
+    """The commit of the checkout that holds `file`, and whether it has changes that are not in it.
+
+    None where git does not know the file, such as a package installed below a checkout of something
+    else, or where there is no git.
+    """
+    # As git sets them for its hooks: they would name another repository.
+    environment = {key: os.environ[key] for key in os.environ if not key.startswith("GIT_")}
+
+    def git(*words: str) -> str:
+        result = subprocess.run(
+            ("git", *words),
+            cwd=file.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_GIT_SECONDS,
+        )
+        return result.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "changed_files": len(changed.splitlines())}
+
+
+class RankLog(logging.FileHandler):
+    """A rank's log file."""
+
+
+class _AsBefore(logging.Filter):
+    """Passes what passed before RankLog asked all loggers for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = logging.getLogger().level
+        self.ours = logging.getLogger("titan_sparse").getEffectiveLevel()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the terminal shows the record."""
+        is_ours = record.name.split(".")[0] == "titan_sparse"
+        return record.levelno >= (self.ours if is_ours else self.others)
+
+
+def _log_to(path: Path) -> None:
+    """All that this process logs from INFO on goes to a file too; the terminal shows what it did."""
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, RankLog):
+            # Of an earlier run in this process.
+            _stop_logging_to(handler)
+    if not root.handlers and logging.lastResort is not None:
+        # What shows warnings where nobody has set up logging, but only while there is no handler.
+        root.addHandler(logging.lastResort)
+    for handler in root.handlers:
+        if not any(isinstance(known, _AsBefore) for known in handler.filters):
+            handler.addFilter(_AsBefore())
+
+    log = RankLog(path, encoding="utf-8")
+    log.setLevel(logging.INFO)
+    log.setFormatter(
+        logging.Formatter(f"%(asctime)s rank {dist.get_rank()} %(levelname)s %(name)s: %(message)s")
+    )
+    for logger in _roots():
+        logger.addHandler(log)
+    root.setLevel(min(root.level, logging.INFO))
+    logging.getLogger("titan_sparse").setLevel(logging.INFO)
+    _log_uncaught_errors()
+
+
+def _roots() -> list[logging.Logger]:
+    """The root logger, and those that do not hand their records on to it, such as torch's."""
+    known = logging.root.manager.loggerDict.values()
+    apart = [
+        logger for logger in known if isinstance(logger, logging.Logger) and not logger.propagate
+    ]
+    return [logging.getLogger(), *apart]
+
+
+def _stop_logging_to(log: RankLog) -> None:
+    for logger in _roots():
+        logger.removeHandler(log)
+    log.close()
+
+
+def _log_uncaught_errors() -> None:
+    """What ends the process, or a thread of it, is in the log before it is told on the terminal."""
+    if getattr(sys.excepthook, "__module__", "") == __name__:
+        return
+    tell = sys.excepthook
+    tell_of_thread = threading.excepthook
+
+    def log_and_tell(kind, error, traceback) -> None:
+        log_error(error)
+        tell(kind, error, traceback)
+
+    def log_and_tell_of_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            log_error(args.exc_value)
+        tell_of_thread(args)
+
+    sys.excepthook = log_and_tell
+    threading.excepthook = log_and_tell_of_thread

@@ -1,0 +1,104 @@
+"""What is settled before the first step: the data, whether the first weights fit, and how much of
+attention is computed again for want of memory."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from titan_sparse.config import Config, padding_multiple
+from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
+from titan_sparse.estimate.memory import Step, peak_gib, step_of
+from titan_sparse.from_config import build_pattern
+from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
+from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
+
+_AUTO_SHARE = 0.9
+"""Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
+and wrong estimates."""
+
+
+def local_world_size() -> int:
+    """Ranks of this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def checkpoint_to_resume(config: Config) -> str | None:
+    """The folder that the run goes on from, None without one."""
+    output_dir, load_step = config.training.output_dir, config.checkpoint.load_step
+    if not config.checkpoint.enable:
+        return None
+    if load_step >= 0:
+        return os.path.join(output_dir, FOLDER, f"step-{load_step}")
+    return newest_checkpoint(output_dir)
+
+
+def check_initial_weights(config: Config, model: DecoderConfig) -> None:
+    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
+
+    Raises ValueError.
+    """
+    if config.model.initial_hf and checkpoint_to_resume(config) is None:
+        # Only where asked for: it needs safetensors.
+        from titan_sparse.models.huggingface import check_weights
+
+        check_weights(config.model.initial_hf, model)
+
+
+def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
+    """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "
+            f"write {tokenizer.vocab_size} or more"
+        )
+    cp = config.parallelism.cp
+    return build_loader(
+        config.data,
+        config.training.seq_len,
+        config.training.local_batch_size,
+        config.training.seed,
+        dp_rank=int(os.environ.get("RANK", 0)) // cp,
+        dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
+        padding_multiple=padding_multiple(config),
+        tokenizer=tokenizer,
+        # Under a causal mask documents run into each other.
+        restart_positions=config.attention.mask != "causal",
+    )
+
+
+def step_size(config: Config, model: DecoderConfig, backend: str, recomputed: float) -> Step:
+    """What a step's memory depends on, with this share of attention recomputed."""
+    step = step_of(
+        config,
+        model,
+        build_pattern(config.attention),
+        backend,
+        dist.get_world_size(),
+        local_world_size(),
+    )
+    return dataclasses.replace(step, attention_recompute=recomputed)
+
+
+def recomputed_share(
+    config: Config, step_of_share: Callable[[float], Step], device: torch.device
+) -> float:
+    """activation_checkpoint.attention_recompute; for auto what the rank with the least memory
+    needs. Collective.
+
+    step_of_share: the step with that share recomputed.
+    """
+    share = config.activation_checkpoint.attention_recompute
+    if share != AUTO:
+        return share
+    needed = torch.zeros(())
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        free_gib = _AUTO_SHARE * free_bytes / 2**30
+        needed.fill_(choose_recompute(lambda share: peak_gib(step_of_share(share)), free_gib))
+    dist.all_reduce(needed, dist.ReduceOp.MAX)
+    return needed.item()
