@@ -69,6 +69,8 @@ class ForkedJob:
     ):
         self.output = output
         output.parent.mkdir(parents=True, exist_ok=True)
+        # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
         shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
