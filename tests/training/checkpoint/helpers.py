@@ -64,7 +64,7 @@ class Run:
         while self.progress.step < steps:
             self.step()
             self.checkpointer.raise_failure()
-            self.checkpointer.save(self.progress.step, last=False)
+            self.checkpointer.save(self.progress.step)
         self.checkpointer.close()
         return self
 

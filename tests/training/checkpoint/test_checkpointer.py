@@ -216,7 +216,7 @@ def test_going_back_keeps_the_loaders_place(tmp_path):
     wanted = {}
     for step in range(1, 5):
         run.step()
-        run.checkpointer.save(step, last=False)
+        run.checkpointer.save(step)
         wanted[step] = run.state()
     flip_bit(run.folder / "step-3/__0_0.distcp")
     assert run.checkpointer.go_back(before=4) == 2
@@ -232,7 +232,7 @@ def test_a_save_over_an_existing_step_moves_that_aside(tmp_path):
     run = Run(tmp_path)
     run.checkpointer.load()
     run.step()
-    run.checkpointer.save(2, last=True)
+    run.checkpointer.save(2)
     assert names_in(run.folder) == {"step-1", "step-2", "step-2.replaced"}
     shutil.rmtree(run.folder / "step-2")
     (run.folder / "step-2.replaced").rename(run.folder / "step-2")

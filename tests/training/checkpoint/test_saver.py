@@ -47,7 +47,7 @@ def test_a_step_waits_for_the_copies_only(alone, tmp_path, monkeypatch):
     run.checkpointer.prepare()
     wanted = run.state()
     began = time.monotonic()
-    run.checkpointer.save(1, last=False)
+    run.checkpointer.save(1)
     run.step()
     assert time.monotonic() - began < 0.5 and not (run.folder / "step-1").exists()
     run.checkpointer.close()
@@ -65,7 +65,7 @@ def test_state_that_is_replaced_is_planned_anew(alone, tmp_path):
     for state in run.optimizer.state.values():
         state["exp_avg"] = state["exp_avg"] + 1
     run.step()
-    run.checkpointer.save(2, last=True)
+    run.checkpointer.save(2)
     run.checkpointer.close()
     again = Run(tmp_path)
     assert again.checkpointer.load() and same(again.state(), run.state())
@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, mode):
     with pytest.raises(
         SaveError, match=r"step-2 could not be saved: no space left .* GiB"
     ) as caught:
-        run.checkpointer.save(2, last=False)
+        run.checkpointer.save(2)
         run.checkpointer.close()
     assert "\n" not in str(caught.value)
     assert names_in(run.folder) == {"step-1"}
@@ -111,7 +111,7 @@ def test_a_failure_in_the_background_is_found_at_the_next_step(alone, tmp_path, 
     run.checkpointer.load()
     run.step()
     monkeypatch.setattr(writer, "HashedFile", FullFile)
-    run.checkpointer.save(1, last=False)
+    run.checkpointer.save(1)
     deadline = time.monotonic() + 20
     with pytest.raises(SaveError, match="no space left"):
         while time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def _limited_file_size(folder: Path, mode: str) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
     try:
-        run.checkpointer.save(1, last=True)
+        run.checkpointer.save(1)
         run.checkpointer.close()
     except SaveError as error:
         assert "no space left" in str(error)
@@ -240,7 +240,7 @@ join_alone()
 run = Run(Path(sys.argv[1]), async_mode="async_with_pinned_mem")
 run.checkpointer.load()
 run.step()
-run.checkpointer.save(1, last=False)
+run.checkpointer.save(1)
 run.checkpointer.saver.wait()
 print(run.checkpointer.saver.process.process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -268,6 +268,6 @@ def test_a_dead_writing_process_is_told(alone, tmp_path):
     run.step()
     run.checkpointer.prepare()
     run.checkpointer.saver.process.process.kill()
-    run.checkpointer.save(1, last=True)
+    run.checkpointer.save(1)
     with pytest.raises(SaveError, match="the process that writes checkpoints has died"):
         run.checkpointer.close()
