@@ -42,6 +42,9 @@ def main() -> int:
     except BaseException as error:  # DCP's CheckpointException is no Exception
         status = tell(error)
         if _has_process_group():
+            from titan_sparse.training.run_folder import log_error
+
+            log_error(error)
             end_now(status)
         return status
 

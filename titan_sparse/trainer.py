@@ -75,6 +75,7 @@ from titan_sparse.training.start import (
     local_world_size,
     open_data,
     recomputed_share,
+    step_path,
     step_size,
 )
 from titan_sparse.training.timeouts import meet, set_timeout
@@ -103,9 +104,9 @@ class Trainer:
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
         self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
-        self.saved = read_saved(checkpoint_to_resume(config))
-        if self.saved is not None:
-            refuse_changes(self.saved, config, self.origin)
+        saved = read_saved(checkpoint_to_resume(config))
+        if saved is not None:
+            refuse_changes(saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
@@ -253,11 +254,7 @@ class Trainer:
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
-            # What the user writes counts, and not what the checkpoint was saved with.
-            step = self.progress.step
-            resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
-            if self.saved is not None and dist.get_rank() == 0:
-                report_changes(self.saved, self.config, step)
+            self._take_up_settings()
         elif initial_hf:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
@@ -267,12 +264,25 @@ class Trainer:
         self.checkpointer.check_disk(self.config.training.steps)
         refuse_bad_weights(self.model, self._source_of_weights(), self.device)
 
+    def _take_up_settings(self) -> None:
+        """What the user writes counts, and not what the checkpoint was saved with."""
+        step = self.progress.step
+        # Not always the one looked at first, which may have been damaged.
+        saved = read_saved(step_path(self.config, step))
+        if saved is not None:
+            refuse_changes(saved, self.config, self.origin)
+        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
+        if saved is not None and dist.get_rank() == 0:
+            report_changes(saved, self.config, step)
+
     def _source_of_weights(self) -> str:
         if self.progress.step:
             return f"the checkpoint of step {self.progress.step}"
         if self.config.checkpoint.initial_load_path:
             return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
-        return f"model.initial_hf = {self.config.model.initial_hf}"
+        if self.config.model.initial_hf:
+            return f"model.initial_hf = {self.config.model.initial_hf}"
+        return f"the first weights (training.seed = {self.config.training.seed})"
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
