@@ -1,0 +1,179 @@
+"""Training jobs for tests that plant faults: train.py's program in forks of a process that has loaded
+torch already.
+
+A start takes a second instead of the eight of a new interpreter. Everything else is as torchrun
+would have it: arguments, environment, output, exit status.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tests.faults.planted import Faults, plant
+
+ROOT = Path(__file__).parents[2]
+
+SETTINGS = {
+    "training.seq_len": 64,
+    "training.device": "cpu",
+    "training.dtype": "float32",
+    "attention.block_size": 16,
+    "attention.pattern": "dense",
+    "model.layers": 2,
+    "lr_scheduler.warmup_steps": 1,
+    "checkpoint.enable": "true",
+    "checkpoint.interval": 2,
+    "metrics.tensorboard": "false",
+    "metrics.recall_every": 0,
+}
+"""Of a run whose steps take some ten milliseconds on one core."""
+
+
+def write_texts(folder: Path, documents: int = 12) -> None:
+    """Ragged documents of 20 to 400 letters."""
+    letters = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        text = "".join(letters.choice("abcdefgh \n") for _ in range(letters.randint(20, 400)))
+        (folder / f"{number:02}.txt").write_text(text)
+
+
+def words_of(settings: dict[str, object]) -> list[str]:
+    """The words of the command line for these keys."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+class ForkedJob:
+    """A job of `ranks` processes, started at once. Used as a context, it leaves none behind.
+
+    words: train.py's command line. output: the file that stdout and stderr of all ranks go to.
+    faults: what goes wrong inside of it. file_bytes: no process can write a file that is longer.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        output: Path,
+        ranks: int = 1,
+        faults: Faults | None = None,
+        file_bytes: int = 0,
+    ):
+        self.output = output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+        shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
+        self.processes = [
+            context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def steps(self) -> list[int]:
+        """The steps whose lines it has printed, in order."""
+        return [int(step) for step in re.findall(r"^step (\d+)/", self.text(), re.MULTILINE)]
+
+    def is_running(self) -> bool:
+        """Whether all of its processes are there."""
+        return all(process.is_alive() for process in self.processes)
+
+    def wait(self, seconds: float = 60) -> int:
+        """The status it ends with: 0, or that of the first rank that did not end with 0.
+
+        A signal counts negatively. Raises TimeoutError after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                raise TimeoutError(f"process {process.pid} has not ended after {seconds:.0f} s")
+        return next((process.exitcode for process in self.processes if process.exitcode), 0)
+
+    def signal(self, number: int, ranks: list[int] | None = None) -> None:
+        """Send a signal to these ranks, or to all, as far as they are there."""
+        for rank, process in enumerate(self.processes):
+            if (ranks is None or rank in ranks) and process.is_alive():
+                os.kill(process.pid, number)
+
+    def __enter__(self) -> "ForkedJob":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+
+def run_job(
+    words: list[str], output: Path, seconds: float = 60, **options: object
+) -> tuple[int, str]:
+    """A ForkedJob with these options, to its end, which must come within so many seconds.
+
+    Returns its status and what it has printed.
+    """
+    with ForkedJob(words, output, **options) as job:
+        return job.wait(seconds), job.text()
+
+
+def metrics(run: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl. Raises ValueError for one that is no JSON."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _rank_main(
+    rank: int,
+    ranks: int,
+    port: int,
+    words: list[str],
+    output: str,
+    faults: Faults,
+    file_bytes: int,
+) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }
+    sys.argv = [str(ROOT / "train.py"), *words]
+    # Imported here: the process of the tests may not want torch.
+    import torch
+
+    from titan_sparse import train
+
+    torch.set_num_threads(1)
+    plant(faults)
+    sys.exit(train.main())
