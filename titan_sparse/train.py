@@ -25,9 +25,6 @@ from titan_sparse.config import (
 from titan_sparse.training.failures import OtherRankFailed, Poisoned
 from titan_sparse.training.launcher import end_now, end_with_launcher, tell_launcher
 
-_SECONDS_FOR_FIRST_RANK = 5.0
-"""What ranks other than the first wait before they tell what it will have told by then."""
-
 
 def main() -> int:
     """The program; returns its exit status.
@@ -45,6 +42,9 @@ def main() -> int:
     except BaseException as error:  # DCP's CheckpointException is no Exception
         status = tell(error)
         if _has_process_group():
+            from titan_sparse.training.run_folder import log_error
+
+            log_error(error)
             end_now(status)
         return status
 
@@ -95,11 +95,10 @@ def tell(error: BaseException) -> int:
         _print_once(line)
         return 3
     if isinstance(error, OSError):
-        _print_once(f"{line} ({_place(error)})")
+        _print_once(f"{line} ({_place(error)})", alike=not _has_process_group())
         return 1
-    if isinstance(error, OtherRankFailed):
+    if isinstance(error, OtherRankFailed):  # that rank, or the watch, has said it
         tell_launcher(str(error))
-        print(error, file=sys.stderr)
         return 1
     trace = "".join(traceback.format_exception(error))
     tell_launcher(f"{type(error).__name__}: {error}", trace)
@@ -107,15 +106,17 @@ def tell(error: BaseException) -> int:
     return 1
 
 
-def _print_once(line: str) -> None:
+def _print_once(line: str, alike: bool = True) -> None:
     """One rank's line, if all come to the same end: when the first is gone torchrun ends the others.
 
-    If it goes on, then one rank of each node speaks.
+    If it goes on, then one rank of each node speaks. alike: that may be; else this one speaks now.
     """
-    if not _is_first_rank():
-        ranks_before = 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
-        time.sleep(ranks_before * _SECONDS_FOR_FIRST_RANK)
     tell_launcher(line)
+    if alike and not _is_first_rank():
+        # Ranks that have met are close together. Those still loading torch are not.
+        seconds = 2.0 if _has_process_group() else 5.0
+        is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        time.sleep(seconds if is_first_of_node else 2 * seconds)
     print(line, file=sys.stderr, flush=True)
 
 

@@ -10,13 +10,12 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import backends
@@ -41,11 +40,9 @@ from titan_sparse.from_config import (
     build_mask,
 )
 from titan_sparse.loss import count_valid
-from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.decoder import MLP, Decoder
-from titan_sparse.models.flavours import DecoderConfig, resolve
-from titan_sparse.models.initialization import initialize
+from titan_sparse.models.flavours import resolve
 from titan_sparse.training.banner import Resolved, banner
+from titan_sparse.training.build_model import build_model
 from titan_sparse.training.checkpoint import (
     Checkpointer,
     Progress,
@@ -53,16 +50,14 @@ from titan_sparse.training.checkpoint import (
     lock_run,
     unlock_run,
 )
-from titan_sparse.training.float8 import check_device, convert_to_float8
+from titan_sparse.training.float8 import check_device
 from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.metrics import MetricsLog
-from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
     init_distributed,
-    parallelize,
 )
 from titan_sparse.training.profiling import profiler
 from titan_sparse.training.recovery import Recovery
@@ -75,6 +70,7 @@ from titan_sparse.training.start import (
     local_world_size,
     open_data,
     recomputed_share,
+    step_path,
     step_size,
 )
 from titan_sparse.training.timeouts import meet, set_timeout
@@ -103,9 +99,9 @@ class Trainer:
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
         self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
-        self.saved = read_saved(checkpoint_to_resume(config))
-        if self.saved is not None:
-            refuse_changes(self.saved, config, self.origin)
+        saved = read_saved(checkpoint_to_resume(config))
+        if saved is not None:
+            refuse_changes(saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
@@ -135,7 +131,8 @@ class Trainer:
 
         # What is trained.
         self.recomputed = recomputed_share(config, self._step_size, self.device)
-        self.model = self._build_model()
+        attend = build_attend(config.attention, self.cp, self.recomputed)
+        self.model = build_model(config, self.model_config, attend, self.meshes.fsdp, self.device)
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
 
@@ -188,40 +185,6 @@ class Trainer:
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
         self._set_timeout(config.parallelism.first_step_timeout_seconds)
 
-    def _build_model(self) -> Decoder:
-        """The decoder with its initial weights, on the devices that it is sharded over."""
-        config = self.config
-        attend = build_attend(config.attention, self.cp, self.recomputed)
-        # Float64 runs keep float64 weights; all others train float32 weights.
-        weights_dtype = torch.promote_types(self.dtype, torch.float32)
-        with torch.device("meta"):
-            model = Decoder(self.model_config, attend, self._mlp()).to(weights_dtype)
-        if config.float8.enable:
-            convert_to_float8(model, config.float8)
-        if config.activation_checkpoint.offload:
-            model.run_blocks = OffloadedBlocks(self.device)
-        parallelize(
-            model,
-            self.meshes.fsdp,
-            self.dtype,
-            config.parallelism.reshard_after_forward,
-            config.activation_checkpoint,
-            config.compile,
-            config.optimizer.offload,
-        )
-        model.to_empty(device="cpu" if config.optimizer.offload else self.device)
-        initialize(model, config.training.seed, self.model_config, self.device)
-        return model
-
-    def _mlp(self) -> Callable[[DecoderConfig], nn.Module]:
-        """What makes a layer's MLP."""
-        chunk_tokens = self.config.training.mlp_chunk_tokens
-        if not chunk_tokens:
-            return MLP
-        compiler = self.config.compile
-        backend = compiler.backend if compiler.enable else ""
-        return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
-
     def train(self) -> None:
         """Train from the newest checkpoint to training.steps.
 
@@ -253,11 +216,7 @@ class Trainer:
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
-            # What the user writes counts, and not what the checkpoint was saved with.
-            step = self.progress.step
-            resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
-            if self.saved is not None and dist.get_rank() == 0:
-                report_changes(self.saved, self.config, step)
+            self._take_up_settings()
         elif initial_hf:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
@@ -267,12 +226,25 @@ class Trainer:
         self.checkpointer.check_disk(self.config.training.steps)
         refuse_bad_weights(self.model, self._source_of_weights(), self.device)
 
+    def _take_up_settings(self) -> None:
+        """What the user writes counts, and not what the checkpoint was saved with."""
+        step = self.progress.step
+        # Not always the one looked at first, which may have been damaged.
+        saved = read_saved(step_path(self.config, step))
+        if saved is not None:
+            refuse_changes(saved, self.config, self.origin)
+        resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
+        if saved is not None and dist.get_rank() == 0:
+            report_changes(saved, self.config, step)
+
     def _source_of_weights(self) -> str:
         if self.progress.step:
             return f"the checkpoint of step {self.progress.step}"
         if self.config.checkpoint.initial_load_path:
             return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
-        return f"model.initial_hf = {self.config.model.initial_hf}"
+        if self.config.model.initial_hf:
+            return f"model.initial_hf = {self.config.model.initial_hf}"
+        return f"the first weights (training.seed = {self.config.training.seed})"
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from titan_sparse.config import load_and_check
 from titan_sparse.estimate.step import Step, step_of
+from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
-from titan_sparse.trainer import build_pattern
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from titan_sparse.config import ConfigError, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
 from titan_sparse.estimate.dry_run import World, dry_run, find_max_length
 from titan_sparse.models.flavours import resolve
-from titan_sparse.trainer import _open_data
+from titan_sparse.training.start import open_data
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))
@@ -68,7 +68,7 @@ def test_data_that_is_not_there_is_named(words, expected):
         ["--config", str(ROOT / "train_configs/qwen2_5_3b_512k.toml"), *words], 8, 8
     )
     with pytest.raises(ValueError, match=expected):
-        _open_data(config, resolve(**vars(config.model)))
+        open_data(config, resolve(**vars(config.model)))
 
 
 def test_report(monkeypatch, capsys):

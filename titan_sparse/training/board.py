@@ -1,7 +1,7 @@
 """What TensorBoard shows of a logged step: the fields of metrics.jsonl in sections, and pictures.
 
 TensorBoard sorts sections and what is in them by their letters, capitals first, and opens the first
-two. So the loss is in a section with a capital, in which it comes first.
+two. So the loss is in a section with a capital.
 """
 
 from typing import Any
@@ -34,17 +34,11 @@ _SPEED = (
 _COMMUNICATION = ("cp_", "exposed_communication", "computation_ratio")
 """How names of context parallelism begin, besides its degrees of imbalance."""
 
-_TAGS = {
-    # By its field's name it would stand before the loss.
-    "grad_norm": f"{_TRAIN}/norm_of_gradients",
-    "memory_gib": "memory/memory_gib",
-}
-
 
 def tag(field: str) -> str:
     """The tag of a field of metrics.jsonl. A field of no other section is one of training."""
-    if field in _TAGS:
-        return _TAGS[field]
+    if field == "memory_gib":
+        return "memory/memory_gib"
     if field in _ATTENTION:
         return f"attention/{field}"
     if field in _SPEED:

@@ -231,7 +231,6 @@ def _not_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     if filled:
         # NaN and infinity come through the largest magnitude.
         largest = torch._foreach_norm([shards[number] for number in filled], math.inf)
-        finite = torch.stack([value.isfinite() for value in largest])
-        bad[filled] = (~finite).to(device, bad.dtype)
+        bad[filled] = (~torch.stack(largest).isfinite()).to(device, bad.dtype)
     dist.all_reduce(bad, dist.ReduceOp.MAX)
     return bad > 0

@@ -10,6 +10,9 @@ from torch import Tensor
 _COLORS = matplotlib.colormaps["viridis"].with_extremes(bad="white")
 """Its steps look even, also without color vision. nan is white."""
 
+_LEAST_HEIGHT = 3.5
+"""Inches that what is written beside the scale needs."""
+
 
 def heat_map(values: Tensor, meaning: str) -> Figure:
     """Values [layers, heads] in [0, 1] as colors, with the scale that says what they mean.
@@ -18,7 +21,8 @@ def heat_map(values: Tensor, meaning: str) -> Figure:
     """
     layers, heads = values.shape
     # Inches: cells that can be told apart, and room for what is written around them.
-    figure = Figure(figsize=(2.5 + 0.15 * heads, 1.5 + 0.15 * layers), layout="constrained")
+    size = (2.5 + 0.15 * heads, max(1.5 + 0.15 * layers, _LEAST_HEIGHT))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(values.double().cpu().numpy(), cmap=_COLORS, vmin=0, vmax=1, aspect="auto")
     _name_axes(axes)
@@ -40,7 +44,7 @@ def contact_sheet(thumbnails: Tensor, gap: int = 2) -> Figure:
 
     # A pixel for each cell or more.
     inches = 1.5 * cells / 100
-    size = (2.5 + heads * inches, 1.5 + layers * inches)
+    size = (2.5 + heads * inches, max(1.5 + layers * inches, _LEAST_HEIGHT))
     figure = Figure(figsize=size, dpi=100, layout="constrained")
     axes = figure.subplots()
     # In heads and layers: number 0 is drawn from -1/2 to 1/2, as in heat_map().
@@ -55,7 +59,9 @@ def contact_sheet(thumbnails: Tensor, gap: int = 2) -> Figure:
         extent=extent,
     )
     _name_axes(axes)
-    scale = figure.colorbar(image, label="share of a cell's allowed pairs that is selected")
+    scale = figure.colorbar(
+        image, aspect=40, label="share of a cell's allowed pairs that is selected"
+    )
     shares = (0, 0.01, 0.1, 0.25, 0.5, 1)
     scale.set_ticks([share**0.5 for share in shares], labels=[f"{share:g}" for share in shares])
     return figure

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
 
 
 def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:

@@ -32,8 +32,13 @@ def checkpoint_to_resume(config: Config) -> str | None:
     if not config.checkpoint.enable:
         return None
     if load_step >= 0:
-        return os.path.join(output_dir, FOLDER, f"step-{load_step}")
+        return step_path(config, load_step)
     return newest_checkpoint(output_dir)
+
+
+def step_path(config: Config, step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return os.path.join(config.training.output_dir, FOLDER, f"step-{step}")
 
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:

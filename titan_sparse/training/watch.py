@@ -319,8 +319,8 @@ class Watch:
         if isinstance(error, Refusal):  # says all by itself
             return False
         waited = waits or isinstance(error, dist.DistError)
-        if not is_first:
-            return waited
+        if not is_first:  # a full disk meets all ranks alike
+            return waited or isinstance(error, OSError)
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if not waited:
             self._log(

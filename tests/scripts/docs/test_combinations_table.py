@@ -1,7 +1,13 @@
 """The page of combinations is what the code refuses and accepts."""
 
 from scripts.docs import combinations_table
-from scripts.docs.combinations_table import PAGE, page_text, refusal
+from scripts.docs.combinations_table import (
+    PAGE,
+    keys_with_equal_values,
+    page_text,
+    refusal,
+    row_of_what_runs,
+)
 
 
 def test_the_page_is_up_to_date():
@@ -27,3 +33,16 @@ def test_a_refusal_and_its_absence():
     assert refusal("causal", "vertical_slash", "striped", "double_ring", "triton") is None
     message = refusal("documents, window with sinks", "moba", "striped", "ring", "triton")
     assert 'attention.pattern = "moba"' in message and "write" in message
+
+
+def test_equal_rows_are_one():
+    rows = {"a": {"x": ["1"]}, "b": {"x": ["2"]}, "c": {"x": ["1"]}}
+    assert keys_with_equal_values(rows) == [(["a", "c"], {"x": ["1"]}), (["b"], {"x": ["2"]})]
+
+
+def test_a_row_says_what_runs_and_what_does_not():
+    runs = {("striped", "ring", "flex"): None, ("striped", "ring", "triton"): None}
+    assert row_of_what_runs(runs) == "striped | ring | flex, triton | "
+    runs |= {("zigzag", "ring", "flex"): None, ("zigzag", "ring", "triton"): "no"}
+    assert row_of_what_runs(runs) == "striped, zigzag | ring | flex, triton | zigzag + triton"
+    assert row_of_what_runs({("zigzag", "ring", "flex"): "no"}) == "none | none | none | "

@@ -21,6 +21,7 @@ from titan_sparse.training.checkpoint.staging import Slot, Staging, views
 from titan_sparse.training.checkpoint.writer import Save, publish_save, write_share
 
 _PR_SET_PDEATHSIG = 1
+_PROGRAM = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
 
 
 @dataclass
@@ -60,7 +61,7 @@ class WriterProcess:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "CUDA_VISIBLE_DEVICES": "",  # it must take no memory of a GPU
         }
-        command = [sys.executable, "-m", __name__, str(other.fileno())]
+        command = [sys.executable, "-c", _PROGRAM, str(other.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment)
         other.close()
         self.socket = own
@@ -113,7 +114,7 @@ class WriterProcess:
         raise OSError(f"the process that writes checkpoints has died (status {status})")
 
 
-def _serve(file: int) -> None:
+def serve(file: int) -> None:
     """The other end: do what is asked for until the training process is gone."""
     # A stop signal is the training process's to answer, which may still want a save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,10 +147,3 @@ def _serve(file: int) -> None:
         except Exception:
             answer = RuntimeError(traceback.format_exc())
         connection.send(answer)
-
-
-if __name__ == "__main__":
-    # What is sent are classes of this module under its own name.
-    from titan_sparse.training.checkpoint import process
-
-    process._serve(int(sys.argv[1]))

@@ -1,0 +1,30 @@
+"""The tests' own processes: what a program in several of them finds, prints and returns."""
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import run_processes, run_program
+
+
+def _program(words: list[str]) -> int:
+    dist.init_process_group("gloo")
+    print(os.environ["LOCAL_RANK"], dist.get_world_size(), *words)
+    return int("fail" in words and dist.get_rank() == 1)
+
+
+def test_a_program_finds_torchruns_variables():
+    assert run_program(2, _program, ["one", "two"]) == "0 2 one two\n1 2 one two\n"
+
+
+def test_a_failing_rank_fails_the_test():
+    with pytest.raises(Exception, match="status 1"):
+        run_program(2, _program, ["fail"])
+    with pytest.raises(Exception, match="rank 1 of 2"):
+        run_processes(2, _fail)
+
+
+def _fail() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError(f"rank 1 of {dist.get_world_size()}")

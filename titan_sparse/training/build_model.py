@@ -1,0 +1,59 @@
+"""The decoder of a run: with its levers, on the devices that it is sharded over, with its first weights."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_sparse.config import Config
+from titan_sparse.models.chunked_mlp import ChunkedMLP
+from titan_sparse.models.decoder import MLP, Decoder
+from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.initialization import initialize
+from titan_sparse.training.float8 import convert_to_float8
+from titan_sparse.training.offload import OffloadedBlocks
+from titan_sparse.training.parallelize import parallelize
+
+
+def build_model(
+    config: Config,
+    model_config: DecoderConfig,
+    attend: Callable[..., Tensor],
+    fsdp: DeviceMesh,
+    device: torch.device,
+) -> Decoder:
+    """The decoder, sharded over `fsdp`, with random weights of training.seed. Collective.
+
+    attend: attend(q, k, v, mask) of its layers. Weights are float32, in float64 runs float64.
+    """
+    dtype = getattr(torch, config.training.dtype)
+    weights_dtype = torch.promote_types(dtype, torch.float32)
+    with torch.device("meta"):
+        model = Decoder(model_config, attend, _mlp(config)).to(weights_dtype)
+    if config.float8.enable:
+        convert_to_float8(model, config.float8)
+    if config.activation_checkpoint.offload:
+        model.run_blocks = OffloadedBlocks(device)
+    parallelize(
+        model,
+        fsdp,
+        dtype,
+        config.parallelism.reshard_after_forward,
+        config.activation_checkpoint,
+        config.compile,
+        config.optimizer.offload,
+    )
+    model.to_empty(device="cpu" if config.optimizer.offload else device)
+    initialize(model, config.training.seed, model_config, device)
+    return model
+
+
+def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
+    """What makes a layer's MLP."""
+    chunk_tokens = config.training.mlp_chunk_tokens
+    if not chunk_tokens:
+        return MLP
+    backend = config.compile.backend if config.compile.enable else ""
+    return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
