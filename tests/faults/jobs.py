@@ -8,7 +8,6 @@ would have it: arguments, environment, output, exit status.
 import json
 import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
@@ -36,15 +35,6 @@ SETTINGS = {
     "metrics.recall_every": 0,
 }
 """Of a run whose steps take some ten milliseconds on one core."""
-
-
-def write_texts(folder: Path, documents: int = 12) -> None:
-    """Ragged documents of 20 to 400 letters."""
-    letters = random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(documents):
-        text = "".join(letters.choice("abcdefgh \n") for _ in range(letters.randint(20, 400)))
-        (folder / f"{number:02}.txt").write_text(text)
 
 
 def words_of(settings: dict[str, object]) -> list[str]:

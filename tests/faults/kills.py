@@ -4,7 +4,8 @@
 
 A tiny run that saves after every step is killed with SIGKILL and started again. After each kill
 every folder step-N must be whole, the next start must resume from the newest, and every loss that
-was ever written must equal, to the bit, that of the run that nothing happened to.
+was ever written must equal, to the bit, that of the run that nothing happened to. Options that are
+not its own go to train.py.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
-from tests.faults.jobs import SETTINGS, ForkedJob, metrics, run_job, words_of, write_texts
+from tests.faults.jobs import SETTINGS, ForkedJob, metrics, run_job, words_of
 
 MOMENTS = ("starting", "training", "writing", "publishing", "rotating")
 """What is waited for before a kill."""
@@ -50,12 +51,19 @@ class Case:
     device: str = "cpu"
     steps: int = 2000
     """of the run, which no kill lets it reach"""
+    options: tuple[tuple[str, str], ...] = ()
+    """more keys of the configuration, and their values"""
 
     def settings(self, texts: Path) -> dict[str, object]:
         """Of the command line, but for the folder of the run."""
         on_device: dict[str, object] = {}
         if self.device == "cuda":
-            on_device = {"training.device": "cuda", "training.deterministic": "true"}
+            # The eager backend has nothing to compile.
+            on_device = {
+                "training.device": "cuda",
+                "training.deterministic": "true",
+                "attention.backend": "eager",
+            }
         return (
             SETTINGS
             | {
@@ -67,6 +75,7 @@ class Case:
                 "checkpoint.async_mode": self.async_mode,
             }
             | on_device
+            | dict(self.options)
         )
 
 
@@ -332,12 +341,16 @@ def cases_of(async_modes: list[str], ranks: list[int], device: str) -> list[Case
     return cases
 
 
+def options_of(words: list[str]) -> tuple[tuple[str, str], ...]:
+    """Keys and values of --key value --key value."""
+    return tuple(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+
+
 def summary(done: list[tuple[Case, Kill]]) -> dict[str, object]:
     """What came of the kills, in numbers, and what was wrong in words."""
     by_case: dict[str, dict[str, int]] = {}
     for case, kill in done:
-        name = f"{case.async_mode}, {case.ranks} ranks, {case.victims} killed"
-        counts = by_case.setdefault(name, {"kills": 0, "recovered": 0})
+        counts = by_case.setdefault(_name(case), {"kills": 0, "recovered": 0})
         counts["kills"] += 1
         counts["recovered"] += not kill.problems
     return {
@@ -346,9 +359,15 @@ def summary(done: list[tuple[Case, Kill]]) -> dict[str, object]:
         "by_case": by_case,
         "hit": dict(collections.Counter(kill.found for _, kill in done).most_common()),
         "problems": [
-            f"{case}, {kill.moment}: {problem}" for case, kill in done for problem in kill.problems
+            f"{_name(case)}, {kill.moment}: {problem}"
+            for case, kill in done
+            for problem in kill.problems
         ],
     }
+
+
+def _name(case: Case) -> str:
+    return f"{case.async_mode}, {case.ranks} ranks, {case.victims} killed"
 
 
 def main() -> int:
@@ -362,15 +381,18 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file for the numbers, JSON")
-    args = parser.parse_args()
+    args, words = parser.parse_known_args()
 
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    cases = cases_of(args.async_mode, args.ranks, args.device)
+    cases = [
+        dataclasses.replace(case, options=options_of(words))
+        for case in cases_of(args.async_mode, args.ranks, args.device)
+    ]
     found = summary(kill_many(cases, args.kills, args.seed, folder, args.jobs))
     seconds = time.monotonic() - began
     args.out = args.out and str(args.out)
-    results = provenance(args, args.device) | found | {"seconds": round(seconds)}
+    results = provenance(args, args.device) | {"train": words} | found | {"seconds": round(seconds)}
     if args.out:
         Path(args.out).write_text(json.dumps(results, indent=1) + "\n")
     for problem in found["problems"]:

@@ -24,8 +24,10 @@ from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
 from tests.distributed import torchrun
-from tests.faults.jobs import ROOT, SETTINGS, metrics, words_of, write_texts
+from tests.faults.jobs import ROOT, SETTINGS, metrics, words_of
+from tests.faults.kills import options_of
 from tests.faults.planted import Faults
+from tests.runs import write_texts
 
 ON_GPU = {
     "model.flavour": "qwen2.5-0.5b",
@@ -237,7 +239,7 @@ def main() -> int:
 
     settings = SETTINGS | (ON_GPU if args.device == "cuda" else {})
     settings |= {"training.steps": args.steps}
-    settings |= dict(zip([word.removeprefix("--") for word in options[::2]], options[1::2]))
+    settings |= dict(options_of(options))
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     found = soak(folder, settings, args.ranks, args.kill_every, args.tolerance)
     results = provenance(args, args.device) | {"train": options} | found

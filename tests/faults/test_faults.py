@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import SETTINGS, ForkedJob, metrics, words_of, write_texts
+from tests.faults.jobs import SETTINGS, ForkedJob, metrics, words_of
 from tests.faults.kills import whole_checkpoints
 from tests.faults.planted import Faults
+from tests.runs import write_texts
 
 
 class Run:
