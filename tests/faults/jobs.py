@@ -56,13 +56,16 @@ class ForkedJob:
         ranks: int = 1,
         faults: Faults | None = None,
         file_bytes: int = 0,
+        forks: bool = True,
     ):
+        """forks: from a process that has all modules loaded, which is fast; CUDA can't be forked."""
         self.output = output
         output.parent.mkdir(parents=True, exist_ok=True)
         # torchtitan asks for GPUs when it is imported, which must not start CUDA before the fork.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+        context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            context.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
         shared = (ranks, _free_port(), words, str(output), faults or Faults(), file_bytes)
         self.processes = [
             context.Process(target=_rank_main, args=(rank, *shared)) for rank in range(ranks)

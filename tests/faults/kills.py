@@ -116,7 +116,8 @@ class Chain:
     def start(self) -> ForkedJob:
         """The run begins, or goes on."""
         self.starts += 1
-        return ForkedJob(self.words, self.folder / f"output-{self.starts}", self.case.ranks)
+        output = self.folder / f"output-{self.starts}"
+        return ForkedJob(self.words, output, self.case.ranks, forks=self.case.device == "cpu")
 
     def kill(self, moment: str) -> Kill:
         """Start the run and kill it at about this moment."""
@@ -283,7 +284,13 @@ def undisturbed(case: Case, folder: Path, steps: int) -> dict[int, float]:
         "checkpoint.enable": "false",
         "checkpoint.async_mode": "disabled",
     }
-    status, text = run_job(words_of(settings), folder / f"output-{name}", 300, ranks=case.ranks)
+    status, text = run_job(
+        words_of(settings),
+        folder / f"output-{name}",
+        300,
+        ranks=case.ranks,
+        forks=case.device == "cpu",
+    )
     assert status == 0, text
     return {line["step"]: line["loss"] for line in metrics(folder / name)}
 
@@ -296,7 +303,7 @@ def kill_many(
     # Runs of at most KILLS_OF_A_RUN kills, the cases in turn.
     runs: list[tuple[Case, int]] = []
     while kills:
-        length = min(KILLS_OF_A_RUN, -(-kills // len(cases)))
+        length = min(KILLS_OF_A_RUN, -(-kills // max(len(cases), jobs)))
         for case in cases:
             runs.append((case, min(length, kills)))
             kills -= runs[-1][1]

@@ -311,18 +311,18 @@ class Guard:
     """Steps that would spoil the weights change nothing. docs/reliability.md"""
 
     enable: bool = True
-    """skip the update of a step whose loss or gradient norm is not finite, or whose norm is a
-    spike; and save only weights that are finite"""
+    """skip updates whose loss or gradient norm is not finite, or whose norm is a spike; save only
+    what is finite"""
     spike_factor: float = 10.0
-    """a gradient norm this many times its running (geometric) mean, and six standard deviations
-    above it, is a spike; 0: only loss and norm that are not finite are bad"""
+    """a gradient norm this many times its running mean is a spike, if it is six standard deviations
+    above it too; 0: none is"""
     average_steps: int = 100
     """steps over which the running mean and deviation are taken"""
     warmup_steps: int = 20
     """accepted steps before any norm counts as a spike"""
     max_skips_in_a_row: int = 10
-    """after so many skipped updates in a row the run goes back to the last good checkpoint, and
-    does not see the batches since then again"""
+    """after so many skipped updates the run goes back to the last good checkpoint, past the batches
+    since then"""
     max_rollbacks: int = 5
     """how often the run may go back; the next time it ends with status 3"""
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import titan_sparse
 from titan_sparse.config import Config, save
 
 STARTS = "starts"
@@ -114,7 +113,7 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
         "working_directory": os.getcwd(),
-        "git": git_commit(Path(titan_sparse.__file__)),
+        "git": git_commit(Path(__file__)),
         "versions": _versions(),
         "world_size": len(ranks),
         "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -126,7 +125,8 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def _versions() -> dict[str, str | None]:
     """None for a package that is not there, and for CUDA in a build without it."""
     versions: dict[str, str | None] = {
-        "titan_sparse": titan_sparse.__version__,
+        # The package is loaded, as this is a part of it. Nothing below imports it from above.
+        "titan_sparse": sys.modules["titan_sparse"].__version__,
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
