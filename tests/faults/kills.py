@@ -27,6 +27,7 @@ from pathlib import Path
 
 from scripts.benchmarks.provenance import provenance
 from tests.faults.jobs import SETTINGS, ForkedJob, metrics, run_job, words_of
+from tests.runs import write_texts
 
 MOMENTS = ("starting", "training", "writing", "publishing", "rotating")
 """What is waited for before a kill."""
