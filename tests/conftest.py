@@ -3,6 +3,7 @@
 One thread a process: several processes of tests share the cores.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -24,7 +25,9 @@ LONGEST = [
     "tests/test_trainer.py",
     "tests/docs/test_docs.py",
     "tests/training/test_watch.py",
-    "tests/training/test_checkpoint.py",
+    "tests/training/test_restarts.py",
+    "tests/faults/test_faults.py",
+    "tests/training/checkpoint/test_resuming.py",
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
     "tests/kernels/test_block_sparse.py",
@@ -53,6 +56,19 @@ def _no_process_group_for_the_next_file() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A training run in the tests' own process sets up logging for itself."""
+    loggers = logging.getLogger(), logging.getLogger("titan_sparse")
+    levels = [logger.level for logger in loggers]
+    filters = {handler: list(handler.filters) for handler in logging.getLogger().handlers}
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    for handler in logging.getLogger().handlers:
+        handler.filters = filters.get(handler, [])
 
 
 @pytest.fixture
