@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -95,6 +96,43 @@ def test_compiled_without_context_parallelism():
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     ranges = Causal().rows(SEQ_LEN)
     _assert_equal(_step(layer, compiled, _input(0), ranges), _step(layer, layer, _input(0), ranges))
+
+
+WIDTHS = [(3, 128, 8), (3, 128, 16), (3, 128, 32)]
+LONGER = [(3, 128, 8), (5, 96, 8), (7, 100, 8)]
+"""Sequences, tokens and D of one call after the other."""
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("shapes, graphs", [(WIDTHS, 3), (LONGER, 2)], ids=["D", "B and S"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiles_for_changing_shapes(pattern, shapes, graphs, dynamic):
+    """Another D makes another graph, as kernels need; other batches and lengths share one."""
+    calls_with_new_graphs = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        # The first call of a dynamic graph comes here twice.
+        calls_with_new_graphs.add((batch, seq_len, head_dim))
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(_grouped, fullgraph=True, dynamic=dynamic, backend=backend)
+    for batch, seq_len, head_dim in shapes:
+        leaves = []
+        for heads in (4, 2, 2):
+            x = torch.randn(batch, heads, seq_len, head_dim)
+            leaves.append(x.requires_grad_())
+        ranges = Causal().rows(seq_len)
+        results = []
+        for function in (_grouped, compiled):
+            out = function(*leaves, ranges, PATTERNS[pattern])
+            gradients = torch.autograd.grad(out.square().sum(), leaves)
+            results.append([out.detach(), *gradients])
+        _assert_equal(results[1], results[0])
+    assert len(calls_with_new_graphs) == graphs
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, ranges: MaskRanges, pattern: Pattern) -> Tensor:
+    return attend(q, k, v, ranges, pattern, block_size=BLOCK, scale=0.3)
 
 
 def _policy(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -1,5 +1,6 @@
 """attend(): mask, pattern, layout, schedule and backend put together."""
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -61,8 +62,10 @@ def attend(
     and 1 needs a causal mask, and one rank or the layout "striped".
 
     Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see
-    nothing have out 0, lse -inf and zero gradients.
-    Raises ValueError for shapes, dtypes or options that do not fit together.
+    nothing have out 0, lse -inf and zero gradients. No batch or no tokens give an empty out and
+    empty gradients; `meta` tensors give `meta` tensors.
+    Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
+    forward-mode AD (torch.func.jvp), which attention does not have.
     """
     if not isinstance(pattern, Pattern):
         raise ValueError(
@@ -77,8 +80,10 @@ def attend(
     has_slices = ranges.slices is not None
     if pattern.dynamic or has_slices:
         check_pattern(pattern, ranges, ranks)
+    # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
+    head_dim = operator.index(q.shape[-1])
     backend = backends.choose(
-        backend, q.device.type, q.dtype, q.shape[-1], ranks.block_size, has_slices
+        backend, q.device.type, q.dtype, head_dim, ranks.block_size, has_slices
     )
     index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
+from torch.autograd.forward_ad import unpack_dual
 
 from titan_sparse.attention.context_parallel.group import ONE_RANK, ContextParallel
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
@@ -51,11 +53,17 @@ def ranks_of(cp: ContextParallel | None, block_size: int | None) -> Ranks:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError for shapes and dtypes that do not fit together."""
+    """Raises ValueError for shapes, dtypes and devices that do not fit together.
+
+    Also under forward-mode AD, whose tangents the ops would drop. No batch (B = 0) and no tokens
+    (S = 0) are fine; no heads and no dimensions are not.
+    """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         raise ValueError(
             f"attend() needs q [B, Hq, S, D] and k, v [B, Hkv, S, D], not {_shapes(q, k, v)}"
         )
+    if 0 in (q.shape[1], k.shape[1], q.shape[3]):
+        raise ValueError(f"Hq, Hkv and D must be 1 or more: {_shapes(q, k, v)}")
     same_batch = q.shape[0] == k.shape[0]
     same_length_and_dim = q.shape[2:] == k.shape[2:]
     if not same_batch or not same_length_and_dim or q.shape[1] % k.shape[1]:
@@ -65,6 +73,27 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must share one floating dtype, not {q.dtype}, {k.dtype}, {v.dtype}"
         )
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k and v must be on one device, not {q.device}, {k.device}, {v.device}; "
+            f'write k.to("{q.device}") and v.to("{q.device}")'
+        )
+    check_tangents(q=q, k=k, v=v)
+
+
+def check_tangents(**tensors: Tensor) -> None:
+    """Raises ValueError under forward-mode AD and transforms of torch.func."""
+    for name, tensor in tensors.items():
+        # Outside of forward-mode AD this compares one number.
+        has_tangent = unpack_dual(tensor).tangent is not None
+        # A tangent of an outer jvp shows only so. torch.compile cannot trace it, and has no need.
+        if not torch.compiler.is_compiling():
+            has_tangent = has_tangent or is_gradtrackingtensor(tensor)
+        if has_tangent:
+            raise ValueError(
+                f"{name} has a tangent of forward-mode AD or is inside of torch.func (jvp, grad); "
+                "attend() has neither: write out.backward() or torch.autograd.grad()"
+            )
 
 
 def _shapes(*tensors: Tensor) -> str:
@@ -76,8 +105,8 @@ def _shapes(*tensors: Tensor) -> str:
 def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges:
     """The mask for the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
 
-    Raises ValueError for what is no mask, and for a mask of another length or batch, or of another
-    layout.
+    Raises ValueError for what is no mask, and for a mask of another length or batch, on another
+    device, or of another layout.
     """
     seq_len = q.shape[2] * ranks.size
     if isinstance(mask, Mask):
@@ -87,6 +116,8 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             f"mask={type(mask).__name__} is no mask; write a mask of titan_sparse.attention.masks, "
             "for example Causal(), or what its rows(seq_len) returned"
         )
+    else:
+        _check_devices(mask, q.device)
     if mask.start.shape[1] != seq_len:
         raise ValueError(
             f"the mask is for {mask.start.shape[1]} tokens, q and cp make {seq_len}; "
@@ -105,6 +136,17 @@ def resolve_mask(mask: Mask | MaskRanges, q: Tensor, ranks: Ranks) -> MaskRanges
             )
         _check_table(mask.table, ranks, q.shape[2] // ranks.block_size)
     return mask
+
+
+def _check_devices(ranges: MaskRanges, device: torch.device) -> None:
+    """Raises ValueError for a mask with a tensor that is not on `device`."""
+    _, tensors = mask_tensors(ranges)
+    for tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(
+                f"the mask is on {tensor.device}, q on {device}; "
+                f'write mask.rows(seq_len, device="{device}")'
+            )
 
 
 def _check_table(table: Tensor | None, ranks: Ranks, blocks: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_sparse.attention import recorder, registry
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import bind
-from titan_sparse.attention.inputs import whole_blocks
+from titan_sparse.attention.inputs import check_tangents, whole_blocks
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.schedules import EXECUTORS
 
@@ -27,6 +27,11 @@ def _forward(
 
     The verticals are not returned again where they came as the last of `index`.
     """
+    # A graph that torch.compile made without tangents may be called with them.
+    check_tangents(q=q, k=k, v=v)
+    if q.numel() == 0:
+        # No batch or no tokens: nothing to compute, and nobody reads the verticals.
+        return _fake_forward(q, k, v, index, mask, call)
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
     # Everything below works on whole blocks; [B, H, padded S_local, D].
@@ -99,7 +104,7 @@ def _join(
     out = torch.cat([first_out, second_out], dim=2)
     lse = torch.cat([first_lse, second_lse], dim=2)
     observer = None
-    if recorder.listening:
+    if recorder.listening and q.numel() > 0:
         observer = recorder.observer()
     if observer is not None:
         bound = bind(call, q, index, mask)
@@ -135,6 +140,8 @@ def _backward(
     results: out, lse and the verticals' keys and values, as the forward gave them.
     """
     out, lse, vertical_kv = results
+    if q.numel() == 0:
+        return _fake_backward(d_out, q, k, v, results, index, mask, call)
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
     queries = Queries(

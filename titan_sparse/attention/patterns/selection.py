@@ -103,6 +103,9 @@ def select(
 
 @torch.library.custom_op("titan_sparse::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+    if q.numel() == 0:
+        # No batch or no tokens: nothing is selected, as zeros say in every pattern's tensors.
+        return [torch.zeros_like(tensor) for tensor in _fake_select(q, k, mask, call)]
     selection = registry.lookup(call)
     cp = selection.cp()
     ranges = mask_of_whole_blocks(mask_of_tensors(selection.mask, mask), cp.block_size)
@@ -117,7 +120,7 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
 
 
 @_select.register_fake
-def _(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
+def _fake_select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]:
     selection = registry.lookup(call)
     block_size = selection.cp().block_size
     seq_len = mask[0].shape[1]

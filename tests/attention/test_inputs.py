@@ -1,0 +1,187 @@
+"""What attend() is given: devices, forward-mode AD, and tensors of no elements."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks import Causal, Dilated, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+
+BLOCK, SEQ_LEN = 16, 32
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(dense_below=BLOCK),
+    "xattention": XAttention(4, 0.7, BLOCK),
+    "moba": MoBA(BLOCK, 2),
+}
+MASKS = {
+    "causal": Causal(),
+    "window": Causal() & SlidingWindow(4),
+    "documents": Documents([]),
+    "full": Full(),
+    "slices": Dilated(4, 2),
+}
+COMBINATIONS = [
+    (mask, pattern)
+    for mask in MASKS
+    for pattern in PATTERNS
+    if pattern == "dense" or mask not in ("full", "slices")
+]
+
+
+def _x(*shape: int, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+def _refused(words: str, *qkv: Tensor, **options) -> None:
+    """attend() refuses, in one line."""
+    with pytest.raises(ValueError, match=words) as error:
+        attend(*qkv, block_size=BLOCK, **options)
+    assert "\n" not in str(error.value)
+
+
+# Devices
+
+
+@pytest.mark.parametrize("elsewhere", [(0,), (1,), (2,), (1, 2)])
+def test_tensors_on_several_devices_are_refused(elsewhere):
+    """The op would follow the `meta` tensor and return memory that nobody wrote."""
+    qkv = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)]
+    for number in elsewhere:
+        qkv[number] = qkv[number].to("meta")
+    _refused("q, k and v must be on one device, not .*meta", *qkv)
+
+
+@pytest.mark.parametrize("name", ["start", "stop", "document_start", "slices"])
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_a_mask_on_another_device_is_refused(name, pattern):
+    mask = Dilated(4, 2) if name == "slices" else Documents([20, 12])
+    ranges = mask.rows(SEQ_LEN)
+    ranges = ranges._replace(**{name: getattr(ranges, name).to("meta")})
+    q = _x(1, 2, SEQ_LEN, 8)
+    _refused(
+        'mask is on meta, q on cpu; write mask.rows.*device="cpu"',
+        *(q, q, q),
+        mask=ranges,
+        pattern=PATTERNS[pattern],
+    )
+
+
+def test_selection_refuses_as_well():
+    q = _x(1, 2, SEQ_LEN, 8)
+    pattern = PATTERNS["vertical_slash"]
+    with pytest.raises(ValueError, match="one device"):
+        pattern.select(q, q.to("meta"), Causal(), block_size=BLOCK)
+    with pytest.raises(ValueError, match="mask is on meta"):
+        pattern.select(q, q, Causal().rows(SEQ_LEN, "meta"), block_size=BLOCK)
+
+
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_meta_tensors_give_meta_tensors(mask, pattern):
+    q = _x(2, 4, SEQ_LEN, 8, device="meta")
+    k = _x(2, 2, SEQ_LEN, 8, device="meta")
+    out, aux = attend(q, k, k, MASKS[mask], PATTERNS[pattern], block_size=BLOCK, return_aux=True)
+    assert out.device.type == aux.lse.device.type == "meta"
+    assert out.shape == q.shape and aux.lse.shape == q.shape[:3]
+
+
+# Forward-mode AD
+
+
+@pytest.mark.parametrize("number, name", enumerate("qkv"))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tangent_is_refused(number, name, compiled, fresh_compiler):
+    """It would be dropped, and the derivative be 0."""
+    qkv = [_x(1, 2, SEQ_LEN, 8) for _ in range(3)]
+    function = attend
+    if compiled:
+        function = torch.compile(attend, backend="eager")
+        function(*qkv)  # the graph without tangents must not serve
+    with forward_ad.dual_level():
+        qkv[number] = forward_ad.make_dual(qkv[number], torch.ones_like(qkv[number]))
+        with pytest.raises(ValueError, match=f"{name} has a tangent .*write out.backward"):
+            function(*qkv)
+        # What has no tangent loses none.
+        plain = qkv[number - 1]
+        attend(plain, plain, plain)
+
+
+def _attend(x: Tensor) -> Tensor:
+    return attend(x, x, x, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.grad, torch.func.hessian])
+def test_transforms_are_refused(transform):
+    x = _x(1, 1, 4, 2)
+    with pytest.raises(ValueError, match="torch.func"):
+        transform(lambda x: _attend(x).sum())(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_jvp_is_refused(compiled, fresh_compiler):
+    x = _x(1, 2, SEQ_LEN, 8)
+
+    def tangent(x: Tensor) -> Tensor:
+        return torch.func.jvp(_attend, (x,), (x,))[1]
+
+    if compiled:
+        tangent = torch.compile(tangent, backend="eager")
+    with pytest.raises(ValueError, match="jvp"):
+        tangent(x)
+
+
+def test_a_tangent_of_an_outer_jvp_is_refused():
+    x = _x(1, 2, SEQ_LEN, 8)
+
+    def outer(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda y: _attend(x) * y, (x,), (x,))[1]
+
+    with pytest.raises(ValueError, match="jvp"):
+        torch.func.jvp(outer, (x,), (x,))
+
+
+def test_attention_of_constants_inside_of_jvp():
+    x = _x(1, 2, SEQ_LEN, 8)
+    tangent = torch.func.jvp(lambda y: _attend(x) * y, (x,), (x,))[1]
+    assert torch.equal(tangent, _attend(x) * x)
+
+
+# No elements
+
+
+@pytest.mark.parametrize("batch, seq_len", [(0, SEQ_LEN), (2, 0), (0, 0)])
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+@pytest.mark.parametrize("recomputed", [0.0, 0.5])
+def test_no_batch_or_no_tokens(batch, seq_len, mask, pattern, recomputed):
+    if recomputed and mask == "full":
+        pytest.skip("only causal masks are recomputed in part")
+    _check_empty(batch, seq_len, MASKS[mask], PATTERNS[pattern], recomputed)
+
+
+def _check_empty(batch: int, seq_len: int, mask: Mask, pattern: Pattern, recomputed: float) -> None:
+    """Results and gradients are empty, an index selects nothing, and nothing is recorded."""
+    q = torch.zeros(batch, 4, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.zeros(batch, 2, seq_len, 8, dtype=torch.bfloat16, requires_grad=True)
+    v = torch.zeros_like(k, requires_grad=True)
+    with recording() as record:
+        out, aux = attend(
+            *(q, k, v, mask, pattern), block_size=BLOCK, return_aux=True, recomputed=recomputed
+        )
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert aux.lse.shape == q.shape[:3] and aux.lse.dtype == torch.float32
+    assert (aux.index.verticals == seq_len).all()
+    assert record.visited == []
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad.shape == x.shape and x.grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(0, 0, 8), (0, 2, 8), (2, 0, 8), (2, 2, 0)])
+def test_no_heads_and_no_dimensions_are_refused(heads, kv_heads, head_dim):
+    q = _x(1, heads, SEQ_LEN, head_dim)
+    k = _x(1, kv_heads, SEQ_LEN, head_dim)
+    _refused("Hq, Hkv and D must be 1 or more", q, k, k)
