@@ -17,15 +17,45 @@ HEAD_DIMS = (64, 96, 128)
 
 def missing() -> str | None:
     """Why FlashAttention-4 cannot be used here, in words; None if it can."""
+    wrong_gpu = _wrong_gpu()
+    if wrong_gpu:
+        return wrong_gpu
+    if not _installed():
+        return "flash-attn-4 is not installed"
+    failure = _import_failure()
+    if failure:
+        return failure
+    if torch.are_deterministic_algorithms_enabled():
+        return "the backward of FlashAttention-4 is not deterministic"
+    return None
+
+
+def broken() -> str | None:
+    """Why an installed FlashAttention-4 fails on a GPU that it is for, in words; None otherwise."""
+    if _wrong_gpu() or not _installed():
+        return None
+    return _import_failure()
+
+
+def _wrong_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     # From Blackwell on its block lists have other block sizes; before Hopper it has none.
     if torch.cuda.get_device_capability()[0] != 9:
         return "FlashAttention-4 takes block lists of 128 tokens on Hopper GPUs only"
-    if not _installed():
-        return "flash-attn-4 is not installed"
-    if torch.are_deterministic_algorithms_enabled():
-        return "the backward of FlashAttention-4 is not deterministic"
+    return None
+
+
+@functools.cache
+def _import_failure() -> str | None:
+    """Why the kernels cannot be imported, in one line. A wrong wheel leaves out their CUDA part."""
+    try:
+        importlib.import_module("flash_attn.cute.interface")
+        # The libraries in which kernels are compiled, which come in a package of their own.
+        importlib.import_module("cutlass.cute")
+    except Exception as error:  # whatever a half installation raises
+        first_line = str(error).partition("\n")[0]
+        return f"flash-attn-4 is installed in part ({type(error).__name__}: {first_line})"
     return None
 
 

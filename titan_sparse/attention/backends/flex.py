@@ -61,6 +61,12 @@ def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
             f"flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; "
             'write attention.backend = "eager"'
         )
+    broken = flash.broken()
+    if broken:
+        return (
+            f"flex cannot run: {broken}; install titan_sparse[flash] again or write "
+            'attention.backend = "triton"'
+        )
     return None
 
 
