@@ -22,6 +22,7 @@ from tests.models.test_huggingface import (
     save_reference,
     write_config,
 )
+from titan_sparse.models import huggingface_files
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
@@ -199,7 +200,8 @@ def test_a_head_that_differs_is_kept_whatever_config_json_says(tmp_path, name, f
     assert "lm_head.weight" in load_file(tmp_path / "out/model.safetensors")
 
 
-def test_a_head_that_differs_in_its_last_element_is_kept(tmp_path):
+def test_a_head_that_differs_in_its_last_element_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_files, "_CHUNK_BYTES", 50_000)
     save_reference(tmp_path, tie_word_embeddings=True)
 
     def change(tensors):
@@ -211,6 +213,16 @@ def test_a_head_that_differs_in_its_last_element_is_kept(tmp_path):
     assert_same_logits(decoder(tmp_path), reload(tmp_path))
 
 
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    """It begins with the bytes of the embedding."""
+    model = save_reference(tmp_path, tie_word_embeddings=True)
+    weight = model.model.embed_tokens.weight.detach()
+    head = torch.cat((weight, weight[:1]))
+    change_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(ValueError, match=r"lm_head.weight in .* is \[332, 64\]"):
+        check_weights(str(tmp_path), read_config(str(tmp_path)))
+
+
 def test_a_head_in_another_dtype_is_refused(tmp_path):
     model = save_reference(tmp_path, tie_word_embeddings=True)
     head = model.lm_head.weight.detach().bfloat16()
@@ -219,27 +231,32 @@ def test_a_head_in_another_dtype_is_refused(tmp_path):
         read_config(str(tmp_path))
 
 
+_HUGE = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 1000000000000000]}'
+
+
 @pytest.mark.parametrize(
     "header",
     [
-        b"",
-        b"\xff" * 20,
-        b"[]",
-        b'{"lm_head.weight": 5, "model.embed_tokens.weight": 5}',
-        b'{"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1000000000000000]},'
-        b'"model.embed_tokens.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, '
-        b"1000000000000000]}}",
+        "",
+        "no JSON",
+        "[]",
+        '{"lm_head.weight": 5, "model.embed_tokens.weight": 5}',
+        f'{{"lm_head.weight": {_HUGE}, "model.embed_tokens.weight": {_HUGE}}}',
     ],
 )
 def test_broken_weights_leave_the_shape_readable(tmp_path, header):
     """A run that resumes needs the shape only; check_weights() names the file."""
     save_reference(tmp_path, tie_word_embeddings=True)
-    data = len(header).to_bytes(8, "little") + header
-    (tmp_path / "model.safetensors").write_bytes(data)
-    config = read_config(str(tmp_path))
-    assert config.tied_embeddings
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        check_weights(str(tmp_path), config)
+    path = tmp_path / "model.safetensors"
+    text = header.encode()
+    for data in (len(text).to_bytes(8, "little") + text, b"\xff" * 20, b"", None):
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        config = read_config(str(tmp_path))
+        assert config.tied_embeddings
+        with pytest.raises(ValueError, match="model.safetensors cannot be read|has neither"):
+            check_weights(str(tmp_path), config)
 
 
 def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
