@@ -164,6 +164,14 @@ def test_what_the_decoder_does_not_compute_is_refused(tmp_path, changes, expecte
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_model_type_is_refused(tmp_path):
+    write_config(tmp_path, model_type=None)
+    with pytest.raises(ValueError, match="Should have a `model_type`"):
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config.json has model_type = None"):
+        read_config(str(tmp_path))
+
+
 # Weights
 
 
