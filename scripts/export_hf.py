@@ -17,7 +17,7 @@ import torch
 from titan_sparse.config import load
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
-from titan_sparse.training.checkpoint import newest_checkpoint, read_into, verify
+from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
 
 
 def main(words: list[str]) -> int:
@@ -67,9 +67,16 @@ def export(source: str, out: str, dtype: torch.dtype) -> str:
         )
     config, _ = load(["--config", str(config_path)])
     model = config.model
+    shape = resolve(**vars(model))
     verify(checkpoint)
+    if shape.tied_embeddings and "lm_head.weight" in read_metadata(checkpoint).state_dict_metadata:
+        # Its weights, which showed that the head is not tied, have gone since.
+        raise ValueError(
+            f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
+            "tie_word_embeddings = true; write false there"
+        )
     read = functools.partial(read_into, checkpoint=checkpoint)
-    export_weights(checkpoint, read, out, resolve(**vars(model)), dtype, model.initial_hf)
+    export_weights(checkpoint, read, out, shape, dtype, model.initial_hf)
     return checkpoint
 
 

@@ -22,11 +22,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface_config import config_json
+from titan_sparse.models.huggingface_files import INDEX_FILE, SINGLE_FILE, weight_files
 from titan_sparse.models.initialization import canonical_name
 
 MAX_FILE_BYTES = 5 * 10**9
 """Above this the weights are split over several files, as transformers does."""
-TOKENIZER_FILES = (
+COPIED_FILES = (
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,8 +39,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_INDEX_FILE = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -126,7 +126,8 @@ def export_weights(
     checkpoint: a folder step-N. It is only read. One process suffices, however many wrote it, and
     it holds one file's weights at a time.
     read: fills tensors of these names from it, whatever their dtype.
-    source: a folder of Hugging Face whose tokenizer is copied along; empty: none.
+    source: a folder of Hugging Face that lends its tokenizer, generation_config.json and what else
+    config.json says; empty: none.
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
@@ -147,7 +148,7 @@ def export_weights(
     config_text = json.dumps(values, indent=2) + "\n"
     (incomplete / "config.json").write_text(config_text, encoding="utf-8")
     if source:
-        for name in TOKENIZER_FILES:
+        for name in COPIED_FILES:
             file = Path(source).expanduser() / name
             if file.is_file():
                 shutil.copy(file, incomplete / name)
@@ -176,7 +177,7 @@ def _write_tensors(
     file_of_tensor: dict[str, str] = {}
     total_bytes = 0
     for number, names in enumerate(names_by_file, 1):
-        file = _SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
+        file = SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         read(state)
         state = {huggingface_name(name): tensor for name, tensor in state.items()}
@@ -187,7 +188,7 @@ def _write_tensors(
     if files > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
-        (folder / _INDEX_FILE).write_text(index_text, encoding="utf-8")
+        (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
 
 
 def _split_over_files(
@@ -209,39 +210,13 @@ def _split_over_files(
 def _open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
     """The open file that holds each tensor; files stay open until `stack` is left."""
     file_of_tensor: dict[str, safe_open] = {}
-    for path in _weight_files(Path(folder).expanduser()):
+    for path in weight_files(Path(folder).expanduser()):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"model.initial_hf: {path} cannot be read: {error}") from error
         file_of_tensor |= dict.fromkeys(file.keys(), file)
     return file_of_tensor
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index_path = folder / _INDEX_FILE
-    if index_path.is_file():
-        try:
-            index = json.loads(index_path.read_text(encoding="utf-8"))
-            names = set(index["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"model.initial_hf: {index_path} has no readable weight_map: {error}"
-            ) from error
-        for name in names:
-            # A download may come from anyone: nothing outside its folder is opened.
-            if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
-                raise ValueError(
-                    f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
-                    f"names of *.safetensors that lie in {folder} itself"
-                )
-        return sorted(folder / name for name in names)
-    if not (folder / _SINGLE_FILE).is_file():
-        raise ValueError(
-            f"model.initial_hf: {folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}; "
-            "save it with save_pretrained()"
-        )
-    return [folder / _SINGLE_FILE]
 
 
 def _is_spare(name: str, config: DecoderConfig) -> bool:

@@ -2,11 +2,12 @@
 torch."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_sparse.models.config import DecoderConfig, RopeConfig
+from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.huggingface_files import has_own_head
+from titan_sparse.models.huggingface_rope import read_rope, write_rope
 
 
 class _Family(NamedTuple):
@@ -45,31 +46,16 @@ _ONLY = {
     "use_sliding_window": False,
     "quantization_config": None,
     "partial_rotary_factor": 1,
-}
-
-# RopeConfig.scaling -> the keys that config.json may give for it.
-_ROPE_KEYS = {
-    "none": set(),
-    "llama3": {
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    },
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "truncate",
-    },
+    "per_layer_config": None,
+    "transformers_weights": None,
 }
 
 # Keys of config.json that need not be integers.
 _FLOATS = ("rms_norm_eps", "rope_theta")
 
-_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What an export does not take from its source: what it writes in the words of transformers 4, and
+# the names of files with code.
+_NOT_KEPT = ("rope_parameters", "dtype", "auto_map")
 
 
 def read_config(folder: str) -> DecoderConfig:
@@ -93,6 +79,12 @@ def read_config(folder: str) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path} has no {missing[0]}")
     _check_values(path, values)
     _refuse_settings(path, values)
+    # transformers goes by model_type, and leaves `architectures` alone.
+    if values.get("model_type") != family.model_type:
+        raise ValueError(
+            f"model.initial_hf: {path} has model_type = {values.get('model_type')!r} beside "
+            f'architectures = {names}; only "{family.model_type}" fits'
+        )
 
     sizes = {field: values[key] for field, key in _SIZES.items()}
     heads = sizes["heads"]
@@ -103,11 +95,11 @@ def read_config(folder: str) -> DecoderConfig:
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             head_dim=values.get("head_dim") or family.head_dim or sizes["hidden_size"] // heads,
-            tied_embeddings=values.get("tie_word_embeddings") or False,
-            rope=_read_rope(values),
+            tied_embeddings=bool(values.get("tie_word_embeddings"))
+            and not has_own_head(path.parent),
+            rope=read_rope(values),
         )
-    # TypeError: a table of rotary settings that holds other things than numbers.
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
@@ -115,14 +107,15 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     """The content of config.json for a model whose weights are `dtype` (such as "bfloat16").
 
     It is written in the words of transformers 4, which transformers 5 reads too. `source` is a
-    folder whose config.json lends the ids of special tokens; empty: none are written. Raises
-    ValueError where no family has such a shape.
+    folder whose config.json lends all that the decoder does not decide, such as the ids of special
+    tokens; empty: none. Raises ValueError where no family has such a shape.
     """
     name = architecture(config)
-    values: dict[str, Any] = {
-        "architectures": [name],
-        "model_type": _FAMILIES[name].model_type,
-    }
+    values: dict[str, Any] = _read_json(source) if source else {}
+    for key in _NOT_KEPT:
+        values.pop(key, None)
+    values["architectures"] = [name]
+    values["model_type"] = _FAMILIES[name].model_type
     for field, key in _SIZES.items():
         values[key] = getattr(config, field)
     values["num_key_value_heads"] = config.kv_heads
@@ -131,7 +124,10 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     values["tie_word_embeddings"] = config.tied_embeddings
     values["torch_dtype"] = dtype
     values["rope_theta"] = config.rope.theta
-    values["rope_scaling"] = _rope_scaling(config.rope)
+    values["rope_scaling"] = write_rope(config.rope)
+    # The table has it too, but transformers lets the top level win.
+    if config.rope.scaling != "none" and "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = config.rope.original_length
 
     # transformers 4 takes YaRN's factor from max_position_embeddings / original: the product has
     # to be right.
@@ -140,12 +136,6 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
         values["max_position_embeddings"] = extended
     elif config.rope.scaling == "llama3":
         values["max_position_embeddings"] = max(extended, config.max_positions)
-
-    if source:
-        source_values = _read_json(source)
-        for key in _SPECIAL_TOKENS:
-            if key in source_values:
-                values[key] = source_values[key]
     return values
 
 
@@ -184,7 +174,8 @@ def _read_json(folder: str) -> dict[str, Any]:
 
 def _check_values(path: Path, values: dict[str, Any]) -> None:
     """Refuses sizes that are no positive integers, and other values of the wrong type."""
-    for key in (*_SIZES.values(), "num_key_value_heads", "head_dim", "rope_theta"):
+    others = ("num_key_value_heads", "head_dim", "rope_theta", "original_max_position_embeddings")
+    for key in (*_SIZES.values(), *others):
         value = values.get(key)
         is_number = type(value) is int or (type(value) is float and key in _FLOATS)
         if value is not None and not (is_number and 0 < value < 2**31):
@@ -217,100 +208,3 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
             f"model.initial_hf: {path} has layer_types with {sorted(others)}; "
             "only full_attention can be trained"
         )
-
-
-def _read_rope(values: dict[str, Any]) -> RopeConfig:
-    """The rotary embedding of config.json.
-
-    transformers 4 writes rope_theta and rope_scaling, transformers 5 one table rope_parameters
-    with both.
-    """
-    table = {"rope_theta": values.get("rope_theta")}
-    table |= values.get("rope_scaling") or values.get("rope_parameters") or {}
-    table = {key: value for key, value in table.items() if value is not None}
-
-    rope_type = table.pop("rope_type", table.get("type", "default"))
-    scaling = "none" if rope_type == "default" else rope_type
-    if scaling not in _ROPE_KEYS:
-        raise ValueError(
-            f'rope_type = "{rope_type}" is unknown; '
-            'only "default", "llama3" and "yarn" can be trained'
-        )
-    theta = table.pop("rope_theta", None)
-    if theta is None:
-        raise ValueError("rope_theta is missing")
-    if table.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError("partial_rotary_factor other than 1 cannot be trained")
-    unknown = set(table) - _ROPE_KEYS[scaling] - {"type"}
-    if unknown:
-        raise ValueError(f'rope scaling "{rope_type}" with {min(unknown)} cannot be trained')
-
-    original_length = table.get(
-        "original_max_position_embeddings", values["max_position_embeddings"]
-    )
-    if scaling == "none":
-        return RopeConfig(float(theta), "none", 1.0, original_length)
-    if "factor" not in table:
-        raise ValueError(f'rope scaling "{rope_type}" needs a factor')
-    factor = float(table["factor"])
-    if scaling == "llama3":
-        return _read_llama3(float(theta), factor, original_length, table)
-    return _read_yarn(float(theta), factor, original_length, table)
-
-
-def _read_llama3(
-    theta: float, factor: float, original_length: int, table: dict[str, Any]
-) -> RopeConfig:
-    for key in ("low_freq_factor", "high_freq_factor"):
-        if key not in table:
-            raise ValueError(f'rope scaling "llama3" needs {key}')
-    return RopeConfig(
-        theta,
-        "llama3",
-        factor,
-        original_length,
-        low_frequency_factor=float(table["low_freq_factor"]),
-        high_frequency_factor=float(table["high_freq_factor"]),
-    )
-
-
-def _read_yarn(
-    theta: float, factor: float, original_length: int, table: dict[str, Any]
-) -> RopeConfig:
-    # The decoder multiplies cos and sin by this (models/rope.py), and by nothing else.
-    attention_factor = 0.1 * math.log(factor) + 1 if factor >= 1 else math.nan
-    given = table.get("attention_factor")
-    said = table.get("attention_factor", attention_factor)
-    if not math.isclose(said, attention_factor, rel_tol=1e-6):
-        raise ValueError(
-            f'rope scaling "yarn" with factor = {factor} and attention_factor = {given} cannot be '
-            f"trained, only {attention_factor:.6g}"
-        )
-    if not table.get("truncate", True):
-        raise ValueError('rope scaling "yarn" with truncate = false cannot be trained')
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_length,
-        beta_fast=float(table.get("beta_fast", 32)),
-        beta_slow=float(table.get("beta_slow", 1)),
-    )
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """The table rope_scaling of config.json."""
-    if rope.scaling == "none":
-        return None
-    table = {
-        "rope_type": rope.scaling,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_length,
-    }
-    if rope.scaling == "llama3":
-        table["low_freq_factor"] = rope.low_frequency_factor
-        table["high_freq_factor"] = rope.high_frequency_factor
-    else:
-        table["beta_fast"] = rope.beta_fast
-        table["beta_slow"] = rope.beta_slow
-    return table

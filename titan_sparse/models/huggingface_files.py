@@ -1,0 +1,112 @@
+"""The weight files of a Hugging Face folder: which ones count, and whether a tied head is one.
+Imports no torch."""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_CHUNK_BYTES = 2**24
+_MAX_HEADER_BYTES = 10**8
+"""safetensors refuses longer headers too."""
+
+
+class _Stored(NamedTuple):
+    """Where a tensor lies in a safetensors file."""
+
+    path: Path
+    dtype: str
+    shape: list[int]
+    begin: int
+    """in bytes from the start of the file"""
+    size: int
+    """in bytes"""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads: model.safetensors, else what the index names.
+
+    Raises ValueError, one line, if there is neither, or the index is broken or leaves its folder.
+    """
+    # First, as in transformers: an index beside it is left over.
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index_path = folder / INDEX_FILE
+    if not index_path.is_file():
+        raise ValueError(
+            f"model.initial_hf: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "save it with save_pretrained()"
+        )
+    try:
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        names = list(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"model.initial_hf: {index_path} has no readable weight_map: {error}"
+        ) from error
+    for name in names:
+        # A download may come from anyone: nothing outside its folder is opened.
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+            raise ValueError(
+                f"model.initial_hf: {index_path} names the file {json.dumps(name)}; write "
+                f"names of *.safetensors that lie in {folder} itself"
+            )
+    return sorted(folder / name for name in set(names))
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether the weights hold an output head that differs from the embedding.
+
+    transformers keeps such a head, whatever tie_word_embeddings says. False where the weights are
+    gone or broken: a run that resumes does without them, and check_weights() names what is wrong.
+    Raises ValueError, one line, if the two are stored in different dtypes.
+    """
+    try:
+        paths = weight_files(folder)
+        head = _find(paths, "lm_head.weight")
+        embedding = _find(paths, "model.embed_tokens.weight")
+        if head is None or embedding is None:
+            return False
+        if head.shape != embedding.shape:
+            return True
+        if head.dtype == embedding.dtype:
+            return not _same_bytes(head, embedding)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False
+    raise ValueError(
+        f"tie_word_embeddings = true, but lm_head.weight is {head.dtype} and "
+        f"model.embed_tokens.weight {embedding.dtype}; write false, or remove lm_head.weight"
+    )
+
+
+def _find(paths: list[Path], name: str) -> _Stored | None:
+    # Of a tensor that lies in several files, the last one is read.
+    for path in reversed(paths):
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(f"{path} is no safetensors file")
+            header = json.loads(file.read(header_bytes))
+        if name in header:
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            data = 8 + header_bytes
+            return _Stored(path, entry["dtype"], entry["shape"], data + begin, end - begin)
+    return None
+
+
+def _same_bytes(first: _Stored, second: _Stored) -> bool:
+    """Whether two tensors of one dtype and shape hold the same values."""
+    with first.path.open("rb") as file, second.path.open("rb") as other:
+        file.seek(first.begin)
+        other.seek(second.begin)
+        for read in range(0, first.size, _CHUNK_BYTES):
+            count = min(_CHUNK_BYTES, first.size - read)
+            data = file.read(count)
+            if len(data) < count:
+                raise ValueError(f"{first.path} ends early")
+            if data != other.read(count):
+                return False
+    return True
