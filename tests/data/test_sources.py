@@ -75,7 +75,7 @@ def test_folders_of_mixed_or_no_endings_and_unreadable_files_are_refused(tmp_pat
     with pytest.raises(ValueError, match="data.source.*holds no data files"):
         open_source(Data(source=str(tmp_path)))
     (tmp_path / "a.jsonl").write_text("{broken")
-    with pytest.raises(ValueError, match="data.source.*cannot be read"):
+    with pytest.raises(ValueError, match="data.source.*row 1: no JSON"):
         open_source(Data(source=str(tmp_path / "a.jsonl")))
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(ValueError, match=r"data.source.*mixes \.jsonl, \.txt"):

@@ -256,7 +256,7 @@ def build_loader(
     negative seed.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
     weights = source_weights(data.source)
     streams = []
     for source in weights:

@@ -116,6 +116,7 @@ def _data(config: Config) -> Data:
         subset="",
         sequences="packed",
         text_field="text" if is_prepared(source) else data.text_field,
+        bad_rows="refuse" if is_prepared(source) else data.bad_rows,
         join_packages=data.join_packages and source == "python",
     )
 
