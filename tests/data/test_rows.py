@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from titan_sparse.config import Data
+from titan_sparse.data import sources
 from titan_sparse.data.rows import file_rows
 from titan_sparse.data.sources import open_source
 
@@ -126,6 +127,30 @@ def test_a_file_that_was_written_anew_with_the_same_time_is_read_anew(tmp_path, 
     assert texts_of(path) == ["new text"]
 
 
+def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def rows_and_change(file, field):
+        yield from file_rows(file, field)
+        path.write_text("new text")
+
+    monkeypatch.setattr(sources, "file_rows", rows_and_change)
+    assert "was changed while it was read" in refusal(path)
+
+
+def test_a_cache_that_lost_rows_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines_of(many_texts(200)))
+    assert len(texts_of(path)) == 200
+    (cache,) = (tmp_path / "cache").rglob("*.arrow")
+    with pyarrow.ipc.open_stream(cache.read_bytes()) as stream:
+        table = stream.read_all()
+    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
+        stream.write_table(table.slice(0, 100))
+    assert f"its cache has 100 rows instead of 200; delete {cache.parent}" in refusal(path)
+
+
 BAD_LINES = {
     b'{"text": "a\xff"}': "byte 11 is no UTF-8",
     b'{"text": "a"': "no JSON",
@@ -173,8 +198,11 @@ def test_a_bad_byte_in_txt_and_parquet_is_refused_or_skipped(tmp_path):
         assert texts_of(path, bad_rows="skip") == ["good"] * 6 + ["", ""]
 
 
-def test_texts_that_look_like_dates_or_numbers_are_texts(tmp_path):
-    texts = ["2024-01-02", "2024-01-02T03:04:05", "12", "true", "null"]
+@pytest.mark.parametrize(
+    "texts",
+    [["2024-01-02", "2024-01-03"], ["2024-01-02T03:04:05"], ["12:30:00", "12", "true", "null"]],
+)
+def test_texts_that_look_like_dates_or_numbers_are_texts(tmp_path, texts):
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts))
     assert texts_of(tmp_path / "a.jsonl") == texts
 

@@ -180,6 +180,12 @@ def _cached_rows(files: list[str], data: Data) -> Dataset:
         raise ValueError(f'data.source = "{data.source}": {reason}') from error
     if _file_states(files) != states:
         raise ValueError(f'data.source = "{data.source}" was changed while it was read; try again')
+    written = dataset.info.splits["train"].num_examples
+    if len(dataset) != written:
+        raise ValueError(
+            f'data.source = "{data.source}": its cache has {len(dataset)} rows instead of {written}; '
+            f"delete {Path(dataset.cache_files[0]['filename']).parent}"
+        )
     return dataset
 
 
