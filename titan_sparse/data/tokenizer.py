@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
     padding: int
     digest: str
     """tells tokenizers apart: "bytes", or the SHA-256 of tokenizer.json"""
+    split_special_tokens: bool
+    """whether special tokens that are spelled out in a text are read as letters"""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]."""
@@ -40,6 +42,7 @@ class ByteTokenizer:
     end_of_document = 256
     padding = 257
     digest = "bytes"
+    split_special_tokens = False
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes
@@ -65,6 +68,7 @@ class FileTokenizer:
     def __init__(self, path: Path, split_special_tokens: bool) -> None:
         self._tokenizer = _read_tokenizer(path)
         self._tokenizer.encode_special_tokens = split_special_tokens
+        self.split_special_tokens = split_special_tokens
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         config = _read_config(path.with_name("tokenizer_config.json"))
         end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
