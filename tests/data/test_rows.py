@@ -247,6 +247,13 @@ def test_a_parquet_file_that_is_cut_off_is_refused_with_its_name(tmp_path):
         assert f"{path} cannot be read" in refusal(folder)
 
 
+def test_a_missing_column_of_parquet_is_refused_with_the_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "id": [1]}), path)
+    assert f'{path}: data.text_field = "text" is no column; write one of: body, id' in refusal(path)
+    assert "holds no text" in refusal(path, text_field="id")
+
+
 def test_empty_and_blank_jsonl(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n \n")
