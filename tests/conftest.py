@@ -60,15 +60,12 @@ def _no_process_group_for_the_next_file() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A training run in the tests' own process sets up logging for itself."""
-    loggers = logging.getLogger(), logging.getLogger("titan_sparse")
-    levels = [logger.level for logger in loggers]
-    filters = {handler: list(handler.filters) for handler in logging.getLogger().handlers}
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
+    """A training run in the tests' own process, or in a fixture of a file, sets up logging."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("titan_sparse").setLevel(logging.NOTSET)
     for handler in logging.getLogger().handlers:
-        handler.filters = filters.get(handler, [])
+        handler.filters.clear()
+    yield
 
 
 @pytest.fixture

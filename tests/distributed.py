@@ -5,7 +5,6 @@ Also the command line of torchrun, for tests of how a program is started.
 
 import contextlib
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,11 +31,10 @@ def run_program(world_size: int, main: Callable[[list[str]], int], words: list[s
 
     torchrun itself would start a Python for each process, which takes seconds.
     """
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        _start(_entry_of_program, (world_size, port, main, words, folder), world_size)
+    # Held here, as torchrun does: the first rank may end before another has joined.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        _start(_entry_of_program, (world_size, store.port, main, words, folder), world_size)
         return "".join(Path(folder, str(rank)).read_text() for rank in range(world_size))
 
 
@@ -79,7 +77,11 @@ def _entry_of_program(
     rank: int, world_size: int, port: int, main: Callable, words: list[str], folder: str
 ) -> None:
     _set_variables(rank, world_size)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     sys.argv = [main.__module__, *words]
     with open(Path(folder, str(rank)), "w") as printed, contextlib.redirect_stdout(printed):
         status = main(words)
