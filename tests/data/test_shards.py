@@ -102,6 +102,7 @@ DAMAGES = {
     "begins at 1": (lambda f: change_offsets(f, lambda x: x + [1, 0, 0, 0]), "goes from 1 to 35"),
     "ends early": (lambda f: change_offsets(f, lambda x: x - [0, 0, 0, 1]), "goes from 0 to 34"),
     "goes back": (lambda f: change_offsets(f, lambda x: x[[0, 2, 1, 3]]), "document 2 has fewer"),
+    "no tokens": (lambda f: change_offsets(f, lambda x: x[[0, 1, 1, 3]]), "document 2 has fewer"),
     "a document less": (lambda f: change_offsets(f, lambda x: x[[0, 2, 3]]), "has 2 documents"),
     "moved": (lambda f: change_offsets(f, lambda x: x + [0, 1, 0, 0]), "document 1 does not end"),
     "floats": (lambda f: change_offsets(f, lambda x: x * 1.0), "holds float64"),
