@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
             'scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"',
         )
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
         sequence = read(config, tokenizer, args.length)
         scorer = build_scorer(config, checkpoint, tokenizer)
     except ValueError as error:

@@ -56,6 +56,12 @@ def main(words: list[str]) -> int:
         f"({meta['dtype']}) with one end-of-document token each, {len(meta['shards'])} shards; "
         "histogram in meta.json"
     )
+    empty = meta["empty"] - meta["bad_rows_skipped"]
+    nonempty = sum(documents for documents, _ in meta["histogram"].values())
+    print(
+        f"left out: {empty:,} empty documents, {meta['bad_rows_skipped']:,} bad rows, "
+        f"{nonempty - meta['documents']:,} shorter or longer than asked for"
+    )
     tokenizer = "bytes" if recipe.tokenizer == "bytes" else args.out
     print(
         f"train with: --data.source {json.dumps(args.out)} --data.tokenizer {json.dumps(tokenizer)}"
@@ -93,6 +99,17 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--text-field", default="text", help="column that holds the text")
     parser.add_argument("--subset", default="", help="configuration name of a Hugging Face dataset")
     parser.add_argument("--split", default="train", help="split of a Hugging Face dataset")
+    parser.add_argument(
+        "--bad-rows",
+        choices=["refuse", "skip"],
+        default="refuse",
+        help="rows that are no UTF-8, no JSON or hold no text: refuse SOURCE, or skip and count them",
+    )
+    parser.add_argument(
+        "--split-special-tokens",
+        action="store_true",
+        help="a special token that is spelled out in a text is read as letters, not as its id",
+    )
     parser.add_argument(
         "--source-tokenizer",
         default="",

@@ -34,6 +34,7 @@ BAD_COMBINATIONS = [
     ),
     ("--model.rope_original_length 8192", 1, "model.rope_original_length = 8192 would be ignored"),
     ("--data.join_packages --data.source x.txt", 1, "data.join_packages would be ignored"),
+    ("--data.bad_rows skip", 1, 'data.bad_rows = "skip" would be ignored'),
     ("--data.text_field body", 1, 'data.text_field = "body" would be ignored'),
     ("--data.subset en", 1, 'data.subset = "en" would be ignored'),
     ("--data.split test", 1, 'data.split = "test" would be ignored'),

@@ -15,11 +15,12 @@ from tests.data.helpers import (
     make_loader,
     prepared,
     random_documents,
+    train_tokenizer,
     write_texts,
 )
 from titan_sparse.config import Config, Data
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
-from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 RAGGED = random_documents([5, 40, 1, 15, 16, 17, 3, 90])
 
@@ -161,6 +162,19 @@ def test_positions_that_do_not_restart_count_through_the_sequence():
         assert part.positions.tolist() == [list(range(8, 16))] * 2
         assert torch.equal(batch.tokens, expected.tokens)
         assert torch.equal(batch.labels, expected.labels)
+
+
+def test_split_special_tokens_belong_to_the_stream_and_are_off_in_older_states(tmp_path):
+    train_tokenizer(tmp_path, ["</s>"])
+    ids, letters = (load_tokenizer(str(tmp_path), split) for split in (False, True))
+    state = make_loader(RAGGED, tokenizer=ids).state_dict()
+    fingerprint = json.loads(state["fingerprint"])
+    del fingerprint[0]["split_special_tokens"]
+    older = {**state, "fingerprint": json.dumps(fingerprint)}
+    make_loader(RAGGED, tokenizer=ids).load_state_dict(older)
+    for saved in (state, older):
+        with pytest.raises(ValueError, match="data.split_special_tokens was 0 and is 1"):
+            make_loader(RAGGED, tokenizer=letters).load_state_dict(saved)
 
 
 class CountingTokenizer(ByteTokenizer):

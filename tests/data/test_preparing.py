@@ -1,10 +1,12 @@
 """titan_sparse.data.preparing: the shards hold what the source holds, whatever happens on the way."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from scripts.prepare_data import main, show_histogram
 from tests.data.helpers import (
@@ -21,7 +23,7 @@ from tests.data.helpers import (
 )
 from titan_sparse.data.preparing import Recipe, histogram, prepare
 from titan_sparse.data.shards import TokenShards
-from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 @pytest.mark.usefixtures("datasets_cache")
@@ -133,3 +135,78 @@ def test_another_source_tokenizer_or_option_is_refused(tmp_path, capsys):
         prepare(recipe, out, 1, no_progress)
     assert main([str(tmp_path / "a.jsonl"), str(tmp_path), "--processes", "1"]) == 2
     assert "holds other files" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_bad_rows_are_refused_or_skipped_and_counted(tmp_path, capsys):
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    source.write_bytes(b'{"text": "one"}\n{"text": "t\xff"}\n{"text": ""}\n{"text": "four"}\n')
+    words = [str(source), str(out), "--processes", "1"]
+    assert main(words) == 2
+    assert f"{source}, row 2: byte 11 is no UTF-8" in capsys.readouterr().err
+    assert main([*words, "--bad-rows", "skip"]) == 0
+    assert "left out: 1 empty documents, 1 bad rows, 0 shorter" in capsys.readouterr().out
+    meta = json.loads((out / "meta.json").read_text())
+    assert (meta["documents"], meta["empty"], meta["bad_rows_skipped"]) == (2, 2, 1)
+    assert read_shards(str(out)) == [[*b"one", END], [*b"four", END]]
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_zst_that_is_cut_off_prepares_nothing(tmp_path, capsys):
+    path = tmp_path / "a.jsonl.zst"
+    frames = [
+        zstandard.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(n, n + 1000)))
+        for n in range(0, 3000, 1000)
+    ]
+    path.write_bytes(b"".join(frames)[:-5])
+    assert main([str(path), str(tmp_path / "out"), "--processes", "1"]) == 2
+    assert f"{path} is cut off: frame 3 has no end" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("damage", ["documents", "rows", "json"])
+def test_a_shard_of_an_interrupted_run_that_does_not_match_its_counts_is_refused(tmp_path, damage):
+    out = Path(prepared(tmp_path))
+    (out / "meta.json").unlink()
+    path = out / "shard_00001.json"
+    counts = json.loads(path.read_text())
+    if damage == "documents":
+        counts["documents"] -= 1
+    elif damage == "rows":
+        counts["read"] -= 1
+    path.write_text("" if damage == "json" else json.dumps(counts))
+    named = {
+        "documents": "shard_00001.idx.npy has 3 documents instead of 2",
+        "rows": "has 10 rows, but 9 were read",
+        "json": "shard_00001.json cannot be read",
+    }
+    with pytest.raises(ValueError, match=named[damage]):
+        prepare(Recipe(str(tmp_path / "a.jsonl"), shard_rows=3), str(out), 1, no_progress)
+    assert not (out / "meta.json").exists()
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_source_that_was_written_anew_with_the_same_time_is_refused(tmp_path):
+    prepared(tmp_path)
+    source = tmp_path / "a.jsonl"
+    stat = source.stat()
+    source.write_bytes(source.read_bytes().replace(b"aaa", b"bbb"))
+    os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ValueError, match="source's files have changed"):
+        prepare(Recipe(str(source), shard_rows=3), str(tmp_path / "a"), 1, no_progress)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_special_tokens_in_a_text_are_ids_or_letters(tmp_path):
+    train_tokenizer(tmp_path, ["</s>"])
+    write_rows(tmp_path / "a.jsonl", [{"text": "one</s>two"}])
+    ends = {}
+    for name, flags in {"ids": [], "letters": ["--split-special-tokens"]}.items():
+        out = str(tmp_path / name)
+        words = [str(tmp_path / "a.jsonl"), out, "--tokenizer", str(tmp_path), "--processes", "1"]
+        assert main([*words, *flags]) == 0
+        tokenizer = load_tokenizer(out)
+        (ids,) = read_shards(out, tokenizer)
+        ends[name] = ids.count(tokenizer.end_of_document)
+    assert ends == {"ids": 2, "letters": 1}

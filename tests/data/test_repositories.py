@@ -36,3 +36,13 @@ def test_folders_of_source_code_become_one_document_each(tmp_path):
         prepare(
             Recipe(str(root), document="folder", split="test"), str(tmp_path / "x"), 1, no_progress
         )
+
+
+def test_line_ends_of_source_code_are_kept(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.bat").write_bytes(b"one\r\ntwo\n")
+    prepare(
+        Recipe(str(tmp_path / "code"), document="source"), str(tmp_path / "out"), 1, no_progress
+    )
+    (ids,) = read_shards(str(tmp_path / "out"))
+    assert ByteTokenizer().decode(ids) == "# a.bat\none\r\ntwo\n"

@@ -78,3 +78,71 @@ def test_a_tokenizer_file_travels_with_the_shards_and_another_is_refused(tmp_pat
     ]
     with pytest.raises(ValueError, match=rf'data.tokenizer = "{folder}"'):
         TokenShards(folder, ByteTokenizer())
+
+
+def change_tokens(folder: Path, place: int, token: int) -> None:
+    tokens = np.memmap(folder / "shard_00001.bin", "<u2", "r+")
+    tokens[place] = token
+    tokens.flush()
+
+
+def change_offsets(folder: Path, change) -> None:
+    path = folder / "shard_00001.idx.npy"
+    np.save(path, change(np.load(path)))
+
+
+def change_meta(folder: Path, change) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+# Documents of the second shard: 1, 15 and 16 tokens, and the one that closes each.
+DAMAGES = {
+    "begins at 1": (lambda f: change_offsets(f, lambda x: x + [1, 0, 0, 0]), "goes from 1 to 35"),
+    "ends early": (lambda f: change_offsets(f, lambda x: x - [0, 0, 0, 1]), "goes from 0 to 34"),
+    "goes back": (lambda f: change_offsets(f, lambda x: x[[0, 2, 1, 3]]), "document 2 has fewer"),
+    "no tokens": (lambda f: change_offsets(f, lambda x: x[[0, 1, 1, 3]]), "document 2 has fewer"),
+    "a document less": (lambda f: change_offsets(f, lambda x: x[[0, 2, 3]]), "has 2 documents"),
+    "moved": (lambda f: change_offsets(f, lambda x: x + [0, 1, 0, 0]), "document 1 does not end"),
+    "floats": (lambda f: change_offsets(f, lambda x: x * 1.0), "holds float64"),
+    "a table": (lambda f: change_offsets(f, lambda x: x[:, None]), "holds int64"),
+    "0 bytes": (lambda f: (f / "shard_00001.idx.npy").write_bytes(b""), "cannot be read"),
+    "large token": (lambda f: change_tokens(f, 0, 258), "document 1 holds the token 258"),
+    "no end": (lambda f: change_tokens(f, 17, 65), "document 2 does not end"),
+    "documents": (lambda f: change_meta(f, lambda m: m.update(documents=8)), "has 8 documents"),
+    "tokens": (lambda f: change_meta(f, lambda m: m.update(tokens=8)), "has 8 tokens"),
+    "dtype": (lambda f: change_meta(f, lambda m: m.update(dtype="O")), "odd dtype"),
+    "shards": (lambda f: change_meta(f, lambda m: m.update(shards=[3])), "odd shards"),
+    "a shard less": (lambda f: change_meta(f, lambda m: m["shards"].pop()), "its shards"),
+    "no shards": (
+        lambda f: change_meta(f, lambda m: m.update(shards=[], documents=0, tokens=0)),
+        "no documents",
+    ),
+}
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_shards_that_contradict_their_counts_are_refused(tmp_path, damage):
+    folder = Path(prepared(tmp_path))
+    assert np.load(folder / "shard_00001.idx.npy").tolist() == [0, 2, 18, 35]
+    change, named = DAMAGES[damage]
+    change(folder)
+    with pytest.raises(ValueError, match=f"data.source.*{named}") as raised:
+        TokenShards(str(folder), ByteTokenizer())
+    assert "\n" not in str(raised.value)
+    assert "meta.json" in str(raised.value) or "shard_00001" in str(raised.value)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_large_folder_is_checked_as_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("titan_sparse.data.shards.CHECKED_AT_ONCE", 10)
+    folder = Path(prepared(tmp_path))
+    change_tokens(folder, 0, 60000)
+    shards = TokenShards(str(folder), ByteTokenizer())
+    good = shards.tokens(0).tolist()
+    with pytest.raises(ValueError, match="shard_00001.bin, document 1 holds the token 60000"):
+        for index in range(len(shards)):
+            shards.tokens(index)
+    assert shards.tokens(0).tolist() == good

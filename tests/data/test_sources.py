@@ -2,9 +2,11 @@
 
 import pytest
 
-from tests.data.helpers import TEXTS, write_rows, write_texts
+from tests.data.helpers import TEXTS, prepared, write_rows, write_texts
 from titan_sparse.config import Data
+from titan_sparse.data.documents import open_documents
 from titan_sparse.data.sources import open_source
+from titan_sparse.data.tokenizer import ByteTokenizer
 
 
 def test_python_source_is_deterministic_and_not_empty():
@@ -75,7 +77,7 @@ def test_folders_of_mixed_or_no_endings_and_unreadable_files_are_refused(tmp_pat
     with pytest.raises(ValueError, match="data.source.*holds no data files"):
         open_source(Data(source=str(tmp_path)))
     (tmp_path / "a.jsonl").write_text("{broken")
-    with pytest.raises(ValueError, match="data.source.*cannot be read"):
+    with pytest.raises(ValueError, match="data.source.*row 1: no JSON"):
         open_source(Data(source=str(tmp_path / "a.jsonl")))
     (tmp_path / "b.txt").write_text("text")
     with pytest.raises(ValueError, match=r"data.source.*mixes \.jsonl, \.txt"):
@@ -127,3 +129,25 @@ def test_empty_source_is_refused(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: empty)
     with pytest.raises(ValueError, match="data.source.*holds no documents"):
         open_source(Data(source="owner/name"))
+
+
+def test_a_bad_byte_in_a_hub_dataset_is_refused_or_skipped(monkeypatch, caplog):
+    datasets = pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    raw = pyarrow.array([b"good", b"bad \xe9"], pyarrow.binary())
+    strings = pyarrow.Array.from_buffers(pyarrow.string(), 2, raw.buffers())
+    table = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table({"text": strings})))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    source = open_source(Data(source="owner/name"))
+    assert source[0] == "good"
+    with pytest.raises(ValueError, match='data.source = "owner/name", row 2: no UTF-8'):
+        source[1]
+    assert list(open_source(Data(source="owner/name", bad_rows="skip"))) == ["good", ""]
+    assert 'data.bad_rows = "skip"' in caplog.text and "row 2" in caplog.text
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("option", [{"bad_rows": "skip"}, {"split_special_tokens": True}])
+def test_options_of_texts_are_refused_for_prepared_tokens(tmp_path, option):
+    with pytest.raises(ValueError, match=f"data.{next(iter(option))} would be ignored"):
+        open_documents(Data(source=prepared(tmp_path), **option), ByteTokenizer())

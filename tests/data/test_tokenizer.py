@@ -69,3 +69,42 @@ def test_tokenizer_errors_name_the_key(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<absent>"}')
     with pytest.raises(ValueError, match="data.tokenizer.*<absent>"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ('{"eos_token": 5}', "eos_token of tokenizer_config.json is 5"),
+        ('{"eos_token": ["</s>"]}', "eos_token of tokenizer_config.json is"),
+        ('{"eos_token": {"id": 0}}', "eos_token of tokenizer_config.json is"),
+        ('{"eos_token": "</s>", "pad_token": true}', "pad_token of tokenizer_config.json is true"),
+        ("[]", "tokenizer_config.json holds no table"),
+        ('{"eos', "tokenizer_config.json cannot be read"),
+    ],
+)
+def test_an_odd_tokenizer_config_is_refused(tmp_path, config, named):
+    train_tokenizer(tmp_path, ["</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=f"data.tokenizer.*{named}") as raised:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_special_tokens_in_a_text_are_those_of_transformers(tmp_path, split):
+    transformers = pytest.importorskip("transformers")
+    train_tokenizer(tmp_path, ["</s>", "<|im_end|>"])
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), split_special_tokens=split
+    )
+    text = "one<|im_end|> two</s>"
+    ours = load_tokenizer(str(tmp_path), split_special_tokens=split)
+    ids = ours.encode(text).tolist()
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+    assert (ours.end_of_document in ids) is not split
+    assert "".join(theirs.convert_ids_to_tokens(ids)).replace("\u0120", " ") == text
+
+
+def test_special_tokens_of_bytes_cannot_be_split():
+    with pytest.raises(ValueError, match="data.split_special_tokens would be ignored"):
+        load_tokenizer("bytes", split_special_tokens=True)

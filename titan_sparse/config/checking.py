@@ -163,7 +163,7 @@ def _check_data(data: Data) -> None:
         )
     if set(sources) != {"python"}:
         return
-    for name in ("text_field", "subset", "split"):
+    for name in ("text_field", "bad_rows", "subset", "split"):
         value = getattr(data, name)
         default = getattr(Data(), name)
         require(

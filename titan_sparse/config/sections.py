@@ -46,12 +46,17 @@ class Data:
     """join the files of a package (folder) into one long document; source = python only"""
     text_field: str = "text"
     """column that holds the text"""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """rows that are no UTF-8, no JSON or hold no text: refuse the source, or skip and count them"""
     subset: str = ""
     """configuration name of a Hugging Face dataset; empty: its default"""
     split: str = "train"
     """split of a Hugging Face dataset"""
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json"""
+    split_special_tokens: bool = False
+    """true: a special token such as <|im_end|> that is spelled out in a text is read as letters;
+    false: it becomes its id"""
     min_document_length: int = 0
     """shorter documents are skipped; tokens"""
     shuffle: bool = True

@@ -22,7 +22,8 @@ def is_path(source: str) -> bool:
 def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
     """The sorted data files of a file or folder, and the one ending that they share.
 
-    Raises ConfigError, naming `key`, if there is no such path, or no data file with a byte in it.
+    Raises ConfigError, naming `key`, if there is no such path, or no data file with a byte in it. Hidden
+    files and folders in a folder are left out.
     """
     named = f"{key} = {show(source)}"
     path = Path(source).expanduser()
@@ -30,14 +31,12 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         os.path.exists(path),
         f'{named}: no such file or folder; write a path that exists, or "python"',
     )
-    candidates = path.rglob("*") if path.is_dir() else [path]
     files = []
     endings = set()
-    for file in sorted(candidates):
-        ending = _ending(file)
-        if ending and file.is_file():
+    for file in _candidates(path):
+        if not is_hidden(file, path):
             files.append(file)
-            endings.add(ending)
+            endings.add(_ending(file))
     require(len(files) > 0, f"{named} holds no data files; write a path of {', '.join(ENDINGS)}")
     require(
         len(endings) == 1,
@@ -48,6 +47,24 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         f"{named} holds only empty files; write a path of files with text",
     )
     return [str(file) for file in files], endings.pop()
+
+
+def hidden_files(source: str) -> int:
+    """The number of data files that data_files() leaves out of a folder, as they are hidden."""
+    path = Path(source).expanduser()
+    return sum(is_hidden(file, path) for file in _candidates(path))
+
+
+def is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a name below `folder` begins with a dot: .ipynb_checkpoints, and copies of
+    editors."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _candidates(path: Path) -> list[Path]:
+    """The file, or the folder's files, that have the ending of a data file; sorted."""
+    found = path.rglob("*") if path.is_dir() else [path]
+    return [file for file in sorted(found) if _ending(file) and file.is_file()]
 
 
 def tokenizer_file(name: str) -> Path:

@@ -67,11 +67,12 @@ def open_documents(data: Data, tokenizer: Tokenizer) -> Documents:
     Raises ValueError, naming the key, if that is impossible or an option would be ignored.
     """
     if is_prepared(data.source):
-        if (data.text_field, data.subset, data.split) != ("text", "", "train"):
-            raise ValueError(
-                "data.text_field, data.subset and data.split would be ignored with the prepared "
-                f'tokens of data.source = "{data.source}"; leave them out'
-            )
+        for name in ("text_field", "subset", "split", "bad_rows", "split_special_tokens"):
+            if getattr(data, name) != getattr(Data(), name):
+                raise ValueError(
+                    f"data.{name} would be ignored with the prepared tokens of "
+                    f'data.source = "{data.source}"; leave it out'
+                )
         return TokenShards(data.source, tokenizer)
     if data.sequences != "packed":
         raise ValueError(

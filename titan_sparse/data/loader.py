@@ -30,6 +30,7 @@ FINGERPRINT_KEYS = {
     "documents": "the number of documents of data.source",
     "tokens": "the number of prepared tokens of data.source (0: texts)",
     "vocab_size": "the vocabulary size of data.tokenizer",
+    "split_special_tokens": "data.split_special_tokens",
     "sequences": "data.sequences",
     "seq_len": "training.seq_len",
     "seed": "training.seed",
@@ -208,6 +209,8 @@ def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]
         )
     differences = []
     for saved_part, current_part in zip(saved, current, strict=True):
+        # An older checkpoint does not know this option, which was always off.
+        saved_part = {"split_special_tokens": 0, **saved_part}
         for key, name in FINGERPRINT_KEYS.items():
             if saved_part[key] != current_part[key]:
                 differences.append(f"{name} was {saved_part[key]} and is {current_part[key]}")
@@ -256,7 +259,7 @@ def build_loader(
     negative seed.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
     weights = source_weights(data.source)
     streams = []
     for source in weights:

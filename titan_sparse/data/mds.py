@@ -26,12 +26,13 @@ class MDSRows:
     Token ids are decoded by `source_tokenizer`, without its special tokens, and encoded anew. If
     both are the same tokenizer, the ids are taken as they are. Raises ValueError without the
     mosaicml-streaming package, without a source tokenizer where rows are token ids, or if a row has
-    neither text nor ids.
+    neither text nor ids or is no UTF-8.
     """
 
     def __init__(
         self, source: str, text_field: str, tokenizer: Tokenizer, source_tokenizer: Tokenizer | None
     ) -> None:
+        self.source = source
         self.text_field = text_field
         self.tokenizer = tokenizer
         self.source_tokenizer = source_tokenizer
@@ -58,7 +59,10 @@ class MDSRows:
 
     def documents(self, row: int) -> Iterator[NDArray[np.int32]]:
         """Tokens of each document of a row, int32 [length], without the end-of-document token."""
-        columns = self.rows[row]
+        try:
+            columns = self.rows[row]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.source}, row {row + 1}: no UTF-8 ({error.reason})") from error
         if self.text_field in columns:
             yield self.tokenizer.encode(columns[self.text_field])
             return

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +22,13 @@ from titan_sparse.data.shards import (
     FORMAT,
     META,
     PLAN,
+    map_shard,
     shard_path,
     token_dtype,
     write_json,
     write_shard,
 )
-from titan_sparse.data.sources import LazyTexts, Source, open_source
+from titan_sparse.data.sources import LazyTexts, open_source
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -46,6 +47,10 @@ class Recipe:
     text_field: str = "text"
     subset: str = ""
     split: str = "train"
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """as data.bad_rows"""
+    split_special_tokens: bool = False
+    """as data.split_special_tokens"""
     min_length: int = 0
     """shorter documents are left out; tokens, the end-of-document token not counted, as in
     max_length"""
@@ -67,7 +72,7 @@ class Rows(Protocol):
 class TextRows:
     """Rows that are one text each."""
 
-    def __init__(self, texts: Source, tokenizer: Tokenizer) -> None:
+    def __init__(self, texts: LazyTexts, tokenizer: Tokenizer) -> None:
         self.texts = texts
         self.tokenizer = tokenizer
 
@@ -85,7 +90,7 @@ class Writer:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe = recipe
         self.folder = folder
-        self.tokenizer = load_tokenizer(recipe.tokenizer)
+        self.tokenizer = load_tokenizer(recipe.tokenizer, recipe.split_special_tokens)
         self.rows = open_rows(recipe, self.tokenizer)
         self.shard_rows = recipe.shard_rows
         if self.shard_rows == 0:
@@ -112,7 +117,9 @@ class Writer:
             "number": number,
             "documents": len(kept_lengths),
             "tokens": tokens,
-            "histogram": histogram(lengths),
+            "read": len(lengths),
+            "empty": lengths.count(0),
+            "histogram": histogram([length for length in lengths if length]),
             "kept": histogram(kept_lengths),
         }
         # Last: a shard with this file is whole.
@@ -124,16 +131,16 @@ class Writer:
     ) -> Iterator[NDArray[np.int32]]:
         """The documents of a shard within the limits.
 
-        Notes the length of each document that is not empty, and of each that is kept.
+        Notes the length of each document, and of each that is kept.
         """
         first = number * self.shard_rows
         stop = min(first + self.shard_rows, len(self.rows))
         for row in range(first, stop):
             for ids in self.rows.documents(row):
                 length = len(ids)
+                lengths.append(length)
                 if length == 0:
                     continue
-                lengths.append(length)
                 max_length = self.recipe.max_length or length
                 if self.recipe.min_length <= length <= max_length:
                     kept_lengths.append(length)
@@ -161,11 +168,11 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
     """
     reads_mds = recipe.document == "row" and is_mds(recipe.source)
     if reads_mds:
-        unused = ("subset", "split")
+        unused = ("subset", "split", "bad_rows")
     elif recipe.document == "row":
         unused = ("source_tokenizer",)
     else:
-        unused = ("source_tokenizer", "text_field", "subset", "split")
+        unused = ("source_tokenizer", "text_field", "subset", "split", "bad_rows")
     defaults = {field.name: field.default for field in fields(Recipe)}
     for name in unused:
         if getattr(recipe, name) != defaults[name]:
@@ -184,6 +191,7 @@ def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
             text_field=recipe.text_field,
             subset=recipe.subset,
             split=recipe.split,
+            bad_rows=recipe.bad_rows,
         )
         return TextRows(open_source(data), tokenizer)
     texts = open_folder(recipe.source, whole=recipe.document == "source")
@@ -297,7 +305,7 @@ def _source_digest(writer: Writer) -> str:
     stats = []
     for path in files:
         stat = path.stat()
-        stats.append((str(path), stat.st_size, stat.st_mtime_ns))
+        stats.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
 
@@ -308,7 +316,7 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = _read_counts(path)
     differences = []
     for key, value in plan.items():
         # A path that is written differently is the same tokenizer if its digest is.
@@ -328,10 +336,14 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
 def _finish(writer: Writer, out: str) -> dict[str, Any]:
     """Write meta.json and the tokenizer's files, which makes the folder whole."""
     folder = writer.folder
+    dtype = token_dtype(writer.tokenizer.vocab_size)
     shards = []
     for number in range(writer.shards):
-        path = shard_path(folder, number, "json")
-        shards.append(json.loads(path.read_text(encoding="utf-8")))
+        shard = _read_counts(shard_path(folder, number, "json"))
+        # Those of an interrupted run too: what is on disk is what was counted.
+        map_shard(out, folder, shard, dtype)
+        shards.append(shard)
+    _check_rows(writer, shards)
     documents = sum(shard["documents"] for shard in shards)
     if documents == 0:
         raise ValueError(
@@ -344,9 +356,11 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
         counts.append({key: shard[key] for key in ("number", "documents", "tokens")})
     meta = {
         **plan,
-        "dtype": token_dtype(writer.tokenizer.vocab_size),
+        "dtype": dtype,
         "documents": documents,
         "tokens": sum(shard["tokens"] for shard in shards),
+        "empty": sum(shard["empty"] for shard in shards),
+        "bad_rows_skipped": _skipped(writer.rows),
         "histogram": _add_histograms([shard["histogram"] for shard in shards]),
         "kept": _add_histograms([shard["kept"] for shard in shards]),
         "shards": counts,
@@ -354,6 +368,27 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
     _copy_tokenizer(writer.recipe.tokenizer, folder)
     write_json(folder / META, meta)
     return meta
+
+
+def _read_counts(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; delete it and run again") from error
+
+
+def _skipped(rows: Rows) -> int:
+    return rows.texts.skipped if isinstance(rows, TextRows) else 0
+
+
+def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
+    """Refuses shards that were not made of all rows of texts."""
+    read = sum(shard["read"] for shard in shards)
+    if isinstance(writer.rows, TextRows) and read != len(writer.rows):
+        raise ValueError(
+            f"{writer.recipe.source} has {len(writer.rows)} rows, but {read} were read into "
+            f"{writer.folder}; delete it and run again"
+        )
 
 
 def _copy_tokenizer(name: str, folder: Path) -> None:

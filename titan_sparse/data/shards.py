@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,13 @@ from numpy.typing import NDArray
 from titan_sparse.data.tokenizer import Tokenizer
 
 FORMAT = "titan_sparse tokens 1"
+CHECKED_AT_ONCE = 1 << 25
+"""A folder of so many tokens is looked through when it is opened; of a larger one, each document
+when it is read."""
 META = "meta.json"
 PLAN = "plan.json"
+SHARD_COUNTS = ("number", "documents", "tokens")
+"""Of each shard in meta.json."""
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
@@ -87,20 +92,29 @@ class TokenShards:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         _check_counts(source, meta)
         _check_tokenizer(source, meta, tokenizer)
-        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-        # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
-        shards = [shard for shard in meta["shards"] if shard["documents"]]
+        self.source = source
+        self.vocab_size = tokenizer.vocab_size
+        self.end_of_document = tokenizer.end_of_document
         self.total_tokens: int = meta["tokens"]
-        # Of each shard: where its documents begin, its tokens, and the index of its first document.
+        # Of each shard: where its documents begin, its tokens, which of its documents were looked
+        # at, and the index of its first document.
         self._offsets = []
         self._tokens = []
+        self._checked: list[NDArray[np.bool_]] = []
+        self._numbers: list[int] = []
         self._first = [0]
-        for shard in shards:
-            index_path = shard_path(folder, shard["number"], "idx.npy")
-            tokens_path = shard_path(folder, shard["number"], "bin")
-            self._offsets.append(_map_offsets(source, index_path))
-            self._tokens.append(_map_tokens(source, tokens_path, dtype, shard["tokens"]))
+        for shard in meta["shards"]:
+            offsets, tokens = map_shard(source, folder, shard, meta["dtype"])
+            if shard["documents"] == 0:
+                continue
+            self._offsets.append(offsets)
+            self._tokens.append(tokens)
+            self._checked.append(np.zeros(shard["documents"], dtype=bool))
+            self._numbers.append(shard["number"])
             self._first.append(self._first[-1] + shard["documents"])
+        if self.total_tokens <= CHECKED_AT_ONCE:
+            for index in range(len(self)):
+                self.tokens(index)
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -117,13 +131,31 @@ class TokenShards:
 
     def tokens(self, index: int) -> NDArray[np.integer]:
         """Tokens of a document, its end-of-document token included; a view of the file, uint16 or
-        uint32 [length]."""
+        uint32 [length].
+
+        Raises ValueError, when it is read for the first time, if it holds an id beyond the
+        vocabulary or is not closed by the one end-of-document token.
+        """
         shard, row = self._find(index)
         start, stop = self._offsets[shard][row : row + 2]
-        return self._tokens[shard][start:stop]
+        tokens = self._tokens[shard][start:stop]
+        if not self._checked[shard][row]:
+            self._check(tokens, f"{_name(self._numbers[shard])}, document {row + 1}")
+            self._checked[shard][row] = True
+        return tokens
 
     def forget(self, index: int) -> None:
         """Nothing to drop: the operating system decides which pages of a file stay in memory."""
+
+    def _check(self, tokens: NDArray[np.integer], where: str) -> None:
+        largest = int(tokens.max())
+        if largest >= self.vocab_size:
+            _refuse(
+                self.source,
+                f"{where} holds the token {largest}, of a vocabulary of {self.vocab_size}",
+            )
+        if tokens[-1] != self.end_of_document:
+            _refuse(self.source, f"{where} does not end with the end-of-document token")
 
     def _find(self, index: int) -> tuple[int, int]:
         """The shard of a document, and its row in that shard."""
@@ -139,36 +171,91 @@ def _has_format(path: Path) -> bool:
 
 
 def _check_counts(source: str, meta: dict[str, Any]) -> None:
-    """Refuses a meta.json that lacks what it was written with."""
-    keys = {"dtype", "tokenizer", "tokenizer_digest", "end_of_document", "tokens", "shards"}
-    missing = keys - meta.keys()
+    """Refuses a meta.json that lacks what it was written with, or contradicts itself."""
+    kinds = {
+        "dtype": str,
+        "tokenizer": str,
+        "tokenizer_digest": str,
+        "end_of_document": int,
+        "documents": int,
+        "tokens": int,
+        "shards": list,
+    }
+    missing = kinds.keys() - meta.keys()
     if missing:
-        raise ValueError(
-            f'data.source = "{source}": {META} has no {min(missing)}; copy the folder again, or '
-            "prepare it anew"
+        _refuse(source, f"{META} has no {min(missing)}")
+    for key, kind in kinds.items():
+        if type(meta[key]) is not kind:
+            _refuse(source, f"{META} has an odd {key}")
+    if meta["dtype"] not in ("uint16", "uint32"):
+        _refuse(source, f"{META} has an odd dtype")
+    for shard in meta["shards"]:
+        counts = [shard.get(key) for key in SHARD_COUNTS] if isinstance(shard, dict) else [None]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            _refuse(source, f"{META} has odd shards")
+    for key in ("documents", "tokens"):
+        written = sum(shard[key] for shard in meta["shards"])
+        if meta[key] != written:
+            _refuse(source, f"{META} has {meta[key]} {key}, its shards {written}")
+    if meta["documents"] == 0:
+        _refuse(source, f"{META} has no documents")
+
+
+def map_shard(
+    source: str, folder: Path, counts: dict[str, int], dtype: str
+) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+    """Offsets, int64 [documents + 1], and tokens of a shard, which are not in memory.
+
+    Raises ValueError, naming the file, if they do not match each other and the shard's counts.
+    """
+    tokens_path = shard_path(folder, counts["number"], "bin")
+    offsets_path = shard_path(folder, counts["number"], "idx.npy")
+    tokens = _map_tokens(source, tokens_path, np.dtype(dtype).newbyteorder("<"), counts["tokens"])
+    offsets = _map_offsets(source, offsets_path)
+    name = offsets_path.name
+    if offsets.ndim != 1 or offsets.dtype != np.int64:
+        _refuse(source, f"{name} holds {offsets.dtype} {list(offsets.shape)} instead of offsets")
+    if len(offsets) != counts["documents"] + 1:
+        _refuse(source, f"{name} has {len(offsets) - 1} documents instead of {counts['documents']}")
+    if (offsets[0], offsets[-1]) != (0, counts["tokens"]):
+        _refuse(
+            source,
+            f"{name} goes from {offsets[0]} to {offsets[-1]} instead of 0 to {counts['tokens']}",
         )
+    # Each document has a token and the one that closes it.
+    short = np.flatnonzero(np.diff(offsets) < 2)
+    if len(short):
+        _refuse(source, f"{name}: document {short[0] + 1} has fewer than 2 tokens")
+    return offsets, tokens
 
 
 def _map_offsets(source: str, path: Path) -> NDArray[np.int64]:
     try:
         return np.load(path, mmap_mode="r")
-    # A file that is missing, cut short, or none of NumPy's.
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f'data.source = "{source}": {path.name} cannot be read: {error}; copy the folder '
-            "again, or prepare it anew"
-        ) from error
+    # A file that is missing, empty, cut short, or none of NumPy's.
+    except (OSError, EOFError, ValueError) as error:
+        _refuse(source, f"{path.name} cannot be read: {error}", error)
 
 
 def _map_tokens(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:
     size = path.stat().st_size if path.is_file() else 0
     expected_size = tokens * dtype.itemsize
     if size != expected_size:
-        raise ValueError(
-            f'data.source = "{source}": {path.name} has {size} bytes instead of {expected_size}; '
-            "copy the folder again, or prepare it anew"
-        )
+        _refuse(source, f"{path.name} has {size} bytes instead of {expected_size}")
+    # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
+    if size == 0:
+        return np.empty(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _refuse(source: str, reason: str, cause: Exception | None = None) -> NoReturn:
+    raise ValueError(
+        f'data.source = "{source}": {reason}; copy the folder again, or prepare it anew'
+    ) from cause
+
+
+def _name(number: int) -> str:
+    return shard_path(Path(), number, "bin").name
 
 
 def _check_tokenizer(source: str, meta: dict[str, Any], tokenizer: Tokenizer) -> None:

@@ -2,21 +2,25 @@
 dataset."""
 
 import importlib.util
+import logging
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from titan_sparse.config.sections import Data
-from titan_sparse.config.text_files import data_files, is_path
+from titan_sparse.config.text_files import data_files, hidden_files, is_path
+from titan_sparse.data.rows import file_rows
 
 Dataset = Any
 """A datasets.Dataset; that library is imported only where a source needs it, as it takes a
 second."""
 
-# Ending of a data file -> the builder of the `datasets` library that reads it.
-BUILDERS = {".txt": "text", ".jsonl": "json", ".jsonl.zst": "json", ".parquet": "parquet"}
+logger = logging.getLogger("titan_sparse")
+
+READER = 1
+"""A cache of another reader is not used: to be counted up when rows.py reads something else."""
 NOT_STDLIB = {"site-packages", "dist-packages"}
 STRING_DTYPES = {"string", "large_string", "string_view"}
 
@@ -31,11 +35,15 @@ class Source(Protocol):
 
 
 class LazyTexts:
-    """A Source that reads document `i` by `read(items[i])` when it is asked for."""
+    """A Source that reads document `i` by `read(items[i])` when it is asked for.
 
-    def __init__(self, items: Sequence[Any], read: Callable[[Any], str]) -> None:
+    `skipped` of them are empty because of data.bad_rows = "skip".
+    """
+
+    def __init__(self, items: Sequence[Any], read: Callable[[Any], str], skipped: int = 0) -> None:
         self.items = items
         self.read = read
+        self.skipped = skipped
 
     def __len__(self) -> int:
         return len(self.items)
@@ -44,7 +52,7 @@ class LazyTexts:
         return self.read(self.items[index])
 
 
-def open_source(data: Data) -> Source:
+def open_source(data: Data) -> LazyTexts:
     """Open the documents that the [data] section names; only the list of them is read here.
 
     Raises ValueError, naming the key, for a source, column, subset or split that does not exist or
@@ -53,7 +61,7 @@ def open_source(data: Data) -> Source:
     if data.source == "python":
         source = _open_python(data.join_packages)
     elif is_path(data.source):
-        source = _open_dataset(_load_files(data), data)
+        source = _open_files(data)
     else:
         source = _open_dataset(_load_from_hub(data), data)
     if len(source) == 0:
@@ -63,7 +71,7 @@ def open_source(data: Data) -> Source:
     return source
 
 
-def _open_python(join_packages: bool) -> Source:
+def _open_python(join_packages: bool) -> LazyTexts:
     """The standard library's and torch's own files: real, long-range text that needs no
     download."""
     files = sorted(_python_files())
@@ -96,7 +104,8 @@ def _python_roots() -> Iterator[tuple[str, Path]]:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    # As bytes: read_text() would turn CRLF into LF.
+    return path.read_bytes().decode("utf-8", errors="replace")
 
 
 def _read_named(file: tuple[str, Path]) -> str:
@@ -115,24 +124,104 @@ def join_files(files: list[tuple[str, Path]]) -> str:
     return "\n".join(texts)
 
 
-def _load_files(data: Data) -> Dataset:
-    import datasets
-
+def _open_files(data: Data) -> LazyTexts:
     if data.subset or data.split != "train":
         raise ValueError(
             "data.subset and data.split choose within a Hugging Face dataset; "
             f'leave them out, or as "" and "train", for the files of data.source = "{data.source}"'
         )
-    files, ending = data_files(data.source)
-    options = {"sample_by": "document"} if ending == ".txt" else {}
-    # What it logs of a broken file is told below, in one line.
+    files, _ = data_files(data.source)
+    hidden = hidden_files(data.source)
+    if hidden:
+        logger.info("data.source = %s: %d hidden files are left out", data.source, hidden)
+    dataset = _cached_rows(files, data)
+    problems = dataset.data.column("problem").drop_null()
+    if len(problems):
+        logger.warning(
+            'data.bad_rows = "skip": %d of %d rows of %s are skipped; the first: %s',
+            len(problems),
+            len(dataset),
+            data.source,
+            problems[0],
+        )
+    if len(problems) == len(dataset) > 0:
+        raise ValueError(f'data.source = "{data.source}" has only bad rows; {problems[0]}')
+    texts = dataset.select_columns(["text"])
+    return LazyTexts(range(len(texts)), lambda row: texts[row]["text"], len(problems))
+
+
+def _cached_rows(files: list[str], data: Data) -> Dataset:
+    """The rows of the files, as the columns text and problem, in the cache of `datasets`.
+
+    All of them are read here, or have been for the cache: what is wrong is told before training.
+    """
+    import datasets
+
+    # Told below, in one line.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    string = datasets.Value("large_string")
+    states = _file_states(files)
+    options = {
+        "reader": READER,
+        "states": states,
+        "field": data.text_field,
+        "bad_rows": data.bad_rows,
+    }
     try:
-        return datasets.load_dataset(BUILDERS[ending], data_files=files, split="train", **options)
-    # Each reader has its own errors: pyarrow's, zstandard's, those of the library around them.
-    except Exception as error:
+        dataset = datasets.Dataset.from_generator(
+            cache_rows,
+            features=datasets.Features({"text": string, "problem": string}),
+            gen_kwargs=options,
+            # Rows in memory at one time: each may be a book.
+            writer_batch_size=64,
+        )
+    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
         reason = _one_line(error.__cause__ or error)
-        raise ValueError(f'data.source = "{data.source}" cannot be read: {reason}') from error
+        raise ValueError(f'data.source = "{data.source}": {reason}') from error
+    if _file_states(files) != states:
+        raise ValueError(f'data.source = "{data.source}" was changed while it was read; try again')
+    written = dataset.info.splits["train"].num_examples
+    if len(dataset) != written:
+        raise ValueError(
+            f'data.source = "{data.source}": its cache has {len(dataset)} rows instead of {written}; '
+            f"delete {Path(dataset.cache_files[0]['filename']).parent}"
+        )
+    return dataset
+
+
+FileState = tuple[str, int, int, int, int]
+
+
+def _file_states(files: list[str]) -> tuple[FileState, ...]:
+    """Name, inode, size and times of change: no file is written anew without changing one.
+
+    The time of the last change of contents alone can be set, and copies keep it.
+    """
+    states = []
+    for file in files:
+        stat = Path(file).stat()
+        absolute = str(Path(file).resolve())
+        states.append((absolute, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return tuple(states)
+
+
+def cache_rows(
+    reader: int, states: tuple[FileState, ...], field: str, bad_rows: Literal["refuse", "skip"]
+) -> Iterator[dict[str, str | None]]:
+    """What the cache holds, which all arguments are the key of.
+
+    Raises ValueError, naming file and row, for a damaged file, for a bad row to refuse, and if
+    there is no row.
+    """
+    is_empty = True
+    for name, *_ in states:
+        for row in file_rows(Path(name), field):
+            if row.problem and bad_rows == "refuse":
+                raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
+            is_empty = False
+            yield {"text": row.text, "problem": row.problem or None}
+    if is_empty:
+        raise ValueError("it holds no documents; write a source that holds some")
 
 
 def _load_from_hub(data: Data) -> Dataset:
@@ -150,7 +239,7 @@ def _load_from_hub(data: Data) -> Dataset:
         ) from error
 
 
-def _open_dataset(dataset: Dataset, data: Data) -> Source:
+def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
     field = data.text_field
     if field not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
@@ -163,8 +252,19 @@ def _open_dataset(dataset: Dataset, data: Data) -> Source:
             "write a column of strings"
         )
     texts = dataset.select_columns([field])
-    # A null becomes an empty document, which the loader skips.
-    return LazyTexts(range(len(texts)), lambda row: texts[row][field] or "")
+
+    def read(row: int) -> str:
+        try:
+            # A null becomes an empty document, which the loader skips.
+            return texts[row][field] or ""
+        except UnicodeDecodeError as error:
+            problem = f'data.source = "{data.source}", row {row + 1}: no UTF-8'
+            if data.bad_rows == "refuse":
+                raise ValueError(f'{problem}; write data.bad_rows = "skip"') from error
+            logger.warning('data.bad_rows = "skip": %s', problem)
+            return ""
+
+    return LazyTexts(range(len(texts)), read)
 
 
 def _one_line(error: BaseException) -> str:

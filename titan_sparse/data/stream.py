@@ -109,6 +109,7 @@ class Stream(ABC):
             "documents": len(self.documents),
             "tokens": self.documents.total_tokens,
             "vocab_size": self.tokenizer.vocab_size,
+            "split_special_tokens": int(self.tokenizer.split_special_tokens),
             "sequences": self.kind,
             "seq_len": self.seq_len,
             "seed": self.order.seed,

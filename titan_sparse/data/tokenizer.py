@@ -23,6 +23,8 @@ class Tokenizer(Protocol):
     padding: int
     digest: str
     """tells tokenizers apart: "bytes", or the SHA-256 of tokenizer.json"""
+    split_special_tokens: bool
+    """whether special tokens that are spelled out in a text are read as letters"""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]."""
@@ -40,6 +42,7 @@ class ByteTokenizer:
     end_of_document = 256
     padding = 257
     digest = "bytes"
+    split_special_tokens = False
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes
@@ -62,8 +65,10 @@ class FileTokenizer:
     token.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, split_special_tokens: bool) -> None:
         self._tokenizer = _read_tokenizer(path)
+        self._tokenizer.encode_special_tokens = split_special_tokens
+        self.split_special_tokens = split_special_tokens
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         config = _read_config(path.with_name("tokenizer_config.json"))
         end = _special_token(self._tokenizer, config, "eos_token", END_OF_DOCUMENT_TOKENS)
@@ -80,7 +85,11 @@ class FileTokenizer:
         self.vocab_size: int = max(ids) + 1
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids of the text, int32 [length], no special tokens added."""
+        """Token ids of the text, int32 [length], no special tokens added.
+
+        A special token that is spelled out in the text becomes its id, or is split like any other
+        text (split_special_tokens).
+        """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
@@ -89,15 +98,21 @@ class FileTokenizer:
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
     """Return the tokenizer named "bytes", or that of a tokenizer.json (the path of the file or of
     its folder).
 
-    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used.
+    Raises ValueError, naming data.tokenizer, if there is no such file or it cannot be used, and for
+    special tokens to be split where there are none.
     """
-    if name == "bytes":
-        return ByteTokenizer()
-    return FileTokenizer(tokenizer_file(name))
+    if name != "bytes":
+        return FileTokenizer(tokenizer_file(name), split_special_tokens)
+    if split_special_tokens:
+        raise ValueError(
+            'data.split_special_tokens would be ignored with data.tokenizer = "bytes", which has '
+            "no special tokens; leave it out"
+        )
+    return ByteTokenizer()
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -118,7 +133,13 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"data.tokenizer: {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"data.tokenizer: {path} holds no table; write a JSON object")
+    return config
 
 
 def _special_token(
@@ -134,7 +155,12 @@ def _special_token(
                 return token_id
         return None
     # Hugging Face writes the token itself, or a table about it.
-    token = named["content"] if isinstance(named, dict) else named
+    token = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(token, str):
+        raise ValueError(
+            f"data.tokenizer: {key} of tokenizer_config.json is {json.dumps(named)}; write the "
+            "token as a string"
+        )
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise ValueError(

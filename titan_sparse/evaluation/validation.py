@@ -116,6 +116,8 @@ def _data(config: Config) -> Data:
         subset="",
         sequences="packed",
         text_field="text" if is_prepared(source) else data.text_field,
+        bad_rows="refuse" if is_prepared(source) else data.bad_rows,
+        split_special_tokens=data.split_special_tokens and not is_prepared(source),
         join_packages=data.join_packages and source == "python",
     )
 

@@ -55,7 +55,7 @@ def check_initial_weights(config: Config, model: DecoderConfig) -> None:
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
     """The loader of this rank's data. Raises ValueError, naming the key, for what cannot be read."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is too small for data.tokenizer {config.data.tokenizer}; "

@@ -1,0 +1,275 @@
+"""titan_sparse.data.rows, and what open_source() makes of it: a file is read whole, or refused with
+its name."""
+
+import json
+import logging
+import os
+import random
+import struct
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from titan_sparse.config import Data
+from titan_sparse.data import sources
+from titan_sparse.data.rows import file_rows
+from titan_sparse.data.sources import open_source
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+
+def lines_of(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def many_texts(count: int) -> list[str]:
+    """Lines that do not compress to nothing."""
+    generator = random.Random(0)
+    return [f"{i} {generator.getrandbits(400):x}" for i in range(count)]
+
+
+def texts_of(path: Path, **options) -> list[str]:
+    return list(open_source(Data(source=str(path), **options)))
+
+
+def refusal(path: Path, **options) -> str:
+    """The one line that refuses a source."""
+    with pytest.raises(ValueError) as raised:
+        open_source(Data(source=str(path), **options))
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith("data.source")
+    return str(raised.value)
+
+
+def two_frames(texts: list[str], **options) -> tuple[bytes, bytes]:
+    compressor = zstandard.ZstdCompressor(**options)
+    half = len(texts) // 2
+    return compressor.compress(lines_of(texts[:half])), compressor.compress(lines_of(texts[half:]))
+
+
+def test_all_frames_of_a_zst_are_read(tmp_path):
+    """Frames, frames to be skipped, and a frame written without its size in between."""
+    texts = many_texts(3000)
+    first, second = two_frames(texts)
+    skipped = struct.pack("<II", 0x184D2A50, 4) + b"note"
+    streamed = zstandard.ZstdCompressor(write_content_size=False, write_checksum=True)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(skipped + first + skipped + second + streamed.compress(lines_of(texts[:7])))
+    with path.open("rb") as file:
+        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        expected = [json.loads(line)["text"] for line in reader.read().splitlines()]
+    assert texts_of(path) == expected == texts + texts[:7]
+
+
+@pytest.mark.parametrize("cut", ["second frame", "its first byte", "its last byte", "flush"])
+def test_a_zst_that_is_cut_off_is_refused(tmp_path, cut):
+    texts = many_texts(3000)
+    first, second = two_frames(texts)
+    path = tmp_path / "a.jsonl.zst"
+    if cut == "flush":
+        compressor = zstandard.ZstdCompressor().compressobj()
+        flushed = compressor.compress(lines_of(texts[:1000]))
+        flushed += compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        path.write_bytes(flushed)
+    else:
+        kept = {"second frame": len(second) // 2, "its first byte": 1, "its last byte": -1}[cut]
+        path.write_bytes(first + second[:kept])
+    frame = 1 if cut == "flush" else 2
+    assert f"{path} is cut off: frame {frame} has no end" in refusal(path)
+
+
+def test_damaged_zst_files_are_refused(tmp_path):
+    texts = many_texts(100)
+    first, second = two_frames(texts, write_checksum=True)
+    wrong_checksum = bytearray(first + second)
+    wrong_checksum[-1] ^= 1
+    contents = {"garbage": b"no zst at all", "after": first + b"garbage", "sum": wrong_checksum}
+    for name, content in contents.items():
+        path = tmp_path / f"{name}.jsonl.zst"
+        path.write_bytes(content)
+        assert f"{path} cannot be read" in refusal(path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl.zst").write_bytes(first)
+    (tmp_path / "folder" / "b.jsonl.zst").write_bytes(b"")
+    assert "b.jsonl.zst is cut off" in refusal(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", ["part[1].jsonl", "a*.jsonl", "a?.jsonl", "{a,b}.jsonl", "**"])
+def test_file_names_are_no_patterns(tmp_path, name):
+    """A file is read once, and no other in its place."""
+    for other in ("part1.jsonl", "ab.jsonl", "a.jsonl", "b.jsonl"):
+        (tmp_path / other).write_bytes(lines_of([other]))
+    if name == "**":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.jsonl").write_bytes(lines_of([name]))
+    else:
+        (tmp_path / name).write_bytes(lines_of([name]))
+    assert texts_of(tmp_path / name) == [name]
+    everything = [path for path in sorted(tmp_path.rglob("*.jsonl")) if path.is_file()]
+    expected = [json.loads(path.read_text())["text"] for path in everything]
+    assert texts_of(tmp_path) == expected and len(expected) == 5
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl"])
+def test_a_file_that_was_written_anew_with_the_same_time_is_read_anew(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+
+    def write(text: str) -> None:
+        path.write_bytes(lines_of([text]) if ending == ".jsonl" else text.encode())
+        os.utime(path, (10**9, 10**9))
+
+    write("old text")
+    assert texts_of(path) == ["old text"]
+    write("new text")
+    assert texts_of(path) == ["new text"]
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def rows_and_change(file, field):
+        yield from file_rows(file, field)
+        path.write_text("new text")
+
+    monkeypatch.setattr(sources, "file_rows", rows_and_change)
+    assert "was changed while it was read" in refusal(path)
+
+
+def test_a_cache_that_lost_rows_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines_of(many_texts(200)))
+    assert len(texts_of(path)) == 200
+    (cache,) = (tmp_path / "cache").rglob("*.arrow")
+    with pyarrow.ipc.open_stream(cache.read_bytes()) as stream:
+        table = stream.read_all()
+    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
+        stream.write_table(table.slice(0, 100))
+    assert f"its cache has 100 rows instead of 200; delete {cache.parent}" in refusal(path)
+
+
+BAD_LINES = {
+    b'{"text": "a\xff"}': "byte 11 is no UTF-8",
+    b'{"text": "a"': "no JSON",
+    b'["text"]': "no JSON object",
+    b'{"body": "a", "id": 1}': 'data.text_field = "text" is no column; write one of: body, id',
+    b'{"text": 7}': 'data.text_field = "text" holds no text',
+    b'{"text": "\\ud800"}': "character 0 is half a pair",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_row_is_refused_with_file_and_row_or_skipped_and_counted(tmp_path, line, caplog):
+    texts = many_texts(10)
+    lines = lines_of(texts).splitlines()
+    lines[6] = line
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    assert f"{path}, row 7: {BAD_LINES[line]}" in refusal(path)
+    expected = [*texts[:6], "", *texts[7:]]
+    # The second time from the cache, which must not hide the count.
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "titan_sparse"):
+            source = open_source(Data(source=str(path), bad_rows="skip"))
+        assert list(source) == expected and source.skipped == 1
+        assert "1 of 10 rows" in caplog.text and f"{path}, row 7" in caplog.text
+    path.write_bytes(line)
+    assert "has only bad rows" in refusal(path, bad_rows="skip")
+
+
+def test_a_bad_byte_in_txt_and_parquet_is_refused_or_skipped(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"good")
+    (folder / "b.txt").write_bytes(b"bad \xe9")
+    assert f"{folder / 'b.txt'}: byte 4 is no UTF-8" in refusal(folder)
+    assert texts_of(folder, bad_rows="skip") == ["good", ""]
+    raw = pyarrow.array([b"good"] * 6 + [b"bad \xe9", None], pyarrow.binary())
+    for kind in (pyarrow.string(), pyarrow.large_string()):
+        column = raw.cast(pyarrow.large_binary()) if "large" in str(kind) else raw
+        strings = pyarrow.Array.from_buffers(kind, len(column), column.buffers())
+        path = tmp_path / f"{kind}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": strings}), path)
+        assert f"{path}, row 7: byte 4 is no UTF-8" in refusal(path)
+        assert texts_of(path, bad_rows="skip") == ["good"] * 6 + ["", ""]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["2024-01-02", "2024-01-03"], ["2024-01-02T03:04:05"], ["12:30:00", "12", "true", "null"]],
+)
+def test_texts_that_look_like_dates_or_numbers_are_texts(tmp_path, texts):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(texts))
+    assert texts_of(tmp_path / "a.jsonl") == texts
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".parquet"])
+def test_line_ends_are_kept(tmp_path, ending):
+    text = "a\r\nb\rc\n\u2028d\x85e\n"
+    path = tmp_path / f"a{ending}"
+    if ending == ".txt":
+        path.write_bytes(text.encode())
+    elif ending == ".jsonl":
+        path.write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n\r\n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+    assert texts_of(path) == [text]
+
+
+def test_hidden_files_are_left_out_and_counted(tmp_path, caplog):
+    folder = tmp_path / ".hidden_parent" / "texts"
+    for name in ("a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "sub/c.txt", "._a.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        assert texts_of(folder) == ["a.txt", "sub/c.txt"]
+    assert "3 hidden files are left out" in caplog.text
+    assert texts_of(folder / ".b.txt") == [".b.txt"]
+
+
+def test_a_parquet_file_that_is_cut_off_is_refused_with_its_name(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a", "b"):
+        table = pyarrow.table({"text": many_texts(100)})
+        pyarrow.parquet.write_table(table, folder / f"{name}.parquet", write_page_checksum=True)
+    assert len(texts_of(folder)) == 200
+    path = folder / "b.parquet"
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[200] ^= 1
+    for content in (whole[:-20], whole[:50], b"", damaged):
+        path.write_bytes(content)
+        assert f"{path} cannot be read" in refusal(folder)
+
+
+def test_a_missing_column_of_parquet_is_refused_with_the_columns(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "id": [1]}), path)
+    assert f'{path}: data.text_field = "text" is no column; write one of: body, id' in refusal(path)
+    assert "holds no text" in refusal(path, text_field="id")
+
+
+def test_empty_and_blank_jsonl(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n \n")
+    assert "holds no documents" in refusal(path)
+    path.write_bytes(b"")
+    assert "only empty files" in refusal(path)
+    path.write_bytes(b"\xef\xbb\xbf" + lines_of(["after a mark"]))
+    assert texts_of(path) == ["after a mark"]
+
+
+def test_rows_are_those_of_a_loop_of_json(tmp_path):
+    """Lines longer than a chunk, too."""
+    texts = [*many_texts(50), "x" * 500_000, "", *many_texts(50)]
+    raw = lines_of(texts)
+    (tmp_path / "a.jsonl").write_bytes(raw)
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
+    expected = [json.loads(line)["text"] for line in raw.splitlines()]
+    for name in ("a.jsonl", "a.jsonl.zst"):
+        assert [row.text for row in file_rows(tmp_path / name, "text")] == expected
