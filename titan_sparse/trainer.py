@@ -177,9 +177,8 @@ class Trainer:
             self.signals,
             self.start_folder,
         )
-        # Seconds of the last step and of the last save: what a stop in mid-step has to reckon with.
+        # Seconds of the last step: what a stop in mid-step has to reckon with.
         self.step_seconds = 0.0
-        self.save_seconds = training.stop_grace_seconds / 2 if config.checkpoint.enable else 0.0
         # The step whose state is on disk.
         self.saved_step = 0
         # Groups made after the world's have torch's own timeout so far, 10 minutes for NCCL.
@@ -318,9 +317,17 @@ class Trainer:
         micro_batch_seconds = max(
             (time.monotonic() - began) / done, self.step_seconds / accumulated
         )
-        needed = (accumulated - done) * micro_batch_seconds + self.save_seconds
         grace = self.config.training.stop_grace_seconds
+        needed = (accumulated - done) * micro_batch_seconds + self._save_seconds(grace)
         return self._any_rank(not self.signals.has_time_for(needed, grace))
+
+    def _save_seconds(self, grace_seconds: float) -> float:
+        """What a save takes until it is on disk, in the background too; half the grace if there was
+        none yet."""
+        if not self.config.checkpoint.enable:
+            return 0.0
+        last = self.checkpointer.last_save_seconds
+        return grace_seconds / 2 if last is None else last
 
     def _any_rank(self, condition: bool) -> bool:
         """Whether it holds on any rank. Collective, on the CPU."""
@@ -413,10 +420,8 @@ class Trainer:
             with deaf_children():
                 self.checkpointer.prepare()
         if saves:
-            began = time.monotonic()
             self.checkpointer.save(step)
-            self.save_seconds = time.monotonic() - began
-            self.metrics.leave_out(self.save_seconds)
+            self.metrics.leave_out(self.checkpointer.last_held_seconds)
             self.saved_step = step
             self.recovery.has_saved()
         if validates:

@@ -103,16 +103,5 @@ def resume_schedule(
             group["weight_decay"] = section.weight_decay if decays else 0.0
             group["initial_lr"] = section.lr
             group["lr"] = learning_rate
-            _place_step_counts(optimizer, group)
-        scheduler.base_lrs = [section.lr] * len(learning_rates)
         scheduler.last_epoch = step
         scheduler._last_lr = learning_rates
-
-
-def _place_step_counts(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Adam's count of steps is on the device where it is fused, else on the CPU, where reading it
-    waits for nothing. The checkpoint's own implementation has put it elsewhere."""
-    for parameter in group["params"]:
-        state = optimizer.state.get(parameter, {})
-        if "step" in state:
-            state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")

@@ -79,9 +79,8 @@ class Checkpointer:
         Damaged ones are moved aside. What is newer than load_step is moved aside too, unless the
         run goes on by itself after a failure. Without a checkpoint, the weights alone are read from
         checkpoint.initial_load_path, where that is given.
-        Raises Refusal on all ranks: if there are checkpoints and none is whole, if
-        load_step or the path has none, if one does not
-        fit the model.
+        Raises Refusal on all ranks: if there are checkpoints and none is whole, if load_step or the
+        path has none, or if one does not fit the model.
         """
         if not self.section.enable:
             return False
@@ -309,7 +308,11 @@ _ROLLED_BACK = "rolled-back.json"
 
 def _is_saved(name: str, saved: Iterable[str]) -> bool:
     """Whether a value of this name is saved, or parts of it are."""
-    return any(key == name or key.startswith(f"{name}.") for key in saved)
+    prefix = f"{name}."
+    for key in saved:
+        if key == name or key.startswith(prefix):
+            return True
+    return False
 
 
 def _is_restart() -> bool:

@@ -41,14 +41,16 @@ def lay_out(tensors: dict[MetadataIndex, Tensor]) -> tuple[dict[MetadataIndex, S
 
 def views(memory: mmap.mmap, slots: dict[MetadataIndex, Slot]) -> dict[MetadataIndex, Tensor]:
     """The tensors in the shared memory. Each has a storage of its own, as torch.save() wants it."""
-    return {
-        index: torch.frombuffer(
-            memory, dtype=slot.dtype, count=prod(slot.shape), offset=slot.offset
-        ).view(slot.shape)
-        if prod(slot.shape)
-        else torch.empty(slot.shape, dtype=slot.dtype)
-        for index, slot in slots.items()
-    }
+    tensors = {}
+    for index, slot in slots.items():
+        count = prod(slot.shape)
+        if count == 0:
+            # torch.frombuffer() takes no empty piece.
+            tensors[index] = torch.empty(slot.shape, dtype=slot.dtype)
+            continue
+        flat = torch.frombuffer(memory, dtype=slot.dtype, count=count, offset=slot.offset)
+        tensors[index] = flat.view(slot.shape)
+    return tensors
 
 
 class Staging:
