@@ -24,7 +24,7 @@ test-faults: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m faults
 
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m gpu
+	$(VENV)/bin/python -m pytest -m gpu -p tests.gpu.untaken
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .

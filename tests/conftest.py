@@ -3,8 +3,10 @@
 One thread a process: several processes of tests share the cores.
 """
 
+import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +68,33 @@ def _logging_as_before() -> Iterator[None]:
     for handler in logging.getLogger().handlers:
         handler.filters.clear()
     yield
+
+
+@pytest.fixture(autouse=True)
+def _process_as_before() -> Iterator[None]:
+    """A training run changes settings of its process, in which other tests follow."""
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    gc.enable()
+    if workspace is None:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    inductor = sys.modules.get("torch._inductor.config")
+    if inductor is not None:
+        inductor.emulate_precision_casts = False
+
+
+@pytest.fixture(autouse=True)
+def _gpu_as_before(request: pytest.FixtureRequest) -> None:
+    """What earlier tests left on the GPU is freed now, and not while this one measures memory."""
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        return
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

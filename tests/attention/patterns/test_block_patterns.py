@@ -78,6 +78,7 @@ def test_attention_is_dense_attention_over_what_was_selected(pattern, name):
     assert 0 < record.recall[0].min() < 1
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("pattern", [XAttention(16, 0.7, 256), MoBA(300, 3)], ids=str)
 @pytest.mark.parametrize(
