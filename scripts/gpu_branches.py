@@ -427,7 +427,9 @@ class _Reader:
                 if test is not None and test.by_device:
                     other = node.orelse if test.value else node.body
                     sign = "not " if test.value else ""
-                    self._add(f"{ast.unparse(other)} if {sign}{ast.unparse(node.test)}", other, other)
+                    self._add(
+                        f"{ast.unparse(other)} if {sign}{ast.unparse(node.test)}", other, other
+                    )
             if isinstance(node, ast.Call):
                 self._read_call(node)
 
@@ -506,7 +508,9 @@ def _is_of_cuda(annotation: ast.expr) -> bool:
 
 def _imports_gpu_package(statement: ast.stmt) -> bool:
     """Whether it imports what is only installed beside a GPU."""
-    return isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("flash_attn")
+    return isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(
+        "flash_attn"
+    )
 
 
 def _leaves(body: Sequence[ast.stmt]) -> bool:

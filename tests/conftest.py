@@ -46,8 +46,15 @@ LONGEST = [
 """Files to begin with. A long one at the end would keep one core waiting for the other."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, otherwise in the order of their names."""
+    """The longest files first, otherwise in the order of their names.
+
+    Tests of kernels that run on the device that is there are tests of the GPU where there is one.
+    """
+    for item in items:
+        if getattr(getattr(item, "module", None), "DEVICE", "cpu") == "cuda":
+            item.add_marker(pytest.mark.gpu)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(LONGEST)))
 

@@ -88,3 +88,23 @@ def test_the_probe_runs_once(hopper, tmp_path, monkeypatch):
     for _ in range(3):
         backends.choose("auto", *CASE)
     assert flash._import_failure.cache_info().misses == 1
+
+
+def test_nothing_installed(hopper, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert flash.missing() == "flash-attn-4 is not installed"
+    assert backends.choose("auto", *CASE) == "triton"
+
+
+def test_another_gpu_is_named(hopper, tmp_path, monkeypatch):
+    _plant(tmp_path, monkeypatch, "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert "on Hopper GPUs only" in backends.explain("auto", *CASE)
+    assert backends.choose("auto", *CASE) == "triton"
+
+
+def test_deterministic_runs_do_without_it(hopper, tmp_path, monkeypatch):
+    _plant(tmp_path, monkeypatch, "")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "is not deterministic" in backends.explain("auto", *CASE)
+    assert backends.choose("auto", *CASE) == "triton"

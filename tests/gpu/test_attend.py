@@ -1,0 +1,152 @@
+"""attend() on a GPU: what it refuses, empty inputs, compiled for lengths that change, fp32."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import dense_attention, gradients, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+ROOT = Path(__file__).parents[2]
+SPARSE = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": SPARSE,
+    "joint": VerticalSlash(recall=0.9, dense_below=256, budget="joint"),
+    "xattention": XAttention(16, 0.7, 256),
+    "moba": MoBA(300, 3),
+}
+
+
+def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [x.to("cuda", dtype) for x in structured_qkv(1, 4, 2, seq_len, dim, seed=1)]
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def test_tensors_of_two_devices_are_refused():
+    q, k, v = _qkv(256)
+    with pytest.raises(ValueError, match='must be on one device, not cuda:0, cpu, .*k.to."cuda:0"'):
+        attend(q, k.cpu(), v.cpu())
+    with pytest.raises(ValueError, match='the mask is on cpu, q on cuda:0; .*device="cuda:0"'):
+        attend(q, k, v, Causal().rows(256))
+    meta = [x.to("meta") for x in (q, k, v)]
+    assert attend(*meta).device.type == "meta"
+
+
+def test_forward_mode_is_refused():
+    q, k, v = _qkv(256)
+    with pytest.raises(ValueError, match="q has a tangent of forward-mode AD"):
+        torch.func.jvp(lambda x: attend(x, k, v), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("batch, tokens", [(0, 256), (1, 0)])
+@pytest.mark.parametrize("backend", ["triton", "flex", "eager"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_nothing_to_attend_to(pattern, backend, batch, tokens):
+    leaves = [
+        torch.empty(batch, heads, tokens, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    out = attend(*leaves, pattern=PATTERNS[pattern], backend=backend)
+    out.sum().backward()
+    assert out.shape == leaves[0].shape and all(x.grad.shape == x.shape for x in leaves)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_fp32(pattern, backend):
+    """No step rounds to 16 bits, and no product uses TF32."""
+    mask = Documents([700, 9, 300])
+    q, k, v = _qkv(1024, dtype=torch.float32)
+    d_out = torch.randn_like(q)
+    options = dict(mask=mask, pattern=PATTERNS[pattern], backend=backend)
+    _, aux = attend(q, k, v, **options, return_aux=True)
+    seen = aux.index.dense(mask)
+    got, grads = gradients(lambda *x: attend(*x, **options), d_out, q, k, v)
+    want, wanted = gradients(
+        lambda *x: dense_attention(*x, seen)[0], *(x.double() for x in (d_out, q, k, v))
+    )
+    for a, b in zip((got, *grads), (want, *wanted), strict=True):
+        assert _relative(a, b) < 1e-4
+
+
+def test_flex_leaves_chosen_pairs_to_triton():
+    """Chunks that end inside of blocks: single queries choose, which flex does not compute."""
+    q, k, v = _qkv(2048)
+    d_out = torch.randn_like(q)
+
+    def run(backend: str) -> tuple[Tensor, ...]:
+        out, grads = gradients(
+            lambda *x: attend(*x, pattern=MoBA(300, 3), backend=backend), d_out, q, k, v
+        )
+        return out, *grads
+
+    for a, b in zip(run("flex"), run("triton"), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_compiled_for_lengths_and_heads_that_change(pattern):
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=PATTERNS[pattern], backend="triton")
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for seq_len, dim in ((512, 64), (700, 64), (1024, 128), (512, 96)):
+        q, k, v = _qkv(seq_len, dim)
+        d_out = torch.randn_like(q)
+        got, grads = gradients(compiled, d_out, q, k, v)
+        want, wanted = gradients(function, d_out, q, k, v)
+        for a, b in zip((got, *grads), (want, *wanted), strict=True):
+            assert torch.equal(a, b)
+
+
+_HALF = """
+import torch
+from titan_sparse.attention import attend, backends
+case = ("cuda", torch.bfloat16, 64, 128)
+print(backends.explain("auto", *case))
+q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+print(attend(q, q, q).isfinite().all().item())
+try:
+    attend(q, q, q, backend="flex")
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def test_half_of_flash_attention_4(tmp_path):
+    """Its CUDA part is missing: triton computes and the banner says why; flex by name is refused."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention-4 is chosen on Hopper only")
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "interface.py").write_text("raise RuntimeError('no toolkit found\\nmore lines')")
+    paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, "-c", _HALF],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert result.returncode == 0, result.stderr
+    banner, finite, refused = result.stdout.splitlines()
+    assert banner.startswith("triton") and "installed in part" in banner
+    assert "no toolkit found" in banner and finite == "True"
+    assert refused.startswith("refused: flex cannot run: flash-attn-4 is installed in part")

@@ -1,0 +1,171 @@
+"""What training does otherwise on a GPU, in short runs on one: saves, validation, traces, metrics."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
+from titan_sparse.estimate import dry_run
+from titan_sparse.models import flavours
+from titan_sparse.training import metrics
+from titan_sparse.training.float8 import check_device
+from titan_sparse.training.parallelize import choose_device
+from titan_sparse.training.stacks import write_stacks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SETTINGS = {
+    "training__device": "cuda",
+    "training__dtype": "float32",
+    "training__steps": 4,
+    "attention__block_size": 64,
+    "attention__backend": "triton",
+    "attention__vertical_slash__dense_below": 128,
+    "compile__enable": False,
+    "optimizer__name": "AdamW",
+    "optimizer__lr": 1e-2,
+    "lr_scheduler__total_steps": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path, monkeypatch) -> Iterator[None]:
+    # The kernels take heads of 16 and more.
+    monkeypatch.setitem(flavours.FLAVOURS, "small", replace(TINY, head_dim=16))
+    write_texts(tmp_path / "texts")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _config(folder: Path, name: str, **overrides):
+    return tiny_config(folder, name, **SETTINGS | {"model__flavour": "small"} | overrides)
+
+
+def _losses(config) -> list[float]:
+    return [line["loss"] for line in metrics_of(config)]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_two_and_two_steps_are_four(tmp_path, mode):
+    """Saved in the background from pinned memory too, and resumed with the GPU's random numbers."""
+    keys = {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 1,
+        "checkpoint__async_mode": mode,
+        "training__deterministic": True,
+        "attention__backend": "eager",
+    }
+    whole = _config(tmp_path, "whole", **keys)
+    wanted = train(whole)
+    random_state = torch.cuda.get_rng_state()
+    train(_config(tmp_path, "halves", **keys, training__steps=2))
+    halves = _config(tmp_path, "halves", **keys)
+    resumed = train(halves)
+    assert _losses(halves) == _losses(whole)
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+    for a, b in zip(resumed.model.parameters(), wanted.model.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+
+
+def test_validation_leaves_no_trace(tmp_path):
+    keys = {"training__deterministic": True, "attention__backend": "eager"}
+    plain = _config(tmp_path, "plain", **keys)
+    train(plain)
+    state = torch.cuda.get_rng_state()
+    keys |= {
+        "validation__enable": True,
+        "validation__every": 2,
+        "validation__windows": 2,
+        "validation__position_buckets": 2,
+    }
+    validated = _config(tmp_path, "validated", **keys)
+    train(validated)
+    assert _losses(validated) == _losses(plain)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert (tmp_path / "validated/validation.jsonl").read_text().count("\n") == 2
+
+
+def test_auto_recomputes_nothing_where_memory_is_free(tmp_path):
+    config = _config(
+        tmp_path,
+        "auto",
+        training__dtype="bfloat16",
+        activation_checkpoint__attention_recompute=-1.0,
+        training__steps=1,
+    )
+    assert train(config).recomputed == 0
+
+
+def test_auto_recomputes_what_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2**30))
+    config = _config(
+        tmp_path,
+        "auto",
+        training__dtype="bfloat16",
+        activation_checkpoint__attention_recompute=-1.0,
+        training__steps=1,
+    )
+    assert train(config).recomputed == 1
+
+
+def test_a_trace_has_kernels(tmp_path):
+    config = _config(
+        tmp_path, "traced", profiling__enable=True, profiling__first_step=2, profiling__steps=1
+    )
+    train(config)
+    events = json.loads((tmp_path / "traced/profile/rank0.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+
+
+def test_memory_and_an_unknown_gpu(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(metrics, "peak_flops", lambda name, peak: None)
+    with caplog.at_level(logging.WARNING, "titan_sparse"):
+        config = _config(tmp_path, "unknown", training__steps=1)
+        train(config)
+    name = torch.cuda.get_device_name()
+    assert f"write metrics.peak_tflops for {name}" in caplog.text
+    assert metrics_of(config)[-1]["memory_gib"] > 0
+    start = next((tmp_path / "unknown/starts").glob("*/start.json"))
+    assert name in start.read_text()
+
+
+def test_a_gpu_before_hopper_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=f"not {torch.cuda.get_device_name()}; write float8"):
+        check_device(torch.device("cuda", 0))
+
+
+def test_the_device_of_a_process(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
+    count = torch.cuda.device_count()
+    monkeypatch.setenv("LOCAL_RANK", str(count))
+    with pytest.raises(ValueError, match=f"this node has {count} GPUs"):
+        choose_device("auto")
+
+
+def test_a_dry_run_asks_the_gpu(tmp_path):
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert dry_run.world(1, 1, 0.0).device_memory == pytest.approx(total)
+    config = _config(tmp_path, "dry", attention__backend="auto", training__dtype="bfloat16")
+    assert dry_run._backend(config, flavours.FLAVOURS["small"]) == "triton"
+
+
+def test_stacks_come_with_records_of_nccl(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    dist.all_reduce(torch.ones(8, device="cuda"))
+    torch.cuda.synchronize()
+    write_stacks(tmp_path, 0)
+    assert (tmp_path / "nccl_trace_rank_0").stat().st_size > 0
+    assert "test_stacks_come_with_records_of_nccl" in (tmp_path / "stacks_rank_0.txt").read_text()
