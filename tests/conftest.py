@@ -18,6 +18,11 @@ from tests.interpreter import patch_languages_once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start
 torch.set_num_threads(1)
 
+# GPUS_TO_SHARE=4 pytest -n 16: each worker has one of so many GPUs to itself and its like.
+if "GPUS_TO_SHARE" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(worker % int(os.environ["GPUS_TO_SHARE"]))
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     patch_languages_once()

@@ -40,6 +40,19 @@ def noted(folder: Path) -> set[str]:
     return keys
 
 
+def note_tests(folder: Path, names: set[str]) -> None:
+    """Which tests a run of pytest ran."""
+    (folder / f"{os.getpid()}.tests").write_text("\n".join(sorted(names)))
+
+
+def tests_noted(folder: Path) -> set[str]:
+    """The names of the tests that any run of pytest has noted."""
+    names: set[str] = set()
+    for file in folder.glob("*.tests"):
+        names.update(file.read_text().splitlines())
+    return names
+
+
 def start() -> None:
     """Note what this process runs from here on. Does nothing without GPU_BRANCHES_FOLDER."""
     folder = os.environ.get(FOLDER)
