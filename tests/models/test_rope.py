@@ -1,14 +1,19 @@
 """titan_sparse.models.rope: rotary position embeddings."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.helpers import TINY
+from tests.models.helpers import TINY, pretended_rank
+from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
+from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
+from titan_sparse.training.parallelize import parallelize
 
 
 def _llama3_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
@@ -119,3 +124,71 @@ def test_rope_tables_in_half_precision_are_refused() -> None:
     cos, sin = rope_tables(*inverse_frequencies(TINY.rope, 8), torch.arange(3)[None])
     with pytest.raises(ValueError, match="cast_forward_inputs=False"):
         apply_rope(torch.randn(1, 1, 3, 8), cos.bfloat16(), sin.bfloat16())
+
+
+FAR = dataclasses.replace(
+    TINY,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    qk_norm=False,
+    rope=RopeConfig(1e6, "none", 1.0, 131_072),
+)
+
+
+def _turned_by_transformers(q: Tensor, k: Tensor, positions: Tensor) -> list[Tensor]:
+    """q and k [B, H, S, D] in fp32, turned by transformers, and rounded to their dtype once.
+
+    A bf16 model of transformers rounds the tables too, so it is no reference for bf16.
+    """
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers import LlamaConfig
+
+    rotary = modeling.LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=FAR.heads * FAR.head_dim,
+            num_attention_heads=FAR.heads,
+            head_dim=FAR.head_dim,
+            rope_parameters={"rope_type": "default", "rope_theta": FAR.rope.theta},
+        )
+    )
+    cos, sin = rotary(q.float(), positions)
+    turned = modeling.apply_rotary_pos_emb(q.float(), k.float(), cos, sin)
+    return [x.to(q.dtype) for x in turned]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decoder_turns_far_tokens_as_transformers_does(dtype: torch.dtype, sharded: bool) -> None:
+    """In bf16 too: tables of bf16, or positions, would change a third of the elements or all."""
+    projected: list[Tensor] = []
+    attended: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
+        attended.extend([q, k])
+        return q
+
+    def keep(module: torch.nn.Module, inputs: object, out: Tensor) -> None:
+        projected.append(out.unflatten(-1, (-1, FAR.head_dim)).transpose(1, 2))
+
+    torch.manual_seed(0)
+    model = Decoder(FAR, attend).to(torch.float32 if sharded else dtype)
+    for block in model.layers.values():
+        block.self_attn.q_proj.register_forward_hook(keep)
+        block.self_attn.k_proj.register_forward_hook(keep)
+    positions = torch.arange(131_072 - 32, 131_072)[None]
+    tokens = positions % FAR.vocab_size
+    with pretended_rank(0, 1), torch.no_grad():
+        if sharded:
+            mesh = init_device_mesh("cpu", (1,))
+            parallelize(model, mesh, dtype, True, ActivationCheckpoint("none"), Compile())
+        model(tokens, positions, None)
+    assert len(attended) == 2 * FAR.layers
+    for layer in range(FAR.layers):
+        here = slice(2 * layer, 2 * layer + 2)
+        wanted = _turned_by_transformers(*projected[here], positions)
+        for got, want in zip(attended[here], wanted, strict=True):
+            assert got.dtype == want.dtype == dtype
+            # The last bit of an fp32 sum may tip the rounding.
+            assert (got != want).float().mean() < 0.01
+            torch.testing.assert_close(got, want)

@@ -101,9 +101,17 @@ def recomputed_share(
     if share != AUTO:
         return share
     needed = torch.zeros(())
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        free_gib = _AUTO_SHARE * free_bytes / 2**30
-        needed.fill_(choose_recompute(lambda share: peak_gib(step_of_share(share)), free_gib))
+    free = free_gib(device)
+    if free is not None:
+        usable = _AUTO_SHARE * free
+        needed.fill_(choose_recompute(lambda share: peak_gib(step_of_share(share)), usable))
     dist.all_reduce(needed, dist.ReduceOp.MAX)
     return needed.item()
+
+
+def free_gib(device: torch.device) -> float | None:
+    """Free memory of a GPU; None for the CPU, where nothing is given up for want of memory."""
+    if device.type != "cuda":
+        return None
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes / 2**30

@@ -1,0 +1,140 @@
+"""What a rank says: how many collectives, over which ranks, and by which communicators."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.attention.collectives import collectives, counts
+from tests.fake_step import fake_world
+from tests.reference import structured_qkv
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+
+BLOCK = 16
+SEQ_LEN = 16 * BLOCK
+KV_HEADS = 2
+VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16)
+MESH_AXES = ("cp_inter", "cp_intra")
+PACKED = Documents([150, 106])
+
+
+def _context(axes: tuple[int, int], schedule: str) -> ContextParallel:
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=MESH_AXES)
+    return ContextParallel(mesh, "striped", schedule, BLOCK)
+
+
+def _inputs(cp: ContextParallel) -> list[Tensor]:
+    """q, k and v of this rank."""
+    whole = structured_qkv(1, 4, KV_HEADS, SEQ_LEN, 8, dtype=torch.float32)
+    return [cp.shard(x, 2).requires_grad_() for x in whole]
+
+
+# By hand, for rank 0 of four and two KV heads, where every rank needs every chunk.
+FORWARD = {
+    "ring": {"send": 3, "receive": 3},
+    # Two groups of heads, each with one hop between the nodes and one in each window.
+    "double_ring": {"send": 6, "receive": 6},
+    # Keys and values, head by head.
+    "all_gather": {"all_gather": 4},
+    # Two stages.
+    "group_cast": {"all_to_all": 2},
+}
+BACKWARD = {
+    "ring": {"send": 6, "receive": 6},
+    "double_ring": {"send": 12, "receive": 12},
+    "all_gather": {"all_gather": 4, "reduce_scatter": 4},
+    "group_cast": {"all_to_all": 4},
+}
+AXES = {"ring": (1, 4), "double_ring": (2, 2), "all_gather": (1, 4), "group_cast": (1, 4)}
+
+
+@pytest.mark.parametrize("schedule", FORWARD)
+def test_dense_attention_says_no_more_than_its_schedule(schedule):
+    with fake_world(4):
+        cp = _context(AXES[schedule], schedule)
+        q, k, v = _inputs(cp)
+        with collectives() as forward:
+            out = attend(q, k, v, Causal(), Dense(), cp, "eager")
+        with collectives() as backward:
+            out.sum().backward()
+        assert counts(forward) == FORWARD[schedule]
+        assert counts(backward) == BACKWARD[schedule]
+
+
+SELECTION = {
+    # The probe's queries, its normalizers, the masses and the choices.
+    "vertical_slash": {"all_reduce": 1, "all_gather": 2, "all_to_all": 1},
+    # The keys of one KV head after the other, and the choices.
+    "xattention": {"all_gather": KV_HEADS + 1},
+    # Sums over blocks of keys, and what queries, some query and every query of a block chose.
+    "moba": {"all_gather": 4},
+}
+"""Collectives of a selection, by hand."""
+
+
+@pytest.mark.parametrize("schedule", FORWARD)
+def test_verticals_take_one_sum_each_way(schedule):
+    """Besides the schedule's own: theirs, and in the forward the four of the selection."""
+    with fake_world(4):
+        cp = _context(AXES[schedule], schedule)
+        q, k, v = _inputs(cp)
+        with collectives() as forward:
+            out = attend(q, k, v, Causal(), VERTICAL, cp, "eager")
+        with collectives() as backward:
+            out.sum().backward()
+    verticals = {"all_reduce": 1}
+    said = counts(forward)
+    said.subtract(SELECTION[VERTICAL.name])
+    said.subtract(FORWARD[schedule] | verticals)
+    assert not any(said.values())
+    assert counts(backward) == BACKWARD[schedule] | verticals
+
+
+PATTERNS = [
+    VERTICAL,
+    VerticalSlash(recall=0.8, max_columns=16, dense_below=16, budget="joint"),
+    XAttention(stride=4, dense_below=16),
+    MoBA(chunk_size=32, top_k=2),
+]
+
+
+@pytest.mark.parametrize("mask", [Causal(), PACKED], ids=["causal", "packed"])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.key)
+def test_collectives_of_a_selection(pattern: Pattern, mask: Mask):
+    """As many for the first layer of a batch as for the others, packed or not."""
+    with fake_world(4):
+        cp = _context((1, 4), "ring")
+        q, k, _ = _inputs(cp)
+        ranges = mask.rows(SEQ_LEN)
+        for _ in range(2):
+            with collectives() as said:
+                pattern.select(q, k, ranges, cp)
+            assert counts(said) == SELECTION[pattern.name]
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
+@pytest.mark.parametrize("pattern", [Dense(), *PATTERNS], ids=lambda pattern: pattern.key)
+def test_nobody_outside_the_group_is_spoken_to(schedule, pattern):
+    """Ranks 0 and 1 of four share a sequence; the others have data of their own."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", *MESH_AXES))
+        cp = ContextParallel(mesh[MESH_AXES], "striped", schedule, BLOCK)
+        q, k, v = _inputs(cp)
+        with collectives() as said:
+            attend(q, k, v, Causal(), pattern, cp, "eager").sum().backward()
+    assert said and {call.ranks for call in said} == {(0, 1)}
+
+
+def test_every_kind_of_transfer_has_a_communicator():
+    """On a shared one a fast hop queues behind a slow one (docs/context_parallel.md)."""
+    with fake_world(4):
+        cp = _context((2, 2), "double_ring")
+        groups = cp.groups
+        kinds = ["inner", "outer", "inner_gradient", "outer_gradient", "verticals", "collectives"]
+        assert sorted(groups) == sorted(kinds)
+        for one, other in itertools.combinations(kinds, 2):
+            assert groups[one] is not groups[other], (one, other)

@@ -1,0 +1,142 @@
+"""Which ranks need which chunks: by the mask and by the index, against looking at every pair."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.attention.collectives import collectives, counts
+from tests.fake_step import fake_world
+from tests.reference import structured_qkv
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.context_parallel.layouts import block_ids
+from titan_sparse.attention.masks.base import MaskRanges
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.attention.patterns.base import BlockIndex
+from titan_sparse.attention.schedules import needs
+from titan_sparse.attention.schedules.needs import needed_chunks_of
+
+BLOCK = 16
+RANKS = 4
+SEQ_LEN = 2 * RANKS * 2 * BLOCK
+LOCAL = VerticalSlash(
+    recall=0.5, sinks=0, local_diagonals=2, max_columns=0, max_slashes=1, dense_below=BLOCK
+)
+"""Two diagonals, another one where the probe finds it, and no verticals."""
+MASKS = {
+    "causal": Causal(),
+    "packed": Documents([SEQ_LEN // 2 + 5, 40, SEQ_LEN // 2 - 45]),
+    "short documents": Documents([12] * (SEQ_LEN // 12)),
+}
+
+
+def _inputs_that_look_at_themselves() -> list[Tensor]:
+    """q, k and v. Each query attends to its own key, so that no diagonal far away is chosen."""
+    generator = torch.Generator().manual_seed(0)
+    k = 6 * torch.randn(1, 1, SEQ_LEN, 32, dtype=torch.float64, generator=generator)
+    q = k.repeat(1, 2, 1, 1)
+    return [q, k, k.clone()]
+
+
+def _met(index: BlockIndex, ranges: MaskRanges, layout: str) -> Tensor:
+    """bool [W, W], pair by pair: some head computes a pair of blocks of rank r's queries and s's keys.
+
+    The mask is looked at in whole blocks: a block is reached if any of its pairs is seen.
+    """
+    table = block_ids(layout, RANKS, SEQ_LEN, BLOCK)
+    blocks = torch.arange(SEQ_LEN // BLOCK)
+    # [blocks, blocks]: of any sequence and head
+    selected = index.selects(blocks, blocks).flatten(0, 1).any(0)
+    met = torch.zeros(RANKS, RANKS, dtype=torch.bool)
+    for rank, source in itertools.product(range(RANKS), repeat=2):
+        for q_block, k_block in itertools.product(table[rank], table[source]):
+            queries = slice(int(q_block) * BLOCK, (int(q_block) + 1) * BLOCK)
+            start = ranges.start[:, queries]
+            stop = ranges.stop[:, queries]
+            first_key = int(k_block) * BLOCK
+            is_seen = (start < first_key + BLOCK) & (stop > first_key) & (start < stop)
+            if is_seen.any() and selected[q_block, k_block]:
+                met[rank, source] = True
+    return met
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", MASKS)
+def test_chunks_that_no_diagonal_meets_are_not_needed(name, layout):
+    ranges = MASKS[name].rows(SEQ_LEN)
+    q, k, _ = structured_qkv(1, 2, 1, SEQ_LEN, 8)
+    index = LOCAL.select(q, k, ranges, block_size=BLOCK)
+    met = _met(index, ranges, layout)
+    needed = needed_chunks_of(index, ranges, layout, RANKS)
+    assert torch.equal(needed, met)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_index_skips_what_the_mask_alone_would_fetch(layout):
+    """By hand, for a causal mask. Zigzag: rank r has runs r and 7 - r of two blocks each."""
+    q, k, _ = _inputs_that_look_at_themselves()
+    index = LOCAL.select(q, k, Causal(), block_size=BLOCK)
+    needed = needed_chunks_of(index, Causal().rows(SEQ_LEN), layout, RANKS)
+    neighbors = {
+        "contiguous": [[0], [0, 1], [1, 2], [2, 3]],
+        "zigzag": [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3]],
+    }
+    wanted = torch.zeros(RANKS, RANKS, dtype=torch.bool)
+    for rank, sources in enumerate(neighbors[layout]):
+        wanted[rank, sources] = True
+    assert torch.equal(needed, wanted)
+
+
+def test_hops_and_work_that_the_index_saves(monkeypatch):
+    """By hand, for rank 0 of a contiguous ring of four; each rank needs the chunk before its own."""
+    calls = []
+    forward = eager.forward
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(eager, "forward", counted)
+    with fake_world(RANKS):
+        cp = _ring("contiguous")
+        inputs = _inputs_that_look_at_themselves()
+        q, k, v = [cp.shard(x, 2).requires_grad_() for x in inputs]
+        with collectives() as said:
+            out = attend(q, k, v, Causal(), LOCAL, cp, "eager")
+        hops = counts(said)
+        # Its chunk goes to rank 1. No other chunk comes so far, and its own is all that it computes.
+        assert (hops["send"], hops["receive"], len(calls)) == (1, 0, 1)
+        with collectives() as said:
+            out.sum().backward()
+        hops = counts(said)
+        # Its chunk once more. Of the gradients its own comes home, and those of chunks 1 and 2 pass
+        # by on their way from ranks 2 and 3.
+        assert (hops["send"], hops["receive"]) == (3, 3)
+
+
+def _ring(layout: str) -> ContextParallel:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",))
+    return ContextParallel(mesh, layout, "ring", BLOCK)
+
+
+def test_the_mask_is_looked_at_once_a_batch(monkeypatch):
+    looked = []
+    seen_chunks = needs.seen_chunks
+
+    def counted(*args):
+        looked.append(args)
+        return seen_chunks(*args)
+
+    monkeypatch.setattr(needs, "seen_chunks", counted)
+    with fake_world(RANKS):
+        cp = _ring("zigzag")
+        q, k, v = [cp.shard(x, 2).requires_grad_() for x in structured_qkv(1, 2, 1, SEQ_LEN, 8)]
+        for batch in (1, 2):
+            ranges = Causal().rows(SEQ_LEN)
+            for _ in range(3):
+                attend(q, k, v, ranges, Dense(), cp, "eager").sum().backward()
+            assert len(looked) == batch

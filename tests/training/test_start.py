@@ -1,0 +1,102 @@
+"""attention_recompute = -1: as much of attention is computed again as memory requires."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import run_processes
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.attention.backends import eager
+from titan_sparse.config import Config
+from titan_sparse.estimate.memory import Step, peak_gib
+from titan_sparse.estimate.step import step_of
+from titan_sparse.from_config import build_pattern
+from titan_sparse.models.flavours import resolve
+from titan_sparse.trainer import Trainer
+from titan_sparse.training import start
+from titan_sparse.training.start import free_gib, recomputed_share
+
+SETTINGS = {
+    "training__steps": 1,
+    "training__seq_len": 640,
+    "attention__pattern": "dense",
+    "activation_checkpoint__attention_recompute": -1.0,
+}
+USED_SHARE = 0.9
+"""Of the free memory; docs/memory.md."""
+
+
+def _peak(config: Config, share: float) -> float:
+    """GiB, estimated for one rank with that share recomputed."""
+    config.activation_checkpoint.attention_recompute = share
+    model = resolve(**vars(config.model))
+    peak = peak_gib(step_of(config, model, build_pattern(config.attention), "eager", 1, 1))
+    config.activation_checkpoint.attention_recompute = -1.0
+    return peak
+
+
+# Free memory for the estimated peak with this share recomputed, and a little less or more.
+@pytest.mark.parametrize(
+    "share, factor, expected",
+    [(0.0, 1.001, 0.0), (0.5, 1.001, 0.5), (0.5, 0.999, 0.5625), (1.0, 0.9, 1.0)],
+    ids=["plenty", "half", "a little less", "too little"],
+)
+def test_a_run_chooses_by_its_memory(tmp_path, monkeypatch, share, factor, expected):
+    write_texts(tmp_path / "texts")
+    config = tiny_config(tmp_path, "run", **SETTINGS)
+    free = factor * _peak(config, share) / USED_SHARE
+    monkeypatch.setattr(start, "free_gib", lambda device: free)
+    assert Trainer(config).recomputed == expected
+
+
+def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
+    """In a step of the run, and without a change in its numbers."""
+    calls = []
+
+    def counted(function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            calls.append(function)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("forward", "dense_forward"):
+        monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
+    write_texts(tmp_path / "texts")
+    losses = {}
+    forwards = {}
+    for name, free in (("plenty", 1e9), ("scarce", 1e-9)):
+        calls.clear()
+        monkeypatch.setattr(start, "free_gib", lambda device, free=free: free)
+        config = tiny_config(tmp_path, name, **SETTINGS)
+        trainer = train(config)
+        [line] = metrics_of(config)
+        losses[name] = line["loss"], line["grad_norm"]
+        forwards[name] = len(calls)
+    layers = trainer.model_config.layers
+    assert forwards == {"plenty": layers, "scarce": 2 * layers}
+    assert losses["scarce"] == pytest.approx(losses["plenty"], rel=1e-12)
+
+
+def _fuller_on_the_last_rank() -> None:
+    free = [1000.0, 6.0 / USED_SHARE][dist.get_rank()]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(start, "free_gib", lambda device: free)
+    patch.setattr(start, "peak_gib", lambda share: 10 - 8 * share)
+    config = Config()
+    config.activation_checkpoint.attention_recompute = -1.0
+    assert recomputed_share(config, lambda share: share, torch.device("cpu")) == 0.5
+    config.activation_checkpoint.attention_recompute = 0.25
+    assert recomputed_share(config, lambda share: share, torch.device("cpu")) == 0.25
+
+
+def test_all_ranks_do_what_the_fullest_needs():
+    run_processes(2, _fuller_on_the_last_rank)
+
+
+def test_free_memory_is_the_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 80 * 2**30))
+    assert free_gib(torch.device("cuda", 1)) == 3.0
+    assert free_gib(torch.device("cpu")) is None
