@@ -192,21 +192,35 @@ def test_a_run_is_the_textbook_loop(folder, name):
     _compare(folder, name, case)
 
 
+class TwoRanks(NamedTuple):
+    """A mesh of two ranks: what asks for it, and its shape."""
+
+    settings: dict[str, object]
+    fsdp: tuple[int, ...]
+    cp: tuple[int, int]
+
+
+MESHES = {
+    "sharded": TwoRanks({"training.gradient_accumulation_steps": 1}, (2,), (1, 1)),
+    "replicated": TwoRanks(
+        {"training.gradient_accumulation_steps": 1, "parallelism.dp_replicate": 2}, (2, 1), (1, 1)
+    ),
+    "inner_ring": TwoRanks({"parallelism.cp": 2, "attention.layout": "zigzag"}, (2,), (1, 2)),
+    "outer_ring": TwoRanks({"parallelism.cp": 2, "parallelism.cp_intra": 1}, (2,), (2, 1)),
+}
+
+
 def _on_two_ranks(folder: Path) -> None:
-    sharded = {"training.gradient_accumulation_steps": 1}
-    replicated = {"parallelism.dp_replicate": 2, **sharded}
-    for output, mesh in (
-        ("sharded", sharded),
-        ("replicated", replicated),
-        ("context_parallel", {"parallelism.cp": 2}),
-    ):
-        settings = {"model.initial_hf": folder / ADAMW.family, **ADAMW.settings, **mesh}
-        run(folder, output, settings)
+    for output, mesh in MESHES.items():
+        settings = {"model.initial_hf": folder / ADAMW.family, **ADAMW.settings, **mesh.settings}
+        trainer = run(folder, output, settings)
+        assert trainer.meshes.fsdp.shape == mesh.fsdp
+        assert trainer.meshes.cp.shape == mesh.cp
     dist.barrier()
 
 
 def test_two_ranks_are_the_textbook_loop(folder):
     """Two sequences a step: one on each rank, or both on both."""
     run_processes(2, _on_two_ranks, folder)
-    for output in ("sharded", "replicated", "context_parallel"):
+    for output in MESHES:
         _compare(folder, output, ADAMW)

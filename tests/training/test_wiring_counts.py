@@ -3,8 +3,10 @@ chunks, recomputed products. A key that is dropped changes a number here."""
 
 import gc
 import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import titan_sparse.loss
 import titan_sparse.trainer
+from tests.data.helpers import train_tokenizer, write_rows
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
 from titan_sparse.config import Optimizer
@@ -26,9 +29,10 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, and a small Qwen2."""
+    """A shard, another for validation, and a small Qwen2."""
     folder = tmp_path_factory.mktemp("counts")
     write_shard(folder)
+    write_shard(folder / "other", seed=1)
     write_model(folder, "Qwen2")
     return folder
 
@@ -110,6 +114,7 @@ def test_validation_is_the_loss_of_transformers(folder):
         checkpoint__last_save_in_hf=True,
         optimizer__lr=0.01,
         validation__enable=True,
+        validation__source=folder / "other/shards",
         validation__every=3,
         validation__windows=5,
         validation__position_buckets=4,
@@ -120,7 +125,7 @@ def test_validation_is_the_loss_of_transformers(folder):
 
     model = read_model(folder / "validated/huggingface/step-4")
     windows = []
-    for document in by_hand.read_documents(folder / "shards"):
+    for document in by_hand.read_documents(folder / "other/shards"):
         # A window scores the token after its last, so the next begins with that.
         for start in range(0, len(document) - 1, SEQ_LEN):
             part = torch.from_numpy(document[start : start + SEQ_LEN + 1])
@@ -144,34 +149,62 @@ def test_validation_is_the_loss_of_transformers(folder):
 
 
 def test_short_documents_are_left_out(folder):
-    """The first loss is that of the first sequence of longer documents."""
-    _run(
-        folder,
-        "long",
-        training__steps=1,
-        data__min_document_length=80,
-    )
-    documents = [d for d in by_hand.read_documents(folder / "shards") if len(d) - 1 >= 80]
-    assert 2 < len(documents) < 20
-    pieces = by_hand.pack(documents, SEQ_LEN)[0]
-    _assert_first_loss(folder, "long", pieces)
+    documents = by_hand.read_documents(folder / "shards")
+    longer = [document for document in documents if len(document) - 1 >= 80]
+    _assert_sequences(folder, by_hand.pack(longer, SEQ_LEN), data__min_document_length=80)
 
 
 def test_fixed_samples_are_of_one_document(folder):
-    """Sixty-four tokens of one document each, in the documents' order."""
-    _run(folder, "fixed", training__steps=1, data__sequences="fixed")
-    document = next(d for d in by_hand.read_documents(folder / "shards") if len(d) >= SEQ_LEN)
-    # A token more, where the document has one, so that the last has its label.
-    pieces = by_hand.pack([document, document], SEQ_LEN)[0]
-    _assert_first_loss(folder, "fixed", pieces)
+    """Whole runs of 64 tokens, from each document's beginning on. Rests are left out."""
+    samples = []
+    for document in by_hand.read_documents(folder / "shards"):
+        # The label of a sample's last token is the document's next token, where it has one.
+        padded = np.append(document, [0] * SEQ_LEN)
+        padded = torch.from_numpy(padded)
+        for start in range(0, len(document) - SEQ_LEN + 1, SEQ_LEN):
+            labels = padded[start + 1 : start + SEQ_LEN + 1].clone()
+            labels[len(document) - 1 - start :] = by_hand.IGNORED
+            samples.append([by_hand.Piece(padded[start : start + SEQ_LEN], labels)])
+    _assert_sequences(folder, samples, data__sequences="fixed")
 
 
-def _assert_first_loss(folder: Path, output: str, pieces: list[by_hand.Piece]) -> None:
+def test_rows_of_text_through_a_tokenizer(folder):
+    """The column that is named. An end-of-document token that a text spells out is letters."""
+    tokenizer = train_tokenizer(folder, ["</s>"])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    letters = random.Random(2)
+    texts = ["</s>" + "".join(letters.choices("first zweites\n", k=100)) for _ in range(9)]
+    write_rows(folder / "rows.jsonl", [{"text": "other", "body": text} for text in texts])
+    documents = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        documents.append(np.array([*ids, tokenizer.token_to_id("</s>")]))
+    _assert_sequences(
+        folder,
+        by_hand.pack(documents, SEQ_LEN),
+        data__source=folder / "rows.jsonl",
+        data__text_field="body",
+        data__tokenizer=folder / "tokenizer.json",
+        data__split_special_tokens=True,
+    )
+
+
+def _assert_sequences(folder: Path, sequences: list[list[by_hand.Piece]], **settings) -> None:
+    """The losses of six steps that move no weights are those of the first six sequences."""
+    steps = 6
+    first = sequences[:steps]
+    assert len(first) == steps
+    _run(folder, "sequences", training__steps=steps, optimizer__lr=1e-12, **settings)
     model = read_model(folder / "Qwen2")
-    with torch.no_grad():
-        total = sum(by_hand.loss_sum(model, piece, 0.0).item() for piece in pieces)
-    wanted = total / by_hand.count_labels(pieces)
-    assert lines_of(folder / output)[0]["loss"] == pytest.approx(wanted, rel=2e-6)
+    wanted = []
+    for pieces in first:
+        with torch.no_grad():
+            total = sum(by_hand.loss_sum(model, piece, 0.0).item() for piece in pieces)
+        wanted.append(total / by_hand.count_labels(pieces))
+    got = [line["loss"] for line in lines_of(folder / "sequences")[-steps:]]
+    assert got == pytest.approx(wanted, rel=2e-6)
 
 
 def test_logits_of_a_chunk_at_a_time(folder, monkeypatch):
@@ -213,6 +246,15 @@ def test_what_is_computed_again(folder):
     assert products["none"] == LAYERS * 7 * 3
     assert products["full"] - products["none"] == LAYERS * 6
     assert products["selective"] - products["none"] == LAYERS * 3
+
+
+def test_attention_that_is_computed_again(folder):
+    """The share that is asked for, in every layer."""
+    trainer = _run(
+        folder, "recomputed", training__steps=1, activation_checkpoint__attention_recompute=0.25
+    )
+    attends = [block.self_attn.attend for block in trainer.model.layers.values()]
+    assert [attend.keywords["recomputed"] for attend in attends] == [0.25] * LAYERS
 
 
 def test_mlp_chunks(folder, monkeypatch):
@@ -272,10 +314,12 @@ def test_traced_steps(folder):
         profiling__enable=True,
         profiling__first_step=3,
         profiling__steps=2,
+        profiling__with_stack=True,
     )
     events = json.loads((folder / "traced/profile/rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
     assert names == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert any("trainer.py" in event["name"] for event in events)  # with_stack
 
 
 @pytest.mark.parametrize(
@@ -295,3 +339,23 @@ def test_how_the_update_is_run(name, implementation, offload, wanted):
     assert type(optimizer) is getattr(torch.optim, name)
     assert optimizer.defaults["fused"] == (wanted == "fused")
     assert optimizer.defaults["foreach"] == (wanted == "foreach")
+
+
+def test_random_weights_are_the_seeds(folder):
+    """The same for the same seed, others for another."""
+    embeddings = []
+    for number, seed in enumerate((3, 3, 4)):
+        trainer = _run(
+            folder,
+            f"seed_{number}",
+            model__initial_hf="",
+            model__layers=1,
+            training__seed=seed,
+            training__steps=1,
+            optimizer__lr=1e-12,
+        )
+        embeddings.append(trainer.model.embed_tokens.weight.full_tensor().detach())
+    assert torch.equal(embeddings[0], embeddings[1])
+    torch.testing.assert_close(embeddings[0].std(), embeddings[2].std(), rtol=0.1, atol=0)
+    assert (embeddings[0] - embeddings[2]).abs().mean() > 0.5 * embeddings[0].std()
+    assert len(trainer.model.layers) == 1

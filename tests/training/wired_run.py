@@ -41,9 +41,10 @@ SETTINGS: dict[str, object] = {
 """Every run's, unless a test says otherwise."""
 
 
-def write_shard(folder: Path) -> Path:
-    """Thirty ragged documents of 3 to 150 letters, prepared as one shard."""
-    letters = random.Random(0)
+def write_shard(folder: Path, seed: int = 0) -> Path:
+    """Thirty ragged documents of 3 to 150 letters, prepared as one shard: folder/shards."""
+    letters = random.Random(seed)
+    folder.mkdir(exist_ok=True)
     texts = []
     for _ in range(30):
         texts.append("".join(letters.choice("abcdefgh \n") for _ in range(letters.randint(3, 150))))
@@ -60,7 +61,7 @@ def write_model(folder: Path, family: str) -> Path:
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=264,
+        vocab_size=320,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
