@@ -1,16 +1,22 @@
 """From the [attention] section to attention's objects."""
 
-import torch
+import dataclasses
 
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.models.helpers import pretended_rank
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.masks.slices import Slices
-from titan_sparse.attention.patterns import VerticalSlash, XAttention
+from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Attention
 from titan_sparse.from_config import (
     backend_case,
     block_table,
     build_attend,
+    build_context_parallel,
     build_mask,
     build_pattern,
     gradient_dtype,
@@ -57,6 +63,59 @@ def test_patterns():
     attention.vertical_slash.index = "xattention"
     assert build_pattern(attention) == XAttention(stride=8)
     assert attention.vertical_slash.index == "xattention"  # the section is left as it was
+
+
+CHOICES = {
+    "vertical_slash": {
+        "recall": 0.6,
+        "budget": "joint",
+        "probe": 32,
+        "sinks": 5,
+        "local_diagonals": 3,
+        "min_columns": 7,
+        "max_columns": 11,
+        "min_slashes": 2,
+        "max_slashes": 13,
+        "dense_below": 17,
+    },
+    "xattention": {"stride": 4, "threshold": 0.5, "dense_below": 19},
+    "moba": {"chunk_size": 256, "top_k": 3},
+}
+"""A value of every key of a pattern, none of them its default."""
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_pattern_has_each_choice_of_its_section(name):
+    attention = Attention(pattern=name)
+    section = getattr(attention, name)
+    untouched = dataclasses.asdict(section)
+    untouched.pop("index", None)
+    assert untouched.keys() == CHOICES[name].keys()
+    for key, value in CHOICES[name].items():
+        assert value != untouched[key]
+        setattr(section, key, value)
+    kind = {"vertical_slash": VerticalSlash, "xattention": XAttention, "moba": MoBA}[name]
+    assert build_pattern(attention) == kind(**CHOICES[name])
+
+
+@pytest.mark.parametrize("schedule", ["group_cast", "double_ring"])
+def test_a_context_parallel_group_has_the_sections_choices(schedule):
+    attention = Attention(
+        layout="zigzag",
+        schedule=schedule,
+        block_size=32,
+        backward_circulates="q",
+        gradient_dtype="bfloat16",
+        overlap_stages=3,
+        overlap_stages_backward=5,
+    )
+    with pretended_rank(1, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
+        cp = build_context_parallel(attention, mesh)
+    assert (cp.inter, cp.intra, cp.ranks) == (2, 2, [0, 1, 2, 3])
+    assert (cp.layout, cp.schedule, cp.block_size) == ("zigzag", schedule, 32)
+    assert (cp.backward_circulates, cp.gradient_dtype) == ("q", torch.bfloat16)
+    assert cp.overlap_stages == (3, 5)
 
 
 def test_gradients_travel_as_they_are_summed_unless_asked():

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from scripts.compare_runs import differences
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
-from titan_sparse.config import Config, ConfigError, check
+from titan_sparse.config import Config, ConfigError, Data, check
+from titan_sparse.data.documents import TokenizedTexts
+from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation import validation
 from titan_sparse.evaluation.position import first_windows, position_loss
 from titan_sparse.trainer import Trainer
 
@@ -127,6 +130,36 @@ def test_what_cannot_run_is_refused(name, value, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         check(config, 1, 1)
     assert f"validation.{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section, source, subset, split",
+    [
+        ({}, "owner/corpus", "en", "first"),
+        ({"split": "held-out"}, "owner/corpus", "en", "held-out"),
+        ({"source": "owner/other"}, "owner/other", "", "train"),
+        ({"source": "owner/other", "split": "test"}, "owner/other", "", "test"),
+    ],
+)
+def test_what_is_read(monkeypatch, section, source, subset, split):
+    """Of data.source, what [data] names, but for the split. Of another source, nothing that [data]
+    names."""
+    config = Config()
+    config.training.seq_len = 8
+    config.validation.enable = True
+    config.data.source, config.data.subset, config.data.split = "owner/corpus", "en", "first"
+    for key, value in section.items():
+        setattr(config.validation, key, value)
+    opened = []
+
+    def open_documents(data: Data, tokenizer: ByteTokenizer) -> TokenizedTexts:
+        opened.append((data.source, data.subset, data.split))
+        return TokenizedTexts(["a text of 24 letters ..."], tokenizer)
+
+    monkeypatch.setattr(validation, "open_documents", open_documents)
+    read = validation.Validation(config, ByteTokenizer())
+    assert opened == [(source, subset, split)]
+    assert [len(sequence.tokens) for sequence in read.sequences] == [8, 8, 8]
 
 
 def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):

@@ -1,0 +1,361 @@
+"""How often a run does what its configuration says, counted by hand: lines, checkpoints, validations,
+chunks, recomputed products. A key that is dropped changes a number here."""
+
+import gc
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import titan_sparse.loss
+import titan_sparse.trainer
+from tests.data.helpers import train_tokenizer, write_rows
+from tests.training import reference_loop as by_hand
+from tests.training.wired_run import SEQ_LEN, lines_of, read_model, run, write_model, write_shard
+from titan_sparse.config import Optimizer
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.optimizer import build_optimizer
+
+pytest.importorskip("transformers")
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A shard, another for validation, and a small Qwen2."""
+    folder = tmp_path_factory.mktemp("counts")
+    write_shard(folder)
+    write_shard(folder / "other", seed=1)
+    write_model(folder, "Qwen2")
+    return folder
+
+
+def _run(folder: Path, output: str, **settings) -> Trainer:
+    """A short run. settings: keys, with __ for the dot."""
+    short = {
+        "model.initial_hf": folder / "Qwen2",
+        "training.steps": 2,
+        "lr_scheduler.warmup_steps": 0,
+        "checkpoint.enable": False,
+        "checkpoint.last_save_in_hf": False,
+    }
+    overrides = {key.replace("__", "."): value for key, value in settings.items()}
+    return run(folder, output, short | overrides)
+
+
+def _saved(folder: Path, output: str) -> set[str]:
+    return {path.name for path in (folder / output / "checkpoint").iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    "keep, names", [(0, {"step-2", "step-4", "step-6", "step-7"}), (2, {"step-6", "step-7"})]
+)
+def test_checkpoints_that_are_kept(folder, keep, names):
+    """Every second step and the last one are saved."""
+    _run(
+        folder,
+        f"kept_{keep}",
+        training__steps=7,
+        checkpoint__enable=True,
+        checkpoint__interval=2,
+        checkpoint__keep_latest_k=keep,
+    )
+    assert _saved(folder, f"kept_{keep}") == names
+
+
+def test_lines_recall_and_garbage(folder, monkeypatch):
+    """Lines: the first, every third, the last. Recall: in lines of the first and each second step."""
+    recorded, collected = [], []
+    recording, collect = titan_sparse.trainer.recording, gc.collect
+
+    def record(rows: int, cells: int):
+        recorded.append((rows, cells))
+        return recording(rows, cells)
+
+    def count(generation: int = 2) -> int:
+        collected.append(generation)
+        return collect(generation)
+
+    monkeypatch.setattr(titan_sparse.trainer, "recording", record)
+    monkeypatch.setattr(gc, "collect", count)
+    _run(
+        folder,
+        "lines",
+        training__steps=7,
+        training__gc_interval=2,
+        metrics__log_every=3,
+        metrics__recall_every=2,
+        metrics__recall_rows=9,
+    )
+    lines = lines_of(folder / "lines")
+    assert [line["step"] for line in lines] == [1, 3, 6, 7]
+    assert [line["tokens_seen"] for line in lines] == [SEQ_LEN * step for step in (1, 3, 6, 7)]
+    assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
+    assert [line["step"] for line in lines if "recall" in line] == [1, 6]
+    assert collected == [1, 1, 1]  # after steps 2, 4 and 6
+    assert not (folder / "lines/tensorboard").exists()
+
+
+def test_validation_is_the_loss_of_transformers(folder):
+    """After every third step and the last: of the documents' first windows, one by one."""
+    _run(
+        folder,
+        "validated",
+        training__steps=4,
+        training__z_loss=0.1,
+        checkpoint__enable=True,
+        checkpoint__last_save_in_hf=True,
+        optimizer__lr=0.01,
+        validation__enable=True,
+        validation__source=folder / "other/shards",
+        validation__every=3,
+        validation__windows=5,
+        validation__position_buckets=4,
+    )
+    text = (folder / "validated/validation.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["step"] for line in lines] == [3, 4]
+
+    model = read_model(folder / "validated/huggingface/step-4")
+    windows = []
+    for document in by_hand.read_documents(folder / "other/shards"):
+        # A window scores the token after its last, so the next begins with that.
+        for start in range(0, len(document) - 1, SEQ_LEN):
+            part = torch.from_numpy(document[start : start + SEQ_LEN + 1])
+            windows.append((part[:SEQ_LEN], part[1:]))
+    totals, counts = torch.zeros(4), torch.zeros(4)
+    with torch.no_grad():
+        for tokens, labels in windows[:5]:
+            logits = model(input_ids=tokens[None]).logits[0, : len(labels)]
+            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+            bucket = torch.arange(len(labels)) // (SEQ_LEN // 4)
+            totals.index_add_(0, bucket, losses)
+            counts.index_add_(0, bucket, torch.ones(len(labels)))
+    assert lines[-1]["tokens"] == counts.sum()
+    assert lines[-1]["loss"] == pytest.approx((totals.sum() / counts.sum()).item(), rel=1e-5)
+    buckets = lines[-1]["buckets"]
+    assert [bucket["tokens"] for bucket in buckets] == counts.tolist()
+    assert [bucket["loss"] for bucket in buckets] == pytest.approx(
+        (totals / counts).tolist(), rel=1e-5
+    )
+    assert lines[0]["loss"] != lines[1]["loss"]
+
+
+def test_short_documents_are_left_out(folder):
+    documents = by_hand.read_documents(folder / "shards")
+    longer = [document for document in documents if len(document) - 1 >= 80]
+    _assert_sequences(folder, by_hand.pack(longer, SEQ_LEN), data__min_document_length=80)
+
+
+def test_fixed_samples_are_of_one_document(folder):
+    """Whole runs of 64 tokens, from each document's beginning on. Rests are left out."""
+    samples = []
+    for document in by_hand.read_documents(folder / "shards"):
+        # The label of a sample's last token is the document's next token, where it has one.
+        padded = np.append(document, [0] * SEQ_LEN)
+        padded = torch.from_numpy(padded)
+        for start in range(0, len(document) - SEQ_LEN + 1, SEQ_LEN):
+            labels = padded[start + 1 : start + SEQ_LEN + 1].clone()
+            labels[len(document) - 1 - start :] = by_hand.IGNORED
+            samples.append([by_hand.Piece(padded[start : start + SEQ_LEN], labels)])
+    _assert_sequences(folder, samples, data__sequences="fixed")
+
+
+def test_rows_of_text_through_a_tokenizer(folder):
+    """The column that is named. An end-of-document token that a text spells out is letters."""
+    tokenizer = train_tokenizer(folder, ["</s>"])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    letters = random.Random(2)
+    texts = ["</s>" + "".join(letters.choices("first zweites\n", k=100)) for _ in range(9)]
+    write_rows(folder / "rows.jsonl", [{"text": "other", "body": text} for text in texts])
+    documents = []
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        documents.append(np.array([*ids, tokenizer.token_to_id("</s>")]))
+    _assert_sequences(
+        folder,
+        by_hand.pack(documents, SEQ_LEN),
+        data__source=folder / "rows.jsonl",
+        data__text_field="body",
+        data__tokenizer=folder / "tokenizer.json",
+        data__split_special_tokens=True,
+    )
+
+
+def _assert_sequences(folder: Path, sequences: list[list[by_hand.Piece]], **settings) -> None:
+    """The losses of six steps that move no weights are those of the first six sequences."""
+    steps = 6
+    first = sequences[:steps]
+    assert len(first) == steps
+    _run(folder, "sequences", training__steps=steps, optimizer__lr=1e-12, **settings)
+    model = read_model(folder / "Qwen2")
+    wanted = []
+    for pieces in first:
+        with torch.no_grad():
+            total = sum(by_hand.loss_sum(model, piece, 0.0).item() for piece in pieces)
+        wanted.append(total / by_hand.count_labels(pieces))
+    got = [line["loss"] for line in lines_of(folder / "sequences")[-steps:]]
+    assert got == pytest.approx(wanted, rel=2e-6)
+
+
+def test_logits_of_a_chunk_at_a_time(folder, monkeypatch):
+    """Of 64 tokens, 40 at a time."""
+    rows = []
+    cross_entropy = titan_sparse.loss._cross_entropy
+
+    def count(logits, *args):
+        rows.append(len(logits))
+        return cross_entropy(logits, *args)
+
+    monkeypatch.setattr(titan_sparse.loss, "_cross_entropy", count)
+    _run(folder, "chunks", training__loss_chunk_tokens=40)
+    assert rows == [40, 24] * 2
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products, with and without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_computed_again(folder):
+    """Of a block's seven products the backward wants all but the last again, or half of these, or
+    none."""
+    products = {}
+    for mode in ("none", "selective", "full"):
+        with _Products() as counted:
+            _run(folder, mode, training__steps=1, activation_checkpoint__mode=mode)
+        products[mode] = counted.count
+    # The last product, of down_proj, is nothing that a gradient needs.
+    assert products["none"] == LAYERS * 7 * 3
+    assert products["full"] - products["none"] == LAYERS * 6
+    assert products["selective"] - products["none"] == LAYERS * 3
+
+
+def test_attention_that_is_computed_again(folder):
+    """The share that is asked for, in every layer."""
+    trainer = _run(
+        folder, "recomputed", training__steps=1, activation_checkpoint__attention_recompute=0.25
+    )
+    attends = [block.self_attn.attend for block in trainer.model.layers.values()]
+    assert [attend.keywords["recomputed"] for attend in attends] == [0.25] * LAYERS
+
+
+def test_mlp_chunks(folder, monkeypatch):
+    """Sixty-four tokens through the MLP, 24 at a time."""
+    lengths = []
+    silu = nn.functional.silu
+
+    def count(x, *args, **kwargs):
+        lengths.append(x.shape[-2])
+        return silu(x, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "silu", count)
+    options = {"training__steps": 1, "activation_checkpoint__mode": "none"}
+    _run(folder, "mlp", training__mlp_chunk_tokens=24, **options)
+    assert set(lengths) == {24, 16} and lengths[:3] == [24, 24, 16]
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_compiled_blocks(folder, monkeypatch, enable):
+    """Each block, by the backend that is named."""
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
+    settings = {"compile__enable": True, "compile__backend": "aot_eager"} if enable else {}
+    _run(folder, f"compiled_{enable}", training__steps=1, **settings)
+    wanted = [{"backend": "aot_eager", "fullgraph": True}] * LAYERS
+    assert compiled == (wanted if enable else [])
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_blocks_that_free_their_weights_after_the_forward(folder, reshards):
+    trainer = _run(
+        folder,
+        f"reshards_{reshards}",
+        training__steps=1,
+        parallelism__reshard_after_forward=reshards,
+    )
+    blocks = [m for m in trainer.model.layers.values() if isinstance(m, FSDPModule)]
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+    assert [group._reshard_after_forward for group in groups] == [reshards] * LAYERS
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms(folder, deterministic):
+    try:
+        _run(folder, f"deterministic_{deterministic}", training__deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_traced_steps(folder):
+    """The third and the fourth step, which the profiler counts from 0."""
+    _run(
+        folder,
+        "traced",
+        training__steps=5,
+        profiling__enable=True,
+        profiling__first_step=3,
+        profiling__steps=2,
+        profiling__with_stack=True,
+    )
+    events = json.loads((folder / "traced/profile/rank0.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    assert names == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert any("trainer.py" in event["name"] for event in events)  # with_stack
+
+
+@pytest.mark.parametrize(
+    "name, implementation, offload, wanted",
+    [
+        ("AdamW", "auto", False, "foreach"),
+        ("AdamW", "auto", True, "fused"),
+        ("SGD", "auto", True, "foreach"),
+        ("AdamW", "fused", False, "fused"),
+        ("AdamW", "foreach", True, "foreach"),
+        ("AdamW", "for-loop", False, "for-loop"),
+    ],
+)
+def test_how_the_update_is_run(name, implementation, offload, wanted):
+    section = Optimizer(name=name, implementation=implementation, offload=offload)
+    optimizer = build_optimizer(nn.Linear(3, 3), section, "cpu").optimizers[0]
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert optimizer.defaults["fused"] == (wanted == "fused")
+    assert optimizer.defaults["foreach"] == (wanted == "foreach")
+
+
+def test_random_weights_are_the_seeds(folder):
+    """The same for the same seed, others for another."""
+    embeddings = []
+    for number, seed in enumerate((3, 3, 4)):
+        trainer = _run(
+            folder,
+            f"seed_{number}",
+            model__initial_hf="",
+            model__layers=1,
+            training__seed=seed,
+            training__steps=1,
+            optimizer__lr=1e-12,
+        )
+        embeddings.append(trainer.model.embed_tokens.weight.full_tensor().detach())
+    assert torch.equal(embeddings[0], embeddings[1])
+    torch.testing.assert_close(embeddings[0].std(), embeddings[2].std(), rtol=0.1, atol=0)
+    assert (embeddings[0] - embeddings[2]).abs().mean() > 0.5 * embeddings[0].std()
+    assert len(trainer.model.layers) == 1

@@ -1,0 +1,110 @@
+"""Runs for tests of the wiring: text in one shard, a small model of transformers on disk, and a
+Trainer that is given nothing but command-line words."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titan_sparse.config import load_and_check
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.metrics_file import read_lines
+
+SEQ_LEN = 64
+
+FAMILIES = {
+    "Qwen3": {"tie_word_embeddings": True},
+    "Llama": {"tie_word_embeddings": False},
+    "Qwen2": {"tie_word_embeddings": True},
+}
+"""Norms of q and k; a head of its own; biases."""
+
+SETTINGS: dict[str, object] = {
+    "data.shuffle": False,
+    "training.steps": 6,
+    "training.seq_len": SEQ_LEN,
+    "training.dtype": "float32",
+    "training.device": "cpu",
+    "training.loss_chunk_tokens": 48,
+    "attention.pattern": "dense",
+    "attention.block_size": 16,
+    "checkpoint.enable": True,
+    "checkpoint.last_save_in_hf": True,
+    "metrics.log_every": 1,
+    "metrics.recall_every": 0,
+    "metrics.tensorboard": False,
+}
+"""Every run's, unless a test says otherwise."""
+
+
+def write_shard(folder: Path, seed: int = 0) -> Path:
+    """Thirty ragged documents of 3 to 150 letters, prepared as one shard: folder/shards."""
+    letters = random.Random(seed)
+    folder.mkdir(exist_ok=True)
+    texts = []
+    for _ in range(30):
+        texts.append("".join(letters.choice("abcdefgh \n") for _ in range(letters.randint(3, 150))))
+    source = folder / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shards = folder / "shards"
+    prepare(Recipe(str(source), shard_rows=100), str(shards), 1, lambda done, shards: None)
+    return shards
+
+
+def write_model(folder: Path, family: str) -> Path:
+    """A random model of transformers, as save_pretrained() writes it. Norms and biases are random
+    too."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        **FAMILIES[family],
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.15 * torch.randn_like(parameter) + (parameter.ndim == 1))
+    model.save_pretrained(folder / family)
+    return folder / family
+
+
+def read_model(folder: Path) -> nn.Module:
+    """A folder of transformers in float32, read by transformers."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def run(folder: Path, output: str, settings: dict[str, object]) -> Trainer:
+    """Train in folder/output on folder/shards. All processes of the world take part."""
+    paths = {
+        "data.source": folder / "shards",
+        "training.output_dir": folder / output,
+    }
+    words = []
+    for key, value in {**paths, **SETTINGS, **settings}.items():
+        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    config, _ = load_and_check(words, ranks, ranks)
+    trainer = Trainer(config)
+    trainer.train()
+    return trainer
+
+
+def lines_of(output: Path) -> list[dict]:
+    """metrics.jsonl."""
+    return read_lines(output / "metrics.jsonl")
