@@ -1,8 +1,9 @@
 """The faults that are planted in a source file: small changes of its syntax tree, one at a time."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ class Mutant:
     end_column: int
     shown: str
     """the source line with the change in it, {before => after}"""
+    number: int = 1
+    """of the mutants that look the same in this function"""
 
     @property
     def name(self) -> str:
@@ -65,7 +68,8 @@ class Mutant:
     @property
     def key(self) -> str:
         """Names it as well, and stays when lines are added elsewhere."""
-        return f"{self.file}::{self.function}: {self.shown}"
+        key = f"{self.file}::{self.function}: {self.shown}"
+        return key if self.number == 1 else f"{key} (no. {self.number})"
 
     def applied(self, source: str) -> str:
         """The source of the mutated file."""
@@ -77,8 +81,13 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     source = (root / file).read_text()
     found = _Finder(file, source)
     found.visit(ast.parse(source))
-    unique = {mutant.name: mutant for mutant in found.mutants}
-    return sorted(unique.values(), key=lambda mutant: (mutant.start, mutant.operator))
+    by_place = sorted(found.mutants, key=lambda mutant: (mutant.start, mutant.operator))
+    alike: Counter = Counter()
+    numbered = []
+    for mutant in by_place:
+        alike[mutant.key] += 1
+        numbered.append(replace(mutant, number=alike[mutant.key]))
+    return numbered
 
 
 class _Finder(ast.NodeVisitor):
@@ -217,7 +226,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _changed_statement(node: ast.stmt) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Return) and node.value is not None:
-        if not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        # In place of False, 0 or "", a None is as good as the same.
+        if not isinstance(node.value, ast.Constant) or node.value.value:
             yield "return_none", "return None"
     elif isinstance(node, ast.Break | ast.Continue):
         yield "no_jump", "pass"

@@ -18,6 +18,8 @@ from scripts.mutants.tests_of import TESTS
 _NOT_COPIED = (".git", ".venv", ".gpu", "outputs", "__pycache__", ".hypothesis", "*.egg-info")
 _START_SECONDS = 15.0
 """What a process takes, on a busy machine, before its first test."""
+_BASELINE_SECONDS = 240.0
+"""What a file of tests may take without a fault. Tests that are not done then are not used."""
 
 
 @dataclass
@@ -129,7 +131,9 @@ def _loop(
 def _next_job(asked: Run, baselines: list[Job], mutants: list[Mutant]) -> Job | None:
     """A mutant can be run when all of its test files have been run without it."""
     if baselines:
-        return baselines.pop(0)
+        job = baselines.pop(0)
+        job.deadline = time.monotonic() + _BASELINE_SECONDS
+        return job
     for place, mutant in enumerate(mutants):
         if all(file in asked.baseline for file in TESTS[mutant.file]):
             del mutants[place]

@@ -19,12 +19,25 @@ import pytest
 
 OWN = ("titan_sparse", "tests", "scripts", "__main__", "__mp_main__", "train")
 _LISTING = """
-import sys, pytest, hypothesis, datasets, transformers, transformers.models.llama.modeling_llama
-import transformers.models.qwen2.modeling_qwen2, transformers.models.qwen3.modeling_qwen3
-import torch.utils.tensorboard, torch.distributed.run, multiprocessing.resource_tracker
-import titan_sparse.trainer, titan_sparse.models.huggingface
+import contextlib, importlib, sys
+for name in sys.argv[1:]:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 print("\\nMODULES", *sys.modules)
 """
+_IMPORTED = [
+    "pytest",
+    "hypothesis",
+    "datasets",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "torch.utils.tensorboard",
+    "torch.distributed.run",
+    "multiprocessing.resource_tracker",
+    "titan_sparse.trainer",
+    "titan_sparse.models.huggingface",
+]
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -42,7 +55,7 @@ def import_the_rest(root: Path) -> None:
     """Import here all modules that our own would, except our own."""
     os.environ |= SETTINGS
     sys.dont_write_bytecode = True
-    command = [sys.executable, "-c", _LISTING]
+    command = [sys.executable, "-c", _LISTING, *_IMPORTED]
     printed = subprocess.run(
         command, cwd=root, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
@@ -80,7 +93,6 @@ def run_tests(folder: Path, files: list[str], wanted: list[str] | None, sources:
     words += ["-m", "not gpu and not slow and not faults", f"--basetemp={temporary / 'pytest'}"]
     status = pytest.main(words + (["-x"] if wanted is not None else []), plugins=[recorder])
     sys.settrace(None)
-    recorder.write()
     return int(status)
 
 
@@ -148,16 +160,22 @@ class Recorder:
     def _write_rank(self) -> None:
         lines = {source: sorted(lines) for source, lines in self.lines.items()}
         record = {"test": self.current, "lines": lines}
-        (self.folder / "ranks" / f"{os.getpid()}.json").write_text(json.dumps(record))
+        unfinished = self.folder / "ranks" / f"{os.getpid()}.unfinished"
+        unfinished.write_text(json.dumps(record))
+        unfinished.replace(unfinished.with_suffix(".json"))
 
-    def write(self) -> None:
-        for path in (self.folder / "ranks").iterdir():
+    def pytest_runtest_logfinish(self) -> None:
+        """On disk after each test, so that a process that is killed loses only its last."""
+        for path in (self.folder / "ranks").glob("*.json"):
             record = json.loads(path.read_text())
+            path.unlink()
             if record["test"] in self.tests:
                 place = self.tests[record["test"]]["lines"]
                 for source, lines in record["lines"].items():
                     place[source] = sorted({*place.get(source, []), *lines})
-        (self.folder / "result.json").write_text(json.dumps(self.tests))
+        unfinished = self.folder / "unfinished"
+        unfinished.write_text(json.dumps(self.tests))
+        unfinished.replace(self.folder / "result.json")
 
 
 def _start_fork_server(recorder: Recorder) -> None:
