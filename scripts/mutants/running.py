@@ -5,11 +5,13 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scripts.mutants.operators import Mutant
 from scripts.mutants.testing import import_the_rest, run_tests
@@ -99,33 +101,33 @@ def _loop(
 ) -> None:
     running: dict[int, tuple[Path, Job]] = {}
     free = list(folders)
-    done = 0
-    while time.monotonic() < end and (baselines or mutants or running):
-        while free and (job := _next_job(asked, baselines, mutants)):
-            folder = free.pop()
-            running[_start(asked, folder, job)] = folder, job
-        for pid in list(running):
-            folder, job = running[pid]
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            is_late = time.monotonic() > job.deadline
-            if not ended and not is_late:
-                continue
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    try:
+        while time.monotonic() < end and (baselines or mutants or running):
+            while free and (job := _next_job(asked, baselines, mutants)):
+                folder = free.pop()
+                running[_start(asked, folder, job)] = folder, job
+            for pid in list(running):
+                if _has_ended(asked, pid, *running[pid]):
+                    free.append(running.pop(pid)[0])
+            time.sleep(0.01)
+    finally:
+        for pid, (folder, _) in running.items():
             _kill_all(pid, folder)
-            if not ended:
-                os.waitpid(pid, 0)
-            del running[pid]
-            free.append(folder)
-            _finish(asked, folder, job, None if not ended else os.waitstatus_to_exitcode(status))
-            done += 1
-            if done % 100 == 0:
-                print(
-                    f"{done} done, {len(mutants)} left, {end - time.monotonic():.0f} s", flush=True
-                )
-        time.sleep(0.01)
-    for pid, (folder, _) in running.items():
-        _kill_all(pid, folder)
+            os.waitpid(pid, 0)
+        print(f"{len(mutants) + len(running)} mutants left", flush=True)
+
+
+def _has_ended(asked: Run, pid: int, folder: Path, job: Job) -> bool:
+    """Notes the result if the process is over, or ends it if it has taken too long."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended and time.monotonic() < job.deadline:
+        return False
+    _kill_all(pid, folder)
+    if not ended:
         os.waitpid(pid, 0)
-    print(f"{len(mutants) + len(running)} mutants left", flush=True)
+    _finish(asked, folder, job, os.waitstatus_to_exitcode(status) if ended else None)
+    return True
 
 
 def _next_job(asked: Run, baselines: list[Job], mutants: list[Mutant]) -> Job | None:
@@ -138,6 +140,9 @@ def _next_job(asked: Run, baselines: list[Job], mutants: list[Mutant]) -> Job | 
         if all(file in asked.baseline for file in TESTS[mutant.file]):
             del mutants[place]
             tests, seconds = choose_tests(asked, mutant)
+            if not tests:
+                asked.note(_record(mutant, "untested", "no test", 0, 0, 0.0))
+                return _next_job(asked, baselines, mutants)
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
             job = Job(files, mutant, tests)
             job.deadline = time.monotonic() + max(30.0, 3 * seconds + _START_SECONDS)
@@ -186,6 +191,7 @@ def _start(asked: Run, folder: Path, job: Job) -> int:
     status = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -233,15 +239,21 @@ def _finish(asked: Run, folder: Path, job: Job, status: int | None) -> None:
     shutil.copyfile(asked.root / job.mutant.file, folder / "tree" / job.mutant.file)
     failed = [name for name, test in tests.items() if test["outcome"] == "failed"]
     outcome = {None: "timeout", 0: "survived", 1: "killed", 5: "untested"}.get(status, "killed")
-    asked.note(
-        {
-            "kind": "mutant",
-            "name": job.mutant.name,
-            "key": job.mutant.key,
-            "outcome": outcome,
-            "by": failed[0] if failed else f"status {status}",
-            "tests": len(tests),
-            "chosen": len(job.tests),
-            "seconds": seconds,
-        }
-    )
+    by = failed[0] if failed else f"status {status}"
+    asked.note(_record(job.mutant, outcome, by, len(tests), len(job.tests or []), seconds))
+
+
+def _record(
+    mutant: Mutant, outcome: str, by: str, tests: int, chosen: int, seconds: float
+) -> dict[str, Any]:
+    """A line of the results. tests: those that were run, of the chosen ones."""
+    return {
+        "kind": "mutant",
+        "name": mutant.name,
+        "key": mutant.key,
+        "outcome": outcome,
+        "by": by,
+        "tests": tests,
+        "chosen": chosen,
+        "seconds": seconds,
+    }

@@ -38,6 +38,8 @@ _IMPORTED = [
     "titan_sparse.trainer",
     "titan_sparse.models.huggingface",
 ]
+PRELOADED = ["datasets", "titan_sparse.trainer"]
+"""What tests/distributed.py asks for."""
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -181,7 +183,7 @@ class Recorder:
 def _start_fork_server(recorder: Recorder) -> None:
     """The server that tests start their ranks from, forked from here instead of a new Python."""
     server = forkserver._forkserver
-    server.set_forkserver_preload(["datasets", "titan_sparse.trainer"])
+    server.set_forkserver_preload(PRELOADED)
 
     def fork(_, arguments: list[str], descriptors: list[int]) -> int:
         pid = os.fork()
