@@ -1,0 +1,7 @@
+"""Mutation testing: one small fault at a time is planted in a file, and its tests have to notice.
+
+    python -m scripts.mutants run --out mutants.jsonl [--files titan_sparse/loss.py ...]
+    python -m scripts.mutants report mutants.jsonl
+
+docs/testing.md says when to use it.
+"""

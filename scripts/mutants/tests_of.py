@@ -1,0 +1,71 @@
+"""Which test files may notice a fault in a source file."""
+
+_SAVES = [
+    "tests/training/checkpoint/test_checkpointer.py",
+    "tests/training/checkpoint/test_saver.py",
+    "tests/training/checkpoint/test_lock.py",
+    "tests/training/checkpoint/test_reader.py",
+    "tests/training/checkpoint/test_resuming.py",
+]
+_RUNS = [
+    "tests/training/test_stopping.py",
+    "tests/training/test_poison.py",
+    "tests/training/test_resumption.py",
+    "tests/training/test_timeouts.py",
+    "tests/training/test_run_folder.py",
+    "tests/training/test_pace.py",
+    "tests/training/test_board.py",
+    "tests/training/test_metrics.py",
+    "tests/training/test_optimizer.py",
+    "tests/training/test_float8.py",
+    "tests/training/test_offload.py",
+    "tests/training/checkpoint/test_resuming.py",
+    "tests/evaluation/test_validation.py",
+    "tests/test_refusals.py",
+    "tests/test_loss.py",
+    "tests/test_trainer.py",
+]
+_DATA = [
+    "tests/data/test_loader.py",
+    "tests/data/test_stream.py",
+    "tests/data/test_packing.py",
+    "tests/data/test_rows.py",
+    "tests/data/test_sources.py",
+    "tests/data/test_shards.py",
+    "tests/training/checkpoint/test_resuming.py",
+    "tests/evaluation/test_position.py",
+]
+_HUGGING_FACE = ["tests/models/test_huggingface.py", "tests/models/test_huggingface_oddities.py"]
+_CHECKPOINT = "titan_sparse/training/checkpoint"
+
+TESTS: dict[str, list[str]] = {
+    "titan_sparse/trainer.py": _RUNS,
+    "titan_sparse/training/optimizer.py": _RUNS,
+    "titan_sparse/training/parallelize.py": [*_RUNS, "tests/training/test_job_store.py"],
+    f"{_CHECKPOINT}/checkpointer.py": [*_SAVES, "tests/training/test_poison.py"],
+    f"{_CHECKPOINT}/disk.py": _SAVES,
+    f"{_CHECKPOINT}/folders.py": _SAVES,
+    f"{_CHECKPOINT}/lock.py": _SAVES,
+    f"{_CHECKPOINT}/planning.py": _SAVES,
+    f"{_CHECKPOINT}/process.py": _SAVES,
+    f"{_CHECKPOINT}/progress.py": [*_SAVES, "tests/training/test_stopping.py"],
+    f"{_CHECKPOINT}/reader.py": _SAVES,
+    f"{_CHECKPOINT}/saver.py": _SAVES,
+    f"{_CHECKPOINT}/staging.py": _SAVES,
+    f"{_CHECKPOINT}/state.py": _SAVES,
+    f"{_CHECKPOINT}/writer.py": _SAVES,
+    "titan_sparse/loss.py": ["tests/test_loss.py"],
+    "titan_sparse/models/rope.py": ["tests/models/test_rope.py", *_HUGGING_FACE],
+    "titan_sparse/models/huggingface_rope.py": ["tests/models/test_rope.py", *_HUGGING_FACE],
+    "titan_sparse/data/loader.py": _DATA,
+    "titan_sparse/data/stream.py": _DATA,
+    "titan_sparse/data/packing.py": _DATA,
+    "titan_sparse/training/guard.py": [
+        "tests/training/test_guard.py",
+        "tests/training/test_poison.py",
+    ],
+    "titan_sparse/training/recovery.py": [
+        "tests/training/test_guard.py",
+        "tests/training/test_poison.py",
+    ],
+}
