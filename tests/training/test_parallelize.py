@@ -207,4 +207,3 @@ def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinne
     )
     assert policies == [CPUOffloadPolicy(pin_memory=pinned)] * (BLOCKS + 1)
     assert compiled == [{"backend": "aot_eager", "fullgraph": True}] * BLOCKS
-
