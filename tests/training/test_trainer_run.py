@@ -1,13 +1,11 @@
 """One small run in this process: everything that it does, in order, and what it leaves behind.
 
-Then the same run resumed, stopped by a signal, and refused.
+How a run begins, resumes and stops is in test_trainer_starts.py.
 """
 
 import fcntl
 import gc
 import io
-import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.runs import metrics_of, tiny_config, write_texts
 from titan_sparse import trainer
-from titan_sparse.config import Config, Refusal
 from titan_sparse.trainer import Trainer
 
 LONG, SHORT = 300, 200
