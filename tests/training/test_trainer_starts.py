@@ -53,7 +53,7 @@ def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
         save(step)
 
     def noted_after_step(stopped: bool, is_first: bool) -> None:
-        if is_first and not stopped:
+        if is_first:
             events.append(f"first {run.progress.step}")
         after_step(stopped, is_first)
 
