@@ -111,6 +111,7 @@ def whole(folder) -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         _note(patch, trainer, "set_timeout", timeouts.append)
         run = Trainer(config)
+        assert run.step_seconds == 0  # there was none yet
         seed, at_start = torch.initial_seed(), list(timeouts)
         _watch(patch, run, events)
         locked = _is_locked(folder / "whole")
