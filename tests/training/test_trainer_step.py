@@ -1,12 +1,15 @@
 """One step of the trainer on stand-ins: what is summed, logged and handed on. Two micro-batches with
 two sequences each, in a world of two alike ranks."""
 
+import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from titan_sparse import trainer
 from titan_sparse.config import Config
 from titan_sparse.trainer import Progress, Trainer
 
@@ -142,3 +145,46 @@ def test_time_is_looked_at_between_micro_batches(time_for):
     assert Trainer.step(run) == (False if time_for == 2 else "left out")
     assert asked == [(1, 2)]
     assert len(run.calls["valid"]) == time_for
+
+
+@pytest.mark.parametrize("is_profiled", [False, True])
+@pytest.mark.parametrize(
+    "left_out, asked, wanted",
+    [
+        (None, False, ["step 4", "after 4 first", "step 5", "after 5", "step 6", "after 6"]),
+        (None, True, ["step 4", "after 4 first", "step 5", "after 5", "step 6", "after 6"]),
+        (5, True, ["step 4", "after 4 first", "step 5", "after 4 stopped"]),
+        (4, True, ["step 4", "after 3 stopped"]),
+    ],
+)
+def test_the_steps_that_are_left(monkeypatch, is_profiled, left_out, asked, wanted):
+    """Of six, after three. The profiler counts each, and no garbage is collected by itself."""
+    events, profiled = [], []
+    profile = SimpleNamespace(step=lambda: profiled.append(True)) if is_profiled else None
+    monkeypatch.setattr(trainer, "profiler", lambda *_: nullcontext(profile))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    run = SimpleNamespace(
+        config=Config(),
+        progress=SimpleNamespace(step=3),
+        watch=SimpleNamespace(step=0),
+        signals=SimpleNamespace(asked=asked),
+        _any_rank=bool,
+    )
+    run.config.training.steps = 6
+
+    def step() -> bool:
+        assert not gc.isenabled()
+        events.append(f"step {run.watch.step}")
+        if run.watch.step == left_out:
+            return True
+        run.progress.step += 1
+        return False
+
+    def after_step(stopped: bool, is_first: bool) -> None:
+        events.append(f"after {run.progress.step}" + " first" * is_first + " stopped" * stopped)
+
+    run.step, run._after_step = step, after_step
+    assert Trainer._run_steps(run) is asked
+    assert gc.isenabled()
+    assert events == wanted
+    assert len(profiled) == is_profiled * len(wanted) // 2
