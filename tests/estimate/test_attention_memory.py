@@ -129,3 +129,26 @@ def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
         missing = sum(with_all[phase].values()) - sum(parts.values())
         of_backward = workspace if phase.startswith("backward") else 0
         assert missing == pytest.approx(buffers + of_backward, rel=1e-6), phase
+
+
+@pytest.mark.parametrize("kv_heads, summed", [(2, QUERY + 2 * KV), (4, QUERY)])
+def test_flash_attention_sums_in_fp32(kv_heads, summed):
+    """dq, and where query heads share keys also dk and dv."""
+    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
+    triton = Step(model=model, sequences=1, seq_len=TOKENS, backend="triton")
+    flex = dataclasses.replace(triton, backend="flex")
+    assert attention_workspace(flex) - attention_workspace(triton) == 4 * summed
+
+
+def test_long_lists_of_blocks_count():
+    """Full and partial ones, by query and by key, four bytes each; with verticals for every head."""
+    step = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", most_blocks=10_000)
+    lists = 4 * 4 * (TOKENS // 128) * 10_000
+    assert attention_workspace(step) == lists
+    assert attention_workspace(dataclasses.replace(step, verticals=128)) == 4 * lists
+
+
+def test_eager_holds_scores_of_a_query_block():
+    """Three in fp32, of all heads and keys."""
+    step = Step(model=MODEL, sequences=2, seq_len=TOKENS, backend="eager")
+    assert attention_workspace(step) == 3 * 4 * (2 * 4 * 128) * TOKENS

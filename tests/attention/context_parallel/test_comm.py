@@ -1,6 +1,9 @@
 """What a rank says: how many collectives, over which ranks, and by which communicators."""
 
+import gc
 import itertools
+import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -138,3 +141,53 @@ def test_every_kind_of_transfer_has_a_communicator():
         assert sorted(groups) == sorted(kinds)
         for one, other in itertools.combinations(kinds, 2):
             assert groups[one] is not groups[other], (one, other)
+
+
+def test_bytes_are_counted_by_hand():
+    """A rank of four sends a sum's bytes 2 * 3 / 4 times, and a gather's to three others."""
+    with fake_world(4):
+        cp = _context((1, 4), "ring")
+        x = torch.zeros(4, 6)  # 96 bytes, 24 for each rank
+        for collective in (cp.all_reduce, cp.all_gather, cp.all_to_all):
+            cp.sent.clear()
+            collective(x)
+            expected = {"all_reduce": 144, "all_gather": 288, "all_to_all": 72}
+            assert cp.sent == Counter(collectives=expected[collective.__name__])
+        cp.sent.clear()
+        cp.start_all_reduce(x).wait()
+        cp.start_all_gather(x, "slot").wait()
+        cp.start_reduce_scatter(x).wait()
+        assert cp.sent == Counter(verticals=144, inner=288, inner_gradient=72)
+        assert cp.bytes_sent == 288 + 72
+        cp.sent.clear()
+        cp.shift([x, x[0]], "inner", "slot").wait()
+        cp.shift([x], "inner", "slot", sends=False).wait()
+        assert cp.sent == Counter(inner=120)
+        cp.sent.clear()
+        # The first row is its own, and stays.
+        pending = cp.start_exchange(x, [1, 1, 1, 1], [1, 1, 1, 1], "inner_gradient", x.clone())
+        pending.wait()
+        assert cp.sent == Counter(inner_gradient=72)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "exchange", "shift"])
+def test_what_is_sent_lives_until_it_is_there(collective):
+    """Not longer: it is as large as a chunk."""
+    with fake_world(4):
+        cp = _context((1, 4), "ring")
+        x = torch.zeros(4, 6)
+        alive = weakref.ref(x)
+        if collective == "reduce_scatter":
+            pending = cp.start_reduce_scatter(x)
+        elif collective == "exchange":
+            out = torch.zeros(4, 6)
+            pending = cp.start_exchange(x, [1] * 4, [1] * 4, "inner", out)
+        else:
+            pending = cp.shift([x], "inner", "slot")
+        del x
+        gc.collect()
+        assert alive() is not None
+        pending.wait()
+        pending.wait()  # A second time it has nothing to wait for.
+        gc.collect()
+        assert alive() is None

@@ -14,7 +14,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.base import MaskRanges
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.schedules import needs
