@@ -191,3 +191,41 @@ def test_what_is_sent_lives_until_it_is_there(collective):
         pending.wait()  # A second time it has nothing to wait for.
         gc.collect()
         assert alive() is None
+
+
+# A quarter of the tokens in bf16. A KV head's keys are 4 * 16 * 8 * 2 = 1,024 bytes, a chunk of two
+# heads' keys and values is 4,096. Gradients are twice as wide.
+CHUNK = 4096
+BYTES = {
+    # Three hops of the chunk, there and in the backward; three of its gradient.
+    "ring": (3 * CHUNK, 3 * CHUNK, 3 * 2 * CHUNK),
+    # The same to three others.
+    "all_gather": (3 * CHUNK, 3 * CHUNK, 3 * 2 * CHUNK),
+}
+# Keys and values of 48 verticals (16 and two sinks, in whole blocks: 32) for four heads.
+VERTICALS = 2 * 4 * 32 * 8
+# Of four heads: 16 queries of the probe, summed; their fp32 normalizers; for one head a rank, the
+# masses of four key blocks with 16 verticals and two tiles each, as the probe may lie in two blocks;
+# and the choices, 32 verticals, 16 diagonals and two flags.
+PROBE = 4 * 16 * 8 * 2 * 3 // 2
+NORMALIZERS = 4 * 16 * 4 * 3
+MASSES = 4 * (16 + 2) * 4 * 3
+CHOICES = (32 + 16 + 2) * 4 * 3
+
+
+@pytest.mark.parametrize("schedule", BYTES)
+def test_bytes_of_a_bf16_layer_by_hand(schedule):
+    """Nothing is wider on the wire than it has to be, and sums are in fp32."""
+    with fake_world(4):
+        cp = _context((1, 4), schedule)
+        q, k, v = [x.detach().bfloat16().requires_grad_() for x in _inputs(cp)]
+        out = attend(q, k, v, Causal(), VERTICAL, cp, "eager")
+        forward, backward, gradients = BYTES[schedule]
+        assert cp.sent["inner"] == forward
+        assert cp.sent["verticals"] == VERTICALS * 2 * 3 // 2
+        assert cp.sent["collectives"] == PROBE + NORMALIZERS + MASSES + CHOICES
+        cp.sent.clear()
+        out.sum().backward()
+        assert cp.sent["inner"] == backward
+        assert cp.sent["inner_gradient"] == gradients
+        assert cp.sent["verticals"] == VERTICALS * 4 * 3 // 2
