@@ -141,7 +141,7 @@ def test_flash_attention_sums_in_fp32(kv_heads, summed):
 
 
 def test_long_lists_of_blocks_count():
-    """Full and partial ones, by query and by key, four bytes each; with verticals for every head."""
+    """Full and partial ones, by query and by key, four bytes each; with verticals by head."""
     step = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", most_blocks=10_000)
     lists = 4 * 4 * (TOKENS // 128) * 10_000
     assert attention_workspace(step) == lists

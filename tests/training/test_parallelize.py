@@ -61,7 +61,7 @@ def test_weights_are_given_back_after_the_forward(reshards):
 
 
 def test_replicas_add_up_what_their_shards_hold():
-    """Two replicas of two shards: sums over the shards, then of a shard's part over the replicas."""
+    """Two replicas of two shards: sums over the shards, then of each part over the replicas."""
     with fake_world(4):
         meshes = build_meshes(Parallelism(dp_replicate=2, cp=2), 2, "cpu")
         model = _decoder(meshes.fsdp)

@@ -1,6 +1,5 @@
 """What a rank says: how many collectives, over which ranks, and by which communicators."""
 
-import gc
 import itertools
 import weakref
 from collections import Counter
@@ -185,11 +184,9 @@ def test_what_is_sent_lives_until_it_is_there(collective):
         else:
             pending = cp.shift([x], "inner", "slot")
         del x
-        gc.collect()
         assert alive() is not None
         pending.wait()
         pending.wait()  # A second time it has nothing to wait for.
-        gc.collect()
         assert alive() is None
 
 
@@ -204,9 +201,9 @@ BYTES = {
 }
 # Keys and values of 48 verticals (16 and two sinks, in whole blocks: 32) for four heads.
 VERTICALS = 2 * 4 * 32 * 8
-# Of four heads: 16 queries of the probe, summed; their fp32 normalizers; for one head a rank, the
-# masses of four key blocks with 16 verticals and two tiles each, as the probe may lie in two blocks;
-# and the choices, 32 verticals, 16 diagonals and two flags.
+# Of four heads 16 queries of the probe, summed, and their fp32 normalizers. For one head a rank the
+# masses of four key blocks, with 16 verticals and two tiles each, as a probe may lie in two blocks.
+# Of its choices 32 verticals, 16 diagonals and two flags.
 PROBE = 4 * 16 * 8 * 2 * 3 // 2
 NORMALIZERS = 4 * 16 * 4 * 3
 MASSES = 4 * (16 + 2) * 4 * 3
