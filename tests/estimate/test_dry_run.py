@@ -15,7 +15,7 @@ import torch
 from titan_sparse import train
 from titan_sparse.config import ConfigError, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
-from titan_sparse.estimate.dry_run import World, dry_run, find_max_length
+from titan_sparse.estimate.dry_run import World, dry_run, find_max_length, outside_gib
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.start import open_data
 
@@ -279,3 +279,11 @@ def test_launch_refuses_what_it_cannot_start():
         assert _script(name).returncode == 2 and "usage" in _script(name, "--dry-run").stderr
     outside = _script("launch_slurm", "train_configs/demo_cpu.toml")
     assert outside.returncode == 2 and "not inside of a Slurm job" in outside.stderr
+
+
+def test_what_is_usable_of_a_device():
+    """97 %, less what lies outside of PyTorch's allocator: with several ranks NCCL's memory too."""
+    assert (outside_gib(1), outside_gib(2)) == (1.5, 3.5)
+    assert World(1, 1, 100.0).usable == 97.0 - 1.5
+    assert World(8, 8, 100.0).usable == 97.0 - 3.5
+    assert World(8, 8, None).usable is None
