@@ -359,8 +359,8 @@ class Checkpoint:
 class Metrics:
     """What is measured and where it is written."""
 
-    log_every: int = 1
-    """steps between log lines"""
+    log_every: int = 10
+    """steps between log lines; a logged step also records attention, which costs time"""
     recall_every: int = 50
     """steps between measurements of recall; 0: never"""
     recall_rows: int = 64
