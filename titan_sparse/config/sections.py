@@ -449,7 +449,8 @@ class Flags:
     find_max_length: bool = False
     """print the longest training.seq_len that fits and stop"""
     ranks: int = 0
-    """world size to assume; 0: that of torchrun, or 1; with --dry-run or --find-max-length"""
+    """world size to assume; 0: that of torchrun, or the least that fits; with --dry-run or
+    --find-max-length"""
     device_memory: float = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
