@@ -155,7 +155,7 @@ def reckon(config: Config, flags: Flags) -> int:
     from titan_sparse.estimate.dry_run import dry_run, find_max_length, world
 
     ranks, ranks_per_node = world_of(flags, config.parallelism, *world_from_environment())
-    where = world(ranks, ranks_per_node, flags.device_memory)
+    where = world(ranks, ranks_per_node, flags.device_memory, flags.host_memory)
     if flags.dry_run:
         report, fits = dry_run(config, where)
     else:

@@ -143,7 +143,11 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
     if rule.stop_when_parsed:
         assert is_parsed(invocation.program, invocation.words, folder)
     else:
-        status = run_module(invocation.program, [*invocation.words, *rule.shrink], folder)
+        shrink = rule.shrink
+        if invocation.processes > 1:
+            # One process takes the place of all of them here.
+            shrink += ("--parallelism.cp", "1")
+        status = run_module(invocation.program, [*invocation.words, *shrink], folder)
         assert status == 0, f"status {status}"
 
 

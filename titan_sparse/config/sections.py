@@ -454,6 +454,9 @@ class Flags:
     device_memory: float = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
+    host_memory: float = 0.0
+    """CPU memory of a node to assume, GiB; 0: that of the machine, if it has a GPU; with --dry-run
+    or --find-max-length"""
 
     @property
     def starts_nothing(self) -> bool:

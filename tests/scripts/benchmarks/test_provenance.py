@@ -37,7 +37,9 @@ def test_every_result_names_files_that_exist(path):
     """Wherever it cites one. Commands name scripts of their time, and files that they wrote."""
     missing = []
     for text in _texts(json.loads(path.read_text())):
-        for name in re.findall(r"[\w/.-]+/[\w.-]+\.(?:json|md|py|toml)\b|\w+h[12]00\w*\.json", text):
+        for name in re.findall(
+            r"[\w/.-]+/[\w.-]+\.(?:json|md|py|toml)\b|\w+h[12]00\w*\.json", text
+        ):
             places = (ROOT / name, path.parent / name)
             if not any(place.exists() for place in places):
                 missing.append(name)
