@@ -67,6 +67,7 @@ RULES = {
     "scripts.benchmarks.loss": Rule(SMALL_LOSS),
     "scripts.benchmarks.masks": PARSED,
     "scripts.benchmarks.plot_attention": Rule(),
+    "scripts.benchmarks.steps": Rule(),
     "scripts.calibrate": PARSED,
     "scripts.compare_runs": Rule(),
     "scripts.docs.draw_attention": Rule(),
@@ -104,6 +105,7 @@ def workspace(folder: Path) -> None:
     for name in ("a", "b"):
         (folder / "outputs" / name).mkdir()
         shutil.copy(folder / "outputs/run/metrics.jsonl", folder / "outputs" / name)
+        shutil.copytree(folder / "outputs/run/starts", folder / "outputs" / name / "starts")
 
     (folder / "outputs/run/profile").mkdir()
     kernel = {"name": "gemm", "cat": "kernel", "ts": 0.0, "dur": 1000.0}

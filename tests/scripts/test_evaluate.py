@@ -262,6 +262,6 @@ def test_ranks_of_this_launch_take_the_place_of_training_s(
     words = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", "run"]
     parallelism = parse([*words, "--lengths", "128"])[1].parallelism
     assert (parallelism.cp, parallelism.dp_replicate, parallelism.dp_shard) == (shared, 1, -1)
-    if trained != ranks:
+    if shared < trained:
         with pytest.raises(ValueError, match="does not fit"):
             parse([*words, "--lengths", "128", "--parallelism.cp", str(trained)])
