@@ -362,7 +362,7 @@ class Metrics:
     log_every: int = 10
     """steps between log lines; a logged step also records attention, which costs time"""
     recall_every: int = 50
-    """steps between measurements of recall; 0: never"""
+    """recall is measured at logged steps that are a multiple of this, and at step 1; 0: never"""
     recall_rows: int = 64
     """sampled query rows per sequence in a measurement of recall"""
     tensorboard: bool = True
