@@ -114,7 +114,9 @@ def test_python_files_are_samples_too():
     assert row[3] == [4096] and END not in row[0][:-1]
 
 
-@pytest.mark.parametrize(("sequences", "needed"), [("fixed", 15), ("fixed_and_rest", 1)])
+@pytest.mark.parametrize(
+    ("sequences", "needed"), [("packed", 1), ("fixed", 15), ("fixed_and_rest", 1)]
+)
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
 def test_documents_left_out_are_counted_and_logged_once(
     tmp_path, caplog, sequences, needed, is_prepared
