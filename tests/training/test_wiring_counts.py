@@ -99,7 +99,7 @@ def test_lines_recall_and_garbage(folder, monkeypatch):
     assert [line["tokens_seen"] for line in lines] == [SEQ_LEN * step for step in (1, 3, 6, 7)]
     assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
     assert [line["step"] for line in lines if "recall" in line] == [1, 6]
-    assert collected == [1, 1, 1]  # after steps 2, 4 and 6
+    assert collected.count(1) == 3  # after steps 2, 4 and 6
     assert not (folder / "lines/tensorboard").exists()
 
 
