@@ -310,19 +310,19 @@ def test_deterministic_algorithms(folder, deterministic):
 
 
 def test_traced_steps(folder):
-    """The third and the fourth step, which the profiler counts from 0."""
+    """The third step to the fifth. The profiler counts from 0."""
     _run(
         folder,
         "traced",
-        training__steps=5,
+        training__steps=6,
         profiling__enable=True,
         profiling__first_step=3,
-        profiling__steps=2,
+        profiling__steps=3,
         profiling__with_stack=True,
     )
     events = json.loads((folder / "traced/profile/rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
-    assert names == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
     assert any("trainer.py" in event["name"] for event in events)  # with_stack
 
 
