@@ -24,6 +24,7 @@ failed, and some are left.
 
 import argparse
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -43,6 +44,9 @@ ROOT = Path(__file__).parents[3]
 LIMIT_SECONDS = 470
 """Of a run."""
 
+ORPHANS_SECONDS = 5
+"""Until ranks have seen that their torchrun is dead, and have given their memory back."""
+
 LEFT = 3
 """The exit status if some runs are left."""
 
@@ -60,7 +64,7 @@ def main(words: list[str]) -> int:
         return 0
     out = Path(args.out)
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + args.seconds
+    ends = time.monotonic() + args.seconds if args.seconds else math.inf
     statuses = set()
     for run in asked:
         status = carry_out(run, args, gpus, ends)
@@ -87,7 +91,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--only", nargs="+", default=[], help="of these parts, runs whose names begin so")
     add("--again", action="store_true", help="what is complete too")
     add("--list", action="store_true", help="print the runs with their expected seconds, and stop")
-    add("--seconds", type=float, default=float("inf"), help="for all runs together")
+    add("--seconds", type=float, help="for all runs together; default: as long as it takes")
     add("--gpus", type=positive, help="use fewer than there are")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--toy", action="store_true", help="sizes for a CPU, which say nothing")
@@ -190,8 +194,7 @@ def end(job: subprocess.Popen) -> None:
     if job.poll() is None:
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-        # Ranks look for their parent every second, and give their memory back.
-        time.sleep(5)
+        time.sleep(ORPHANS_SECONDS)
 
 
 def conclude(path: Path, args: argparse.Namespace, error: str | None, seconds: float) -> None:

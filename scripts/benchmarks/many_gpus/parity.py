@@ -88,13 +88,16 @@ def main(words: list[str]) -> int:
     args, options = parse(words)
     path = Path(args.out)
     result = results.header(args, args.device) | {"ranks": args.ranks, "train": options, "rows": []}
+    one = Mesh(1, 1, 1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone = train(Mesh(1, 1, 1), args.device, options, folder)
+        # Beside the first mesh: it waits for no other rank, and holds up none.
+        alone = launch(one, args.device, options, folder)
         for mesh in meshes(args.ranks):
             try:
-                run = train(mesh, args.device, options, folder)
-                row = compared(mesh, alone, run, BOUNDS[args.device])
+                finish(launch(mesh, args.device, options, folder))
+                finish(alone)
+                row = compared(mesh, folder / one.name, folder / mesh.name, BOUNDS[args.device])
             except (subprocess.CalledProcessError, ValueError) as error:
                 row = {"mesh": mesh.name, "equal": False, "error": str(error)}
             result["rows"].append(row)
@@ -117,15 +120,20 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, options
 
 
-def train(mesh: Mesh, device: str, options: list[str], folder: Path) -> Path:
-    """Five steps on this mesh. Returns the run's folder. CalledProcessError if it fails."""
-    run = folder / mesh.name.replace(" ", "")
+def launch(mesh: Mesh, device: str, options: list[str], folder: Path) -> subprocess.Popen:
+    """Start to train on this mesh, in the folder of its name."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program += ["--nproc-per-node", str(mesh.replicas * mesh.inter * mesh.intra), "train.py"]
     program += [*WORDS[device], *COMMON, *mesh.words(), *options]
-    program += ["--training.output_dir", str(run)]
-    subprocess.run(program, cwd=ROOT, check=True)
-    return run
+    program += ["--training.output_dir", str(folder / mesh.name)]
+    return subprocess.Popen(program, cwd=ROOT)
+
+
+def finish(job: subprocess.Popen) -> None:
+    """Wait for it. CalledProcessError if it fails."""
+    status = job.wait()
+    if status:
+        raise subprocess.CalledProcessError(status, "train.py")
 
 
 def compared(mesh: Mesh, alone: Path, run: Path, bounds: dict[str, float]) -> dict:

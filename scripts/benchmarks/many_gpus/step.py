@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -53,15 +54,16 @@ def main(words: list[str]) -> int:
             print(found, file=sys.stderr)
             return 1
         options += ["--training.seq_len", length[1]]
-    expected = asked(options, args, "--dry-run")
-    peak = re.search(r"peak ([\d.]+) GiB", expected)
-    result["expected_gib"] = float(peak[1]) if peak else None
-    result["expected"] = expected.splitlines()
     result["train"] = options
     result["rows"] = []
     results.write(path, result)
+    # Beside the start of the run, which takes as long.
+    estimate = threading.Thread(target=add_estimate, args=(options, args, result))
+    estimate.start()
     with tempfile.TemporaryDirectory() as folder:
         status = train(options, args.ranks, Path(folder), result, path)
+    estimate.join()
+    results.write(path, result)
     print(results.last_lines(path.with_suffix(".log")))
     return status
 
@@ -83,9 +85,20 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(words)
 
 
+def add_estimate(options: list[str], args: argparse.Namespace, result: dict) -> None:
+    """What --dry-run expects."""
+    report = asked(options, args, "--dry-run")
+    peak = re.search(r"peak ([\d.]+) GiB", report)
+    result["expected_gib"] = float(peak[1]) if peak else None
+    result["expected"] = report.splitlines()
+
+
 def asked(options: list[str], args: argparse.Namespace, flag: str) -> str:
     """What train.py prints with --dry-run or --find-max-length."""
-    flags = [flag, "--ranks", str(args.ranks), "--device-memory", str(args.device_memory)]
+    memory = args.device_memory or (H200_GIB if args.device == "cpu" else 0)
+    flags = [flag, "--ranks", str(args.ranks)]
+    if memory:
+        flags += ["--device-memory", str(memory)]
     program = [sys.executable, "train.py", *options, *flags]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or done.stderr.strip()
@@ -118,7 +131,6 @@ def train(options: list[str], ranks: int, run: Path, result: dict, path: Path) -
     add_rows(run, result, path)
     result["seconds"] = round(time.monotonic() - began, 1)
     result["kernel"] = kernel(log.read_text(errors="replace"))
-    results.write(path, result)
     return job.returncode
 
 
