@@ -243,8 +243,9 @@ def unfinished(out: Path) -> list[str]:
         result = results.read(path)
         why = result.get("not_run") or result.get("error")
         if why:
-            last = why.strip().splitlines()[-1]
-            lines.append(f"* {path.stem}: {why.splitlines()[0][:200]} ... {last[:300]}")
+            first, *others = why.strip().splitlines()
+            last = f" ... {others[-1][:300]}" if others else ""
+            lines.append(f"* {path.stem}: {first[:200]}{last}")
         for row in result.get("rows", []):
             if "error" in row:
                 named = [str(row[key]) for key in ("name", "schedule", "layout") if key in row]

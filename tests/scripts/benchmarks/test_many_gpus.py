@@ -94,7 +94,7 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tmp_path, monkeypatch
     assert bad["error"] == "status 1: no memory" and bad["rows"] == [{"ms": 1}]
     assert not results.is_done(tmp_path / "bad_1x.json")
     assert results.read(tmp_path / "good_1x.json")["complete"]
-    assert "* bad_1x: status 1: no memory" in (tmp_path / "tables.md").read_text()
+    assert "* bad_1x: status 1: no memory\n" in (tmp_path / "tables.md").read_text()
 
     # The next call does what has failed, and nothing else.
     plan = [planned("bad_1x", WRITES), planned("good_1x", "1 / 0")]
