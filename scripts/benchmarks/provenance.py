@@ -99,7 +99,7 @@ def command() -> str:
 
 def commit() -> str | None:
     """The commit of this checkout, "-dirty" where files differ from it; None without git."""
-    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
+    described = output_of(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
     return described or None
 
 
@@ -111,7 +111,7 @@ def device_name(device: str | torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on; None for what is not there."""
-    drivers = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    drivers = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -129,7 +129,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(words: list[str]) -> str:
+def output_of(words: list[str]) -> str:
     """What a command prints; empty if it fails or does not exist."""
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
