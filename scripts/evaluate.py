@@ -160,7 +160,8 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
         checkpoint=defaults.checkpoint,
     )
     config.data.source = single_source(config.data.source, "data.source")
-    config.data.sequences = "packed"
+    # Each window and each prompt is of one document.
+    config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
     return config
 

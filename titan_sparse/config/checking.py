@@ -150,11 +150,6 @@ def _check_huggingface(config: Config) -> None:
 
 def _check_data(data: Data) -> None:
     sources = source_weights(data.source)
-    require(
-        data.sequences == "packed" or "python" not in sources,
-        f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has '
-        'prepared, not data.source = "python"; write data.sequences = "packed"',
-    )
     if "python" not in sources:
         require(
             not data.join_packages,

@@ -63,7 +63,7 @@ class Data:
     """shuffle the documents anew in every epoch"""
     sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
     """packed: documents one after the other; fixed: training.seq_len tokens of one document, whose
-    rest is dropped, or with fixed_and_rest kept and padded"""
+    rest is dropped, as are shorter documents, or with fixed_and_rest kept and padded"""
 
 
 @dataclass
@@ -195,13 +195,13 @@ class Attention:
     nothing, so that a sweep over variants changes one line.
     """
 
-    mask: Literal["documents", "causal"] = "documents"
-    """what may be seen: documents is causal inside each document, causal ignores document
-    boundaries"""
+    mask: Literal["documents", "causal", "causal_across_documents"] = "documents"
+    """what may be seen: documents is causal inside each document; causal needs sequences of one
+    document (data.sequences = fixed); causal_across_documents sees earlier documents too"""
     sliding_window: int = 0
     """a query sees this many last tokens, itself included; 0: all"""
     window_sinks: int = 0
-    """with a sliding_window: first tokens of the document (mask = causal: of the sequence) that
+    """with a sliding_window: first tokens of the document (other masks: of the sequence) that
     every query sees too; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     """what is worth seeing"""
