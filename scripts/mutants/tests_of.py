@@ -28,6 +28,7 @@ _RUNS = [
 _DATA = [
     "tests/data/test_loader.py",
     "tests/data/test_stream.py",
+    "tests/data/test_text_samples.py",
     "tests/data/test_packing.py",
     "tests/data/test_rows.py",
     "tests/data/test_sources.py",
