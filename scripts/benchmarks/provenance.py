@@ -43,15 +43,19 @@ def of_start(start: dict) -> dict:
     """The same for a training run, but the options. start: the content of its start.json."""
     words = shlex.split(start["command"])
     # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
-    first = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
-    program = [os.path.basename(words[first]), *words[first + 1 :]]
-    ranks = str(start["world_size"])
+    places = [i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"]
+    command = f"{UNKNOWN}the run was no program of its own"
+    if places:
+        first = places[0]
+        program = [os.path.basename(words[first]), *words[first + 1 :]]
+        ranks = str(start["world_size"])
+        command = shlex.join(["torchrun", "--nproc-per-node", ranks, *program])
     git = start["git"]
     commit = f"{UNKNOWN}the run was started outside of a checkout"
     if git is not None:
         commit = git["commit"] + ("-dirty" if git["changed_files"] else "")
     return {
-        "command": shlex.join(["torchrun", "--nproc-per-node", ranks, *program]),
+        "command": command,
         "commit": commit,
         "date": start["date"][:10],
         "gpu": start["ranks"][0]["device"],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.benchmarks.provenance import KEYS, UNKNOWN, commit, problems, provenance
+from scripts.benchmarks.provenance import KEYS, UNKNOWN, commit, of_start, problems, provenance
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
@@ -25,6 +25,30 @@ def test_keys_that_every_result_has():
     assert about["versions"]["torch"] == torch.__version__ and about["options"] == {"seq_len": 5}
     json.dumps(about)
     assert set(KEYS) < set(about) and problems(about | {"commit": 40 * "0"}) == []
+
+
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        (
+            "python -u train.py --config a.toml",
+            "torchrun --nproc-per-node 2 train.py --config a.toml",
+        ),
+        ("python -m titan_sparse.train", "torchrun --nproc-per-node 2 -m titan_sparse.train"),
+        ("python -u -c 'import sys'", "unknown: the run was no program of its own"),
+    ],
+)
+def test_the_command_of_a_start(command, told):
+    start = {
+        "command": command,
+        "world_size": 2,
+        "git": None,
+        "date": "2026-11-22T14:55:53+00:00",
+        "ranks": [{"device": "CPU"}],
+        "versions": {"torch": "2.13.0"},
+    }
+    assert of_start(start)["command"] == told
+    assert problems(of_start(start)) == []
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
