@@ -41,22 +41,24 @@ def test_fused_where_there_is_such_a_kernel(name, device_type, offload, wanted):
 
 
 @pytest.mark.parametrize(
-    "device_type, offload, before, cores, wanted",
+    "processes, device_type, offload, before, cores, wanted",
     [
-        ("cuda", True, 1, 11, 3),
-        ("cuda", True, 1, 2, 1),
-        ("cuda", True, 2, 11, 2),  # told by OMP_NUM_THREADS
-        ("cuda", False, 1, 11, 1),
-        ("cpu", True, 1, 11, 1),
+        ("3", "cuda", True, 1, 11, 3),
+        ("3", "cuda", True, 1, 2, 1),
+        ("3", "cuda", True, 2, 11, 2),  # told by OMP_NUM_THREADS
+        ("3", "cuda", False, 1, 11, 1),
+        ("3", "cpu", True, 1, 11, 1),
+        (None, "cuda", True, 1, 11, 11),  # without a launcher
     ],
 )
 def test_an_update_on_the_cpu_takes_its_share_of_the_cores(
-    monkeypatch, device_type, offload, before, cores, wanted
+    monkeypatch, processes, device_type, offload, before, cores, wanted
 ):
-    """Three processes share a node."""
     affinities = {0: set(range(cores))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinities[process])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     torch.set_num_threads(before)
     build_optimizer(nn.Linear(2, 2), Optimizer(offload=offload), device_type)
     assert torch.get_num_threads() == wanted

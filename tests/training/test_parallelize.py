@@ -86,6 +86,14 @@ def test_a_process_alone_needs_no_launcher(monkeypatch, calls):
     assert options == {"timeout": timedelta(seconds=90), "rank": 0, "world_size": 1}
 
 
+def test_no_process_group_is_left(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    parallelize.init_distributed(torch.device("cpu"), 90)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    parallelize.leave_distributed()
+    assert not dist.is_initialized()
+
+
 def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
     """Its device is set first, and NCCL writes down what it does."""
     monkeypatch.setenv("RANK", "3")
