@@ -147,7 +147,7 @@ def _decoder() -> Decoder:
 @pytest.mark.parametrize("reshards", [True, False])
 def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     """Every block by itself, then the rest. Gradients are summed, in float32 at least."""
-    asked, factors, plain_sums = [], [], []
+    asked, factors, plain_sums, compiled = [], [], [], []
     shard = parallelize.fully_shard
 
     def fully_shard(module: nn.Module, **options) -> nn.Module:
@@ -161,6 +161,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     monkeypatch.setattr(
         FSDPModule, "set_force_sum_reduction_for_comms", lambda _, plain: plain_sums.append(plain)
     )
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
     model = _decoder()
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
@@ -176,6 +177,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     }
     block = rest | {"reshard_after_forward": reshards}
     assert asked == [block] * BLOCKS + [rest]
+    assert compiled == []
     assert all(isinstance(module, FSDPModule) for module in [*model.layers.values(), model])
     assert factors == [1.0] * (BLOCKS + 1)
     # gloo has no sum that is multiplied first.
