@@ -293,6 +293,13 @@ def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
     assert names_in(source.folder) == {"step-1"}
 
 
+def test_a_rollback_to_the_newest_moves_nothing(tmp_path, log):
+    run = Run(tmp_path).train(2)
+    Run(tmp_path, load_step=2).checkpointer.load()
+    assert names_in(run.folder) == {"step-1", "step-2", "rolled-back.json"}
+    assert "newer than" not in log.text
+
+
 def test_record_of_a_rollback_is_readable(tmp_path):
     Run(tmp_path).train(2)
     run = Run(tmp_path, load_step=1)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from tests.training.checkpoint.helpers import Run, names_in
+from tests.training.checkpoint.helpers import Run, names_in, open_files
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint import disk
 
@@ -60,6 +60,17 @@ def test_checkpoints_that_are_there_have_their_room(tmp_path, leave_free):
         run.checkpointer.check_disk(100)
 
 
+def test_all_that_are_kept_need_room_for_the_next_only(tmp_path, leave_free):
+    """A disk that holds all of them can't be asked for."""
+    run = Run(tmp_path, keep_latest_k=0)
+    leave_free(ONE_SAVE)
+    run.checkpointer.check_disk(100)
+    leave_free(ONE_SAVE - 1)
+    text = "has 3.9e-07 GiB free, a save needs 3.91e-07 GiB and up to 1 more"
+    with pytest.raises(Refusal, match=text):
+        run.checkpointer.check_disk(100)
+
+
 def test_what_optimizers_will_have(tmp_path):
     """SGD has nothing beside the weights. With an AdamW among several, all are counted as its."""
     model = Run(tmp_path).model
@@ -72,7 +83,7 @@ def test_what_optimizers_will_have(tmp_path):
 def test_a_folder_that_is_not_there_is_made(tmp_path):
     run = Run(tmp_path / "runs/first")
     run.checkpointer.check_disk(10)
-    assert names_in(run.folder) == set()
+    assert names_in(run.folder) == set() and open_files(str(tmp_path)) == 0
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

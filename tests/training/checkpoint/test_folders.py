@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.checkpoint.helpers import names_in
+from tests.training.checkpoint.helpers import names_in, open_files
 from titan_sparse.training.checkpoint import folders
 
 
@@ -20,6 +20,7 @@ def test_a_published_name_is_durable(tmp_path, events):
     make(tmp_path, "step-2.incomplete")
     folders.publish(tmp_path / "step-2.incomplete", tmp_path / "step-2")
     assert events == ["step-2.incomplete", "step-2.incomplete > step-2", tmp_path.name]
+    assert open_files(str(tmp_path)) == 0
 
 
 def test_what_is_moved_aside_stays_there(tmp_path, events):
@@ -62,6 +63,11 @@ def test_what_cannot_be_deleted_does_not_stop_a_run(tmp_path):
     folder = tmp_path / "checkpoint"
     make(folder, "step-2.incomplete")
     (folder / "step-1.incomplete").symlink_to(tmp_path / "else/step-1")
+    (folder / "step-1").symlink_to(tmp_path / "else/step-1")
+    make(folder, "step-2")
     assert set(folders.delete_incomplete(folder)) == {"step-1.incomplete", "step-2.incomplete"}
-    assert names_in(folder) == {"step-1.incomplete"}
+    assert names_in(folder) == {"step-1.incomplete", "step-1", "step-2"}
+    (folder / "step-1.incomplete").unlink()
+    folders.rotate(folder, 1)
+    assert names_in(folder) == {"step-1.incomplete", "step-2"}
     assert names_in(tmp_path / "else/step-1") == {folders.METADATA}

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,14 +74,21 @@ def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
     assert one_line(caught.value) and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../step-1/__0_0.distcp", "/etc/passwd", ""])
-def test_files_outside_the_folder_are_not_opened(checkpoint, name):
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("../step-1/__0_0.distcp", "which is not a file of this folder"),
+        ("/etc/passwd", "which is not a file of this folder"),
+        ("", "step-1 is missing"),
+    ],
+)
+def test_files_outside_the_folder_are_not_opened(checkpoint, name, problem):
     metadata = read_metadata(checkpoint)
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index] = _StorageInfo(name, 0, 1)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     forge_sums(checkpoint)
-    with pytest.raises(Broken, match="which is not a file of this folder"):
+    with pytest.raises(Broken, match=problem):
         verify(checkpoint)
 
 
@@ -155,7 +163,7 @@ def test_the_damaged_file_is_named_with_what_is_wrong(checkpoint):
 
 def test_without_a_process_group_every_file_is_checked(checkpoint, monkeypatch):
     """As by programs that only read a checkpoint."""
-    monkeypatch.setattr(reader.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(reader, "dist", SimpleNamespace(is_initialized=lambda: False))
     verify(checkpoint)
     for name in names_in(checkpoint) - {"checksums.sha256"}:
         flip_bit(checkpoint / name)
@@ -171,3 +179,27 @@ def test_what_cannot_be_read_says_why_in_one_line(checkpoint, monkeypatch):
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(Broken, match=r"step-1 can't be read: an odd value$"):
         read_into({"weight": torch.zeros(5, 6)}, checkpoint, alone=True)
+
+
+def test_a_name_of_torchs_elsewhere_is_not_made(checkpoint):
+    """By a pickle of one line, in its oldest protocol."""
+    (checkpoint / ".metadata").write_bytes(b"cposix\nfloat32\n.")
+    with pytest.raises(Broken, match=r"it asks for posix\.float32"):
+        read_metadata(checkpoint)
+
+
+def _write_metadata(folder: Path, place: _StorageInfo) -> Path:
+    metadata = Metadata({}, storage_data={MetadataIndex("part"): place})
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / place.relative_path).write_bytes(b"")
+    return folder
+
+
+def test_an_empty_part_is_no_damage(tmp_path):
+    verify(_write_metadata(tmp_path, _StorageInfo("__0_0.distcp", 0, 0)))
+
+
+def test_compressed_parts_are_refused(tmp_path):
+    place = _StorageInfo("__0_0.distcp", 0, 0, transform_descriptors=["zstd"])
+    with pytest.raises(Broken, match=r"it wants \['zstd'\] applied"):
+        verify(_write_metadata(tmp_path, place))

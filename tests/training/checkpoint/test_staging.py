@@ -181,6 +181,7 @@ class Gpu:
         return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
         self.pinned[address] = size
         return self.register_result
 
@@ -234,6 +235,13 @@ def test_a_gpu_copies_on_a_stream_of_its_own(monkeypatch, pinned):
     staging.close()
     ended = ["the host waits for the device", "1024 bytes are not pinned any more"]
     assert gpu.calls == (ended if pinned else [])
+
+
+def test_a_rank_without_a_part_can_pin_its_memory(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    staging = Staging({}, torch.device("cuda"), pinned=True)
+    assert len(gpu.pinned) == 1
+    staging.close()
 
 
 def test_memory_that_cannot_be_pinned_is_refused(monkeypatch):
