@@ -1,6 +1,7 @@
 """A run small enough to save and load in milliseconds: one layer, Adam, a loader that counts."""
 
 import errno
+import gc
 import hashlib
 import os
 from pathlib import Path
@@ -100,6 +101,7 @@ def names_in(folder: Path) -> set[str]:
 
 def open_files(name: str) -> int:
     """How many of this process's open files have `name` in theirs."""
+    gc.collect()  # what earlier tests have left would go at any time
     count = 0
     for descriptor in os.listdir("/proc/self/fd"):
         try:

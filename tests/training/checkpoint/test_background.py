@@ -72,10 +72,10 @@ def test_close_gives_thread_and_memory_back(alone, tmp_path):
     run.checkpointer.prepare()
     assert open_files(COPIES) == one_more
     run.checkpointer.save(1)
-    assert _save_threads() > threads
+    assert _save_threads() - threads
     for _ in range(2):  # the second finds nothing to give back
         run.checkpointer.close()
-        assert open_files(COPIES) == copies and _save_threads() <= threads
+        assert open_files(COPIES) == copies and not _save_threads() - threads
 
 
 def test_in_the_foreground_nothing_is_copied(alone, tmp_path):
