@@ -187,6 +187,7 @@ def settings(args: argparse.Namespace, words: list[str]) -> Setting:
         )
     if not args.index:  # what is planned, whatever the configuration says: "auto" goes by it
         config.attention.mask = "documents" if args.documents else "causal"
+        config.data.sequences = "packed" if args.documents else "fixed"
 
     pairs = []
     for layout in args.layout or [config.attention.layout]:

@@ -28,7 +28,7 @@ def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
 
     lengths: the lengths of the documents in each sequence, in tokens.
     """
-    is_causal = attention.mask == "causal"
+    is_causal = attention.mask != "documents"
     if has_slices(attention):
         documents = [[sum(sequence)] for sequence in lengths] if is_causal else lengths
         return Slices.batch(

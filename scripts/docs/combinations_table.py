@@ -72,6 +72,8 @@ def build_config(mask: dict, pattern: str, layout: str, schedule: str, backend: 
     config.parallelism.cp_intra = 2
     for key, value in mask.items():
         setattr(config.attention, key, value)
+    if config.attention.mask == "causal":
+        config.data.sequences = "fixed"
     config.attention.pattern = pattern
     config.attention.layout = layout
     config.attention.schedule = schedule

@@ -37,6 +37,7 @@ _RUNS = [
 _DATA = [
     "tests/data/test_loader.py",
     "tests/data/test_stream.py",
+    "tests/data/test_text_samples.py",
     "tests/data/test_packing.py",
     "tests/data/test_rows.py",
     "tests/data/test_sources.py",
@@ -44,7 +45,12 @@ _DATA = [
     "tests/training/checkpoint/test_resuming.py",
     "tests/evaluation/test_position.py",
 ]
-_HUGGING_FACE = ["tests/models/test_huggingface.py", "tests/models/test_huggingface_oddities.py"]
+_ROPE = [
+    "tests/models/test_rope.py",
+    "tests/models/test_huggingface_rope.py",
+    "tests/models/test_huggingface.py",
+    "tests/models/test_huggingface_oddities.py",
+]
 _CHECKPOINT = "titan_sparse/training/checkpoint"
 
 TESTS: dict[str, list[str]] = {
@@ -64,8 +70,8 @@ TESTS: dict[str, list[str]] = {
     f"{_CHECKPOINT}/state.py": _SAVES,
     f"{_CHECKPOINT}/writer.py": _SAVES,
     "titan_sparse/loss.py": ["tests/test_loss.py"],
-    "titan_sparse/models/rope.py": ["tests/models/test_rope.py", *_HUGGING_FACE],
-    "titan_sparse/models/huggingface_rope.py": ["tests/models/test_rope.py", *_HUGGING_FACE],
+    "titan_sparse/models/rope.py": _ROPE,
+    "titan_sparse/models/huggingface_rope.py": _ROPE,
     "titan_sparse/data/loader.py": _DATA,
     "titan_sparse/data/stream.py": _DATA,
     "titan_sparse/data/packing.py": _DATA,

@@ -19,7 +19,7 @@ from tests.data.helpers import (
     random_documents,
     write_rows,
 )
-from titan_sparse.config import Config, ConfigError, Data, check
+from titan_sparse.config import Data
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 
@@ -149,10 +149,6 @@ def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
         open_loader(Data(source=folder, sequences="fixed"), seq_len=1000)
     with pytest.raises(ValueError, match="data.text_field"):
         open_loader(Data(source=folder, text_field="body"))
-    with pytest.raises(ValueError, match='data.sequences = "fixed" needs tokens'):
-        open_loader(Data(source=str(tmp_path / "a.jsonl"), sequences="fixed"))
-    with pytest.raises(ConfigError, match='data.sequences = "fixed" needs tokens'):
-        check(Config(data=Data(sequences="fixed")), 1, 1)
 
 
 def mixture(tmp_path: Path, weights: tuple[float, ...] = (5, 3, 2)) -> Data:

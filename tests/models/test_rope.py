@@ -72,6 +72,44 @@ def test_scaled_frequencies_match_a_loop(
         )
 
 
+_CASES = {
+    "plain": RopeConfig(1e4, "none", 1.0, 64),
+    "llama3": RopeConfig(1e3, "llama3", 6.0, 256, 2.0, 9.0),
+    "yarn": RopeConfig(1e3, "yarn", 4.0, 64),
+    "yarn, other betas": RopeConfig(1e4, "yarn", 3.0, 256, beta_fast=9.0, beta_slow=2.0),
+    # Pair 23 of 8 would turn beta_slow times, the cap is 15.
+    "yarn, the ramp beyond the head": RopeConfig(10.0, "yarn", 4.0, 4096, beta_fast=500.0),
+    # Not even the fastest pair turns once.
+    "yarn, an empty ramp": RopeConfig(1e4, "yarn", 4.0, 4),
+    "yarn, by one": RopeConfig(1e3, "yarn", 1.0, 64),
+}
+
+
+@pytest.mark.parametrize("rope", _CASES.values(), ids=_CASES.keys())
+def test_frequencies_are_those_of_transformers(rope: RopeConfig) -> None:
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers import LlamaConfig
+
+    given = {
+        "rope_type": "default" if rope.scaling == "none" else rope.scaling,
+        "rope_theta": rope.theta,
+        "factor": rope.factor,
+        "original_max_position_embeddings": rope.original_length,
+    }
+    if rope.scaling == "llama3":
+        given["low_freq_factor"] = rope.low_frequency_factor
+        given["high_freq_factor"] = rope.high_frequency_factor
+    if rope.scaling == "yarn":
+        given["beta_fast"] = rope.beta_fast
+        given["beta_slow"] = rope.beta_slow
+    theirs = modeling.LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters=given)
+    )
+    inv_freq, attention_factor = inverse_frequencies(rope, 16)
+    torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
 def test_unknown_scaling_is_refused() -> None:
     with pytest.raises(ValueError, match="model.rope_scaling"):
         inverse_frequencies(RopeConfig(1e4, "ntk", 2.0, 64), 8)

@@ -114,7 +114,7 @@ SGD = Case(
         "lr_scheduler.total_steps": 4,
         "lr_scheduler.min_lr_factor": 0.1,
         "training.max_norm": 1.5,
-        "attention.mask": "causal",
+        "attention.mask": "causal_across_documents",
         "activation_checkpoint.mode": "none",
     },
     # Half a cosine of four steps from 1 to 0.1, and no rise after it.

@@ -25,6 +25,12 @@ def check_attention(config: Config) -> None:
         'attention.schedule = "double_ring" needs parallelism.cp above 1; '
         'write attention.schedule = "auto"',
     )
+    require(
+        attention.mask != "causal" or config.data.sequences != "packed",
+        'attention.mask = "causal" would let a query see other documents with data.sequences = '
+        '"packed"; write attention.mask = "documents" or data.sequences = "fixed", or '
+        'attention.mask = "causal_across_documents" if it shall',
+    )
     _check_window_sinks(attention)
     _check_travel(attention, cp, config.training.dtype)
     for key, share, example in (

@@ -63,7 +63,7 @@ class Data:
     """shuffle the documents anew in every epoch"""
     sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
     """packed: documents one after the other; fixed: training.seq_len tokens of one document, whose
-    rest is dropped, or with fixed_and_rest kept and padded"""
+    rest is dropped, as are shorter documents, or with fixed_and_rest kept and padded"""
 
 
 @dataclass
@@ -195,13 +195,13 @@ class Attention:
     nothing, so that a sweep over variants changes one line.
     """
 
-    mask: Literal["documents", "causal"] = "documents"
-    """what may be seen: documents is causal inside each document, causal ignores document
-    boundaries"""
+    mask: Literal["documents", "causal", "causal_across_documents"] = "documents"
+    """what may be seen: documents is causal inside each document; causal needs sequences of one
+    document (data.sequences = fixed); causal_across_documents sees earlier documents too"""
     sliding_window: int = 0
     """a query sees this many last tokens, itself included; 0: all"""
     window_sinks: int = 0
-    """with a sliding_window: first tokens of the document (mask = causal: of the sequence) that
+    """with a sliding_window: first tokens of the document (other masks: of the sequence) that
     every query sees too; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     """what is worth seeing"""
@@ -359,10 +359,10 @@ class Checkpoint:
 class Metrics:
     """What is measured and where it is written."""
 
-    log_every: int = 1
-    """steps between log lines"""
+    log_every: int = 10
+    """steps between log lines; a logged step also records attention, which costs time"""
     recall_every: int = 50
-    """steps between measurements of recall; 0: never"""
+    """recall is measured at logged steps that are a multiple of this, and at step 1; 0: never"""
     recall_rows: int = 64
     """sampled query rows per sequence in a measurement of recall"""
     tensorboard: bool = True
@@ -449,10 +449,14 @@ class Flags:
     find_max_length: bool = False
     """print the longest training.seq_len that fits and stop"""
     ranks: int = 0
-    """world size to assume; 0: that of torchrun, or 1; with --dry-run or --find-max-length"""
+    """world size to assume; 0: that of torchrun, or the least that fits; with --dry-run or
+    --find-max-length"""
     device_memory: float = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
+    host_memory: float = 0.0
+    """CPU memory of a node to assume, GiB; 0: that of the machine, if it has a GPU; with --dry-run
+    or --find-max-length"""
 
     @property
     def starts_nothing(self) -> bool:

@@ -74,10 +74,4 @@ def open_documents(data: Data, tokenizer: Tokenizer) -> Documents:
                     f'data.source = "{data.source}"; leave it out'
                 )
         return TokenShards(data.source, tokenizer)
-    if data.sequences != "packed":
-        raise ValueError(
-            f'data.sequences = "{data.sequences}" needs tokens that scripts.prepare_data has '
-            f'prepared, not data.source = "{data.source}"; write such a folder, or '
-            'data.sequences = "packed"'
-        )
     return TokenizedTexts(open_source(data), tokenizer)

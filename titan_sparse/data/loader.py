@@ -19,7 +19,15 @@ from titan_sparse.config.mixture import source_weights
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.packing import Packed, pad_to_multiple
-from titan_sparse.data.stream import Cursor, Mixture, PackedStream, SampleStream, Stream
+from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.stream import (
+    Cursor,
+    Mixture,
+    PackedStream,
+    SampleStream,
+    Stream,
+    TextSampleStream,
+)
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("titan_sparse")
@@ -117,6 +125,11 @@ class PackedLoader:
     def documents_seen(self) -> int:
         """Number of documents begun, over all epochs and ranks."""
         return sum(stream.cursor.documents_seen for stream in self.mixture.streams)
+
+    @property
+    def documents_left_out(self) -> int:
+        """Number of documents passed over as too short, over all epochs and ranks."""
+        return sum(stream.documents_left_out for stream in self.mixture.streams)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -230,7 +243,8 @@ def build_stream(data: Data, tokenizer: Tokenizer, seq_len: int, seed: int) -> S
         return PackedStream(
             documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
         )
-    return SampleStream(
+    sample_stream = SampleStream if isinstance(documents, TokenShards) else TextSampleStream
+    return sample_stream(
         documents,
         tokenizer,
         seq_len,

@@ -5,6 +5,7 @@ A stream gives a sequence as spans of documents first, which is cheap. Only the 
 sequence reads its tokens.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from titan_sparse.data.packing import Packed, Piece, pack
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import Tokenizer
 
+logger = logging.getLogger("titan_sparse")
+
 
 @dataclass
 class Cursor:
@@ -27,7 +30,7 @@ class Cursor:
     """number of the stream's next sequence"""
     epoch: int = 0
     document: int = 0
-    """place in the epoch's order: of documents, or of samples where each sequence is one"""
+    """place in the epoch's order: of documents, or of the samples of prepared tokens"""
     offset: int = 0
     """tokens of that document already taken"""
     documents_seen: int = 0
@@ -103,6 +106,11 @@ class Stream(ABC):
         Raises ValueError if no document is long enough.
         """
 
+    @property
+    @abstractmethod
+    def documents_left_out(self) -> int:
+        """Documents passed over as too short, over all epochs and ranks."""
+
     def fingerprint(self) -> dict[str, int | str]:
         """What fixes the stream: with another fingerprint a cursor points to other tokens."""
         return {
@@ -143,7 +151,71 @@ class Stream(ABC):
             cursor.document = 0
 
 
-class PackedStream(Stream):
+class WalkedStream(Stream):
+    """Goes through the documents in the order of each epoch; none is read before its turn.
+
+    Documents of fewer than `shortest` tokens, their end-of-document token not counted, are left
+    out. Raises ValueError if all are.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        min_document_length: int,
+        shortest: int,
+    ) -> None:
+        count = len(documents)
+        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
+        self.shortest = shortest
+        # Now, rather than in the first step, when other ranks would wait for this one.
+        self._find_document()
+
+    @property
+    def documents_left_out(self) -> int:
+        """Documents passed over as too short, over all epochs and ranks."""
+        cursor = self.cursor
+        # All places before the cursor's, and its own if that document is begun.
+        passed = cursor.epoch * self.order.count + cursor.document + (cursor.offset > 0)
+        return passed - cursor.documents_seen
+
+    @abstractmethod
+    def _no_document(self, longest: int) -> ValueError:
+        """What to raise where the longest document, of `longest` tokens, is too short.
+
+        The end-of-document token is not counted.
+        """
+
+    def _find_document(self) -> tuple[int, int]:
+        """Index and length (end-of-document token included) of the cursor's document, skipping
+        those that are too short."""
+        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
+        # long enough.
+        longest = 0
+        for _ in range(2 * self.order.count):
+            index = self.order.at(self.cursor.epoch, self.cursor.document)
+            length = self.documents.length(index)
+            if length > self.shortest:
+                return index, length
+            longest = max(longest, length - 1)
+            self.documents.forget(index)
+            self._go_to_next_place()
+        if longest == 0:
+            raise ValueError("data.source holds only empty documents; write another data.source")
+        raise self._no_document(longest)
+
+    def _go_to_next_place(self) -> None:
+        super()._go_to_next_place()
+        cursor = self.cursor
+        # A pass that began no document is the search of one that fails.
+        if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
+            tell_left_out(self.documents_left_out, self.order.count, self.shortest)
+
+
+class PackedStream(WalkedStream):
     """data.sequences = packed: documents one after the other, cut where a sequence is full.
 
     Raises ValueError if no document is long enough.
@@ -160,10 +232,10 @@ class PackedStream(Stream):
         shuffle: bool,
         min_document_length: int,
     ) -> None:
-        count = len(documents)
-        super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
-        # Now, rather than in the first step, when other ranks would wait for this one.
-        self._find_document()
+        shortest = max(min_document_length, 1)
+        super().__init__(
+            documents, tokenizer, seq_len, seed, shuffle, min_document_length, shortest
+        )
 
     def next_sequence(self) -> list[Span]:
         """Take the next sequence as spans of `seq_len` tokens together."""
@@ -183,37 +255,64 @@ class PackedStream(Stream):
         cursor.sequence += 1
         return spans
 
-    def _find_document(self) -> tuple[int, int]:
-        """Index and length (end-of-document token included) of the cursor's document, skipping
-        those that are too short."""
-        # Wherever the cursor stands, two passes hold one whole epoch: after that, no document is
-        # long enough.
-        longest = 0
-        for _ in range(2 * self.order.count):
-            index = self.order.at(self.cursor.epoch, self.cursor.document)
-            length = self.documents.length(index)
-            if length > max(self.min_document_length, 1):
-                return index, length
-            # Without the end-of-document token, as data.min_document_length counts.
-            longest = max(longest, length - 1)
-            self.documents.forget(index)
-            self._go_to_next_place()
-        if longest == 0:
-            raise ValueError("data.source holds only empty documents; write another data.source")
-        raise ValueError(
+    def _no_document(self, longest: int) -> ValueError:
+        return ValueError(
             f"data.min_document_length = {self.min_document_length} leaves no document, as the "
             f"longest of data.source has {longest} tokens; write {longest} or less, or another "
             "data.source"
         )
 
 
-class SampleStream(Stream):
-    """data.sequences = fixed: every sequence is `seq_len` tokens of one document, cut from its
-    beginning on.
+class TextSampleStream(WalkedStream):
+    """data.sequences = fixed, of texts: every sequence is `seq_len` tokens of one document.
 
-    A document's rest is dropped. With `keep_rest` it is a shorter sequence instead, if it has two
-    tokens: one has no label. Samples, not documents, are permuted. (MTraining trains this way, on
-    rows of exactly 524288 tokens.) Raises ValueError if there is no sample.
+    A document is cut from its beginning on, and its samples follow each other, as the lengths of
+    texts are not known before they are tokenized. A document's rest is dropped. With `keep_rest` it
+    is a shorter sequence instead, if it has two tokens: one has no label. Raises ValueError if
+    there is no sample.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        seed: int,
+        shuffle: bool,
+        min_document_length: int,
+        keep_rest: bool,
+    ) -> None:
+        self.kind = sample_kind(keep_rest)
+        # The least that is left of a document, its end-of-document token included, for a sample.
+        self._least = 2 if keep_rest else seq_len
+        shortest = max(min_document_length, self._least - 1, 1)
+        super().__init__(
+            documents, tokenizer, seq_len, seed, shuffle, min_document_length, shortest
+        )
+
+    def next_sequence(self) -> list[Span]:
+        """Take the next sample: one span."""
+        cursor = self.cursor
+        index, length = self._find_document()
+        span = Span(index, cursor.offset, min(length, cursor.offset + self.seq_len))
+        if span.start == 0:
+            cursor.documents_seen += 1
+        cursor.sequence += 1
+        cursor.offset = span.stop
+        if length - span.stop < self._least:
+            self._go_to_next_place()
+        return [span]
+
+    def _no_document(self, longest: int) -> ValueError:
+        return no_sample(self.kind, self.seq_len, self.min_document_length, longest + 1)
+
+
+class SampleStream(Stream):
+    """data.sequences = fixed, of prepared tokens: as TextSampleStream, but samples are permuted.
+
+    Their lengths are known at once, so that the samples of a document need not follow each other.
+    (MTraining trains this way, on rows of exactly 524288 tokens.) Raises ValueError if there is no
+    sample.
     """
 
     def __init__(
@@ -226,7 +325,7 @@ class SampleStream(Stream):
         min_document_length: int,
         keep_rest: bool,
     ) -> None:
-        self.kind = "fixed_and_rest" if keep_rest else "fixed"
+        self.kind = sample_kind(keep_rest)
         # int64 [documents]: the samples that each document gives
         lengths = documents.lengths()
         samples = lengths // seq_len
@@ -238,14 +337,18 @@ class SampleStream(Stream):
         self._index = np.flatnonzero(samples)
         self._stop = np.cumsum(samples[self._index])
         if len(self._index) == 0:
-            raise ValueError(
-                f'data.sequences = "{self.kind}": no document of data.source has '
-                f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
-                f"{min_document_length} (the longest has {lengths.max()}); write smaller ones, or "
-                'data.sequences = "packed"'
-            )
+            raise no_sample(self.kind, seq_len, min_document_length, int(lengths.max()))
         count = int(self._stop[-1])
         super().__init__(documents, tokenizer, seq_len, count, seed, shuffle, min_document_length)
+        self._left_out = len(documents) - len(self._index)
+        least = 2 if keep_rest else seq_len
+        tell_left_out(self._left_out, len(documents), max(min_document_length, least - 1))
+
+    @property
+    def documents_left_out(self) -> int:
+        """Documents passed over as too short, over all epochs and ranks: at the beginning of
+        each."""
+        return self._left_out * (self.cursor.epoch + 1)
 
     def next_sequence(self) -> list[Span]:
         """Take the next sample: one span."""
@@ -261,6 +364,35 @@ class SampleStream(Stream):
         cursor.sequence += 1
         self._go_to_next_place()
         return [Span(index, start, stop)]
+
+
+def sample_kind(keep_rest: bool) -> str:
+    """data.sequences of samples of one document each."""
+    return "fixed_and_rest" if keep_rest else "fixed"
+
+
+def no_sample(kind: str, seq_len: int, min_document_length: int, longest: int) -> ValueError:
+    """What to raise where no document gives a sample.
+
+    longest: tokens of the longest document, its end-of-document token included.
+    """
+    return ValueError(
+        f'data.sequences = "{kind}": no document of data.source has '
+        f"training.seq_len = {seq_len} tokens and more than data.min_document_length = "
+        f"{min_document_length} (the longest has {longest}); write smaller ones, or "
+        'data.sequences = "packed"'
+    )
+
+
+def tell_left_out(left_out: int, documents: int, shortest: int) -> None:
+    """Log how many documents of fewer than `shortest` tokens there are, if there are any."""
+    if left_out:
+        logger.info(
+            "data: %d of %d documents are left out: they have fewer than %d tokens",
+            left_out,
+            documents,
+            shortest,
+        )
 
 
 class Mixture:

@@ -71,8 +71,8 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
         dp_size=int(os.environ.get("WORLD_SIZE", 1)) // cp,
         padding_multiple=padding_multiple(config),
         tokenizer=tokenizer,
-        # Under a causal mask documents run into each other.
-        restart_positions=config.attention.mask != "causal",
+        # Under other masks documents run into each other, if there are several in a sequence.
+        restart_positions=config.attention.mask == "documents",
     )
 
 

@@ -1,0 +1,183 @@
+"""train_configs/: in every file no query sees another document, and what its comments say is so.
+
+A file may let documents see each other only by attention.mask = "causal_across_documents".
+"""
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.helpers import END, PADDING, write_rows
+from titan_sparse.config import Attention, Config, ConfigError, Data, check, load, load_and_check
+from titan_sparse.data.loader import Batch
+from titan_sparse.estimate.dry_run import World, dry_run
+from titan_sparse.from_config import build_mask
+from titan_sparse.models.flavours import resolve
+from titan_sparse.training.start import open_data
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+FILES = sorted(FOLDER.rglob("*.toml"))
+NAMES = [str(path.relative_to(FOLDER)) for path in FILES]
+
+SEQ_LEN = 72
+LENGTHS = [90, 30, 20, 250, 75, 1, 40, 160, 71]
+"""Tokens of the small documents; the n-th consists of the n-th letter."""
+OF_NOBODY = -1
+DEVICE_MEMORY = 139.8
+
+every_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
+
+
+@pytest.fixture
+def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of documents of one letter each, which `datasets` reads into a folder of the test's."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "letters.jsonl"
+    write_rows(path, [{"text": chr(65 + n) * length} for n, length in enumerate(LENGTHS)])
+    return path
+
+
+def _small(config: Config, letters: Path) -> Config:
+    """The file's data and mask, at 72 tokens on one rank, over the documents of `letters`."""
+    attention = config.attention
+    small = Config(
+        data=replace(
+            config.data,
+            source=str(letters),
+            join_packages=False,
+            tokenizer="bytes",
+            min_document_length=min(config.data.min_document_length, 20),
+        ),
+        attention=Attention(
+            mask=attention.mask,
+            sliding_window=min(attention.sliding_window, 10),
+            window_sinks=min(attention.window_sinks, 2),
+            pattern="dense",
+            block_size=16,
+        ),
+    )
+    small.training.seq_len = SEQ_LEN
+    small.training.device = "cpu"
+    return small
+
+
+def _owners(tokens: np.ndarray) -> np.ndarray:
+    """The letter of each token's document, int [S]; OF_NOBODY on padding.
+
+    The token that ends a document is the document's, also where it lies alone in the next sequence.
+    """
+    owners = tokens.copy()
+    for place in np.flatnonzero(tokens == END):
+        owners[place] = owners[place - 1] if place else END
+    owners[tokens == PADDING] = OF_NOBODY
+    return owners
+
+
+def _batches(small: Config, count: int) -> list[Batch]:
+    """The first batches of the real loader."""
+    loader = open_data(small, resolve(**vars(small.model)))
+    return list(itertools.islice(loader, count))
+
+
+def _pairs(small: Config, batch: Batch) -> dict[str, int]:
+    """All (query, key) pairs of a batch by what the mask says to them."""
+    seen = build_mask(small.attention, batch.lengths).dense(batch.tokens.shape[1])[0]
+    owners = _owners(batch.tokens[0].numpy())
+    counts = {"own, seen": 0, "own, not seen": 0, "later, seen": 0, "other, seen": 0}
+    for query, key in itertools.product(range(len(owners)), repeat=2):
+        is_own = owners[query] == owners[key] != OF_NOBODY
+        if not is_own:
+            counts["other, seen"] += int(seen[query, key])
+        elif key > query:
+            counts["later, seen"] += int(seen[query, key])
+        else:
+            counts["own, seen" if seen[query, key] else "own, not seen"] += 1
+    return counts
+
+
+@every_file
+def test_no_query_sees_another_document(letters, path):
+    config, _ = load(["--config", str(path)])
+    assert config.attention.mask != "causal_across_documents", "none of these says so"
+    small = _small(config, letters)
+    check(small, 1, 1)
+    batches = _batches(small, 6)
+    for batch in batches:
+        counts = _pairs(small, batch)
+        assert counts["own, seen"] > SEQ_LEN and counts["later, seen"] == 0
+        assert counts["other, seen"] == 0
+        assert small.attention.sliding_window or counts["own, not seen"] == 0
+    most = max(len(batch.lengths[0]) for batch in batches)
+    assert (most > 1) == (config.data.sequences == "packed")
+
+
+def test_documents_see_each_other_only_by_a_mask_that_says_so(letters):
+    small = _small(Config(attention=Attention(mask="causal")), letters)
+    with pytest.raises(ConfigError, match='"causal_across_documents" if it shall'):
+        check(small, 1, 1)
+    small.attention.mask = "causal_across_documents"
+    check(small, 1, 1)
+    batches = _batches(small, 6)
+    assert sum(_pairs(small, batch)["other, seen"] for batch in batches) > SEQ_LEN
+    # Positions go on where attention does.
+    length = batches[0].tokens.shape[1]
+    assert batches[0].positions[0].tolist() == list(range(length))
+
+
+def test_a_sequence_of_one_document_takes_the_causal_mask():
+    for sequences in ("fixed", "fixed_and_rest"):
+        check(Config(data=Data(sequences=sequences), attention=Attention(mask="causal")), 1, 1)
+
+
+@every_file
+def test_the_head_names_the_data_the_sample_and_who_sees_whom(path):
+    config, _ = load(["--config", str(path)])
+    head = path.read_text().partition("[model]")[0].replace("\n# ", " ")
+    source = {"python": "Data: the Python ", "./data/long_documents": "./data/long_documents"}
+    assert source[config.data.source] in head
+    assert f"Sample: {config.training.seq_len:,} tokens of " in head
+    if config.data.sequences == "fixed":
+        assert "tokens of one document" in head and "no query sees another document" in head
+    else:
+        assert re.search(r"tokens of (files|packages) of at least [\d,]+, packed", head)
+        assert f"of at least {config.data.min_document_length:,}, packed" in head
+        assert re.search(r"A query sees its own (file|package) only", head)
+
+
+def _shares(path: Path) -> tuple[list[str], list[str]]:
+    """The percentages of columns and of pairs that the comments of a file claim."""
+    text = path.read_text().replace("\n# ", " ")
+    columns = re.findall(r"([\d.]+) % of the columns", text)
+    return columns, re.findall(r"([\d.]+) % of the causal pairs", text)
+
+
+def test_which_files_claim_a_share():
+    claim = {
+        name for name, path in zip(NAMES, FILES, strict=True) if " % of the " in path.read_text()
+    }
+    assert claim == {name for name, path in zip(NAMES, FILES, strict=True) if any(_shares(path))}
+    assert claim == {
+        "llama3_1_8b_512k.toml",
+        "qwen2_5_3b_512k.toml",
+        "qwen3_8b_1m.toml",
+        "variants/minference.toml",
+    }
+
+
+@every_file
+def test_the_shares_are_what_a_dry_run_says(path):
+    columns, pairs = _shares(path)
+    ranks = load(["--config", str(path)])[0].parallelism.cp
+    config, _ = load_and_check(["--config", str(path)], ranks, 8)
+    for share in columns:
+        most = config.attention.vertical_slash.max_columns
+        assert float(share) == pytest.approx(100 * most / config.training.seq_len, abs=0.05)
+    report, _ = dry_run(config, World(ranks, 8, DEVICE_MEMORY))
+    for share in pairs:
+        density = re.search(r"density ([\d.]+) %", report).group(1)
+        assert float(share) == pytest.approx(float(density), abs=0.3)
