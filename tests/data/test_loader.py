@@ -210,7 +210,9 @@ def test_build_loader_opens_source_and_tokenizer(tmp_path):
     assert isinstance(batch, Batch) and batch.tokens.shape == (2, 32)
     assert batch.tokens[0, : len(TEXTS[0]) + 1].tolist() == [*TEXTS[0].encode(), END]
     given = CountingTokenizer()
-    batch = next(build_loader(data, 25, 1, 0, 0, 1, tokenizer=given))
+    loader = build_loader(data, 25, 1, 0, 0, 1, tokenizer=given)
+    assert loader.tokenizer is given
+    batch = next(loader)
     assert batch.lengths[0][0] == len(TEXTS[0]) + 1 and given.calls > 0
     assert batch.tokens.shape == (1, 25)
 

@@ -1,6 +1,7 @@
 """titan_sparse.data.stream: packed documents, samples of fixed length, and mixtures."""
 
 import json
+import logging
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -97,6 +98,15 @@ def test_counters_by_hand():
         next(loader)
         counters.append((loader.epoch, loader.documents_seen, loader.documents_left_out))
     assert counters == [(0, 1, 0), (0, 1, 0), (0, 2, 1), (1, 3, 1), (1, 3, 1), (1, 4, 2)]
+
+
+def test_documents_left_out_are_logged_when_the_first_epoch_ends(caplog):
+    """Not later: the first document of the next epoch is left out again."""
+    loader = make_loader(["b", "aaa"], seq_len=2, shuffle=False, min_document_length=2)
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        for _ in range(6):
+            next(loader)
+    assert caplog.messages == ["data: 1 of 2 documents are left out: they have fewer than 2 tokens"]
 
 
 def test_only_the_document_that_goes_on_is_kept_in_memory():

@@ -151,17 +151,22 @@ def test_python_files_are_samples_too():
     assert row[3] == [4096] and END not in row[0][:-1]
 
 
-@pytest.mark.parametrize(("sequences", "needed"), [("fixed", 15), ("fixed_and_rest", 1)])
+@pytest.mark.parametrize(
+    ("sequences", "min_document_length", "needed"),
+    [("fixed", 0, 15), ("fixed_and_rest", 0, 1), ("fixed_and_rest", 4, 4)],
+)
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
 def test_documents_left_out_are_counted_and_logged_once(
-    tmp_path, caplog, sequences, needed, is_prepared
+    tmp_path, caplog, sequences, min_document_length, needed, is_prepared
 ):
     # An empty document is not even prepared.
     left_out = sum(length < needed for length in LENGTHS) - is_prepared
     count = len(LENGTHS) - is_prepared
     source = prepared(tmp_path) if is_prepared else texts(tmp_path)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
-        loader = open_loader(Data(source=source, sequences=sequences))
+        loader = open_loader(
+            Data(source=source, sequences=sequences, min_document_length=min_document_length)
+        )
         while loader.epoch < 2:
             next(loader)
     line = (
