@@ -59,7 +59,6 @@ def main(words: list[str]) -> int:
         nodes = world // ranks_of_node
         result = {
             "machine": f"{about['gpu']}, {nodes} nodes of {ranks_of_node}",
-            "torch": torch.__version__,
             **about,
             "constants": {
                 name: {"value": value, "source": source}
@@ -140,7 +139,8 @@ def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) 
         )
         constants[f"{name}_tflops"] = (rate / 1e12, source)
         launch_ms = max(launch * 1e3, launch_ms)
-        constants["launch_ms"] = (launch_ms, "time of attend() at no work, extrapolated")
+        source = "time of attend() at no work, extrapolated; the host's time of a call is in it"
+        constants["launch_ms"] = (launch_ms, source)
 
     world = dist.get_world_size()
     nodes = [list(range(first, first + ranks_of_node)) for first in range(0, world, ranks_of_node)]

@@ -14,6 +14,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from titan_sparse.config import Config, Flags, check, load, world_from_environment
+from titan_sparse.config import (
+    Config,
+    Flags,
+    Parallelism,
+    check,
+    load,
+    world_from_environment,
+)
 from titan_sparse.config.mixture import single_source
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -141,6 +149,8 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
         config.model.initial_hf = args.hf
     if args.attention == "dense":
         config.attention.pattern = "dense"
+    if not any(word.startswith("--parallelism.") for word in rest):
+        _use_mesh_of_launch(config.parallelism, world_from_environment()[0])
     if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
         config.attention.schedule = "auto"
         config.parallelism.cp_intra = 0
@@ -164,6 +174,15 @@ def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
     config.data.sequences = "fixed"
     config.training.mlp_chunk_tokens = 0
     return config
+
+
+def _use_mesh_of_launch(parallelism: Parallelism, ranks: int) -> None:
+    """Share sequences as in training, as far as the ranks of this launch allow; the rest are
+    data-parallel."""
+    parallelism.dp_replicate = 1
+    parallelism.dp_shard = -1
+    parallelism.cp_intra = 0
+    parallelism.cp = math.gcd(parallelism.cp, ranks)
 
 
 def _resolve(args: argparse.Namespace, config: Config) -> None:

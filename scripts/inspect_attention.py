@@ -91,7 +91,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     require(
         config.parallelism.cp == 1 and world_from_environment()[0] == 1,
         "one process looks at the whole sequence; "
-        "start without torchrun and write --parallelism.cp 1",
+        "start without torchrun, and leave --parallelism.cp out",
     )
     check(config, 1, 1)
     args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)

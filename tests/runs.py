@@ -58,6 +58,7 @@ def tiny_config(folder: Path, output: str, **overrides) -> Config:
         "optimizer__weight_decay": 0.01,
         "lr_scheduler__warmup_steps": 1,
         "metrics__tensorboard": False,
+        "metrics__log_every": 1,
         "metrics__recall_every": 2,
         "attention__vertical_slash__recall": 0.6,
         "attention__vertical_slash__sinks": 2,

@@ -5,7 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 from tests.docs.pages import demo_command
 
@@ -110,13 +113,10 @@ def test_refusal_comes_before_anything_starts(tmp_path):
     )
 
 
-def test_print_config():
-    result = _run(
-        sys.executable,
-        "train.py",
-        "--config",
-        "train_configs/demo_cpu.toml",
-        "--print-config",
-        WORLD_SIZE="2",
-    )
-    assert result.returncode == 0 and 'pattern = "vertical_slash"' in result.stdout
+@pytest.mark.parametrize("name", ["demo_cpu", "qwen3_8b_1m", "variants/mtraining"])
+def test_print_config_of_any_number_of_ranks(name):
+    """Without torchrun."""
+    config = f"train_configs/{name}.toml"
+    result = _run(sys.executable, "train.py", "--config", config, "--print-config")
+    assert result.returncode == 0, result.stderr
+    assert tomllib.loads(result.stdout)["attention"]["pattern"] == "vertical_slash"

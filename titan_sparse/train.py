@@ -154,8 +154,8 @@ def reckon(config: Config, flags: Flags) -> int:
     """--dry-run and --find-max-length: print the report. Returns 0 if the step fits, else 1."""
     from titan_sparse.estimate.dry_run import dry_run, find_max_length, world
 
-    ranks, ranks_per_node = world_of(flags, *world_from_environment())
-    where = world(ranks, ranks_per_node, flags.device_memory)
+    ranks, ranks_per_node = world_of(flags, config.parallelism, *world_from_environment())
+    where = world(ranks, ranks_per_node, flags.device_memory, flags.host_memory)
     if flags.dry_run:
         report, fits = dry_run(config, where)
     else:

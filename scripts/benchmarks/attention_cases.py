@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titan_sparse.attention import attend
+from titan_sparse.attention import attend, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
@@ -33,6 +33,13 @@ class Shape(NamedTuple):
     block_size: int
     seq_len: int
     device: str = "cuda"
+
+
+def chosen_backend(backend: str, shape: Shape) -> str:
+    """What "auto" means for this shape; another name means itself."""
+    if backend != "auto":
+        return backend
+    return backends.choose(backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
 
 
 def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:

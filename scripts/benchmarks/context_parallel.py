@@ -15,9 +15,9 @@ scaling   sparse attention with a random index of --density, striped, for every 
           of the gradients on the wire. `alone`: a sequence shorter by the root of the number of
           ranks, which is the same work for one GPU, on every rank at the same time. `of_alone` is
           the ratio of their TFLOP/s. The index is given; choosing one with the same caps is timed
-          beside it, and in `..._with_selection` added
+          beside it, and in `..._with_selection` added. One rank: `alone` and nothing else
 dense     zigzag and striped, ring and all_gather; torch's context_parallel over cuDNN attention,
-          load balancing on
+          load balancing on. With --brief only zigzag with ring and torch's all-gather
 nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the same kernels, nothing
           sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger of
           these two
@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from scripts.benchmarks.context_parallel_cases import CASES
+from scripts.benchmarks.context_parallel_cases import CASES, GRADIENT_DTYPES
 from scripts.benchmarks.context_parallel_timing import Bench, attempt
 from scripts.benchmarks.options import head_set, share
 from scripts.benchmarks.provenance import provenance
@@ -94,6 +94,14 @@ def parse(words: list[str]) -> argparse.Namespace:
         choices=["all_gather", "ring", "double_ring", "group_cast"],
         help="of the case scaling",
     )
+    add(
+        "--gradient-dtypes",
+        nargs="+",
+        default=list(GRADIENT_DTYPES),
+        choices=list(GRADIENT_DTYPES),
+        help="of gradients on the wire, of the case scaling",
+    )
+    add("--brief", action="store_true", help="of the case dense: one row of ours and one of torch")
     add("--recall", type=share, default=0.9, help="of the case balance, as the next two")
     add("--max-columns", type=int, default=2048)
     add("--max-slashes", type=int, default=0, help="0: no cap")
@@ -128,13 +136,13 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
         )
     if "nodes" in args.cases and args.pretend_nodes == 1:
         return "the case nodes compares schedules across nodes; write --pretend-nodes 2"
-    if world == 1 and set(args.cases) != {"errors"}:
+    if world == 1 and not set(args.cases) <= {"errors", "scaling"}:
         return (
             "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, "
-            "or write the case errors"
+            "or write the cases errors and scaling"
         )
     scales_double_ring = "double_ring" in args.schedules and "scaling" in args.cases
-    if scales_double_ring and world % max(2, args.pretend_nodes):
+    if world > 1 and scales_double_ring and world % max(2, args.pretend_nodes):
         return (
             f"double_ring needs an even number of ranks, not {world}; leave it out of --schedules"
         )
@@ -173,20 +181,26 @@ def measure(
         if rank == 0:
             print(f"{program}: {refused}", file=sys.stderr)
         return 2
-    device = choose_device(args.device)
-    init_distributed(device, args.timeout)
-    if device.type == "cuda":
-        # torchrun says 1, but realistic inputs are made on the CPU.
-        torch.set_num_threads(max(1, os.cpu_count() // world))
-    os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+    device = start(args)
     result = provenance(args, device) | {"ranks": world, "rows": []}
     run(Bench(args, device, rank, world, nodes), result, cases)
     leave_distributed()
     return 0
 
 
+def start(args: argparse.Namespace) -> torch.device:
+    """Join the other ranks; returns this rank's device."""
+    device = choose_device(args.device)
+    init_distributed(device, args.timeout)
+    if device.type == "cuda":
+        # torchrun says 1, but realistic inputs are made on the CPU.
+        torch.set_num_threads(max(1, os.cpu_count() // place()[1]))
+    return device
+
+
 def run(bench: Bench, result: dict, cases: Cases) -> None:
     """All cases in the order asked for; rank 0 reports."""
+    os.makedirs(os.path.dirname(bench.args.out) or ".", exist_ok=True)
     for case in bench.args.cases:
         failed = attempt(
             bench, {"case": case}, functools.partial(report_case, bench, result, cases[case])

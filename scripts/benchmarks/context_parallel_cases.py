@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from scripts.benchmarks.attention_cases import (
     Attention,
     Shape,
+    chosen_backend,
     draw,
     random_index,
     ready_index,
@@ -27,6 +28,7 @@ from scripts.benchmarks.context_parallel_timing import (
     attempt,
     cp_mesh,
     gather,
+    outer_transfers,
     step_times,
     timed,
     traced,
@@ -97,22 +99,29 @@ def tera_flops(shape: Shape, density: float) -> float:
 
 
 def scaling(bench: Bench) -> Iterator[dict]:
-    """Sparse attention over all ranks, and on each rank alone over as many visited pairs."""
+    """Sparse attention over all ranks, and on each rank alone over as many visited pairs.
+
+    One rank is alone, with the whole sequence.
+    """
     shape = bench.shape(524288)
     block_size = bench.args.block_size
     # Pairs grow with the square of the length: a rank's share of them fits into this length.
     short = max(4, round(shape.seq_len / bench.world**0.5 / block_size)) * block_size
-    about = {"case": "scaling", "schedule": "alone", "seq_len": short}
+    backend = chosen_backend(bench.args.backend, shape)
+    about = {"case": "scaling", "schedule": "alone", "seq_len": short, "backend": backend}
     measure = functools.partial(_scaled, bench, shape._replace(seq_len=short), None)
     alone = attempt(bench, about, measure)
     yield alone
-    for schedule, dtype in itertools.product(bench.args.schedules, GRADIENT_DTYPES):
+    if bench.world == 1:
+        return
+    for schedule, dtype in itertools.product(bench.args.schedules, bench.args.gradient_dtypes):
         about = {
             "case": "scaling",
             "schedule": schedule,
             "layout": "striped",
             "gradient_dtype": dtype,
             "seq_len": shape.seq_len,
+            "backend": backend,
         }
         cp = bench.context("striped", schedule, gradient_dtype=GRADIENT_DTYPES[dtype])
         row = attempt(bench, about, functools.partial(_scaled, bench, shape, cp))
@@ -145,11 +154,17 @@ def dense(bench: Bench) -> Iterator[dict]:
     """Dense causal attention: our layouts and schedules, and both of torch's rotations."""
     shape = bench.shape(262144)
     flops = tera_flops(shape, 1.0) / bench.world
+    backend = chosen_backend(bench.args.backend, shape)
+    ways = list(itertools.product(("zigzag", "striped"), ("ring", "all_gather")))
+    methods = ["allgather", "alltoall"]
+    if bench.args.brief:
+        ways = ways[:1]
+        methods = methods[:1]
     measurements = []
-    for layout, schedule in itertools.product(("zigzag", "striped"), ("ring", "all_gather")):
-        about = {"name": "ours", "layout": layout, "schedule": schedule}
+    for layout, schedule in ways:
+        about = {"name": "ours", "layout": layout, "schedule": schedule, "backend": backend}
         measurements.append((about, functools.partial(_our_dense, bench, shape, layout, schedule)))
-    for method in ("allgather", "alltoall"):
+    for method in methods:
         about = {"name": "torch context_parallel", "rotate": method}
         measurements.append((about, functools.partial(torch_dense, bench, shape, method)))
     for about, measure in measurements:
@@ -258,31 +273,6 @@ def sent_by_rank(bench: Bench, cp: ContextParallel, steps: list[Callable[[], Non
         step()
         counts.append(cp.bytes_sent)
     return gather(bench, [(after - before) / 1e6 for before, after in pairwise(counts)])
-
-
-def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Callable[[], None]]:
-    """The outer hops of a double ring's forward and of its backward, with nothing to compute.
-
-    Keys and values go round to the last node; in the backward also their gradients, from the second
-    node home.
-    """
-    chunk = torch.stack([k.detach(), v.detach()])  # [2, B, Hkv, S, D]
-    gradient = chunk.to(cp.gradient_dtype or torch.float32)
-
-    def forward() -> None:
-        for window in range(cp.inter - 1):
-            cp.shift([chunk], "outer", f"outer {window % 2}").wait()
-
-    def backward() -> None:
-        for window in range(cp.inter - 1):
-            hops = [
-                cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}"),
-                cp.shift([chunk], "outer", f"outer {window % 2}"),
-            ]
-            for hop in hops:
-                hop.wait()
-
-    return [forward, backward]
 
 
 def balanced(bench: Bench) -> Iterator[dict]:

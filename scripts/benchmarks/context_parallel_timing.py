@@ -127,6 +127,31 @@ class _Arrived:
         return self.chunk
 
 
+def outer_transfers(cp: ContextParallel, k: Tensor, v: Tensor) -> list[Callable[[], None]]:
+    """The outer hops of a double ring's forward and of its backward, with nothing to compute.
+
+    Keys and values go round to the last node; in the backward also their gradients, from the second
+    node home.
+    """
+    chunk = torch.stack([k.detach(), v.detach()])  # [2, B, Hkv, S, D]
+    gradient = chunk.to(cp.gradient_dtype or torch.float32)
+
+    def forward() -> None:
+        for window in range(cp.inter - 1):
+            cp.shift([chunk], "outer", f"outer {window % 2}").wait()
+
+    def backward() -> None:
+        for window in range(cp.inter - 1):
+            hops = [
+                cp.shift([gradient], "outer_gradient", f"outer gradient {window % 2}"),
+                cp.shift([chunk], "outer", f"outer {window % 2}"),
+            ]
+            for hop in hops:
+                hop.wait()
+
+    return [forward, backward]
+
+
 def mark(on_gpu: bool) -> torch.cuda.Event | float:
     """Now: an event on the current stream, or the host's clock in seconds."""
     if not on_gpu:

@@ -15,8 +15,8 @@ kernels   one GPU: causal inside packed documents, and a causal window of --wind
           block tables, forward and backward (absent where a kernel needs none). Before it is timed,
           each is checked at 4096 tokens against fp32: errors above 5e-3, or above twice those of
           torch's flash kernel (for the window: of that kernel without one), make its row an error
-varlen    2 GPUs or more: packed documents by layouts and schedules, group_cast with each of
-          --stages. `megabytes_needed_...`: keys and values that ranks see and do not hold, again in
+varlen    2 GPUs or more: packed documents, or a causal window, by layouts and schedules, group_cast
+          with each of --stages. `megabytes_needed_...`: keys and values that ranks see and do not hold, again in
           the backward, and their gradients in fp32; all ranks together, as `megabytes_sent_...`.
           Imbalance is the busiest rank / mean of a forward, by pairs and by computing time. torch's
           context_parallel knows no documents: it computes the causal mask over the whole sequence,
@@ -74,7 +74,14 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="query heads:KV heads; default: kernels 64:8 16:2, varlen 64:8, patterns 16:2",
     )
     add("--packs", type=positive, default=4, help="sequences of documents, of kernels and varlen")
-    add("--window", type=positive, default=4096, help="tokens that a query sees, of kernels")
+    add("--window", type=positive, default=4096, help="tokens that a query sees")
+    add(
+        "--varlen-masks",
+        nargs="+",
+        choices=["documents", "window"],
+        default=["documents"],
+        help="of varlen",
+    )
     add(
         "--backends",
         nargs="+",

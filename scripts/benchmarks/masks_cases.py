@@ -3,6 +3,7 @@
 Each yields its rows as it has them, on all ranks alike.
 """
 
+import argparse
 import functools
 import itertools
 import math
@@ -13,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from scripts.benchmarks.attention_cases import FLASH4, Attention, Shape, draw, ours, sdpa
+from scripts.benchmarks.attention_cases import (
+    FLASH4,
+    Attention,
+    Shape,
+    chosen_backend,
+    draw,
+    ours,
+    sdpa,
+)
 from scripts.benchmarks.attention_errors import by_document, errors, too_large
 from scripts.benchmarks.context_parallel_cases import attention, rounded, sent_by_rank, torch_dense
 from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
@@ -59,11 +68,6 @@ def about(case: str, shape: Shape) -> dict:
         "head_dim": shape.head_dim,
         "seq_len": shape.seq_len,
     }
-
-
-def chosen_backend(backend: str, shape: Shape) -> str:
-    """What "auto" means for this shape; another name means itself."""
-    return backends.choose(backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
 
 
 def mean(rows: list[dict]) -> dict:
@@ -279,7 +283,7 @@ def _tables(bench: Bench, shape: Shape, backend: str, mask: Mask) -> dict:
 
 
 def varlen(bench: Bench) -> Iterator[dict]:
-    """Packed documents by layouts and schedules, and torch's context_parallel without documents."""
+    """--varlen-masks by layouts and schedules, and torch's context_parallel, which knows neither."""
     args = bench.args
     ways: list[tuple[str, str, int | None]] = []  # layout, schedule, stages
     for layout in ("balanced", "contiguous"):
@@ -296,24 +300,32 @@ def varlen(bench: Bench) -> Iterator[dict]:
             named = row | {
                 "name": "torch context_parallel",
                 "rotate": method,
-                "mask": "causal, since it knows no documents",
+                "mask": f"causal, since it knows no {args.varlen_masks[0]}",
             }
             peer = attempt(bench, named, functools.partial(_torch_causal, bench, shape, method))
             peers.append(peer)
             yield peer
         best = min(peers, key=lambda peer: peer.get("total_ms", math.inf))
-        for layout, schedule, stages in ways:
+        for mask, (layout, schedule, stages) in itertools.product(args.varlen_masks, ways):
+            masks = packs_of(mask, args, shape.seq_len)
             named = row | {
                 "name": "ours",
-                "mask": "documents",
-                "packs": args.packs,
+                "mask": mask,
+                "packs": len(masks),
                 "layout": layout,
                 "schedule": schedule,
                 "overlap_stages": stages,
             }
-            measure = functools.partial(_documents, bench, shape, layout, schedule, stages)
-            ours_row = attempt(bench, named, measure)
+            make = functools.partial(bench.context, layout, schedule, overlap_stages=stages or 1)
+            ours_row = attempt(bench, named, functools.partial(_masked, bench, shape, make, masks))
             yield ours_row | faster("times_faster_than_torch", ours_row, best)
+
+
+def packs_of(mask: str, args: argparse.Namespace, seq_len: int) -> list[Mask]:
+    """The masks of one row: --packs sequences of documents, or one window, which is always alike."""
+    if mask == "window":
+        return [SlidingWindow(args.window)]
+    return [Documents(ragged_lengths(seq_len, seed)) for seed in range(args.packs)]
 
 
 def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
@@ -322,13 +334,14 @@ def _torch_causal(bench: Bench, shape: Shape, method: str) -> dict:
     return measured | rates(shape, measured, bench.world)
 
 
-def _documents(bench: Bench, shape: Shape, layout: str, schedule: str, stages: int | None) -> dict:
-    """Means over packs of times, bytes and imbalance."""
-    cp = bench.context(layout, schedule, overlap_stages=stages or 1)
+def _masked(
+    bench: Bench, shape: Shape, make: Callable[[], ContextParallel], masks: list[Mask]
+) -> dict:
+    """Means over masks of times, bytes and imbalance."""
+    cp = make()
     tensors = draw(shape._replace(seq_len=shape.seq_len // cp.size))
     packs = []
-    for seed in range(bench.args.packs):
-        mask = Documents(ragged_lengths(shape.seq_len, seed))
+    for mask in masks:
         ranges = cp.balance(mask.rows(shape.seq_len, bench.device))
         steps = training_call(attention(bench, Dense(), ranges, cp), tensors[:3], tensors[3])
         measured = timed(bench, steps)

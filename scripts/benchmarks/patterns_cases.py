@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from scripts.benchmarks.attention_cases import Attention, Shape, ready_index, sdpa
+from scripts.benchmarks.attention_cases import Attention, Shape, chosen_backend, ready_index, sdpa
 from scripts.benchmarks.context_parallel_cases import attention, realistic, rounded
 from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
-from scripts.benchmarks.masks_cases import about, chosen_backend, shapes
+from scripts.benchmarks.masks_cases import about, shapes
 from scripts.benchmarks.timing import training_call
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording

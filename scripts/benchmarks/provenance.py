@@ -1,9 +1,14 @@
-"""What the numbers of a benchmark belong to: command, commit, date, GPU, versions, options."""
+"""What the numbers of a benchmark belong to: command, commit, date, GPU, versions, options.
+
+No other file writes these. What an old result file lacks says so: "unknown: " and why.
+"""
 
 import argparse
 import datetime
 import importlib.metadata
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +16,12 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
+
+KEYS = ("command", "commit", "date", "gpu", "versions")
+"""What every result file has, at its top."""
+
+UNKNOWN = "unknown: "
+"""Begins a value that nobody has recorded; why follows."""
 
 
 def provenance(args: argparse.Namespace, device: str | torch.device = "cuda") -> dict:
@@ -28,6 +39,51 @@ def provenance(args: argparse.Namespace, device: str | torch.device = "cuda") ->
     }
 
 
+def of_start(start: dict) -> dict:
+    """The same for a training run, but the options. start: the content of its start.json."""
+    words = shlex.split(start["command"])
+    # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
+    first = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
+    program = [os.path.basename(words[first]), *words[first + 1 :]]
+    ranks = str(start["world_size"])
+    git = start["git"]
+    commit = f"{UNKNOWN}the run was started outside of a checkout"
+    if git is not None:
+        commit = git["commit"] + ("-dirty" if git["changed_files"] else "")
+    return {
+        "command": shlex.join(["torchrun", "--nproc-per-node", ranks, *program]),
+        "commit": commit,
+        "date": start["date"][:10],
+        "gpu": start["ranks"][0]["device"],
+        "versions": start["versions"],
+    }
+
+
+def problems(result: dict) -> list[str]:
+    """What a result file says wrongly about its origin, or does not say; empty where all is there."""
+    found = [f"{key} is missing" for key in KEYS if not result.get(key)]
+    if found:
+        return found
+    versions = result["versions"]
+    if not isinstance(versions, dict) or not versions.get("torch"):
+        found.append("versions has no torch")
+    if not re.fullmatch(r"20\d\d-\d\d-\d\d", result["date"]):
+        found.append(f"date is {result['date']!r}")
+    hexadecimal = r"[0-9a-f]{40}(-dirty)?"
+    is_told = result["commit"].startswith((UNKNOWN, "none: "))
+    if not is_told and not re.fullmatch(hexadecimal, result["commit"]):
+        found.append(f"commit is {result['commit']!r}")
+    for key in ("command", "commit", "gpu"):
+        if result[key].startswith(UNKNOWN) and len(result[key]) < 20:
+            found.append(f"{key} is unknown, but not why")
+    if result["command"].startswith("each run: "):
+        runs = result.get("runs") or result.get("rows") or []
+        runs = runs.values() if isinstance(runs, dict) else runs
+        if not runs or not all(run.get("command") for run in runs):
+            found.append("not each run has its command")
+    return found
+
+
 def command() -> str:
     """This process's command line: python -m MODULE or torchrun -m MODULE, and its options."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -43,7 +99,7 @@ def command() -> str:
 
 def commit() -> str | None:
     """The commit of this checkout, "-dirty" where files differ from it; None without git."""
-    described = _output(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
+    described = output_of(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"])
     return described or None
 
 
@@ -55,7 +111,7 @@ def device_name(device: str | torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on; None for what is not there."""
-    drivers = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    drivers = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return {
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -73,7 +129,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(words: list[str]) -> str:
+def output_of(words: list[str]) -> str:
     """What a command prints; empty if it fails or does not exist."""
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--restarts", type=positive, default=2)
     parser.add_argument("--fresh_caches", action="store_true", help="begin with nothing compiled")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--json", "--out", type=Path, help="write the numbers here")
     args, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -70,7 +70,7 @@ def main(words: list[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report(size, folder)
+    report(size, folder, args)
     return status
 
 

@@ -3,6 +3,7 @@
 OUT/report/results.json, tables.md, differences.txt, and pictures.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -22,16 +23,19 @@ TWINS = ("vertical_slash_xattention", "xattention")
 """On one GPU the same attention: what lies between them is noise."""
 
 
-def report(size: Size, folder: Path) -> None:
-    """Write OUT/report."""
-    from titan_sparse.training.metrics import json_ready  # here, as it loads torch
+def report(size: Size, folder: Path, options: argparse.Namespace) -> None:
+    """Write OUT/report. options: of the command line."""
+    # Here, as they load torch.
+    from scripts.benchmarks.provenance import provenance
+    from titan_sparse.training.metrics import json_ready
 
     names = [name for name in [PRETRAIN, *methods(size)] if is_done(size, folder, name)]
     if not names:
         return
     out = folder / "report"
     out.mkdir(exist_ok=True)
-    found = {
+    device = size.common["training.device"]
+    found = provenance(options, device) | {
         "size": size.name,
         "text": _read_json(folder / "text/text.json"),
         "seconds": _read_json(folder / "seconds.json"),

@@ -122,8 +122,11 @@ def test_documents_see_each_other_only_by_a_mask_that_says_so(letters):
         check(small, 1, 1)
     small.attention.mask = "causal_across_documents"
     check(small, 1, 1)
-    leaks = [_pairs(small, batch)["other, seen"] for batch in _batches(small, 6)]
-    assert sum(leaks) > SEQ_LEN
+    batches = _batches(small, 6)
+    assert sum(_pairs(small, batch)["other, seen"] for batch in batches) > SEQ_LEN
+    # Positions go on where attention does.
+    length = batches[0].tokens.shape[1]
+    assert batches[0].positions[0].tolist() == list(range(length))
 
 
 def test_a_sequence_of_one_document_takes_the_causal_mask():

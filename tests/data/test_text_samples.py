@@ -153,7 +153,12 @@ def test_python_files_are_samples_too():
 
 @pytest.mark.parametrize(
     ("sequences", "min_document_length", "needed"),
-    [("fixed", 0, 15), ("fixed_and_rest", 0, 1), ("fixed_and_rest", 4, 4)],
+    [
+        ("packed", 0, 1),
+        ("fixed", 0, 15),
+        ("fixed_and_rest", 0, 1),
+        ("fixed_and_rest", 4, 4),
+    ],
 )
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
 def test_documents_left_out_are_counted_and_logged_once(

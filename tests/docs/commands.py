@@ -54,7 +54,7 @@ class Rule(NamedTuple):
 
 
 PARSED = Rule(stop_when_parsed=True)
-EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2", "--parallelism.cp", "1")
+EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
 FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384", "--layers", "1")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
@@ -67,6 +67,7 @@ RULES = {
     "scripts.benchmarks.loss": Rule(SMALL_LOSS),
     "scripts.benchmarks.masks": PARSED,
     "scripts.benchmarks.plot_attention": Rule(),
+    "scripts.benchmarks.steps": Rule(),
     "scripts.calibrate": PARSED,
     "scripts.compare_runs": Rule(),
     "scripts.docs.draw_attention": Rule(),
@@ -97,11 +98,14 @@ def workspace(folder: Path) -> None:
         checkpoint__enable=True,
     )
     train(config)
+    # As two ranks would have left it: who evaluates it has another number of them.
+    config.parallelism.cp = 2
     save(config, config.training.output_dir)
     dist.destroy_process_group()
     for name in ("a", "b"):
         (folder / "outputs" / name).mkdir()
         shutil.copy(folder / "outputs/run/metrics.jsonl", folder / "outputs" / name)
+        shutil.copytree(folder / "outputs/run/starts", folder / "outputs" / name / "starts")
 
     (folder / "outputs/run/profile").mkdir()
     kernel = {"name": "gemm", "cat": "kernel", "ts": 0.0, "dur": 1000.0}
@@ -141,7 +145,11 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
     if rule.stop_when_parsed:
         assert is_parsed(invocation.program, invocation.words, folder)
     else:
-        status = run_module(invocation.program, [*invocation.words, *rule.shrink], folder)
+        shrink = rule.shrink
+        if invocation.processes > 1:
+            # One process takes the place of all of them here.
+            shrink += ("--parallelism.cp", "1")
+        status = run_module(invocation.program, [*invocation.words, *shrink], folder)
         assert status == 0, f"status {status}"
 
 

@@ -11,7 +11,9 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
 from titan_sparse.attention.masks.ranges import Causal, Full
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.estimate import memory
 from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
+from titan_sparse.estimate.memory import GIB, estimate
 from titan_sparse.estimate.step import Step
 from titan_sparse.models.flavours import FLAVOURS
 
@@ -75,3 +77,78 @@ def test_every_schedule_has_a_workspace(schedule):
         assert attention_workspace(step) == attention_workspace(alone)
     else:
         assert attention_workspace(step) > attention_workspace(alone)
+
+
+TOKENS = 1024
+"""Of a rank."""
+QUERY = TOKENS * 4 * 8
+"""Elements of q."""
+KV = TOKENS * 2 * 8
+"""Elements of k."""
+
+
+# In bf16 with sums in fp32, by hand from what each schedule holds.
+@pytest.mark.parametrize(
+    "schedule, inter, kv_heads, expected",
+    [
+        # dq, dk and dv; and the keys and values, or gradients, that are sent.
+        ("ring", 1, 2, 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
+        ("double_ring", 2, 2, 4 * QUERY + 4 * 2 * KV + 4 * 2 * KV),
+        # dk and dv of four ranks, of both heads, or of the only one.
+        ("all_gather", 1, 2, 2 * 4 * 4 * KV),
+        ("all_gather", 1, 1, 2 * 4 * 4 * KV / 2),
+        # Two stages of 1.5 chunks, each with gradients and twice: as sent and as received.
+        ("group_cast", 1, 2, 4 * QUERY + 2 * KV * (2 * 4 + 2 * 1.5 * (2 + 4))),
+        # Between nodes sums of what is handed on as well.
+        ("group_cast", 2, 2, 4 * QUERY + 2 * KV * (3 * 4 + 2 * 1.5 * (2 + 4))),
+    ],
+)
+def test_workspace_of_a_schedule_by_hand(schedule, inter, kv_heads, expected):
+    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
+    alone = Step(model=model, sequences=1, seq_len=TOKENS, backend="triton")
+    step = dataclasses.replace(
+        alone, seq_len=4 * TOKENS, cp=4, inter=inter, schedule=SCHEDULES[schedule]
+    )
+    assert attention_workspace(step) - attention_workspace(alone) == expected
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
+def test_the_estimate_counts_workspace_and_buffers(monkeypatch, schedule):
+    """Workspace in the backward of blocks, buffers in every phase, the loss among them."""
+    # Without an MLP to speak of, attention's backward is the worst point of a block's.
+    model = dataclasses.replace(MODEL, intermediate_size=1)
+    record = SCHEDULES[schedule]
+    step = Step(model=model, sequences=1, seq_len=4 * TOKENS, cp=4, schedule=record, backend="flex")
+    with_all = estimate(step)
+    workspace = attention_workspace(step) / GIB
+    buffers = cp_buffers(step) / GIB
+    assert min(workspace, buffers) > 0
+    monkeypatch.setattr(memory, "attention_workspace", lambda step: 0)
+    monkeypatch.setattr(memory, "cp_buffers", lambda step: 0)
+    for phase, parts in estimate(step).items():
+        missing = sum(with_all[phase].values()) - sum(parts.values())
+        of_backward = workspace if phase.startswith("backward") else 0
+        assert missing == pytest.approx(buffers + of_backward, rel=1e-6), phase
+
+
+@pytest.mark.parametrize("kv_heads, summed", [(2, QUERY + 2 * KV), (4, QUERY)])
+def test_flash_attention_sums_in_fp32(kv_heads, summed):
+    """dq, and where query heads share keys also dk and dv."""
+    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
+    triton = Step(model=model, sequences=1, seq_len=TOKENS, backend="triton")
+    flex = dataclasses.replace(triton, backend="flex")
+    assert attention_workspace(flex) - attention_workspace(triton) == 4 * summed
+
+
+def test_long_lists_of_blocks_count():
+    """Full and partial ones, by query and by key, four bytes each; with verticals by head."""
+    step = Step(model=MODEL, sequences=1, seq_len=TOKENS, backend="triton", most_blocks=10_000)
+    lists = 4 * 4 * (TOKENS // 128) * 10_000
+    assert attention_workspace(step) == lists
+    assert attention_workspace(dataclasses.replace(step, verticals=128)) == 4 * lists
+
+
+def test_eager_holds_scores_of_a_query_block():
+    """Three in fp32, of all heads and keys."""
+    step = Step(model=MODEL, sequences=2, seq_len=TOKENS, backend="eager")
+    assert attention_workspace(step) == 3 * 4 * (2 * 4 * 128) * TOKENS

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from titan_sparse import train
-from titan_sparse.config import ConfigError, load, load_and_check, world_of
+from titan_sparse.config import ConfigError, Parallelism, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
-from titan_sparse.estimate.dry_run import World, dry_run, find_max_length
+from titan_sparse.estimate.dry_run import World, dry_run, find_max_length, outside_gib
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.start import open_data
 
@@ -193,8 +193,25 @@ def test_ranks_take_the_place_of_the_world():
     assert load(["--dry-run", "--ranks", "32", "--device-memory=80"])[1] == Flags(
         dry_run=True, ranks=32, device_memory=80.0
     )
-    assert world_of(Flags(ranks=32), 1, 1) == (32, 8) and world_of(Flags(ranks=4), 1, 1) == (4, 4)
-    assert world_of(Flags(ranks=32), 4, 4) == (32, 4) and world_of(Flags(), 16, 8) == (16, 8)
+    one = Parallelism()
+    assert world_of(Flags(ranks=32), one, 1, 1) == (32, 8)
+    assert world_of(Flags(ranks=4), one, 1, 1) == (4, 4)
+    assert world_of(Flags(ranks=32), one, 4, 4) == (32, 4)
+    assert world_of(Flags(), one, 16, 8) == (16, 8)
+
+
+def test_what_starts_nothing_needs_no_ranks():
+    """A configuration of several ranks is shown for the fewest that it can run on."""
+    wide = Parallelism(dp_replicate=2, cp=8)
+    for flags in (
+        Flags(print_config=True),
+        Flags(dry_run=True, device_memory=80.0),
+        Flags(find_max_length=True),
+    ):
+        assert world_of(flags, wide, 1, 1) == (16, 8)
+        assert world_of(flags, wide, 32, 4) == (32, 4)
+        assert world_of(flags, Parallelism(), 1, 1) == (1, 1)
+    assert world_of(Flags(), wide, 1, 1) == (1, 1)
     with pytest.raises(ConfigError, match="does not fit 6 ranks"):
         load_and_check(["--dry-run", "--ranks", "6", "--parallelism.cp", "4"], 4, 4)
 
@@ -279,3 +296,11 @@ def test_launch_refuses_what_it_cannot_start():
         assert _script(name).returncode == 2 and "usage" in _script(name, "--dry-run").stderr
     outside = _script("launch_slurm", "train_configs/demo_cpu.toml")
     assert outside.returncode == 2 and "not inside of a Slurm job" in outside.stderr
+
+
+def test_what_is_usable_of_a_device():
+    """97 %, less what lies outside of PyTorch's allocator: with several ranks NCCL's memory too."""
+    assert (outside_gib(1), outside_gib(2)) == (1.5, 3.5)
+    assert World(1, 1, 100.0).usable == 97.0 - 1.5
+    assert World(8, 8, 100.0).usable == 97.0 - 3.5
+    assert World(8, 8, None).usable is None

@@ -25,6 +25,7 @@ def test_further_options_change_the_step():
         --attention.schedule ring --attention.gradient_dtype bfloat16 --optimizer.name SGD
         --activation_checkpoint.mode none --training.seq_len 1000000
         --optimizer.implementation foreach
+        --parallelism.reshard_after_forward false --training.loss_chunk_tokens 512
     """
     step = step_of_words("qwen3_8b_1m", "flex", 16, *words.split())
     assert step.shards == 8
@@ -35,6 +36,19 @@ def test_further_options_change_the_step():
     assert step.optimizer_states == 0
     assert step.mode == "none"
     assert step.seq_len == 1000448
+    assert not step.reshard_after_forward
+    assert step.loss_chunk_tokens == 512
+
+
+def test_a_cap_on_slashes_bounds_the_lists_of_blocks():
+    """The cap, the diagonals that are always on, and one more."""
+    capped = (
+        "--attention.vertical_slash.max_slashes 100 --attention.vertical_slash.local_diagonals 2"
+    )
+    words = ["--attention.mask", "causal", *capped.split()]
+    assert step_of_words("qwen3_8b_1m", "flex", 8, *words).most_blocks == 103
+    words = ["--attention.pattern", "dense"]
+    assert step_of_words("qwen3_8b_1m", "flex", 8, *words).most_blocks == 1048576 // 128
 
 
 def test_levers_are_fields_of_the_step():

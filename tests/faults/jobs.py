@@ -33,6 +33,7 @@ SETTINGS = {
     "checkpoint.interval": 2,
     "metrics.tensorboard": "false",
     "metrics.recall_every": 0,
+    "metrics.log_every": 1,
 }
 """Of a run whose steps take some ten milliseconds on one core."""
 

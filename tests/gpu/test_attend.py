@@ -47,6 +47,12 @@ def test_tensors_of_two_devices_are_refused():
     assert attend(*meta).device.type == "meta"
 
 
+def test_triton_refuses_fp64():
+    q, k, v = _qkv(128, dtype=torch.float64)
+    with pytest.raises(ValueError, match='does not compute torch.float64; write "eager"'):
+        attend(q, k, v, mask=Causal(), pattern=Dense(), backend="triton")
+
+
 def test_forward_mode_is_refused():
     q, k, v = _qkv(256)
     with pytest.raises(ValueError, match="q has a tangent of forward-mode AD"):

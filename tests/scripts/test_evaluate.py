@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from scripts.evaluate import main
+from scripts.evaluate import main, parse
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import save
@@ -245,3 +245,23 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys, words, reason):
     assert main(["--config", str(path), "--checkpoint", str(tmp_path), *WORDS, *words]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("trained", "ranks", "shared"), [(2, 1, 1), (8, 4, 4), (8, 8, 8), (2, 6, 2), (3, 4, 1)]
+)
+def test_ranks_of_this_launch_take_the_place_of_training_s(
+    trained, ranks, shared, tmp_path, monkeypatch
+):
+    """A run over several ranks is evaluated on others: as many as there are share a sequence."""
+    config = tiny_config(tmp_path, "run", model__flavour="debug", parallelism__cp=trained)
+    config.parallelism.dp_replicate = 3
+    save(config, tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    words = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", "run"]
+    parallelism = parse([*words, "--lengths", "128"])[1].parallelism
+    assert (parallelism.cp, parallelism.dp_replicate, parallelism.dp_shard) == (shared, 1, -1)
+    if shared < trained:
+        with pytest.raises(ValueError, match="does not fit"):
+            parse([*words, "--lengths", "128", "--parallelism.cp", str(trained)])

@@ -52,6 +52,15 @@ def test_the_blocks_linears_and_nothing_else():
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("recipe, scales", [("tensorwise", "tensorwise"), ("rowwise", "axiswise")])
+def test_recipe(recipe, scales):
+    with torch.device("meta"):
+        model = Decoder(CONFIG, dense_attend)
+    convert_to_float8(model, Float8(enable=True, recipe=recipe), emulate=True)
+    cast = model.layers["0"].mlp.up_proj.config.cast_config_input
+    assert cast.scaling_granularity.value == scales
+
+
 def test_filter():
     with torch.device("meta"):
         model = Decoder(CONFIG, dense_attend)

@@ -118,6 +118,22 @@ def _plainly(norms: list[float], section: GuardSection) -> list[bool]:
     return skipped
 
 
+@pytest.mark.parametrize("enable, updates", [(False, 3), (True, 1)])
+def test_a_guard_that_is_off_lets_every_update_happen(alone, enable, updates):
+    """One good step, one with a loss that is no number, one with an infinite norm."""
+    model = nn.Linear(2, 2)
+    optimizers = _container(model, fused=False)
+    guard = Guard(GuardSection(enable=enable), CPU, on_device=False)
+    for loss, norm in ((1.0, 1.0), (math.nan, 1.0), (1.0, math.inf)):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        guard.update(1, torch.tensor(loss), torch.tensor(norm), optimizers)
+    state = optimizers.optimizers[0].state[model.weight]
+    assert state["step"] == updates
+    skipped = [report.skipped for report in guard.reports(all_of_them=True)]
+    assert skipped == ([False, True, True] if enable else [])
+
+
 def test_spikes_by_the_written_rule(alone):
     random = torch.Generator().manual_seed(3)
     for noise in (0.05, 0.3, 1.0):

@@ -58,6 +58,7 @@ SETTINGS = {
     "checkpoint.enable": "true",
     "checkpoint.interval": 2,
     "metrics.tensorboard": "false",
+    "metrics.log_every": 1,
 }
 
 

@@ -196,6 +196,7 @@ def _run(folder: Path, **options) -> subprocess.CompletedProcess:
         "lr_scheduler.warmup_steps": 1,
         "checkpoint.enable": "true",
         "metrics.tensorboard": "false",
+        "metrics.log_every": 1,
     } | {key.replace("__", "."): value for key, value in options.items()}
     command = [sys.executable, "train.py"]
     for key, value in words.items():

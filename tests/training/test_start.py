@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.attention.backends import eager
 from titan_sparse.config import Config
-from titan_sparse.estimate.memory import Step, peak_gib
+from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
@@ -80,20 +79,19 @@ def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
     assert losses["scarce"] == pytest.approx(losses["plenty"], rel=1e-12)
 
 
-def _fuller_on_the_last_rank() -> None:
-    free = [1000.0, 6.0 / USED_SHARE][dist.get_rank()]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(start, "free_gib", lambda device: free)
-    patch.setattr(start, "peak_gib", lambda share: 10 - 8 * share)
+def test_all_ranks_do_what_the_fullest_needs(monkeypatch):
     config = Config()
     config.activation_checkpoint.attention_recompute = -1.0
-    assert recomputed_share(config, lambda share: share, torch.device("cpu")) == 0.5
-    config.activation_checkpoint.attention_recompute = 0.25
-    assert recomputed_share(config, lambda share: share, torch.device("cpu")) == 0.25
 
+    def with_a_fuller_rank(share: torch.Tensor, op: dist.ReduceOp) -> None:
+        assert op == dist.ReduceOp.MAX
+        share.clamp_(min=0.75)
 
-def test_all_ranks_do_what_the_fullest_needs():
-    run_processes(2, _fuller_on_the_last_rank)
+    monkeypatch.setattr(start, "peak_gib", lambda share: 10 - 8 * share)
+    monkeypatch.setattr(start, "free_gib", lambda device: 6.0 / USED_SHARE)
+    for all_reduce, expected in ((lambda *_: None, 0.5), (with_a_fuller_rank, 0.75)):
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        assert recomputed_share(config, lambda share: share, torch.device("cpu")) == expected
 
 
 def test_free_memory_is_the_devices(monkeypatch):

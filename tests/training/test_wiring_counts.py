@@ -70,7 +70,7 @@ def test_checkpoints_that_are_kept(folder, keep, names):
     assert _saved(folder, f"kept_{keep}") == names
 
 
-def test_lines_recall_and_garbage(folder, monkeypatch):
+def test_lines_speeds_recall_and_garbage(folder, monkeypatch):
     """Lines: the first, every third, the last. Recall: in lines of the first and each second step."""
     recorded, collected = [], []
     recording, collect = titan_sparse.trainer.recording, gc.collect
@@ -93,13 +93,17 @@ def test_lines_recall_and_garbage(folder, monkeypatch):
         metrics__log_every=3,
         metrics__recall_every=2,
         metrics__recall_rows=9,
+        metrics__peak_tflops=2.0,
     )
     lines = lines_of(folder / "lines")
     assert [line["step"] for line in lines] == [1, 3, 6, 7]
     assert [line["tokens_seen"] for line in lines] == [SEQ_LEN * step for step in (1, 3, 6, 7)]
+    # Dense attention computes all that the mask allows: both speeds are of the same FLOPs.
+    speeds = [line["dense_equivalent_tflops"] / 2 for line in lines]
+    assert [line["mfu"] for line in lines] == pytest.approx(speeds)
     assert recorded == [(9, 0), (0, 0), (9, 0), (0, 0)]
     assert [line["step"] for line in lines if "recall" in line] == [1, 6]
-    assert collected == [1, 1, 1]  # after steps 2, 4 and 6
+    assert collected.count(1) == 3  # after steps 2, 4 and 6
     assert not (folder / "lines/tensorboard").exists()
 
 
@@ -306,19 +310,19 @@ def test_deterministic_algorithms(folder, deterministic):
 
 
 def test_traced_steps(folder):
-    """The third and the fourth step, which the profiler counts from 0."""
+    """The third step to the fifth. The profiler counts from 0."""
     _run(
         folder,
         "traced",
-        training__steps=5,
+        training__steps=6,
         profiling__enable=True,
         profiling__first_step=3,
-        profiling__steps=2,
+        profiling__steps=3,
         profiling__with_stack=True,
     )
     events = json.loads((folder / "traced/profile/rank0.json").read_text())["traceEvents"]
     names = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
-    assert names == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert names == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
     assert any("trainer.py" in event["name"] for event in events)  # with_stack
 
 

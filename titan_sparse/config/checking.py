@@ -82,13 +82,12 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
     """load() and then check(), whose ConfigError gets the name of the --config file in front, or
     "command line".
 
-    The flag --ranks takes the place of the world size. A node then has the ranks that torchrun
-    says, or RANKS_PER_NODE.
+    world_of() says which ranks it is checked for.
     """
     config, flags = load(argv)
-    world_size, local_world_size = world_of(flags, world_size, local_world_size)
+    ranks = world_of(flags, config.parallelism, world_size, local_world_size)
     try:
-        check(config, world_size, local_world_size)
+        check(config, *ranks)
     except ConfigError as error:
         raise ConfigError(f"{config_file(argv) or 'command line'}: {error}") from error
     return config, flags

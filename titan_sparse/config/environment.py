@@ -4,10 +4,10 @@ import os
 import re
 
 from titan_sparse.config.reading import require, show
-from titan_sparse.config.sections import Flags
+from titan_sparse.config.sections import Flags, Parallelism
 
 RANKS_PER_NODE = 8
-"""Ranks of a node where --ranks says how many there are in all."""
+"""Ranks of a node where torchrun does not say."""
 
 _LAUNCH = (
     "WORLD_SIZE",
@@ -28,12 +28,21 @@ def world_from_environment() -> tuple[int, int]:
     return _number("WORLD_SIZE", 1, least=1), _number("LOCAL_WORLD_SIZE", 1, least=1)
 
 
-def world_of(flags: Flags, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """(ranks in all, ranks of a node) with --ranks taken into account."""
-    if not flags.ranks:
+def world_of(
+    flags: Flags, parallelism: Parallelism, world_size: int, local_world_size: int
+) -> tuple[int, int]:
+    """(ranks in all, ranks of a node): torchrun's, unless --ranks says how many.
+
+    Where nothing is started, and torchrun has not started this either, they are as many as the
+    configuration needs at least.
+    """
+    ranks = flags.ranks
+    if not ranks and flags.starts_nothing and world_size == 1:
+        ranks = parallelism.dp_replicate * max(parallelism.dp_shard, 1) * parallelism.cp
+    if not ranks:
         return world_size, local_world_size
     ranks_per_node = local_world_size if local_world_size > 1 else RANKS_PER_NODE
-    return flags.ranks, min(flags.ranks, ranks_per_node)
+    return ranks, min(ranks, ranks_per_node)
 
 
 def check_launch() -> None:

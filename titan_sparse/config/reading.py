@@ -84,7 +84,7 @@ def _read_flags(options: list[tuple[str, str | None]]) -> Flags:
         len(actions) <= 1,
         f"command line: {' and '.join(actions)} exclude each other; write one of them",
     )
-    for name in ("ranks", "device-memory"):
+    for name in ("ranks", "device-memory", "host-memory"):
         is_used = flags.dry_run or flags.find_max_length
         is_given = getattr(flags, _FLAGS[name].name) != 0
         require(

@@ -359,10 +359,10 @@ class Checkpoint:
 class Metrics:
     """What is measured and where it is written."""
 
-    log_every: int = 1
-    """steps between log lines"""
+    log_every: int = 10
+    """steps between log lines; a logged step also records attention, which costs time"""
     recall_every: int = 50
-    """steps between measurements of recall; 0: never"""
+    """recall is measured at logged steps that are a multiple of this, and at step 1; 0: never"""
     recall_rows: int = 64
     """sampled query rows per sequence in a measurement of recall"""
     tensorboard: bool = True
@@ -449,10 +449,14 @@ class Flags:
     find_max_length: bool = False
     """print the longest training.seq_len that fits and stop"""
     ranks: int = 0
-    """world size to assume; 0: that of torchrun, or 1; with --dry-run or --find-max-length"""
+    """world size to assume; 0: that of torchrun, or the least that fits; with --dry-run or
+    --find-max-length"""
     device_memory: float = 0.0
     """memory of a GPU to assume, GiB; 0: that of the local GPU; with --dry-run or
     --find-max-length"""
+    host_memory: float = 0.0
+    """CPU memory of a node to assume, GiB; 0: that of the machine, if it has a GPU; with --dry-run
+    or --find-max-length"""
 
     @property
     def starts_nothing(self) -> bool:

@@ -16,6 +16,7 @@ from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.config.sections import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
+from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.from_config import build_pattern, has_slices
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
@@ -35,11 +36,13 @@ _LONGEST = 2**30
 
 @dataclass(frozen=True)
 class World:
-    """Where the run would be. device_memory: GiB of one GPU, None where it is not known."""
+    """Where the run would be. device_memory, host_memory: GiB of one GPU, and of the CPU memory of
+    a node; None where they are not known."""
 
     ranks: int
     ranks_per_node: int
     device_memory: float | None
+    host_memory: float | None = None
 
     @property
     def usable(self) -> float | None:
@@ -49,6 +52,18 @@ class World:
         not_reserved = (1 - RESERVE) * self.device_memory
         return not_reserved - outside_gib(self.ranks)
 
+    @property
+    def usable_host(self) -> float | None:
+        """GiB of CPU memory that all ranks of a node may be counted to need."""
+        if self.host_memory is None:
+            return None
+        return (1 - HOST_RESERVE) * self.host_memory
+
+    def holds(self, host_gib_of_rank: float) -> bool:
+        """Whether a node has the CPU memory for its ranks; also where it is not known."""
+        needed = host_gib_of_rank * self.ranks_per_node
+        return self.usable_host is None or needed <= self.usable_host
+
 
 def outside_gib(ranks: int) -> float:
     """GiB of a device's memory that are not PyTorch's to hand out."""
@@ -57,14 +72,15 @@ def outside_gib(ranks: int) -> float:
     return OUTSIDE_GIB
 
 
-def world(ranks: int, ranks_per_node: int, device_memory: float) -> World:
-    """The world of a run. device_memory: GiB; 0 means that of the GPU that is here."""
-    known: float | None = None
-    if device_memory:
-        known = device_memory
-    elif torch.cuda.is_available():
-        known = torch.cuda.get_device_properties(0).total_memory / GIB
-    return World(ranks, ranks_per_node, known)
+def world(ranks: int, ranks_per_node: int, device_memory: float, host_memory: float = 0.0) -> World:
+    """The world of a run. device_memory, host_memory: GiB; 0 means those of the GPU that is here,
+    and of its machine."""
+    device: float | None = device_memory or None
+    host: float | None = host_memory or None
+    if torch.cuda.is_available():
+        device = device or torch.cuda.get_device_properties(0).total_memory / GIB
+        host = host or host_of_this_machine()
+    return World(ranks, ranks_per_node, device, host)
 
 
 def dry_run(config: Config, where: World) -> tuple[str, bool]:
@@ -77,13 +93,15 @@ def dry_run(config: Config, where: World) -> tuple[str, bool]:
     step = _step(config, model, pattern, where)
     needed = peak_gib(step)
     fits = where.usable is None or needed <= where.usable
+    on_host = host_gib(step, config.checkpoint)
     lines = _shape(config, step, where)
     lines += _table(step)
     lines += _verdict(needed, where)
     if not fits:
         lines += _what_helps(step, where)
+    lines += _host_verdict(on_host, where)
     lines += _flops(config, model, pattern, where)
-    return "\n".join(lines), fits
+    return "\n".join(lines), fits and where.holds(sum(on_host.values()))
 
 
 def find_max_length(config: Config, where: World) -> tuple[str, bool]:
@@ -100,32 +118,41 @@ def find_max_length(config: Config, where: World) -> tuple[str, bool]:
     pattern = build_pattern(config.attention)
     multiple = padding_multiple(config)
 
-    def needed(multiples: int) -> float:
+    def step_of_length(multiples: int) -> Step:
         longer = copy.deepcopy(config)
         longer.training.seq_len = multiples * multiple
-        step = _step(longer, model, pattern, where)
-        return peak_gib(step)
+        return _step(longer, model, pattern, where)
+
+    def fits(step: Step) -> bool:
+        on_host = sum(host_gib(step, config.checkpoint).values())
+        return peak_gib(step) <= where.usable and where.holds(on_host)
 
     # Bisection: `low` fits (0 tokens do), and nothing above `high` does.
     low = 0
     high = _LONGEST // multiple
     while low < high:
         middle = (low + high + 1) // 2
-        if needed(middle) <= where.usable:
+        if fits(step_of_length(middle)):
             low = middle
         else:
             high = middle - 1
 
     room = f"{where.usable:.1f} GiB that PyTorch may have of {where.device_memory:.1f}"
+    step = step_of_length(max(low, 1))
+    host_line = "".join(
+        f"; {line}" for line in _host_verdict(host_gib(step, config.checkpoint), where)
+    )
+    needed = peak_gib(step)
     if low == 0:
+        against = "more than" if needed > where.usable else "within"
         line = (
-            f"nothing fits: {multiple:,} tokens need {needed(1):.1f} GiB a rank, "
-            f"more than the {room}"
+            f"nothing fits: {multiple:,} tokens need {needed:.1f} GiB a rank, "
+            f"{against} the {room}{host_line}"
         )
         return line, False
     line = (
         f"training.seq_len = {low * multiple} is the longest multiple of {multiple} "
-        f"that fits on {_ranks(where)}: {needed(low):.1f} GiB a rank, within the {room}"
+        f"that fits on {_ranks(where)}: {needed:.1f} GiB a rank, within the {room}{host_line}"
     )
     return line, True
 
@@ -232,6 +259,21 @@ def _verdict(needed: float, where: World) -> list[str]:
         return ["", f"{total}; no GPU is here to compare with: write --device-memory GIB"]
     verdict = "fits" if needed <= where.usable else "does NOT fit"
     return ["", f"{total} of {where.device_memory:.1f}, {100 * RESERVE:.0f} % kept free: {verdict}"]
+
+
+def _host_verdict(parts: dict[str, float], where: World) -> list[str]:
+    """A line about CPU memory, if a run needs some. parts: GiB of a rank."""
+    if not parts:
+        return []
+    of_rank = sum(parts.values())
+    names = " + ".join(f"{part} {size:.2f}" for part, size in parts.items())
+    of_node = of_rank * where.ranks_per_node
+    line = f"CPU memory: {of_rank:.2f} GiB a rank ({names}), {of_node:.2f} a node"
+    if where.host_memory is None:
+        return [f"{line}; to compare it write --host-memory GIB of a node"]
+    verdict = "fits" if where.holds(of_rank) else "does NOT fit"
+    free = f"{100 * HOST_RESERVE:.0f} % kept free"
+    return [f"{line}, of {where.host_memory:.1f}, {free}: {verdict}"]
 
 
 def _levers(step: Step) -> list[tuple[str, dict]]:

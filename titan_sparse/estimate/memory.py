@@ -16,7 +16,17 @@ from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffe
 from titan_sparse.estimate.step import LEVERS, Step, step_of
 from titan_sparse.models.flavours import number_of_parameters
 
-__all__ = ["GIB", "LEVERS", "Step", "estimate", "peak_gib", "peak_phase", "step_of"]
+__all__ = [
+    "GIB",
+    "LEVERS",
+    "Step",
+    "estimate",
+    "kept_by_block",
+    "master_bytes",
+    "peak_gib",
+    "peak_phase",
+    "step_of",
+]
 
 GIB = 2**30
 
@@ -79,9 +89,8 @@ def _forward(step: Step) -> dict[str, float]:
         rotary = _bytes(step, Units(hidden=1, query=11))
     if step.mode == "none":
         # When q is rotated, most of what the block will keep does not exist yet.
-        kept_by_block = _kept(step, 1) - _kept(step, 0)
         already_there = _bytes(step, Units(hidden=2, query=1, kv=2))
-        rotary -= kept_by_block - already_there
+        rotary -= kept_by_block(step) - already_there
     return _before_backward(step, blocks=2) | {"block and attention": max(mlp, rotary)}
 
 
@@ -177,7 +186,7 @@ def _head_parameters(step: Step) -> float:
     return model.vocab_size * model.hidden_size
 
 
-def _master_bytes(step: Step) -> float:
+def master_bytes(step: Step) -> float:
     """This rank's share of all parameters, in fp32."""
     parameters = number_of_parameters(step.model)
     bytes_of_model = parameters * step.wide
@@ -191,7 +200,7 @@ def _gradient_bytes(step: Step) -> float:
     """
     if step.offload_optimizer:
         return 0
-    return _master_bytes(step)
+    return master_bytes(step)
 
 
 def _gathered(step: Step, blocks: int) -> float:
@@ -213,7 +222,7 @@ def _gathered(step: Step, blocks: int) -> float:
 
 def _standing(step: Step) -> dict[str, float]:
     """What is there in every phase."""
-    parameters = 0 if step.offload_optimizer else _master_bytes(step)
+    parameters = 0 if step.offload_optimizer else master_bytes(step)
     return {
         "parameters": parameters,
         "optimizer states": parameters * step.optimizer_states,
@@ -306,8 +315,8 @@ def _attention_units(step: Step) -> Units:
     return Units(hidden=5, query=7, kv=5)
 
 
-def _kept(step: Step, blocks: int) -> float:
-    """What `blocks` blocks keep for their backward, and the tables that all blocks share."""
+def kept_by_block(step: Step) -> float:
+    """Bytes that one block keeps for its backward, wherever they are."""
     model = step.model
     units = _kept_units(step)
     # Without checkpointing there is nothing to recompute.
@@ -322,14 +331,18 @@ def _kept(step: Step, blocks: int) -> float:
     vertical_vectors = step.sequences * model.heads * step.verticals
     gathered_verticals = vertical_vectors * model.head_dim
     selection = step.index_bytes + 2 * gathered_verticals * step.width
+    return besides_out + kept_share * attention + selection
+
+
+def _kept(step: Step, blocks: int) -> float:
+    """What `blocks` blocks keep on the device for their backward, and the tables that all share."""
     blocks_on_device = blocks
     if step.offload:
         blocks_on_device = min(blocks, OFFLOAD_BUFFERS)
     # Shared by all blocks: cos and sin; the mask's vectors, three of int32.
-    rope = 2 * step.tokens * model.head_dim * step.wide
+    rope = 2 * step.tokens * step.model.head_dim * step.wide
     mask = 3 * 4 * step.sequences * step.seq_len
-    kept_by_block = besides_out + kept_share * attention + selection
-    return blocks_on_device * kept_by_block + rope + mask
+    return blocks_on_device * kept_by_block(step) + rope + mask
 
 
 def _recomputed_share(step: Step) -> float:

@@ -1,6 +1,8 @@
 """What a rank says: how many collectives, over which ranks, and by which communicators."""
 
 import itertools
+import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -138,3 +140,89 @@ def test_every_kind_of_transfer_has_a_communicator():
         assert sorted(groups) == sorted(kinds)
         for one, other in itertools.combinations(kinds, 2):
             assert groups[one] is not groups[other], (one, other)
+
+
+def test_bytes_are_counted_by_hand():
+    """A rank of four sends a sum's bytes 2 * 3 / 4 times, and a gather's to three others."""
+    with fake_world(4):
+        cp = _context((1, 4), "ring")
+        x = torch.zeros(4, 6)  # 96 bytes, 24 for each rank
+        for collective in (cp.all_reduce, cp.all_gather, cp.all_to_all):
+            cp.sent.clear()
+            collective(x)
+            expected = {"all_reduce": 144, "all_gather": 288, "all_to_all": 72}
+            assert cp.sent == Counter(collectives=expected[collective.__name__])
+        cp.sent.clear()
+        cp.start_all_reduce(x).wait()
+        cp.start_all_gather(x, "slot").wait()
+        cp.start_reduce_scatter(x).wait()
+        assert cp.sent == Counter(verticals=144, inner=288, inner_gradient=72)
+        assert cp.bytes_sent == 288 + 72
+        cp.sent.clear()
+        cp.shift([x, x[0]], "inner", "slot").wait()
+        cp.shift([x], "inner", "slot", sends=False).wait()
+        assert cp.sent == Counter(inner=120)
+        cp.sent.clear()
+        # The first row is its own, and stays.
+        pending = cp.start_exchange(x, [1, 1, 1, 1], [1, 1, 1, 1], "inner_gradient", x.clone())
+        pending.wait()
+        assert cp.sent == Counter(inner_gradient=72)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "exchange", "shift"])
+def test_what_is_sent_lives_until_it_is_there(collective):
+    """Not longer: it is as large as a chunk."""
+    with fake_world(4):
+        cp = _context((1, 4), "ring")
+        x = torch.zeros(4, 6)
+        alive = weakref.ref(x)
+        if collective == "reduce_scatter":
+            pending = cp.start_reduce_scatter(x)
+        elif collective == "exchange":
+            out = torch.zeros(4, 6)
+            pending = cp.start_exchange(x, [1] * 4, [1] * 4, "inner", out)
+        else:
+            pending = cp.shift([x], "inner", "slot")
+        del x
+        assert alive() is not None
+        pending.wait()
+        pending.wait()  # A second time it has nothing to wait for.
+        assert alive() is None
+
+
+# A quarter of the tokens in bf16. A KV head's keys are 4 * 16 * 8 * 2 = 1,024 bytes, a chunk of two
+# heads' keys and values is 4,096. Gradients are twice as wide.
+CHUNK = 4096
+BYTES = {
+    # Three hops of the chunk, there and in the backward; three of its gradient.
+    "ring": (3 * CHUNK, 3 * CHUNK, 3 * 2 * CHUNK),
+    # The same to three others.
+    "all_gather": (3 * CHUNK, 3 * CHUNK, 3 * 2 * CHUNK),
+}
+# Keys and values of 48 verticals (16 and two sinks, in whole blocks: 32) for four heads.
+VERTICALS = 2 * 4 * 32 * 8
+# Of four heads 16 queries of the probe, summed, and their fp32 normalizers. For one head a rank the
+# masses of four key blocks, with 16 verticals and two tiles each, as a probe may lie in two blocks.
+# Of its choices 32 verticals, 16 diagonals and two flags.
+PROBE = 4 * 16 * 8 * 2 * 3 // 2
+NORMALIZERS = 4 * 16 * 4 * 3
+MASSES = 4 * (16 + 2) * 4 * 3
+CHOICES = (32 + 16 + 2) * 4 * 3
+
+
+@pytest.mark.parametrize("schedule", BYTES)
+def test_bytes_of_a_bf16_layer_by_hand(schedule):
+    """Nothing is wider on the wire than it has to be, and sums are in fp32."""
+    with fake_world(4):
+        cp = _context((1, 4), schedule)
+        q, k, v = [x.detach().bfloat16().requires_grad_() for x in _inputs(cp)]
+        out = attend(q, k, v, Causal(), VERTICAL, cp, "eager")
+        forward, backward, gradients = BYTES[schedule]
+        assert cp.sent["inner"] == forward
+        assert cp.sent["verticals"] == VERTICALS * 2 * 3 // 2
+        assert cp.sent["collectives"] == PROBE + NORMALIZERS + MASSES + CHOICES
+        cp.sent.clear()
+        out.sum().backward()
+        assert cp.sent["inner"] == backward
+        assert cp.sent["inner_gradient"] == gradients
+        assert cp.sent["verticals"] == VERTICALS * 4 * 3 // 2

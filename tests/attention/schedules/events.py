@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
+from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Communicator, Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Pattern
@@ -23,7 +24,8 @@ BLOCK = 16
 class Events:
     """The events so far.
 
-    lines: "start NAME", "wait NAME" (the first time only) and "compute".
+    lines: "start NAME", "wait NAME" (the first time only), "compute", and "tables" where those of
+    all ranks' blocks are made.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
@@ -37,7 +39,10 @@ class Events:
         for kind in (Transfer, Pending):
             self._record_waits(monkeypatch, kind)
         for function in (eager.forward, eager.backward):
-            monkeypatch.setattr(eager, function.__name__, self._recorded(function))
+            recorded = self._recorded(function, "compute")
+            monkeypatch.setattr(eager, function.__name__, recorded)
+        tables = self._recorded(AttentionCall.tiles_of_all_ranks, "tables")
+        monkeypatch.setattr(AttentionCall, "tiles_of_all_ranks", tables)
 
     def take(self) -> list[str]:
         """The events since the last call."""
@@ -70,11 +75,11 @@ class Events:
 
         monkeypatch.setattr(kind, "wait", recorded)
 
-    def _recorded(self, compute: Callable) -> Callable:
-        @functools.wraps(compute)
+    def _recorded(self, function: Callable, line: str) -> Callable:
+        @functools.wraps(function)
         def recorded(*args, **kwargs):
-            self.lines.append("compute")
-            return compute(*args, **kwargs)
+            self.lines.append(line)
+            return function(*args, **kwargs)
 
         return recorded
 

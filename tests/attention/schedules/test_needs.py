@@ -14,7 +14,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.base import MaskRanges
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.schedules import needs
@@ -43,7 +43,7 @@ def _inputs_that_look_at_themselves() -> list[Tensor]:
 
 
 def _met(index: BlockIndex, ranges: MaskRanges, layout: str) -> Tensor:
-    """bool [W, W], pair by pair: some head computes a pair of blocks of rank r's queries and s's keys.
+    """bool [W, W], pair by pair: some head computes a block of rank s for queries of rank r.
 
     The mask is looked at in whole blocks: a block is reached if any of its pairs is seen.
     """
@@ -92,7 +92,7 @@ def test_the_index_skips_what_the_mask_alone_would_fetch(layout):
 
 
 def test_hops_and_work_that_the_index_saves(monkeypatch):
-    """By hand, for rank 0 of a contiguous ring of four; each rank needs the chunk before its own."""
+    """By hand, for rank 0 of a contiguous ring. Each rank needs the chunk before its own."""
     calls = []
     forward = eager.forward
 
@@ -108,7 +108,7 @@ def test_hops_and_work_that_the_index_saves(monkeypatch):
         with collectives() as said:
             out = attend(q, k, v, Causal(), LOCAL, cp, "eager")
         hops = counts(said)
-        # Its chunk goes to rank 1. No other chunk comes so far, and its own is all that it computes.
+        # Its chunk goes to rank 1. No other chunk comes so far; it computes on its own.
         assert (hops["send"], hops["receive"], len(calls)) == (1, 0, 1)
         with collectives() as said:
             out.sum().backward()

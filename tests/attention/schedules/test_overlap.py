@@ -49,16 +49,17 @@ DOUBLE_RING_BACKWARD = (
     "wait inner, wait inner_gradient, start outer_gradient, compute, start inner_gradient, "
     "wait inner_gradient, wait outer_gradient"
 )
+# The first head travels while tables are made.
 ALL_GATHER_FORWARD = (
-    "start k, start v, start k, start v, wait k, wait v, compute, "
+    "start k, start v, tables, start k, start v, wait k, wait v, compute, "
     "start k, start v, wait k, wait v, compute, wait k, wait v, compute"
 )
 # A head's gradients are on their way while the next head is computed.
 ALL_GATHER_BACKWARD = (
-    "start k, start v, start k, start v, wait k, wait v, compute, start scatter, start scatter, "
-    "start k, start v, wait k, wait v, compute, wait scatter, wait scatter, start scatter, "
-    "start scatter, wait k, wait v, compute, wait scatter, wait scatter, start scatter, "
-    "start scatter, wait scatter, wait scatter"
+    "start k, start v, tables, start k, start v, wait k, wait v, compute, "
+    "start scatter, start scatter, start k, start v, wait k, wait v, compute, "
+    "wait scatter, wait scatter, start scatter, start scatter, wait k, wait v, compute, "
+    "wait scatter, wait scatter, start scatter, start scatter, wait scatter, wait scatter"
 )
 GROUP_CAST_FORWARD = RING_FORWARD
 # Sums in the node are waited for on a side stream. Own blocks are left to the end.

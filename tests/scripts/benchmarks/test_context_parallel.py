@@ -96,6 +96,13 @@ def test_scaling_compares_the_same_work(two_ranks):
         )
 
 
+def test_one_rank_is_alone_with_the_whole_sequence(tmp_path):
+    _run(1, "scaling --seq-len 1024", tmp_path / "result.json")
+    [alone] = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert alone["schedule"] == "alone" and alone["seq_len"] == 1024
+    assert alone["backend"] == "eager" and alone["visited_tflops"] > 0
+
+
 def test_dense_rows_and_a_peer_that_cannot_run(two_ranks):
     rows = _rows(two_ranks, "dense", name="ours")
     assert {(row["layout"], row["schedule"]) for row in rows} == {
@@ -299,7 +306,7 @@ def _attempt_alone(bench, row, measure):
     [
         ("scaling --pretend-nodes 3", 4, "write a divisor"),
         ("nodes", 4, "write --pretend-nodes 2"),
-        ("scaling", 1, "--nproc-per-node 2"),
+        ("dense", 1, "--nproc-per-node 2"),
         ("scaling --schedules double_ring", 3, "even number of ranks"),
         ("scaling --seq-len 1000", 2, "write a multiple of 512"),
         ("scaling --sinks -1", 2, "--sinks and --warm-ups 0 or more"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.benchmarks.provenance import problems
 from scripts.study import __main__ as study
 from scripts.study import text as study_text
 from scripts.study.runs import FULL, PRETRAIN, SIZES, TOY, configuration, cost, methods
@@ -100,6 +101,7 @@ def test_evaluation_is_in_the_attention_that_its_name_says(toy):
 @pytest.mark.slow
 def test_report_says_what_the_runs_have_logged(toy):
     found = json.loads((toy / "report/results.json").read_text())
+    assert problems(found | {"commit": 40 * "0"}) == []
     dense, sparse = (read_metrics(toy / name) for name in CHOSEN.split(","))
     shares = [(sparse[step]["loss"] - dense[step]["loss"]) / dense[step]["loss"] for step in dense]
     part, run = (

@@ -1,0 +1,70 @@
+"""Puts the logged steps of training runs into one result file, with what they belong to.
+
+    python -m scripts.benchmarks.steps "1 GPU=outputs/one" "2 GPUs=outputs/two" --out step.json
+
+Each run is told by its newest start (docs/training.md, "What a run writes"). Runs of different
+commits, GPUs or versions are refused: they are not to be compared.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from scripts.benchmarks.provenance import of_start
+from titan_sparse.training.metrics_file import read_metrics
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
+    try:
+        result = collect(args.runs)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    Path(args.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {args.out}")
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmarks.steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=named_run, metavar="NAME=FOLDER")
+    parser.add_argument("--out", required=True, help="JSON file to write")
+    return parser.parse_args(words)
+
+
+def named_run(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text} is no NAME=FOLDER")
+    return name, Path(folder)
+
+
+def collect(runs: list[tuple[str, Path]]) -> dict:
+    """The content of the result file. Raises ValueError, one line, for runs that do not belong
+    together, and for a folder without a start."""
+    result: dict = {"command": "each run: its own key command"}
+    parts = {}
+    for name, folder in runs:
+        starts = sorted((folder / "starts").glob("*/start.json"))
+        if not starts:
+            raise ValueError(f"{folder} holds no starts/*/start.json; write a run's output_dir")
+        start = json.loads(starts[-1].read_text(encoding="utf-8"))
+        about = of_start(start)
+        command = about.pop("command")
+        for key in ("commit", "gpu", "versions"):
+            if result.setdefault(key, about[key]) != about[key]:
+                raise ValueError(f"{folder} has another {key} than {runs[0][1]}; measure both anew")
+        result.setdefault("date", about["date"])
+        steps = [line for _, line in sorted(read_metrics(folder).items())]
+        parts[name] = {"command": command, "gpus": start["world_size"], "steps": steps}
+    return result | {"runs": parts}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

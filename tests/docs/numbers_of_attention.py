@@ -1,0 +1,276 @@
+"""Claims about attention and the loss: numbers.py says what a claim is."""
+
+from tests.docs.numbers import (
+    BENCHMARKS,
+    CONTEXT_PARALLEL,
+    CP_DENSE,
+    EVALUATION,
+    LENGTH,
+    README,
+    Claim,
+    both,
+    result,
+    row,
+)
+
+DENSITY = "attention_h200_density"
+CP4 = "context_parallel_4xh200"
+CP4_FLEX = "context_parallel_flex_4xh200"
+NODES_512K = "context_parallel_nodes_2x2_512k_h200"
+NODES_1M = "context_parallel_nodes_2x2_1m_h200"
+KERNELS = "masks_kernels_h200"
+VARLEN = "masks_varlen_2xh200"
+BUDGETS = "masks_budgets_h200"
+PATTERNS = "masks_patterns_h200"
+LOSS = "loss_h200"
+
+
+def attention_by_length() -> list[Claim]:
+    claims = []
+    for seq_len in (16384, 65536, 131072, 262144, 524288):
+        name = DENSITY if seq_len == 131072 else LENGTH
+        decimals = 0 if seq_len >= 262144 else 1
+        dense = f"{{:.{decimals}f}} + {{:.{decimals}f}}"
+        flex = row(name, name="flex", seq_len=seq_len, target_density=0.05)
+        triton = row(name, name="triton", seq_len=seq_len, target_density=0.05)
+        mark = "**" if seq_len >= 131072 else ""
+        ratio = f"{mark}{{:.3f}}{mark}"
+        claims.append(
+            Claim(
+                BENCHMARKS,
+                f"| {seq_len} | {dense} | {dense} | {{:.1f}} + {{:.1f}} | {ratio} "
+                f"| {{:.1f}} + {{:.1f}} | {ratio} |",
+                (
+                    *both(name, name="cudnn", seq_len=seq_len),
+                    *both(name, name="flash-attn-4", seq_len=seq_len),
+                    flex["forward_ms"],
+                    flex["backward_ms"],
+                    flex["ratio_to_cudnn"],
+                    triton["forward_ms"],
+                    triton["backward_ms"],
+                    triton["ratio_to_cudnn"],
+                ),
+            )
+        )
+    return claims
+
+
+def attention_by_density() -> list[Claim]:
+    claims = []
+    for density in (0.02, 0.05, 0.1, 0.2):
+        flex = row(DENSITY, name="flex", target_density=density)
+        triton = row(DENSITY, name="triton", target_density=density)
+        values = []
+        for backend in (flex, triton):
+            values += [backend["forward_ms"], backend["backward_ms"], backend["ratio_to_cudnn"]]
+        text = f"| {100 * density:.0f} % | {{:.1f}} + {{:.1f}} | {{:.3f}} | {{:.1f}} + {{:.1f}} | {{:.3f}} |"
+        claims.append(Claim(BENCHMARKS, text, tuple(values)))
+    dense = row(DENSITY, name="ours, dense")
+    text = "| dense, ours | {:.1f} + {:.1f} | {:.3f} |"
+    values = (dense["forward_ms"], dense["backward_ms"], dense["ratio_to_cudnn"])
+    claims.append(Claim(BENCHMARKS, text, values))
+    flex, triton = (
+        row(DENSITY, name=name, target_density=0.05)["visited_tflops"]
+        for name in ("flex", "triton")
+    )
+    text = "At 5 % that is {:.0f} (flex) and {:.0f} (triton) TFLOP/s"
+    claims.append(Claim(BENCHMARKS, text, (flex, triton)))
+    return claims
+
+
+def context_parallel() -> list[Claim]:
+    claims = []
+    texts = {
+        (CP4, "alone"): "| triton | one GPU alone | {:.1f} + {:.1f} | {:.0f} | 1 |",
+        (CP4, "all_gather"): "| | all_gather | {:.1f} + {:.1f} | {:.0f} | **{:.3f}** |",
+        (CP4, "ring"): "| | ring | {:.1f} + {:.1f} | {:.0f} | {:.3f} |",
+        (CP4, "double_ring"): "| | double_ring, 2 x 2 | {:.1f} + {:.1f} | {:.0f} | {:.3f} |",
+        (CP4_FLEX, "alone"): "| flex | one GPU alone | {:.1f} + {:.1f} | {:.0f} | 1 |",
+        (CP4_FLEX, "all_gather"): "| | all_gather | {:.1f} + {:.1f} | {:.0f} | **{:.3f}** |",
+        (CP4_FLEX, "ring"): "| | ring | {:.1f} + {:.1f} | {:.0f} | {:.3f} |",
+    }
+    for (name, schedule), text in texts.items():
+        found = row(name, case="scaling", schedule=schedule)
+        values = [found["forward_ms"], found["backward_ms"], found["visited_tflops"]]
+        if schedule != "alone":
+            values.append(found["of_alone"])
+        claims.append(Claim(BENCHMARKS, text, tuple(values)))
+    for name in (NODES_512K, NODES_1M):
+        for dtype, short in (("float32", "fp32"), ("bfloat16", "bf16")):
+            ring = row(name, schedule="ring", gradient_dtype=dtype)
+            double = row(name, schedule="double_ring", gradient_dtype=dtype)
+            claims.append(
+                Claim(
+                    BENCHMARKS,
+                    f"| {ring['seq_len']} | {short} | {{:.1f}} + {{:.1f}} | {{:.1f}} + {{:.1f}} |",
+                    (
+                        ring["forward_ms"],
+                        ring["backward_ms"],
+                        double["forward_ms"],
+                        double["backward_ms"],
+                    ),
+                )
+            )
+    torch_row = row(CP_DENSE, name="torch context_parallel", rotate="allgather")
+    ours = row(CP_DENSE, name="ours", layout="zigzag", schedule="ring")
+    for label, found, mark in (
+        ("ours, zigzag, ring", ours, "**"),
+        ("torch, allgather", torch_row, ""),
+    ):
+        text = f"| {label} | {{:.1f}} + {{:.1f}} | {mark}{{:.1f}}{mark} | {{:.0f}} |"
+        values = (
+            found["forward_ms"],
+            found["backward_ms"],
+            found["total_ms"],
+            found["tflops"],
+        )
+        claims.append(Claim(BENCHMARKS, text, values))
+    text = (
+        "Ours is {:.3f} times as fast. Its kernel alone is {:.2f} times: on one GPU, "
+        "FlashAttention-4 takes {:.3f} of cuDNN's time"
+    )
+    kernel = row(LENGTH, name="flash-attn-4", seq_len=262144)["ratio_to_cudnn"]
+    values = (torch_row["total_ms"] / ours["total_ms"], 1 / kernel, kernel)
+    claims.append(Claim(BENCHMARKS, text, values))
+    return claims
+
+
+def masks() -> list[Claim]:
+    claims = []
+    for mask, label in (("documents", "packed documents"), ("window", "window of 4,096")):
+        values = [*both(KERNELS, name="flash-attn-4", mask=mask)]
+        for backend in ("flex", "triton"):
+            found = row(KERNELS, name=backend, mask=mask, heads=64)
+            values += [found["forward_ms"], found["backward_ms"], found["total_of_flash_attn_4"]]
+        text = (
+            f"| {label}, 64:8 | {{:.2f}} + {{:.2f}} | {{:.2f}} + {{:.2f}} | **{{:.2f}}** "
+            "| {:.2f} + {:.2f} | {:.2f} |"
+        )
+        claims.append(Claim(BENCHMARKS, text, tuple(values)))
+
+    torch_row = row(VARLEN, name="torch context_parallel", rotate="allgather")
+    ours = row(VARLEN, name="ours", layout="balanced", schedule="group_cast", overlap_stages=1)
+    claims.append(
+        Claim(
+            BENCHMARKS,
+            "the causal mask, {:.2f} times as many pairs. group_cast takes 1 / {:.2f} of its time",
+            (torch_row["pairs"] / ours["pairs"], torch_row["total_ms"] / ours["total_ms"]),
+        )
+    )
+    text = "| balanced | group_cast, 1 stage | {:.2f} + {:.2f} | **{:.2f}** | {:.3f} |"
+    values = (
+        ours["forward_ms"],
+        ours["backward_ms"],
+        ours["total_ms"],
+        ours["worker_imbalance"],
+    )
+    claims.append(Claim(BENCHMARKS, text, values))
+    text = "| (causal) | torch, allgather | {:.2f} + {:.2f} | {:.2f} |"
+    values = (torch_row["forward_ms"], torch_row["backward_ms"], torch_row["total_ms"])
+    claims.append(Claim(BENCHMARKS, text, values))
+    return claims
+
+
+def patterns() -> list[Claim]:
+    claims = []
+    independent = "vertical_slash, independent"
+    joint = "vertical_slash, joint"
+    for label, name, chosen, value, digits, mark in (
+        ("vertical_slash, independent, 0.8", BUDGETS, independent, 0.8, ".1f", ""),
+        ("independent, 0.9", BUDGETS, independent, 0.9, ".1f", ""),
+        ("independent, 0.95", BUDGETS, independent, 0.95, ".1f", ""),
+        ("joint, 0.85", BUDGETS, joint, 0.85, ".1f", "**"),
+        ("joint, 0.9", BUDGETS, joint, 0.9, ".1f", ""),
+        ("joint, 0.98", BUDGETS, joint, 0.98, ".1f", ""),
+        ("xattention, 0.9", PATTERNS, "xattention", 0.9, ".0f", ""),
+        ("xattention, 0.999", PATTERNS, "xattention", 0.999, ".0f", ""),
+        ("moba, top 12", PATTERNS, "moba", 12, ".0f", ""),
+        ("moba, top 48 of 128 chunks", PATTERNS, "moba", 48, ".0f", ""),
+    ):
+        found = row(name, name=chosen, value=value)
+        claims.append(
+            Claim(
+                BENCHMARKS,
+                f"| {label} | {{:.3f}} | {{:.1f}} % | {{:{digits}}} "
+                f"| {{:,.0f}} + {{:,.0f}} | {mark}{{:,.0f}}{mark} |",
+                (
+                    found["recall"],
+                    100 * found["density"],
+                    found["selection_ms"],
+                    found["forward_ms"],
+                    found["backward_ms"],
+                    found["step_ms"],
+                ),
+            )
+        )
+    at_recall = [
+        row(BUDGETS, name=name, at_recall=recall)["step_ms"]
+        for recall in (0.9, 0.95)
+        for name in (independent, joint)
+    ]
+    text = "independent {:.0f} ms, joint {:.0f}. At 0.95: {:.0f} and {:,.0f}."
+    claims.append(Claim(BENCHMARKS, text, tuple(at_recall)))
+    dense = row(BUDGETS, name="cudnn")["step_ms"]
+    text = "| {:.0f} ms with selection; dense cuDNN {:,.0f} ms |"
+    claims.append(Claim(README, text, (at_recall[0], dense)))
+    return claims
+
+
+def loss() -> list[Claim]:
+    claims = []
+    for label, name in (
+        ("ours", "ours"),
+        ("Liger Kernel", "liger"),
+        ("Liger Kernel, fp32 dW, our chunks", "liger, fp32 d_weight, our chunks"),
+        ("cut-cross-entropy, exact", "cut-cross-entropy, exact"),
+    ):
+        found = row(LOSS, name=name)
+        gib = found["peak_bytes"] / 2**30
+        digits = 1 if gib >= 1 else 2
+        text = f"| {label} | {{:.1f}} | {{:.{digits}f}} |"
+        claims.append(Claim(BENCHMARKS, text, (found["ms"], gib)))
+    return claims
+
+
+def headlines() -> list[Claim]:
+    """The first rows of README's table, and what stands in the text of other pages."""
+    flex, triton = (row(DENSITY, name=name, target_density=0.05) for name in ("flex", "triton"))
+    flash = row(DENSITY, name="flash-attn-4")["ratio_to_cudnn"]
+    all_gather, ring = (
+        row(CP4, case="scaling", schedule=name)["of_alone"] for name in ("all_gather", "ring")
+    )
+    shares = [
+        abs(result("study_short_h200")["differences"][f"vertical_slash_{name} to dense"]["final"])
+        for name in ("90", "95", "95_joint")
+    ]
+    runs = result("recording_0_5b_h200")["runs"]
+    spent = {}
+    for name, run in runs.items():
+        logged = run["steps"][:-1]
+        intervals = zip(logged, logged[1:])
+        spent[name] = sum(b["step_seconds"] * (b["step"] - a["step"]) for a, b in intervals)
+    recording = (spent["every"] - spent["rarely"]) / 3  # steps 10, 20, 30
+    step = spent["rarely"] / 39
+    return [
+        Claim(
+            README,
+            "**{:.3f}** of dense cuDNN's time (flex), **{:.3f}** (triton); FlashAttention-4, "
+            "dense: {:.2f}",
+            (flex["ratio_to_cudnn"], triton["ratio_to_cudnn"], flash),
+        ),
+        Claim(
+            README, "**{:.3f}** of one GPU's speed (all_gather), {:.3f} (ring)", (all_gather, ring)
+        ),
+        Claim(
+            CONTEXT_PARALLEL,
+            "`all_gather`: {:.2f} of one GPU's speed on four H200, against {:.2f}",
+            (all_gather, ring),
+        ),
+        Claim(README, "| within {:.1f} % |", (100 * max(shares),)),
+        Claim(
+            EVALUATION,
+            "Recording one step took {:.0f} ms with Qwen2.5-0.5B's shape at 65,536 tokens on an "
+            "H200: {:.1f} % of the run at `log_every = 10` (the default), {:.0f} % at 1.",
+            (1e3 * recording, 100 * recording / (10 * step), 100 * recording / step),
+        ),
+    ]
