@@ -43,7 +43,8 @@ def of_start(start: dict) -> dict:
     """The same for a training run, but the options. start: the content of its start.json."""
     words = shlex.split(start["command"])
     # Without the interpreter and its own options: python -u train.py, python -m titan_sparse.train.
-    first = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "-m")
+    # A run that another program has started keeps all words.
+    first = next((i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"), 0)
     program = [os.path.basename(words[first]), *words[first + 1 :]]
     ranks = str(start["world_size"])
     git = start["git"]
