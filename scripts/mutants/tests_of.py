@@ -66,7 +66,11 @@ TESTS: dict[str, list[str]] = {
         "tests/training/test_optimizer.py",
         *_RUNS,
     ],
-    "titan_sparse/training/parallelize.py": ["tests/training/test_parallelize.py", *_RUNS],
+    "titan_sparse/training/parallelize.py": [
+        "tests/training/test_parallelize.py",
+        "tests/training/test_sharded_decoder.py",
+        *_RUNS,
+    ],
     f"{_CHECKPOINT}/checkpointer.py": [*_SAVES, "tests/training/test_poison.py"],
     f"{_CHECKPOINT}/disk.py": _SAVES,
     f"{_CHECKPOINT}/folders.py": _SAVES,

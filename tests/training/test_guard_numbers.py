@@ -17,6 +17,7 @@ from titan_sparse.config import Guard as GuardSection
 from titan_sparse.training.guard import (
     Guard,
     Report,
+    _not_finite,
     decides_on_device,
     optimizer_states,
     refuse_bad_weights,
@@ -117,6 +118,23 @@ def test_a_resumed_guard_goes_on_to_the_last_digit():
     second.update(6, torch.tensor(math.inf), torch.ones(()), _Optimizers())
     [report] = second.reports(all_of_them=True)
     assert report.in_a_row == 3
+
+
+def test_reports_from_before_a_resume_are_dropped():
+    guard = Guard(SECTION, CPU, False)
+    state = copy.deepcopy(guard.state_dict())
+    guard.update(1, torch.zeros(()), torch.ones(()), _Optimizers())
+    guard.load_state_dict(state)
+    assert guard.reports(all_of_them=True) == []
+
+
+def test_all_of_it_is_on_the_device(monkeypatch):
+    """The host would wait otherwise."""
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op: None)
+    device = torch.device("meta")
+    state = Guard(SECTION, device, True)
+    assert state.statistics.device == state.in_a_row.device == device
+    assert _not_finite([torch.ones(2)], device).device == device
 
 
 def _with_parameters(fused: bool, *devices: str) -> SimpleNamespace:

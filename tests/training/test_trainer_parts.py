@@ -95,6 +95,16 @@ def test_what_the_rest_of_a_step_needs(monkeypatch, now, done, last_step, needed
     assert told == [lacks] == [needed + 5.0 >= 30]
 
 
+@pytest.mark.parametrize("last, wanted", [(None, 10), (7.5, 7.5)])
+def test_a_save_is_reckoned_until_it_is_on_disk(last, wanted):
+    """One in the background holds training for milliseconds, but the end of the run waits for it."""
+    checkpointer = SimpleNamespace(last_save_seconds=last, last_held_seconds=0.001)
+    run = SimpleNamespace(config=Config(), checkpointer=checkpointer)
+    assert Trainer._save_seconds(run, 20) == 0
+    run.config.checkpoint.enable = True
+    assert Trainer._save_seconds(run, 20) == wanted
+
+
 def test_a_step_that_is_left_out_leaves_nothing():
     """Neither gradients, nor a place in the data, nor drawn random numbers."""
     before = trainer.Progress(torch.device("cpu"))

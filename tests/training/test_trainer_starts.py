@@ -122,6 +122,14 @@ def test_deterministic_algorithms(folder, deterministic):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_a_run_is_scored_by_its_own_model(folder):
+    config = tiny_config(folder, "set_up", **SETTINGS)
+    run = Trainer(config)
+    assert run.scorer.model is run.model and run.scorer.cp is run.cp
+    assert run.scorer.tokenizer is run.loader.tokenizer
+    assert (run.scorer.dp_rank, run.scorer.dp_size) == (0, 1)
+
+
 @pytest.mark.parametrize("depends", [True, False])
 def test_a_layout_by_the_mask_is_made_for_each_batch(folder, monkeypatch, depends):
     layouts = []

@@ -90,7 +90,9 @@ def _two_ranks(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda x: x.mul_(RANKS))
 
 
-def test_a_step_that_is_logged():
+def test_a_step_that_is_logged(monkeypatch):
+    seconds = iter([100.0, 107.5])
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=seconds.__next__))
     run = _Step(logged=True)
     assert Trainer.step(run) is False
     values = {
@@ -107,7 +109,7 @@ def test_a_step_that_is_logged():
     assert run.calls["all_of_them"] is True
     assert run.calls["cleared"] and run.calls["scheduled"] == 1
     assert (run.progress.step, run.progress.tokens_seen) == (5, 1072)
-    assert run.step_seconds > 0
+    assert run.step_seconds == 7.5
 
 
 def test_a_step_that_is_not_logged_waits_for_no_device():
