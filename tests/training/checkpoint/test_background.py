@@ -19,6 +19,20 @@ COPIES = "titan_sparse checkpoint"
 """The memory of copies, among a process's open files."""
 
 
+def test_a_failure_in_the_background_is_found_at_the_next_step(alone, tmp_path, monkeypatch):
+    run = Run(tmp_path, async_mode="async")
+    run.checkpointer.load()
+    run.step()
+    monkeypatch.setattr(writer, "HashedFile", FullFile)
+    run.checkpointer.save(1)
+    deadline = time.monotonic() + 10
+    with pytest.raises(SaveError, match="no space left"):
+        while time.monotonic() < deadline:
+            run.checkpointer.raise_failure()
+            time.sleep(0.01)
+    run.checkpointer.close()
+
+
 def test_a_failure_in_the_background_is_told_by_the_next_save(alone, tmp_path, monkeypatch):
     run = Run(tmp_path, async_mode="async")
     run.step()

@@ -96,19 +96,6 @@ def test_a_full_disk_is_one_line(alone, tmp_path, monkeypatch, mode):
     assert again.checkpointer.load() and same(again.state(), wanted)
 
 
-def test_a_failure_in_the_background_is_found_at_the_next_step(alone, tmp_path, monkeypatch):
-    run = Run(tmp_path, async_mode="async")
-    run.checkpointer.load()
-    run.step()
-    monkeypatch.setattr(writer, "HashedFile", FullFile)
-    run.checkpointer.save(1)
-    deadline = time.monotonic() + 20
-    with pytest.raises(SaveError, match="no space left"):
-        while time.monotonic() < deadline:
-            run.checkpointer.raise_failure()
-            time.sleep(0.01)
-
-
 def _limited_file_size(folder: Path, mode: str) -> None:
     """One rank of two cannot write: both say so, and nothing half-written stays."""
     run = Run(folder, width=20_000, async_mode=mode)

@@ -53,6 +53,15 @@ def test_metadata_says_what_dcps_own_would(save, tmp_path):
     assert Path(theirs.storage_meta.checkpoint_id) == tmp_path / "dcp"
 
 
+def test_a_list_that_has_changed_on_the_way_is_not_published(save):
+    """What ranks have written goes through the folder, their sums do not."""
+    begin(save)
+    write_share(save, 0, {WEIGHT: torch.ones(3)}, {}, 1)
+    with pytest.raises(OSError, match="written-0 is not what rank 0 has written"):
+        publish_save(save, Metadata({}), ["0" * 64])
+    assert not save.checkpoint.exists()
+
+
 def test_a_save_begins_without_what_an_earlier_one_left(save):
     for _ in range(2):
         begin(save)
