@@ -5,7 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from scripts.benchmarks.provenance import of_start, problems
+from scripts.benchmarks.provenance import problems
 from scripts.benchmarks.steps import main
 from tests.runs import tiny_config, train, write_texts
 
@@ -43,13 +43,6 @@ def test_steps_and_their_origin(runs, tmp_path, capsys):
     assert one["command"] == "torchrun --nproc-per-node 1 train.py --training.steps 2"
     assert two["command"].endswith("1 -m titan_sparse.train --training.steps 2")
     assert [line["step"] for line in one["steps"]] == [1, 2] and one["gpus"] == 1
-
-
-def test_a_run_that_another_program_has_started(runs):
-    """pytest with workers starts its runs by python -c."""
-    _, start = _start(runs / "one")
-    found = of_start(start | {"command": "/usr/bin/python -c 'import runs'"})
-    assert found["command"] == "torchrun --nproc-per-node 1 python -c 'import runs'"
 
 
 def test_runs_that_do_not_belong_together_are_refused(runs, tmp_path, capsys):
