@@ -136,8 +136,8 @@ class Recorder:
         self.lines.clear()
 
     def _notice_programs(self, event: str, _) -> None:
-        """What another program runs is not seen here."""
-        if event == "subprocess.Popen" and self.current in self.tests:
+        """What another program runs, or a forked child, is not seen here."""
+        if event in ("subprocess.Popen", "os.fork") and self.current in self.tests:
             self.tests[self.current]["opaque"] = True
 
     def trace(self) -> None:

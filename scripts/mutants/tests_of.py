@@ -6,6 +6,15 @@ _SAVES = [
     "tests/training/checkpoint/test_lock.py",
     "tests/training/checkpoint/test_reader.py",
     "tests/training/checkpoint/test_resuming.py",
+    "tests/training/checkpoint/test_background.py",
+    "tests/training/checkpoint/test_disk.py",
+    "tests/training/checkpoint/test_folders.py",
+    "tests/training/checkpoint/test_planning.py",
+    "tests/training/checkpoint/test_process.py",
+    "tests/training/checkpoint/test_progress.py",
+    "tests/training/checkpoint/test_ranks.py",
+    "tests/training/checkpoint/test_staging.py",
+    "tests/training/checkpoint/test_writer.py",
 ]
 _RUNS = [
     "tests/training/test_trainer_parts.py",

@@ -1,6 +1,9 @@
 """A run small enough to save and load in milliseconds: one layer, Adam, a loader that counts."""
 
+import errno
+import gc
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_sparse.config import Checkpoint
-from titan_sparse.training.checkpoint import Checkpointer, Progress
+from titan_sparse.training.checkpoint import Checkpointer, Progress, writer
 
 TEXTS = {"config.toml": "[training]\nsteps = 9\n"}
 
@@ -38,7 +41,7 @@ class Run:
         self.loader = CountingLoader()
         self.progress = Progress(torch.device("cpu"))
         self.checkpointer = Checkpointer(
-            Checkpoint(enable=True, **{"interval": 1, "keep_latest_k": 0} | section),
+            Checkpoint(**{"enable": True, "interval": 1, "keep_latest_k": 0} | section),
             str(output_dir),
             self.model,
             [self.optimizer],
@@ -75,6 +78,15 @@ class Run:
         return tensors | counts
 
 
+class FullFile(writer.HashedFile):
+    """A disk that is full after the first bytes."""
+
+    def write(self, data) -> int:
+        if self.position > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Equal to the bit, names and all."""
     return left.keys() == right.keys() and all(
@@ -85,6 +97,18 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def open_files(name: str) -> int:
+    """How many of this process's open files have `name` in theirs."""
+    gc.collect()  # what earlier tests have left would go at any time
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            count += name in os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue  # the one that listed them
+    return count
 
 
 def flip_bit(path: Path) -> None:

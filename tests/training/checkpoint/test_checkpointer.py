@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.training.checkpoint.helpers import TEXTS, Run, flip_bit, names_in, same
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import newest_checkpoint
+from titan_sparse.training.checkpoint import newest_checkpoint, writer
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -195,6 +196,14 @@ def test_an_automatic_restart_goes_on_from_the_branch(tmp_path, monkeypatch):
     run = Run(tmp_path, load_step=2)
     assert run.checkpointer.load() and run.progress.step == 3
     assert not (run.folder / "rolled-back-2").exists()
+    # Not to be mistaken for it: the same command, given once more.
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    run = Run(tmp_path, load_step=2)
+    assert run.checkpointer.load() and run.progress.step == 2
+    run.train(3)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run = Run(tmp_path, load_step=2)
+    assert run.checkpointer.load() and run.progress.step == 3
     # Another job's restart has not gone back yet.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "b")
     run = Run(tmp_path, load_step=2)
@@ -204,8 +213,8 @@ def test_an_automatic_restart_goes_on_from_the_branch(tmp_path, monkeypatch):
 def test_a_load_step_that_is_not_there_moves_nothing(tmp_path):
     run = Run(tmp_path).train(3)
     flip_bit(run.folder / "step-2/__0_0.distcp")
-    for step in (2, 7):
-        with pytest.raises(Refusal, match=f"load_step = {step}"):
+    for step in (0, 2, 7):
+        with pytest.raises(Refusal, match=f"load_step = {step}: no whole checkpoint"):
             Run(tmp_path, load_step=step).checkpointer.load()
     assert names_in(run.folder) == {"step-1", "step-2", "step-3"}
 
@@ -224,6 +233,21 @@ def test_going_back_keeps_the_loaders_place(tmp_path):
     assert names_in(run.folder) == {"step-1", "step-2", "step-3.broken", "rolled-back-1"}
     assert run.checkpointer.go_back(before=1) is None
     assert same(run.state() | {"sequence": 2}, wanted[2])
+
+
+def test_going_back_waits_for_the_save_that_is_being_written(tmp_path, monkeypatch):
+    write_share = writer.write_share
+
+    def slow(*args):
+        time.sleep(0.2)
+        return write_share(*args)
+
+    monkeypatch.setattr("titan_sparse.training.checkpoint.saver.write_share", slow)
+    run = Run(tmp_path, async_mode="async")
+    run.step()
+    run.checkpointer.save(1)
+    assert run.checkpointer.go_back(before=2) == 1
+    run.checkpointer.close()
 
 
 def test_a_save_over_an_existing_step_moves_that_aside(tmp_path):
@@ -252,6 +276,9 @@ def test_what_a_killed_save_left_is_deleted_and_said(tmp_path, log):
     Run(tmp_path).train(2)
     assert names_in(run.folder) == {"step-1", "step-2"}
     assert "cut short: step-2.incomplete" in log.text
+    log.clear()
+    Run(tmp_path).train(2)
+    assert "cut short" not in log.text
 
 
 def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
@@ -266,8 +293,66 @@ def test_initial_weights_of_a_broken_folder_are_refused(tmp_path):
     assert names_in(source.folder) == {"step-1"}
 
 
+def test_a_rollback_to_the_newest_moves_nothing(tmp_path, log):
+    run = Run(tmp_path).train(2)
+    Run(tmp_path, load_step=2).checkpointer.load()
+    assert names_in(run.folder) == {"step-1", "step-2", "rolled-back.json"}
+    assert "newer than" not in log.text
+
+
 def test_record_of_a_rollback_is_readable(tmp_path):
     Run(tmp_path).train(2)
     run = Run(tmp_path, load_step=1)
     run.checkpointer.load()
     assert json.loads((run.folder / "rolled-back.json").read_text())["load_step"] == 1
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "checkpoint").write_text("a file")
+    with pytest.raises(Refusal, match=r"folder of checkpoints: .*/checkpoint: Not a directory"):
+        Run(tmp_path).checkpointer.load()
+
+
+def test_saves_are_due_at_every_interval_and_at_the_end(tmp_path):
+    checkpointer = Run(tmp_path, interval=3).checkpointer
+    assert [step for step in range(1, 8) if checkpointer.is_due(step, last=False)] == [3, 6]
+    assert checkpointer.is_due(7, last=True)
+
+
+def test_disabled_it_does_nothing(tmp_path):
+    before = names_in(Run(tmp_path).train(2).folder)
+    run = Run(tmp_path, enable=False)
+    checkpointer = run.checkpointer
+    assert checkpointer.load() is False and run.progress.step == 0
+    checkpointer.check_disk(10)
+    run.step()
+    checkpointer.prepare()
+    checkpointer.raise_failure()
+    assert not checkpointer.is_due(1, last=True)
+    assert checkpointer.go_back(before=2) is None
+    assert checkpointer.background_groups() == []
+    assert checkpointer.last_save_seconds is None and checkpointer.last_held_seconds is None
+    checkpointer.close()
+    assert names_in(run.folder) == before
+
+
+def test_a_checkpoint_is_written_for_transformers_once(tmp_path, monkeypatch):
+    exports = []
+
+    def export_weights(checkpoint: str, read, folder: str, *others) -> None:
+        state = {"weight": torch.zeros(5, 6)}
+        read(state)
+        Path(folder).mkdir(parents=True)
+        exports.append((checkpoint, folder, others, state["weight"]))
+
+    monkeypatch.setattr("titan_sparse.models.huggingface.export_weights", export_weights)
+    run = Run(tmp_path).train(2)
+    others = ("config", torch.bfloat16, "source")
+    for _ in range(2):
+        run.checkpointer.save_in_hf(2, *others)
+    [(checkpoint, folder, given, weight)] = exports
+    assert Path(checkpoint) == run.folder / "step-2" and given == others
+    assert Path(folder) == tmp_path / "huggingface/step-2"
+    assert torch.equal(weight, run.model.weight)
+    with pytest.raises(ValueError, match=r"last_save_in_hf: no complete checkpoint in .*step-3"):
+        run.checkpointer.save_in_hf(3, *others)

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from tests.training.checkpoint.helpers import open_files
 from titan_sparse.config import Refusal
 from titan_sparse.training.checkpoint.lock import lock_run, unlock_run
 
@@ -54,11 +56,73 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
         holder.wait()
 
 
+def test_a_refused_run_leaves_no_file_open(tmp_path):
+    path = tmp_path / ".lock"
+    path.write_bytes(b"host \xff, process 1\n")
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(Refusal, match=r"in use by another run \(host \ufffd, process 1\); end"):
+            lock_run(str(tmp_path), wait_seconds=0)
+        assert open_files(str(path)) == 1
+    lock_run(str(tmp_path), wait_seconds=0)
+    unlock_run(str(tmp_path))
+    assert open_files(str(path)) == 0
+
+
+def test_a_holder_that_ends_is_waited_for(tmp_path):
+    file = open(tmp_path / ".lock", "w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    end = threading.Timer(0.2, file.close)
+    end.start()
+    lock_run(str(tmp_path), wait_seconds=60)
+    unlock_run(str(tmp_path))
+    end.join()
+
+
+def test_nothing_of_an_earlier_holder_is_left_in_the_text(tmp_path):
+    (tmp_path / ".lock").write_text("x" * 500 + "\n")
+    lock_run(str(tmp_path))
+    [line] = (tmp_path / ".lock").read_text().splitlines()
+    assert line.startswith("host ") and "x" * 10 not in line
+    unlock_run(str(tmp_path))
+
+
+def _try_to_lock(folder: str, answer: int) -> None:
+    """A forked child. It lives on until it is killed."""
+    try:
+        lock_run(folder, wait_seconds=0)
+        os.write(answer, b"locked")
+    except Refusal:
+        os.write(answer, b"refused")
+    finally:
+        time.sleep(60)
+        os._exit(0)
+
+
+def test_a_forked_child_does_not_hold_it(tmp_path):
+    lock_run(str(tmp_path))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _try_to_lock(str(tmp_path), writing)
+    try:
+        assert os.read(reading, 10) == b"refused"
+        unlock_run(str(tmp_path))
+        with open(tmp_path / ".lock") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
 def test_the_same_process_may_start_again(tmp_path):
     lock_run(str(tmp_path / "run"))
     lock_run(str(tmp_path / "run/../run"))
     text = (tmp_path / "run/.lock").read_text()
     assert f"process {os.getpid()}, started 2" in text
+    assert (tmp_path / "run/.lock").stat().st_mode & 0o111 == 0
     unlock_run(str(tmp_path / "run"))
     with open(tmp_path / "run/.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,3 +143,13 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     lock_run(str(tmp_path))
     assert "has no locks" in caplog.text and time.monotonic() - began < 5
     unlock_run(str(tmp_path))
+
+
+def test_another_failure_is_not_taken_for_that(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"):
+        lock_run(str(tmp_path))
+    assert open_files(str(tmp_path / ".lock")) == 0

@@ -4,14 +4,16 @@ import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from tests.training.checkpoint.helpers import Run, forge_sums
+from tests.training.checkpoint.helpers import Run, flip_bit, forge_sums, names_in
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint import Broken, read_into, read_metadata, verify
+from titan_sparse.training.checkpoint import Broken, read_into, read_metadata, reader, verify
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -53,8 +55,12 @@ def test_metadata_runs_nothing(tmp_path, checkpoint):
     assert (tmp_path / "ran").exists()
 
 
-def test_values_run_nothing(tmp_path, checkpoint):
-    """The command stands where the step is saved, as torch.save() would write it."""
+def test_values_run_nothing(tmp_path, checkpoint, monkeypatch):
+    """The command stands where the step is saved, as torch.save() would write it.
+
+    Not even where the user has asked torch to trust every file.
+    """
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     metadata = read_metadata(checkpoint)
     index = next(i for i in metadata.storage_data if i.fqn == "train_state.step")
     buffer = io.BytesIO()
@@ -68,19 +74,40 @@ def test_values_run_nothing(tmp_path, checkpoint):
     assert one_line(caught.value) and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../step-1/__0_0.distcp", "/etc/passwd", ""])
-def test_files_outside_the_folder_are_not_opened(checkpoint, name):
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("../step-1/__0_0.distcp", "which is not a file of this folder"),
+        ("/etc/passwd", "which is not a file of this folder"),
+        ("", "step-1 is missing"),
+    ],
+)
+def test_files_outside_the_folder_are_not_opened(checkpoint, name, problem):
     metadata = read_metadata(checkpoint)
     index = next(iter(metadata.storage_data))
     metadata.storage_data[index] = _StorageInfo(name, 0, 1)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     forge_sums(checkpoint)
-    with pytest.raises(Broken):
+    with pytest.raises(Broken, match=problem):
         verify(checkpoint)
 
 
 @pytest.mark.parametrize(
-    "thing", [[], {"state_dict_metadata": {}}, torch.Size([3]), torch.float32, "text"]
+    "thing",
+    [
+        [],
+        {"state_dict_metadata": {}},
+        torch.Size([3]),
+        torch.float32,
+        "text",
+        Metadata([], storage_data={}),
+        Metadata({"weight": 1}, storage_data={}),
+        Metadata({}, storage_data=[]),
+        Metadata({}, storage_data={"weight": _StorageInfo("__0_0.distcp", 0, 1)}),
+        Metadata({}, storage_data={MetadataIndex("weight"): torch.Size([3])}),
+        Metadata({}, storage_data={MetadataIndex("weight"): _StorageInfo("__0_0.distcp", -1, 1)}),
+        Metadata({}, storage_data={MetadataIndex("weight"): _StorageInfo("__0_0.distcp", 1, -1)}),
+    ],
 )
 def test_a_pickle_of_something_else_is_named(checkpoint, thing):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(thing))
@@ -110,3 +137,69 @@ def test_another_dtype_is_cast(checkpoint):
 def test_a_tensor_that_is_not_there_is_named(checkpoint):
     with pytest.raises(Refusal, match="has no weights2"):
         read_into({"weights2": torch.zeros(3)}, checkpoint)
+
+
+def test_the_damaged_file_is_named_with_what_is_wrong(checkpoint):
+    sums = checkpoint / "checksums.sha256"
+    (checkpoint / "config.toml").unlink()
+    with pytest.raises(Broken, match=r"step-1/config\.toml is missing$"):
+        verify(checkpoint)
+    (checkpoint / "config.toml").write_text("another")
+    with pytest.raises(Broken, match=r"step-1/config\.toml is not what was written"):
+        verify(checkpoint)
+    sums.write_bytes(b"\xff" + sums.read_bytes())
+    with pytest.raises(Broken, match=r"checksums\.sha256 has a line that is no checksum"):
+        verify(checkpoint)
+    sums.unlink()
+    data = max(checkpoint.glob("*.distcp"))
+    size = data.stat().st_size
+    data.write_bytes(data.read_bytes()[:-10])
+    with pytest.raises(Broken, match=f"{data.name} has {size - 10} bytes, of at least {size}$"):
+        verify(checkpoint)
+    data.unlink()
+    with pytest.raises(Broken, match=f"{data.name} is missing$"):
+        verify(checkpoint)
+
+
+def test_without_a_process_group_every_file_is_checked(checkpoint, monkeypatch):
+    """As by programs that only read a checkpoint."""
+    monkeypatch.setattr(reader, "dist", SimpleNamespace(is_initialized=lambda: False))
+    verify(checkpoint)
+    for name in names_in(checkpoint) - {"checksums.sha256"}:
+        flip_bit(checkpoint / name)
+        with pytest.raises(Broken, match=name):
+            verify(checkpoint)
+        flip_bit(checkpoint / name)
+
+
+def test_what_cannot_be_read_says_why_in_one_line(checkpoint, monkeypatch):
+    def load(*_, **__):
+        raise ValueError("an odd value\nand more")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(Broken, match=r"step-1 can't be read: an odd value$"):
+        read_into({"weight": torch.zeros(5, 6)}, checkpoint, alone=True)
+
+
+def test_a_name_of_torchs_elsewhere_is_not_made(checkpoint):
+    """By a pickle of one line, in its oldest protocol."""
+    (checkpoint / ".metadata").write_bytes(b"cposix\nfloat32\n.")
+    with pytest.raises(Broken, match=r"it asks for posix\.float32"):
+        read_metadata(checkpoint)
+
+
+def _write_metadata(folder: Path, place: _StorageInfo) -> Path:
+    metadata = Metadata({}, storage_data={MetadataIndex("part"): place})
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / place.relative_path).write_bytes(b"")
+    return folder
+
+
+def test_an_empty_part_is_no_damage(tmp_path):
+    verify(_write_metadata(tmp_path, _StorageInfo("__0_0.distcp", 0, 0)))
+
+
+def test_compressed_parts_are_refused(tmp_path):
+    place = _StorageInfo("__0_0.distcp", 0, 0, transform_descriptors=["zstd"])
+    with pytest.raises(Broken, match=r"it wants \['zstd'\] applied"):
+        verify(_write_metadata(tmp_path, place))

@@ -36,25 +36,23 @@ class Plan:
         )
 
 
-def make_plan(
-    tensors: dict[str, Tensor], values: dict[str, Any], group: dist.ProcessGroup | None
-) -> Plan:
-    """Share the work out among the ranks of `group`, each part to one of those that have it.
+def make_plan(tensors: dict[str, Tensor], values: dict[str, Any]) -> Plan:
+    """Share the work out among the ranks, each part to one of those that have it.
 
     Collective. tensors: of model and optimizer. values: name of a part -> its state.
     """
     planner = DefaultSavePlanner()
-    rank = dist.get_rank(group)
+    rank = dist.get_rank()
     planner.set_up_planner({**tensors, **values}, is_coordinator=rank == 0)
     gathered: list[SavePlan | None] | None = None
     if rank == 0:
-        gathered = [None] * dist.get_world_size(group)
-    dist.gather_object(planner.create_local_plan(), gathered, dst=0, group=group)
+        gathered = [None] * dist.get_world_size()
+    dist.gather_object(planner.create_local_plan(), gathered, dst=0)
     metadata = None
     if gathered is not None:
         gathered, metadata = planner.create_global_plan(gathered)
     received: list[SavePlan | None] = [None]
-    dist.scatter_object_list(received, gathered, src=0, group=group)
+    dist.scatter_object_list(received, gathered, src=0)
     own = planner.finish_plan(received[0])
 
     indices = [item.index for item in own.items]

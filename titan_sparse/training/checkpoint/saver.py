@@ -92,7 +92,7 @@ class Saver:
 
     def prepare(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
         """Plan a save and take the memory for it, so that no save has to. Collective."""
-        self.plan = make_plan(tensors, values, None)
+        self.plan = make_plan(tensors, values)
         self.save_bytes = save_bytes(self.plan.tensors.values())
         if not self.in_background:
             return

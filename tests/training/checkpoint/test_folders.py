@@ -1,0 +1,73 @@
+"""Names on disk: they survive a loss of power, and nothing that has one is written over."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.checkpoint.helpers import names_in, open_files
+from titan_sparse.training.checkpoint import folders
+
+
+def make(folder: Path, *names: str) -> None:
+    """Complete checkpoints, as far as names go."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / folders.METADATA).write_text(name)
+
+
+def test_a_published_name_is_durable(tmp_path, events):
+    """The files' names first, so that step-N never lacks one."""
+    make(tmp_path, "step-2.incomplete")
+    folders.publish(tmp_path / "step-2.incomplete", tmp_path / "step-2")
+    assert events == ["step-2.incomplete", "step-2.incomplete > step-2", tmp_path.name]
+    assert open_files(str(tmp_path)) == 0
+
+
+def test_what_is_moved_aside_stays_there(tmp_path, events):
+    make(tmp_path, "step-2")
+    folders.move_aside(tmp_path / "step-2", "broken")
+    assert events == ["step-2 > step-2.broken", tmp_path.name]
+
+
+def test_a_rollback_is_durable_and_begins_with_the_newest(tmp_path, events):
+    make(tmp_path, "step-1", "step-2", "step-3")
+    folders.roll_back(tmp_path, 1)
+    assert events == ["step-3 > step-3", "step-2 > step-2", "rolled-back-1", tmp_path.name]
+
+
+def test_each_that_is_moved_aside_has_a_name_of_its_own(tmp_path):
+    names = ["step-2.broken", "step-2.broken-2", "step-2.broken-3"]
+    for name in names:
+        make(tmp_path, "step-2")
+        assert folders.move_aside(tmp_path / "step-2", "broken") == tmp_path / name
+    assert names_in(tmp_path) == set(names)
+
+
+@pytest.mark.parametrize("keep, left", [(0, {1, 2, 3}), (1, {3}), (2, {2, 3}), (5, {1, 2, 3})])
+def test_rotation(tmp_path, keep, left):
+    make(tmp_path, "step-1", "step-2", "step-3")
+    folders.rotate(tmp_path, keep)
+    assert names_in(tmp_path) == {f"step-{step}" for step in left}
+
+
+def test_rotation_goes_on_after_one_that_was_cut_short(tmp_path):
+    """A folder of that name is in the way of the renaming."""
+    make(tmp_path, "step-1", "step-2", "step-1.incomplete")
+    folders.rotate(tmp_path, 1)
+    assert names_in(tmp_path) == {"step-2"}
+
+
+def test_what_cannot_be_deleted_does_not_stop_a_run(tmp_path):
+    """A link is not followed either: what it leads to is not ours."""
+    make(tmp_path / "else", "step-1")
+    folder = tmp_path / "checkpoint"
+    make(folder, "step-2.incomplete")
+    (folder / "step-1.incomplete").symlink_to(tmp_path / "else/step-1")
+    (folder / "step-1").symlink_to(tmp_path / "else/step-1")
+    make(folder, "step-2")
+    assert set(folders.delete_incomplete(folder)) == {"step-1.incomplete", "step-2.incomplete"}
+    assert names_in(folder) == {"step-1.incomplete", "step-1", "step-2"}
+    (folder / "step-1.incomplete").unlink()
+    folders.rotate(folder, 1)
+    assert names_in(folder) == {"step-1.incomplete", "step-2"}
+    assert names_in(tmp_path / "else/step-1") == {folders.METADATA}
