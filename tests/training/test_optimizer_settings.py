@@ -95,6 +95,12 @@ def test_the_share_of_steps_that_decay(ratio, decay_type, wanted):
     assert _factors(section, 4) == pytest.approx(wanted)
 
 
+def test_a_schedule_that_is_shorter_than_the_run():
+    """Half a cosine of two steps, and no rise after it."""
+    section = LRScheduler(warmup_steps=0, total_steps=2, decay_type="cosine", min_lr_factor=0.5)
+    assert _factors(section, 5) == pytest.approx([1.0, 0.75, 0.5, 0.5, 0.5])
+
+
 def test_a_resumed_group_has_the_settings_of_this_start():
     """And not what was saved with the optimizer's state."""
     model = nn.Linear(2, 2)
@@ -107,6 +113,7 @@ def test_a_resumed_group_has_the_settings_of_this_start():
     resume_schedule(optimizers, schedule, section, 3)
     betas = (section.beta1, section.beta2)
     assert [group["betas"] for group in groups] == [betas, betas]
+    assert schedule.schedulers[0].last_epoch == 3
     assert schedule.schedulers[0].get_last_lr() == [group["lr"] for group in groups]
     assert [group["initial_lr"] for group in groups] == [0.25, 0.25]
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]

@@ -159,3 +159,11 @@ def test_a_checkpoint_that_did_not_help_is_not_tried_again(parts):
 def test_without_a_good_checkpoint_the_run_ends(parts):
     with pytest.raises(Poisoned, match="no good checkpoint before step 3; look at loss"):
         _fail_at(parts, 4)
+
+
+def test_the_run_goes_back_so_often_and_no_more(parts):
+    parts.config.guard.max_rollbacks = 1
+    _fail_at(parts, 12)
+    with pytest.raises(Poisoned, match="the run has gone back 1 times .guard.max_rollbacks = 1.; "):
+        _fail_at(parts, 12)
+    assert parts.checkpoints.befores == [11]
