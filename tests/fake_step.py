@@ -113,9 +113,9 @@ def like_cuda(monkeypatch, live: LiveBytes) -> None:
 
 
 @contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A process group whose collectives do nothing, seen from rank 0."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A process group whose collectives do nothing, seen from `rank`."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:

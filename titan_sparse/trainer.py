@@ -255,7 +255,9 @@ class Trainer:
             while self.progress.step < training.steps and not stopped:
                 self.watch.step = self.progress.step + 1
                 stopped = self.step()
-                self._after_step(stopped, is_first=self.progress.step == first_step)
+                # A step that was left out leaves the one before it as the last.
+                is_first = self.progress.step == first_step and not stopped
+                self._after_step(stopped, is_first)
                 if profile is not None:
                     profile.step()
         gc.enable()

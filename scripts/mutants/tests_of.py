@@ -17,22 +17,28 @@ _SAVES = [
     "tests/training/checkpoint/test_writer.py",
 ]
 _RUNS = [
-    "tests/training/test_stopping.py",
-    "tests/training/test_poison.py",
+    "tests/training/test_trainer_parts.py",
+    "tests/training/test_trainer_step.py",
+    "tests/training/test_trainer_run.py",
+    "tests/training/test_trainer_starts.py",
+    "tests/training/test_wiring_counts.py",
+    "tests/training/test_wiring.py",
+    "tests/training/test_wiring_precision.py",
+    "tests/training/test_start.py",
     "tests/training/test_resumption.py",
     "tests/training/test_timeouts.py",
-    "tests/training/test_run_folder.py",
-    "tests/training/test_pace.py",
-    "tests/training/test_board.py",
     "tests/training/test_metrics.py",
-    "tests/training/test_optimizer.py",
-    "tests/training/test_float8.py",
-    "tests/training/test_offload.py",
+    "tests/training/test_poison.py",
+    "tests/training/test_stopping.py",
     "tests/training/checkpoint/test_resuming.py",
     "tests/evaluation/test_validation.py",
-    "tests/test_refusals.py",
-    "tests/test_loss.py",
     "tests/test_trainer.py",
+]
+_GUARD = [
+    "tests/training/test_guard.py",
+    "tests/training/test_guard_numbers.py",
+    "tests/training/test_recovery.py",
+    "tests/training/test_poison.py",
 ]
 _DATA = [
     "tests/data/test_loader.py",
@@ -55,8 +61,16 @@ _CHECKPOINT = "titan_sparse/training/checkpoint"
 
 TESTS: dict[str, list[str]] = {
     "titan_sparse/trainer.py": _RUNS,
-    "titan_sparse/training/optimizer.py": _RUNS,
-    "titan_sparse/training/parallelize.py": [*_RUNS, "tests/training/test_job_store.py"],
+    "titan_sparse/training/optimizer.py": [
+        "tests/training/test_optimizer_settings.py",
+        "tests/training/test_optimizer.py",
+        *_RUNS,
+    ],
+    "titan_sparse/training/parallelize.py": [
+        "tests/training/test_parallelize.py",
+        "tests/training/test_sharded_decoder.py",
+        *_RUNS,
+    ],
     f"{_CHECKPOINT}/checkpointer.py": [*_SAVES, "tests/training/test_poison.py"],
     f"{_CHECKPOINT}/disk.py": _SAVES,
     f"{_CHECKPOINT}/folders.py": _SAVES,
@@ -75,12 +89,6 @@ TESTS: dict[str, list[str]] = {
     "titan_sparse/data/loader.py": _DATA,
     "titan_sparse/data/stream.py": _DATA,
     "titan_sparse/data/packing.py": _DATA,
-    "titan_sparse/training/guard.py": [
-        "tests/training/test_guard.py",
-        "tests/training/test_poison.py",
-    ],
-    "titan_sparse/training/recovery.py": [
-        "tests/training/test_guard.py",
-        "tests/training/test_poison.py",
-    ],
+    "titan_sparse/training/guard.py": _GUARD,
+    "titan_sparse/training/recovery.py": _GUARD,
 }

@@ -124,6 +124,10 @@ def test_shard_is_applied_alike_and_lengths_stay_global():
     assert calls == [((3, 16), 1, None)] * 15
 
 
+def test_nothing_is_padded_unless_asked():
+    assert next(make_loader(RAGGED, seq_len=13)).tokens.shape == (1, 13)
+
+
 def test_a_layout_may_depend_on_the_batch():
     """The block table made from a batch's lengths shards this batch, and comes with it."""
     seen = []
@@ -206,8 +210,11 @@ def test_build_loader_opens_source_and_tokenizer(tmp_path):
     assert isinstance(batch, Batch) and batch.tokens.shape == (2, 32)
     assert batch.tokens[0, : len(TEXTS[0]) + 1].tolist() == [*TEXTS[0].encode(), END]
     given = CountingTokenizer()
-    loader = build_loader(data, 24, 1, 0, 0, 1, tokenizer=given)
-    assert next(loader).lengths[0][0] == len(TEXTS[0]) + 1 and given.calls > 0
+    loader = build_loader(data, 25, 1, 0, 0, 1, tokenizer=given)
+    assert loader.tokenizer is given
+    batch = next(loader)
+    assert batch.lengths[0][0] == len(TEXTS[0]) + 1 and given.calls > 0
+    assert batch.tokens.shape == (1, 25)
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -1,13 +1,16 @@
 """titan_sparse.data.mds: shards of mosaicml-streaming."""
 
+import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.data.helpers import no_progress, read_shards, train_tokenizer
+from titan_sparse.data.mds import MDSRows
 from titan_sparse.data.preparing import Recipe, prepare
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
 def test_mds_shards_need_the_streaming_package(tmp_path, monkeypatch):
@@ -15,6 +18,33 @@ def test_mds_shards_need_the_streaming_package(tmp_path, monkeypatch):
     (tmp_path / "index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"mosaicml-streaming.*pip install"):
         prepare(Recipe(str(tmp_path)), str(tmp_path / "out"), 1, no_progress)
+
+
+def test_a_row_that_is_no_utf8_is_named(tmp_path, monkeypatch):
+    """With a stand-in for the package, which decodes a row, as the package does, when it is read."""
+    texts = [b"first", "zweites: \u00e4".encode("latin-1"), b"last"]
+
+    class LocalDataset:
+        shards = [SimpleNamespace(column_names=["text"])]
+
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def __len__(self) -> int:
+            return len(texts)
+
+        def __getitem__(self, row: int) -> dict[str, str]:
+            return {"text": texts[row].decode("utf-8")}
+
+    monkeypatch.setitem(sys.modules, "streaming", SimpleNamespace(LocalDataset=LocalDataset))
+    rows = MDSRows(str(tmp_path), "text", ByteTokenizer(), None)
+    assert len(rows) == 3
+    for row in (0, 2):
+        (ids,) = rows.documents(row)
+        assert bytes(ids.tolist()) == texts[row]
+    expected = re.escape(f"{tmp_path}, row 2: no UTF-8 (unexpected end of data)")
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        list(rows.documents(1))
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

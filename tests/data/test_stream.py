@@ -1,6 +1,7 @@
 """titan_sparse.data.stream: packed documents, samples of fixed length, and mixtures."""
 
 import json
+import logging
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.data.helpers import (
     write_rows,
 )
 from titan_sparse.config import Data
+from titan_sparse.data.loader import PackedLoader
+from titan_sparse.data.stream import Mixture, Order
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 
@@ -67,6 +70,7 @@ def test_short_documents_are_skipped_in_tokens_without_the_end():
     "source, expected",
     [
         (["a", "bb", ""], "data.min_document_length = 3 leaves .* has 2 tokens; write 2 or less"),
+        (["a"], "data.min_document_length = 3 leaves .* has 1 tokens; write 1 or less"),
         ([""], "data.source holds only empty documents"),
         ([], "data.source holds only empty documents"),
     ],
@@ -84,6 +88,54 @@ def test_one_long_document_among_many_is_found_in_each_epoch():
     loader = make_loader(["a"] * 9 + ["long enough"], min_document_length=5, seq_len=12)
     texts = {ByteTokenizer().decode(next(loader).tokens[0].numpy()) for _ in range(20)}
     assert texts == {"long enough"} and loader.epoch >= 19
+
+
+def test_counters_by_hand():
+    """Sequences of two tokens: aa, a|, cc, |a, aa, |c. The document b is too short."""
+    loader = make_loader(["aaa", "b", "cc"], seq_len=2, shuffle=False, min_document_length=2)
+    counters = []
+    for _ in range(6):
+        next(loader)
+        counters.append((loader.epoch, loader.documents_seen, loader.documents_left_out))
+    assert counters == [(0, 1, 0), (0, 1, 0), (0, 2, 1), (1, 3, 1), (1, 3, 1), (1, 4, 2)]
+
+
+def test_documents_left_out_are_logged_when_the_first_epoch_ends(caplog):
+    """Not later: the first document of the next epoch is left out again."""
+    loader = make_loader(["b", "aaa"], seq_len=2, shuffle=False, min_document_length=2)
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        for _ in range(6):
+            next(loader)
+    assert caplog.messages == ["data: 1 of 2 documents are left out: they have fewer than 2 tokens"]
+
+
+def test_only_the_document_that_goes_on_is_kept_in_memory():
+    """Of 4, 41, 4 and 21 tokens in sequences of 16; the short ones are left out."""
+    texts = ["x" * length for length in (3, 40, 3, 20)]
+    loader = make_loader(texts, min_document_length=5, shuffle=False)
+    documents = loader.mixture.streams[0].documents
+    held = []
+    for _ in range(4):
+        next(loader)
+        held.append(sorted(documents._tokens))
+    assert held == [[1], [1], [3], [1]]
+
+
+def test_the_order_of_an_epoch_is_shuffled_once(monkeypatch):
+    """With many documents it takes seconds. A run that resumes asks for a later epoch first."""
+    shuffles = []
+    generator = np.random.default_rng
+
+    def counted(seed: list[int]) -> np.random.Generator:
+        shuffles.append(seed)
+        return generator(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", counted)
+    order = Order(20, 3, True)
+    for epoch in (1, 0, 2):
+        expected = generator([3, epoch]).permutation(20).tolist()
+        assert [order.at(epoch, place) for place in range(20)] == expected
+    assert shuffles == [[3, 1], [3, 0], [3, 2]]
 
 
 def test_negative_seed_is_refused():
@@ -140,6 +192,7 @@ def test_fixed_samples_are_each_handed_out_once_an_epoch_in_a_new_order(tmp_path
     ]
     assert all(sorted(map(tuple, epoch)) == expected for epoch in epochs) and epochs[0] != epochs[1]
     assert one.epoch == 2 and one.documents_seen == 6
+    assert one.state_dict()["sequence"] == 2 * 29
 
 
 @pytest.mark.usefixtures("datasets_cache")
@@ -149,6 +202,50 @@ def test_what_prepared_tokens_cannot_do_is_refused(tmp_path):
         open_loader(Data(source=folder, sequences="fixed"), seq_len=1000)
     with pytest.raises(ValueError, match="data.text_field"):
         open_loader(Data(source=folder, text_field="body"))
+
+
+def mixed(*parts: tuple[str, float]) -> PackedLoader:
+    """A mixture of (letters, share): every letter is a document, and with its end a sequence."""
+    streams = []
+    for letters, _ in parts:
+        loader = make_loader(list(letters), seq_len=2, shuffle=False)
+        streams.append(loader.mixture.streams[0])
+    return PackedLoader(Mixture(streams, [share for _, share in parts]), 1, 0, 1)
+
+
+def test_the_part_furthest_behind_its_share_is_next():
+    """By hand, ties to the first: another version must go on alike from a checkpoint."""
+    loader = mixed(("a", 0.5), ("b", 0.3), ("c", 0.2))
+    taken = "".join(chr(next(loader).tokens[0, 0]) for _ in range(10))
+    assert taken == "abcaabacba"
+
+
+def test_the_epoch_of_a_mixture_is_that_of_its_most_passed_part():
+    loader = mixed(("a", 0.5), ("bbb", 0.5))
+    epochs = []
+    for _ in range(8):
+        next(loader)
+        epochs.append(loader.epoch)
+    assert epochs == [1, 1, 2, 2, 3, 3, 4, 4] and loader.documents_seen == 8
+    assert [stream.cursor.epoch for stream in loader.mixture.streams] == [4, 1]
+
+
+def test_every_part_has_a_share_and_a_cursor():
+    loader = mixed(("a", 0.5), ("b", 0.5))
+    state = loader.state_dict()
+    first, _ = json.loads(state["cursors"])
+    with pytest.raises(ValueError, match="shorter"):
+        loader.load_state_dict({**state, "cursors": json.dumps([first])})
+    lacking = Mixture(loader.mixture.streams, [1.0])
+    for method in (lacking.next_stream, lacking.fingerprint):
+        with pytest.raises(ValueError, match="shorter"):
+            method()
+
+
+def test_shares_are_compared_to_nine_digits():
+    """0.1 / (0.1 + 0.2) is not 1 / 3 to the last one."""
+    parts = mixed(("a", 1 / 3), ("b", 2 / 3)).mixture.fingerprint()
+    assert [part["share"] for part in parts] == [0.333333333, 0.666666667]
 
 
 def mixture(tmp_path: Path, weights: tuple[float, ...] = (5, 3, 2)) -> Data:

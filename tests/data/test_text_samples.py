@@ -69,6 +69,43 @@ def test_an_epoch_hands_out_each_sample_once_and_counts_documents(tmp_path, sequ
     assert all(span.stop - span.start == 16 for span in epochs[0]) == (sequences == "fixed")
 
 
+@pytest.mark.parametrize(
+    ("sequences", "spans", "counters"),
+    [
+        (
+            "fixed",
+            [(0, 0, 4), (0, 4, 8), (2, 0, 4), (0, 0, 4)],
+            [(0, 1, 0), (0, 1, 0), (1, 2, 1), (1, 3, 1)],
+        ),
+        (
+            "fixed_and_rest",
+            [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 3), (2, 0, 4), (0, 0, 4)],
+            [(0, 1, 0), (0, 1, 0), (0, 1, 0), (0, 2, 0), (1, 3, 0), (1, 4, 0)],
+        ),
+    ],
+)
+def test_samples_and_counters_by_hand(tmp_path, sequences, spans, counters):
+    """Of documents of 10, 3 and 5 tokens, in samples of 4; the last token of 5 is left over."""
+    path = tmp_path / "a.jsonl"
+    write_rows(path, [{"text": "a" * length} for length in (9, 2, 4)])
+    loader = open_loader(Data(source=str(path), sequences=sequences, shuffle=False), seq_len=4)
+    (stream,) = loader.mixture.streams
+    seen = []
+    for span in spans:
+        assert stream.next_sequence() == [span]
+        seen.append((loader.epoch, loader.documents_seen, loader.documents_left_out))
+    assert seen == counters
+    assert loader.state_dict()["sequence"] == len(spans)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
+def test_another_kind_of_samples_is_another_stream(tmp_path, is_prepared):
+    source = prepared(tmp_path) if is_prepared else texts(tmp_path)
+    fixed, rest = (open_loader(Data(source=source, sequences=kind)) for kind in KINDS)
+    with pytest.raises(ValueError, match="data.sequences was fixed and is fixed_and_rest"):
+        rest.load_state_dict(fixed.state_dict())
+
+
 def test_a_sample_never_holds_two_documents(tmp_path):
     for tokens, *_ in global_stream(
         [open_loader(Data(source=texts(tmp_path), sequences="fixed"))], 30
@@ -115,18 +152,26 @@ def test_python_files_are_samples_too():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "needed"), [("packed", 1), ("fixed", 15), ("fixed_and_rest", 1)]
+    ("sequences", "min_document_length", "needed"),
+    [
+        ("packed", 0, 1),
+        ("fixed", 0, 15),
+        ("fixed_and_rest", 0, 1),
+        ("fixed_and_rest", 4, 4),
+    ],
 )
 @pytest.mark.parametrize("is_prepared", [True, False], ids=["tokens", "texts"])
 def test_documents_left_out_are_counted_and_logged_once(
-    tmp_path, caplog, sequences, needed, is_prepared
+    tmp_path, caplog, sequences, min_document_length, needed, is_prepared
 ):
     # An empty document is not even prepared.
     left_out = sum(length < needed for length in LENGTHS) - is_prepared
     count = len(LENGTHS) - is_prepared
     source = prepared(tmp_path) if is_prepared else texts(tmp_path)
     with caplog.at_level(logging.INFO, logger="titan_sparse"):
-        loader = open_loader(Data(source=source, sequences=sequences))
+        loader = open_loader(
+            Data(source=source, sequences=sequences, min_document_length=min_document_length)
+        )
         while loader.epoch < 2:
             next(loader)
     line = (

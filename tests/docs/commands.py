@@ -57,6 +57,7 @@ PARSED = Rule(stop_when_parsed=True)
 EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
 FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384", "--layers", "1")
+MANY_LISTED = ("--gpus", "8", "--list")
 SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", "--repeats=1")
 
 RULES = {
@@ -65,6 +66,7 @@ RULES = {
     "scripts.benchmarks.context_parallel": PARSED,
     "scripts.benchmarks.loader": Rule(("--training.seq_len", "256", "--seconds", "0.05")),
     "scripts.benchmarks.loss": Rule(SMALL_LOSS),
+    "scripts.benchmarks.many_gpus": Rule(MANY_LISTED),
     "scripts.benchmarks.masks": PARSED,
     "scripts.benchmarks.plot_attention": Rule(),
     "scripts.benchmarks.steps": Rule(),
@@ -73,7 +75,9 @@ RULES = {
     "scripts.docs.draw_attention": Rule(),
     "scripts.evaluate": Rule(EVALUATED),
     "scripts.export_hf": Rule(),
+    "scripts.gpu_branches": Rule(refuses_options=False),
     "scripts.inspect_attention": Rule(INSPECTED),
+    "scripts.mutants": PARSED,
     "scripts.plan": Rule(FEW_RANKS),
     "scripts.prepare_data": Rule(("--processes", "1")),
     "scripts.study": Rule(("--list",)),
@@ -291,10 +295,11 @@ def tensorboard(words: list[str]) -> None:
 
 
 def check_pytest(words: list[str]) -> None:
-    """python -m pytest: markers that exist, files that exist, and -k."""
+    """python -m pytest: markers that exist, files that exist, -k, and a number of workers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("-m")
     parser.add_argument("-k")
+    parser.add_argument("-n", type=int)
     parser.add_argument("paths", nargs="*")
     args = parser.parse_args(words)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

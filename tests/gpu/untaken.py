@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from scripts import gpu_branches
-from scripts.gpu_branches import Branch
+from scripts.gpu_branches.finding import PACKAGE, Branch, find
 from tests.gpu import recorder
 
 LIST = Path(__file__).parent / "branches.toml"
@@ -37,7 +36,7 @@ def read_list(path: Path = LIST) -> dict[tuple[str, str], str]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The package whose branches are listed; a test of this plugin has one of its own."""
-    parser.addoption("--untaken-package", default=gpu_branches.PACKAGE)
+    parser.addoption("--untaken-package", default=PACKAGE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # It has begun as it started.
         return
-    branches = gpu_branches.find(config.rootpath, config.getoption("--untaken-package"))
+    branches = find(config.rootpath, config.getoption("--untaken-package"))
     spans: dict[str, list] = {}
     for branch in branches:
         span = (branch.file_and_key, (*branch.first, *branch.last))

@@ -89,6 +89,12 @@ def test_the_names_of_older_files():
     assert read_rope(given) == read_rope(values(YARN)) == RopeConfig(1e3, "yarn", 4.0, 64)
 
 
+@pytest.mark.parametrize("table", [YARN, LLAMA3, PLAIN], ids=lambda table: table["rope_type"])
+def test_the_original_length_at_the_top_level_beats_the_table(table):
+    """As in transformers: test_huggingface_oddities.py compares the logits."""
+    assert read_rope(values(table, **{ORIGINAL: 96})).original_length == 96
+
+
 def test_two_tables_must_agree():
     assert read_rope(values(YARN, rope_scaling=YARN)) == read_rope(values(YARN))
     for table, key in [

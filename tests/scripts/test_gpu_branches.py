@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu_branches import ROOT, find
+from scripts.gpu_branches.__main__ import ROOT
+from scripts.gpu_branches.finding import find
 from tests.gpu.untaken import read_list
 
 SOURCE = """

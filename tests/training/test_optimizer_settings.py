@@ -26,37 +26,42 @@ def test_what_decays_and_what_is_frozen():
 
 
 @pytest.mark.parametrize(
-    "name, device_type, offload, wanted",
+    "name, implementation, device_type, offload, wanted",
     [
-        ("AdamW", "cuda", False, "fused"),
-        ("AdamW", "cuda", True, "fused"),
-        ("AdamW", "cpu", False, "foreach"),
-        ("SGD", "cuda", False, "foreach"),
+        ("AdamW", "auto", "cuda", False, "fused"),
+        ("AdamW", "auto", "cuda", True, "fused"),
+        ("AdamW", "auto", "cpu", False, "foreach"),
+        ("SGD", "auto", "cuda", False, "foreach"),
+        ("AdamW", "foreach", "cuda", True, "foreach"),
+        ("AdamW", "fused", "cpu", False, "fused"),
     ],
 )
-def test_fused_where_there_is_such_a_kernel(name, device_type, offload, wanted):
-    section = Optimizer(name=name, offload=offload)
+def test_fused_where_there_is_such_a_kernel(name, implementation, device_type, offload, wanted):
+    """Or what is asked for."""
+    section = Optimizer(name=name, implementation=implementation, offload=offload)
     defaults = build_optimizer(nn.Linear(3, 3), section, device_type).optimizers[0].defaults
     assert (defaults["fused"], defaults["foreach"]) == (wanted == "fused", wanted == "foreach")
 
 
 @pytest.mark.parametrize(
-    "device_type, offload, before, cores, wanted",
+    "processes, device_type, offload, before, cores, wanted",
     [
-        ("cuda", True, 1, 11, 3),
-        ("cuda", True, 1, 2, 1),
-        ("cuda", True, 2, 11, 2),  # told by OMP_NUM_THREADS
-        ("cuda", False, 1, 11, 1),
-        ("cpu", True, 1, 11, 1),
+        ("3", "cuda", True, 1, 11, 3),
+        ("3", "cuda", True, 1, 2, 1),
+        ("3", "cuda", True, 2, 11, 2),  # told by OMP_NUM_THREADS
+        ("3", "cuda", False, 1, 11, 1),
+        ("3", "cpu", True, 1, 11, 1),
+        (None, "cuda", True, 1, 11, 11),  # without a launcher
     ],
 )
 def test_an_update_on_the_cpu_takes_its_share_of_the_cores(
-    monkeypatch, device_type, offload, before, cores, wanted
+    monkeypatch, processes, device_type, offload, before, cores, wanted
 ):
-    """Three processes share a node."""
     affinities = {0: set(range(cores))}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: affinities[process])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     torch.set_num_threads(before)
     build_optimizer(nn.Linear(2, 2), Optimizer(offload=offload), device_type)
     assert torch.get_num_threads() == wanted
@@ -90,14 +95,19 @@ def test_the_share_of_steps_that_decay(ratio, decay_type, wanted):
     assert _factors(section, 4) == pytest.approx(wanted)
 
 
-def test_a_resumed_group_names_the_new_peak():
-    """Whatever of the old one was saved with the optimizer's state."""
+def test_a_resumed_group_has_the_settings_of_this_start():
+    """And not what was saved with the optimizer's state."""
     model = nn.Linear(2, 2)
     optimizers = build_optimizer(model, Optimizer(lr=0.5), "cpu")
     schedule = build_schedule(optimizers, LRScheduler(warmup_steps=0), 10)
     section = Optimizer(lr=0.25, weight_decay=0.7)
-    resume_schedule(optimizers, schedule, section, 3)
     groups = optimizers.optimizers[0].param_groups
+    for group in groups:
+        group["betas"] = (0.1, 0.2)
+    resume_schedule(optimizers, schedule, section, 3)
+    betas = (section.beta1, section.beta2)
+    assert [group["betas"] for group in groups] == [betas, betas]
+    assert schedule.schedulers[0].get_last_lr() == [group["lr"] for group in groups]
     assert [group["initial_lr"] for group in groups] == [0.25, 0.25]
     assert [group["weight_decay"] for group in groups] == [0.7, 0.0]
     assert all(0 < group["lr"] < 0.25 for group in groups)

@@ -4,8 +4,6 @@ GPUs and other ranks are stand-ins. What sharding does to numbers is in test_tra
 test_wiring.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -20,8 +18,8 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fake_step import fake_world
 from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
@@ -88,6 +86,14 @@ def test_a_process_alone_needs_no_launcher(monkeypatch, calls):
     assert options == {"timeout": timedelta(seconds=90), "rank": 0, "world_size": 1}
 
 
+def test_no_process_group_is_left(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    parallelize.init_distributed(torch.device("cpu"), 90)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    parallelize.leave_distributed()
+    assert not dist.is_initialized()
+
+
 def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
     """Its device is set first, and NCCL writes down what it does."""
     monkeypatch.setenv("RANK", "3")
@@ -109,19 +115,9 @@ def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
     ]
 
 
-@contextmanager
-def _world(rank: int, ranks: int) -> Iterator[None]:
-    """One rank of a world whose collectives do nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def test_meshes_of_replicas():
     """Rank 5 of 8, in the second of two replicas, with rank 4 on the same sequences."""
-    with _world(5, 8):
+    with fake_world(8, rank=5):
         meshes = parallelize.build_meshes(Parallelism(dp_replicate=2, cp=2), 1, "cpu")
         assert meshes.fsdp.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
         assert meshes.fsdp.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -132,7 +128,7 @@ def test_meshes_of_replicas():
 
 def test_meshes_without_replicas():
     """Weights are sharded over one axis: with two, fully_shard would copy them."""
-    with _world(5, 8):
+    with fake_world(8, rank=5):
         meshes = parallelize.build_meshes(Parallelism(cp=4), 2, "cpu")
         assert meshes.fsdp.mesh_dim_names == ("dp_shard_cp",)
         assert meshes.fsdp.mesh.tolist() == list(range(8))
@@ -151,7 +147,7 @@ def _decoder() -> Decoder:
 @pytest.mark.parametrize("reshards", [True, False])
 def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     """Every block by itself, then the rest. Gradients are summed, in float32 at least."""
-    asked, factors, plain_sums = [], [], []
+    asked, factors, plain_sums, compiled = [], [], [], []
     shard = parallelize.fully_shard
 
     def fully_shard(module: nn.Module, **options) -> nn.Module:
@@ -165,8 +161,9 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     monkeypatch.setattr(
         FSDPModule, "set_force_sum_reduction_for_comms", lambda _, plain: plain_sums.append(plain)
     )
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
     model = _decoder()
-    with _world(0, 2):
+    with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         parallelize.parallelize(
             model, mesh, dtype, reshards, ActivationCheckpoint("none"), Compile()
@@ -180,6 +177,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     }
     block = rest | {"reshard_after_forward": reshards}
     assert asked == [block] * BLOCKS + [rest]
+    assert compiled == []
     assert all(isinstance(module, FSDPModule) for module in [*model.layers.values(), model])
     assert factors == [1.0] * (BLOCKS + 1)
     # gloo has no sum that is multiplied first.
@@ -207,4 +205,3 @@ def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinne
     )
     assert policies == [CPUOffloadPolicy(pin_memory=pinned)] * (BLOCKS + 1)
     assert compiled == [{"backend": "aot_eager", "fullgraph": True}] * BLOCKS
-

@@ -13,6 +13,7 @@ from torch import nn
 from titan_sparse.config import Config
 from titan_sparse.training import recovery
 from titan_sparse.training.checkpoint import Progress
+from titan_sparse.training.failures import Poisoned
 from titan_sparse.training.guard import Report
 from titan_sparse.training.recovery import Recovery
 
@@ -42,8 +43,10 @@ class _Checkpoints:
         self.progress = progress
         self.befores: list[int] = []
 
-    def go_back(self, before: int) -> int:
+    def go_back(self, before: int) -> int | None:
         self.befores.append(before)
+        if before <= INTERVAL:
+            return None
         good = (before - 1) // INTERVAL * INTERVAL
         self.progress.step = good
         self.progress.skipped_updates = self.progress.times_gone_back = 0  # as it was saved
@@ -103,7 +106,22 @@ def test_the_last_report_is_waited_for_before_a_save_and_at_the_end(parts, saves
     assert parts.guard.asked == [saves or is_last]
 
 
+def test_a_guard_that_is_off_asks_for_nothing(parts):
+    parts.config.guard.enable = False
+    parts.recovery.bad_in_a_row = 9
+    assert parts.recovery.problem(saves=True, is_last=True) == ""
+    assert parts.guard.asked == []
+
+
+def test_only_finite_weights_are_saved(parts, monkeypatch):
+    monkeypatch.setattr(recovery, "all_finite", lambda tensors, device: False)
+    assert parts.recovery.problem(saves=False, is_last=True) == ""
+    problem = parts.recovery.problem(saves=True, is_last=False)
+    assert problem == "weights or optimizer states are not finite"
+
+
 def test_a_save_waits_for_a_good_step(parts):
+    assert parts.recovery.may_save(is_due=True, is_last=False)
     parts.guard.coming = [_report(4, 1)]
     assert parts.recovery.problem(saves=True, is_last=False) == ""
     assert not parts.recovery.may_save(is_due=True, is_last=False)
@@ -135,3 +153,8 @@ def test_a_checkpoint_that_did_not_help_is_not_tried_again(parts):
     parts.recovery.has_saved()
     _fail_at(parts, 12)
     assert parts.checkpoints.befores == [9, 8, 11]
+
+
+def test_without_a_good_checkpoint_the_run_ends(parts):
+    with pytest.raises(Poisoned, match="no good checkpoint before step 3; look at loss"):
+        _fail_at(parts, 4)

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -92,13 +91,3 @@ def _stop_at_once(folder: Path) -> None:
 def test_a_stop_in_the_first_step_saves_nothing(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _stop_at_once, tmp_path)
-
-
-@pytest.mark.parametrize("last, wanted", [(None, 10), (7.5, 7.5)])
-def test_a_save_is_reckoned_until_it_is_on_disk(last, wanted):
-    """One in the background holds training for milliseconds, but the end of the run waits for it."""
-    checkpointer = SimpleNamespace(last_save_seconds=last, last_held_seconds=0.001)
-    run = SimpleNamespace(config=Config(), checkpointer=checkpointer)
-    assert Trainer._save_seconds(run, 20) == 0
-    run.config.checkpoint.enable = True
-    assert Trainer._save_seconds(run, 20) == wanted

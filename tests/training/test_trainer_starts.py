@@ -1,0 +1,297 @@
+"""How a run begins and ends: what is refused before anything is made, what is resumed and told, and a
+stop signal in one process."""
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.runs import tiny_config, write_texts
+from titan_sparse import trainer
+from titan_sparse.attention.context_parallel import ContextParallel
+from titan_sparse.config import Config, Refusal
+from titan_sparse.data import PackedLoader
+from titan_sparse.trainer import Trainer
+
+SETTINGS = {
+    "training__steps": 2,
+    "training__seq_len": 64,
+    "training__gradient_accumulation_steps": 2,
+    "attention__pattern": "dense",
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "checkpoint__last_save_in_hf": True,
+    "lr_scheduler__total_steps": 4,
+    "metrics__log_every": 1,
+    "metrics__recall_every": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Texts, and a run of two steps: saved."""
+    folder = tmp_path_factory.mktemp("starts")
+    write_texts(folder / "texts")
+    with pytest.MonkeyPatch.context() as patch:
+        _run(patch, tiny_config(folder, "saved", **SETTINGS))
+    return folder
+
+
+def _run(monkeypatch, config: Config, **hooks) -> tuple[Trainer, list]:
+    """Train. Returns what was saved and exported, and which step counted as the first.
+
+    hooks: method of the trainer -> what is called after it with the trainer.
+    """
+    run, events = Trainer(config), []
+    save, after_step = run.checkpointer.save, run._after_step
+
+    def noted_save(step: int) -> None:
+        events.append(f"save {step}")
+        save(step)
+
+    def noted_after_step(stopped: bool, is_first: bool) -> None:
+        if is_first:
+            events.append(f"first {run.progress.step}")
+        after_step(stopped, is_first)
+
+    monkeypatch.setattr(run.checkpointer, "save", noted_save)
+    monkeypatch.setattr(run, "_after_step", noted_after_step)
+    # Transformers has nothing like the tiny model.
+    monkeypatch.setattr(
+        run.checkpointer, "save_in_hf", lambda step, *_: events.append(f"export {step}")
+    )
+    for name, hook in hooks.items():
+        monkeypatch.setattr(run, name, _followed(run, getattr(run, name), hook))
+    run.train()
+    return run, events
+
+
+def _followed(run: Trainer, method, hook):
+    def followed(*args, **kwargs):
+        result = method(*args, **kwargs)
+        hook(run)
+        return result
+
+    return followed
+
+
+def _messages(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.name == "titan_sparse"]
+
+
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        ({"optimizer__name": "AdamW"}, '^optimizer.name = "AdamW", but .*step-2 was saved with'),
+        (
+            {"checkpoint__async_mode": "async_with_pinned_mem"},
+            "^checkpoint.async_mode = .* needs a GPU",
+        ),
+        ({"float8__enable": True}, "^float8.enable = true needs a Hopper GPU"),
+    ],
+)
+def test_a_start_is_refused_before_it_begins(folder, settings, reason):
+    """No folder of a start is made."""
+    starts = os.listdir(folder / "saved/starts")
+    config = tiny_config(folder, "saved", **SETTINGS | settings)
+    with pytest.raises(ValueError, match=reason):
+        Trainer(config)
+    assert os.listdir(folder / "saved/starts") == starts
+
+
+def test_first_weights_that_do_not_fit_are_refused(folder, monkeypatch):
+    def check(config: Config, model) -> None:
+        raise Refusal("does not fit")
+
+    monkeypatch.setattr(trainer, "check_initial_weights", check)
+    with pytest.raises(Refusal, match="does not fit"):
+        Trainer(tiny_config(folder, "refused", **SETTINGS))
+    assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_algorithms(folder, deterministic):
+    config = tiny_config(folder, "set_up", **SETTINGS, training__deterministic=deterministic)
+    Trainer(config)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
+    if deterministic:
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_run_is_scored_by_its_own_model(folder):
+    config = tiny_config(folder, "set_up", **SETTINGS)
+    run = Trainer(config)
+    assert run.scorer.model is run.model and run.scorer.cp is run.cp
+    assert run.scorer.tokenizer is run.loader.tokenizer
+    assert (run.scorer.dp_rank, run.scorer.dp_size) == (0, 1)
+
+
+@pytest.mark.parametrize("depends", [True, False])
+def test_a_layout_by_the_mask_is_made_for_each_batch(folder, monkeypatch, depends):
+    layouts = []
+    monkeypatch.setattr(ContextParallel, "depends_on_mask", depends)
+    monkeypatch.setattr(PackedLoader, "use_layout", lambda _, *layout: layouts.append(layout))
+    config = tiny_config(folder, "set_up", **SETTINGS)
+    run = Trainer(config)
+    [(shard, table)] = layouts
+    assert shard == run.cp.shard
+    if depends:
+        assert (table.func, table.args) == (trainer.block_table, (config.attention, run.cp))
+    else:
+        assert table is None
+
+
+@pytest.mark.parametrize("rank, announces", [(0, True), (1, False)])
+def test_rank_0_announces_the_run(folder, monkeypatch, capsys, rank, announces):
+    run = Trainer(tiny_config(folder, f"rank_{rank}", **SETTINGS))
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
+    run._announce()
+    assert ("attention" in capsys.readouterr().out) == announces
+    assert (folder / f"rank_{rank}/config.toml").exists() == announces
+
+
+def test_a_run_that_goes_on(folder, monkeypatch, caplog):
+    """The first step of this start is the third of the run. What has changed is told."""
+    caplog.set_level(logging.INFO, "titan_sparse")
+    settings = SETTINGS | {"training__steps": 4, "optimizer__lr": 0.1}
+    _run(monkeypatch, tiny_config(folder, "goes_on", **SETTINGS))
+    caplog.clear()
+    run, events = _run(monkeypatch, tiny_config(folder, "goes_on", **settings))
+    assert events == ["first 3", "save 4", "export 4"]
+    messages = _messages(caplog)
+    assert "resumed at step 2" in messages and "finished 4 steps" in messages
+    changed = [message for message in messages if message.startswith("changed since")]
+    assert any("optimizer.lr" in message for message in changed)
+    assert run.optimizers.optimizers[0].param_groups[0]["initial_lr"] == 0.1
+
+
+def _loading(**parts) -> SimpleNamespace:
+    """A trainer before its weights are read, with `parts` in place of those of a start."""
+    config = Config()
+    config.training.steps = 10
+    run = SimpleNamespace(
+        config=config,
+        progress=SimpleNamespace(step=6),
+        model="model",
+        model_config="shape",
+        device="device",
+        events=[],
+        _source_of_weights=lambda: "source",
+    )
+    run.checkpointer = SimpleNamespace(
+        load=lambda: parts["resumes"], check_disk=lambda n: run.events.append(f"disk for {n}")
+    )
+    run._take_up_settings = lambda: run.events.append("settings")
+    return run
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+@pytest.mark.parametrize("initial_hf", ["", "weights"])
+def test_where_the_first_weights_come_from(monkeypatch, caplog, resumes, initial_hf):
+    from titan_sparse.models import huggingface
+
+    caplog.set_level(logging.INFO, "titan_sparse")
+    run = _loading(resumes=resumes)
+    note = run.events.append
+    run.config.model.initial_hf = initial_hf
+    monkeypatch.setattr(trainer, "refuse_bad_weights", lambda *args: note(args))
+    monkeypatch.setattr(huggingface, "load_weights", lambda *args: note(args))
+    Trainer._load(run)
+    read = [("model", "weights", "shape")] if initial_hf else []
+    begin = ["settings"] if resumes else read
+    assert run.events == [*begin, "disk for 10", ("model", "source", "device")]
+    not_from = ", from the run's own checkpoint and not from model.initial_hf = weights"
+    if resumes:
+        wanted = ["resumed at step 6" + (not_from if initial_hf else "")]
+    else:
+        wanted = ["read the weights of weights"] if initial_hf else []
+    assert _messages(caplog) == wanted
+
+
+@pytest.mark.parametrize("saved, rank", [("saved", 0), ("saved", 1), (None, 0), (None, 1)])
+def test_settings_of_this_start_count(monkeypatch, saved, rank):
+    """Checkpoints of old versions say nothing of theirs. Rank 0 tells what has changed."""
+    events = []
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(trainer, "read_saved", lambda path: saved)
+    for name in ("refuse_changes", "report_changes", "resume_schedule"):
+        monkeypatch.setattr(trainer, name, lambda *args, name=name: events.append((name, *args)))
+    config = Config()
+    run = SimpleNamespace(
+        config=config,
+        progress=SimpleNamespace(step=6),
+        origin="origin",
+        optimizers="optimizers",
+        schedule="schedule",
+    )
+    Trainer._take_up_settings(run)
+    wanted = [("resume_schedule", "optimizers", "schedule", config.optimizer, 6)]
+    if saved:
+        wanted.insert(0, ("refuse_changes", saved, config, "origin"))
+    if saved and rank == 0:
+        wanted.append(("report_changes", saved, config, 6))
+    assert events == wanted
+
+
+@pytest.mark.parametrize(
+    "step, initial_load_path, initial_hf, source",
+    [
+        (6, "path", "weights", "the checkpoint of step 6"),
+        (0, "path", "weights", "checkpoint.initial_load_path = path"),
+        (0, "", "weights", "model.initial_hf = weights"),
+        (0, "", "", "the first weights (training.seed = 3)"),
+    ],
+)
+def test_bad_weights_are_told_by_their_source(step, initial_load_path, initial_hf, source):
+    run = SimpleNamespace(config=Config(), progress=SimpleNamespace(step=step))
+    run.config.training.seed = 3
+    run.config.checkpoint.initial_load_path = initial_load_path
+    run.config.model.initial_hf = initial_hf
+    assert Trainer._source_of_weights(run) == source
+
+
+def test_a_stop_between_micro_batches(folder, monkeypatch, caplog):
+    """Of step 2, which has no time left: it is left out, and the first one is saved."""
+    caplog.set_level(logging.INFO, "titan_sparse")
+
+    def ask(run: Trainer) -> None:
+        if run.progress.step == 1:
+            run.signals.ask()
+
+    config = tiny_config(folder, "between", **SETTINGS, training__stop_grace_seconds=0)
+    run, events = _run(monkeypatch, config, _forward_backward=ask)
+    assert events == ["first 1", "save 1"]
+    assert _messages(caplog)[-1] == "stopped by a signal after step 1"
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+def test_a_stop_in_a_step_that_has_time_left(folder, monkeypatch):
+    """It is finished and saved, and nothing follows."""
+    config = tiny_config(folder, "in_time", **SETTINGS, training__stop_grace_seconds=1000)
+    settings = {"_forward_backward": lambda run: run.signals.ask()}
+    _, events = _run(monkeypatch, config, **settings)
+    assert events == ["first 1", "save 1"]
+
+
+def test_a_stop_after_the_last_step(folder, monkeypatch, caplog):
+    """The weights are not exported: who asked does not want to wait."""
+    caplog.set_level(logging.INFO, "titan_sparse")
+    config = tiny_config(folder, "after", **SETTINGS | {"training__steps": 1})
+    _, events = _run(monkeypatch, config, _after_step=lambda run: run.signals.ask())
+    assert events == ["first 1", "save 1"]
+    assert _messages(caplog)[-1] == "stopped by a signal after step 1"
+
+
+def test_a_resumed_run_that_is_stopped_at_once_saves_nothing(folder, monkeypatch):
+    settings = SETTINGS | {"training__steps": 4}
+    run, events = _run(
+        monkeypatch,
+        tiny_config(folder, "saved", **settings),
+        _load=lambda run: run.signals.ask(),
+    )
+    assert events == [] and run.progress.step == 2
+    assert [path.name for path in (folder / "saved/checkpoint").glob("step-*")] == ["step-2"]
