@@ -143,6 +143,7 @@ def test_after_going_back_nothing_is_late_and_the_counters_go_on(parts):
     assert (parts.progress.skipped_updates, parts.progress.times_gone_back) == (3, 1)
     assert parts.recovery.problem(saves=False, is_last=False) == ""
     assert not parts.recovery.may_save(is_due=False, is_last=False)
+    assert parts.recovery.may_save(is_due=True, is_last=False)
 
 
 def test_a_checkpoint_that_did_not_help_is_not_tried_again(parts):

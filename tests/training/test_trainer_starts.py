@@ -112,6 +112,23 @@ def test_first_weights_that_do_not_fit_are_refused(folder, monkeypatch):
     assert not (folder / "refused").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_locks_the_folder_before_the_ranks_meet(folder, monkeypatch, rank):
+    locked = []
+
+    def meet(config: Config, device: torch.device) -> None:
+        raise RuntimeError("all are here")
+
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(trainer.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(trainer, "begin_start", meet)
+    monkeypatch.setattr(trainer, "lock_run", locked.append)
+    with pytest.raises(RuntimeError, match="all are here"):
+        Trainer(tiny_config(folder, "locked", **SETTINGS))
+    assert locked == ([str(folder / "locked")] if rank == 0 else [])
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic_algorithms(folder, deterministic):
     config = tiny_config(folder, "set_up", **SETTINGS, training__deterministic=deterministic)

@@ -1,5 +1,5 @@
-"""One step of the trainer on stand-ins: what is summed, logged and handed on. Two micro-batches with
-two sequences each, in a world of two alike ranks."""
+"""One step of the trainer on stand-ins: what is summed, logged and handed on. Three micro-batches
+with two sequences each, in a world of two alike ranks."""
 
 import gc
 from contextlib import nullcontext
@@ -23,8 +23,8 @@ class _Step(SimpleNamespace):
     def __init__(self, logged: bool, device: torch.device = CPU):
         calls = {}
         super().__init__(calls=calls, config=Config(), device=device, step_seconds=0.0)
-        self.config.training.gradient_accumulation_steps = 2
-        self.loader = _Loader([SimpleNamespace(lengths=[[9], [9]]), _second()])
+        self.config.training.gradient_accumulation_steps = 3
+        self.loader = _Loader([_batch([9], [9]), _batch([8], [8]), _batch([3, 4], [5])])
         self.progress = Progress(CPU)
         self.progress.step, self.progress.tokens_seen, self.progress.skipped_updates = 4, 1000, 3
         self.metrics = SimpleNamespace(
@@ -54,11 +54,11 @@ class _Step(SimpleNamespace):
     def _forward_backward(self, batch, valid: int) -> torch.Tensor:
         """A share that float32 could not add to 1."""
         self.calls.setdefault("valid", []).append(valid)
-        return torch.tensor([1.0, 1e-12][len(self.calls["valid"]) - 1], device=self.device)
+        return torch.tensor([1.0, 1e-12, 0.0][len(self.calls["valid"]) - 1], device=self.device)
 
 
-def _second() -> SimpleNamespace:
-    return SimpleNamespace(lengths=[[3, 4], [5]])
+def _batch(*lengths: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(lengths=list(lengths))
 
 
 class _Loader:
@@ -103,8 +103,8 @@ def test_a_step_that_is_logged(monkeypatch):
     }
     # (3 + 4 + 5) / 2 tokens a sequence in the micro-batch that was recorded.
     assert run.calls["log"] == (5, 1072, values, "recorded", 6.0)
-    assert run.calls["recorded"] == [(5, False), (5, True)]
-    assert run.calls["valid"] == [16, 16]
+    assert run.calls["recorded"] == [(5, False), (5, False), (5, True)]
+    assert run.calls["valid"] == [16, 16, 16]
     assert run.calls["counted"] == 72
     assert run.calls["all_of_them"] is True
     assert run.calls["cleared"] and run.calls["scheduled"] == 1
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_logged_waits_for_no_device():
     assert (loss.device.type, loss.dtype) == ("meta", torch.float64)
     assert norm.device.type == "meta"
     assert "log" not in run.calls and run.calls["all_of_them"] is False
-    assert run.calls["recorded"] == [(5, False), (5, False)]
+    assert run.calls["recorded"] == [(5, False)] * 3
 
 
 def test_a_rank_that_is_asked_to_stop_takes_no_batch():
@@ -133,7 +133,7 @@ def test_a_rank_that_is_asked_to_stop_takes_no_batch():
     assert "valid" not in run.calls
 
 
-@pytest.mark.parametrize("time_for", [1, 2])
+@pytest.mark.parametrize("time_for", [1, 2, 3])
 def test_time_is_looked_at_between_micro_batches(time_for):
     run = _Step(logged=True)
     asked = []
@@ -144,8 +144,8 @@ def test_time_is_looked_at_between_micro_batches(time_for):
 
     run._lacks_time = lacks_time
     run._leave_step_out = lambda *_: "left out"
-    assert Trainer.step(run) == (False if time_for == 2 else "left out")
-    assert asked == [(1, 2)]
+    assert Trainer.step(run) == (False if time_for == 3 else "left out")
+    assert asked == [(1, 3), (2, 3)][:time_for]
     assert len(run.calls["valid"]) == time_for
 
 
