@@ -11,8 +11,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.training.checkpoint.helpers import FullFile, Run, open_files, same
-from titan_sparse.training.checkpoint import SaveError, saver, writer
+from tests.training.checkpoint.helpers import FullFile, Run, names_in, open_files, same
+from titan_sparse.training.checkpoint import SaveError, checkpointer, saver, writer
 from titan_sparse.training.checkpoint.staging import Staging
 
 COPIES = "titan_sparse checkpoint"
@@ -222,3 +222,21 @@ def test_files_at_once_are_a_ranks_share_of_the_cores(monkeypatch, cores, ranks,
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     threads = saver._threads()
     assert threads == files and isinstance(threads, int)
+
+
+def test_disabled_it_takes_nothing_and_does_nothing(alone, tmp_path, monkeypatch):
+    before = names_in(Run(tmp_path).train(2).folder)
+    monkeypatch.setattr(checkpointer, "Saver", None)
+    run = Run(tmp_path, enable=False)
+    disabled = run.checkpointer
+    assert disabled.load() is False and run.progress.step == 0
+    disabled.check_disk(10)
+    run.step()
+    disabled.prepare()
+    disabled.raise_failure()
+    assert not disabled.is_due(1, last=True)
+    assert disabled.go_back(before=2) is None
+    assert disabled.background_groups() == []
+    assert disabled.last_save_seconds is None and disabled.last_held_seconds is None
+    disabled.close()
+    assert names_in(run.folder) == before

@@ -247,6 +247,7 @@ def test_going_back_waits_for_the_save_that_is_being_written(tmp_path, monkeypat
     run.step()
     run.checkpointer.save(1)
     assert run.checkpointer.go_back(before=2) == 1
+    assert run.checkpointer.go_back(before=1) is None
     run.checkpointer.close()
 
 
@@ -317,23 +318,6 @@ def test_saves_are_due_at_every_interval_and_at_the_end(tmp_path):
     checkpointer = Run(tmp_path, interval=3).checkpointer
     assert [step for step in range(1, 8) if checkpointer.is_due(step, last=False)] == [3, 6]
     assert checkpointer.is_due(7, last=True)
-
-
-def test_disabled_it_does_nothing(tmp_path):
-    before = names_in(Run(tmp_path).train(2).folder)
-    run = Run(tmp_path, enable=False)
-    checkpointer = run.checkpointer
-    assert checkpointer.load() is False and run.progress.step == 0
-    checkpointer.check_disk(10)
-    run.step()
-    checkpointer.prepare()
-    checkpointer.raise_failure()
-    assert not checkpointer.is_due(1, last=True)
-    assert checkpointer.go_back(before=2) is None
-    assert checkpointer.background_groups() == []
-    assert checkpointer.last_save_seconds is None and checkpointer.last_held_seconds is None
-    checkpointer.close()
-    assert names_in(run.folder) == before
 
 
 def test_a_checkpoint_is_written_for_transformers_once(tmp_path, monkeypatch):

@@ -15,6 +15,16 @@ def make(folder: Path, *names: str) -> None:
         (folder / name / folders.METADATA).write_text(name)
 
 
+def test_only_complete_folders_of_exact_names_count(tmp_path):
+    make(tmp_path, "step-10", "step-9", "step-010", "step-8.broken", "xstep-7", "step-6.incomplete")
+    (tmp_path / "step-11").mkdir()
+    (tmp_path / "step-12").write_text("a file")
+    (tmp_path / "step-13.incomplete").write_text("a file")
+    assert folders.saved_steps(tmp_path) == [9, 10, 11]
+    assert folders.complete_steps(tmp_path) == [9, 10]
+    assert folders.delete_incomplete(tmp_path) == ["step-6.incomplete"]
+
+
 def test_a_published_name_is_durable(tmp_path, events):
     """The files' names first, so that step-N never lacks one."""
     make(tmp_path, "step-2.incomplete")
