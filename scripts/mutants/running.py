@@ -238,7 +238,9 @@ def _finish(asked: Run, folder: Path, job: Job, status: int | None) -> None:
         return
     shutil.copyfile(asked.root / job.mutant.file, folder / "tree" / job.mutant.file)
     failed = [name for name, test in tests.items() if test["outcome"] == "failed"]
-    outcome = {None: "timeout", 0: "survived", 1: "killed", 5: "untested"}.get(status, "killed")
+    # 3: pytest itself failed. 5: there was no test.
+    outcomes = {None: "timeout", 0: "survived", 3: "untested", 5: "untested"}
+    outcome = outcomes.get(status, "killed")
     by = failed[0] if failed else f"status {status}"
     asked.note(_record(job.mutant, outcome, by, len(tests), len(job.tests or []), seconds))
 

@@ -1,6 +1,7 @@
 """[validation] in the loop: what it writes, and that training goes on as if it had not been."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,24 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
     read = validation.Validation(config, ByteTokenizer())
     assert opened == [(source, subset, split)]
     assert [len(sequence.tokens) for sequence in read.sequences] == [8, 8, 8]
+
+
+def test_needles_are_counted(tmp_path):
+    """For each length and depth as many as were asked for, each another one."""
+    write_texts(tmp_path / "texts")
+    config = tiny_config(
+        tmp_path,
+        "run",
+        validation__enable=True,
+        validation__needle_lengths="420,500",
+        validation__needle_depths=2,
+        validation__needle_samples=3,
+    )
+    needles = validation.Validation(config, ByteTokenizer()).needles
+    assert Counter((needle.about["length"], needle.about["depth"]) for needle in needles) == {
+        (length, depth): 3 for length in (420, 500) for depth in (0.0, 1.0)
+    }
+    assert len({needle.prompt.tobytes() for needle in needles}) == 12
 
 
 def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
