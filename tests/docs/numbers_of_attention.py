@@ -23,6 +23,7 @@ VARLEN = "masks_varlen_2xh200"
 BUDGETS = "masks_budgets_h200"
 PATTERNS = "masks_patterns_h200"
 LOSS = "loss_h200"
+MANY = "many_gpus_2xh200"
 
 
 def attention_by_length() -> list[Claim]:
@@ -273,4 +274,23 @@ def headlines() -> list[Claim]:
             "H200: {:.1f} % of the run at `log_every = 10` (the default), {:.0f} % at 1.",
             (1e3 * recording, 100 * recording / (10 * step), 100 * recording / step),
         ),
+    ]
+
+
+def many_gpus() -> list[Claim]:
+    parts = result(MANY)["parts"]
+    rows = parts["masks_2x_65536"]["rows"]
+    torchs = next(row for row in rows if row.get("rotate") == "allgather")
+    ours = next(row for row in rows if row["mask"] == "documents" and row["layout"] == "balanced")
+    rates = [row[f"{way}_tflops"] for row in (ours, torchs) for way in ("forward", "backward")]
+    ring = next(
+        row for row in parts["scaling_2x_524288_triton"]["rows"] if row["schedule"] == "ring"
+    )
+    return [
+        Claim(
+            BENCHMARKS,
+            "packed documents reach {:.0f} + {:.0f} TFLOP/s a GPU (torch's causal mask: {:.0f} + {:.0f}).",
+            tuple(rates),
+        ),
+        Claim(BENCHMARKS, "5 %, keeps {:.3f} of one GPU.", (ring["of_alone"],)),
     ]

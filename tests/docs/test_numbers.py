@@ -12,6 +12,7 @@ from tests.docs.numbers_of_attention import (
     context_parallel,
     headlines,
     loss,
+    many_gpus,
     masks,
     patterns,
 )
@@ -24,6 +25,7 @@ CLAIMS = [
     *attention_by_density(),
     *context_parallel(),
     *masks(),
+    *many_gpus(),
     *patterns(),
     *whole_steps(),
     *scaling_of_steps(),
