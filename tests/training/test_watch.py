@@ -105,9 +105,9 @@ def test_a_rank_that_sleeps_is_named_before_the_timeout(tmp_path):
     assert re.search(
         r"nothing has moved for \d+ s, collectives fail after 6 s: " + named, output
     ), output
-    assert "no sign of life" not in output and not re.search(
-        r"rank [01] \(host .* holds up", output
-    )
+    # The sleeping rank itself may be silent too, on a busy machine.
+    assert not re.search(r"rank [01] .* has given no sign of life", output)
+    assert not re.search(r"rank [01] \(host .* holds up", output)
     assert "rank 2 is stuck at job.py" in output
     [stacks] = tmp_path.glob("run/starts/*/step-3")
     assert f"; stacks of all ranks: {stacks}" in output
