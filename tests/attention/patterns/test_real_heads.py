@@ -20,7 +20,7 @@ FILE = Path(__file__).parent / "data" / "smollm2_heads.safetensors"
 BLOCK = 128
 RECALL = 0.9
 MOST_RISE = 1.03
-MEASURED = {"independent": 0.2377, "joint": 0.1562}
+MEASURED = {"independent": 0.2403, "joint": 0.1562}
 """Density at a recall of 0.9 when the data was saved."""
 TARGETS = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 """Recall that is asked of the probe. For one of them or between two, all rows have 0.9."""
