@@ -44,6 +44,8 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the file, overwritten")
     args = parser.parse_args(words)
+    if not (args.model / "config.json").is_file():
+        parser.error(f"MODEL {args.model} has no config.json; write the folder of real_model --out")
     try:
         text = standard_library_text(TEXT)
         tokens = torch.from_numpy(load_tokenizer(str(args.model)).encode(text)[:TOKENS])

@@ -76,6 +76,12 @@ def test_saved_queries_and_keys_give_the_attention_of_transformers(tiny):
         torch.testing.assert_close(got, weights[0], atol=1e-5, rtol=1e-4)
 
 
+def test_a_folder_without_a_model_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        save_attention.main([str(tmp_path), str(tmp_path / "heads.safetensors")])
+    assert f"MODEL {tmp_path} has no config.json" in capsys.readouterr().err
+
+
 def test_rows_are_saved_to_half_a_step_of_int8(tmp_path):
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 50, 8) * torch.logspace(-3, 3, 50)[:, None]
