@@ -99,7 +99,11 @@ def report(paths: list[Path]) -> int:
 
 
 def _row(name: str, count: Counter, kinds: tuple[str, ...], total: int) -> str:
-    return f"{name:50}" + "".join(f"{count[kind]:11}" for kind in kinds) + f"{total:7}"
+    columns = [f"{name:50}"]
+    for kind in kinds:
+        columns.append(f"{count[kind]:11}")
+    columns.append(f"{total:7}")
+    return "".join(columns)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ def _llama3_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
 
 def _yarn_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
     def boundary(rotations: float) -> float:
-        return head_dim / 2 * math.log(rope.original_length / (2 * math.pi * rotations), rope.theta)
+        wavelength = rope.original_length / rotations
+        turns = math.log(wavelength / (2 * math.pi), rope.theta)
+        return head_dim / 2 * turns
 
-    low, high = (
-        max(0, math.floor(boundary(rope.beta_fast))),
-        min(head_dim - 1, math.ceil(boundary(rope.beta_slow))),
-    )
+    low = max(0, math.floor(boundary(rope.beta_fast)))
+    high = min(head_dim - 1, math.ceil(boundary(rope.beta_slow)))
     frequencies = []
     for pair in range(head_dim // 2):
         share = min(max((pair - low) / (high - low), 0.0), 1.0)

@@ -183,7 +183,12 @@ def test_the_steps_that_are_left(monkeypatch, is_profiled, left_out, asked, want
         return False
 
     def after_step(stopped: bool, is_first: bool) -> None:
-        events.append(f"after {run.progress.step}" + " first" * is_first + " stopped" * stopped)
+        event = f"after {run.progress.step}"
+        if is_first:
+            event += " first"
+        if stopped:
+            event += " stopped"
+        events.append(event)
 
     run.step, run._after_step = step, after_step
     assert Trainer._run_steps(run) is asked

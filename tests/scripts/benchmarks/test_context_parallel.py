@@ -45,7 +45,8 @@ def four_ranks(tmp_path_factory):
 
 
 def _rows(result, case, **wanted):
-    return [row for row in result["rows"] if row["case"] == case and wanted.items() <= row.items()]
+    wanted["case"] = case
+    return [row for row in result["rows"] if wanted.items() <= row.items()]
 
 
 # Cases --------------------------------------------------------------------------------------------------------------

@@ -53,6 +53,15 @@ def test_metadata_says_what_dcps_own_would(save, tmp_path):
     assert Path(theirs.storage_meta.checkpoint_id) == tmp_path / "dcp"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_metadata_is_read_with_its_dtypes(tmp_path, dtype):
+    """As DCP reads them, though fewer classes may be asked for."""
+    dcp.save({"weight": torch.ones(3, dtype=dtype)}, checkpoint_id=tmp_path, no_dist=True)
+    weight = read_metadata(tmp_path).state_dict_metadata["weight"]
+    assert weight.properties.dtype == dtype
+    assert weight == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["weight"]
+
+
 def test_a_list_that_has_changed_on_the_way_is_not_published(save):
     """What ranks have written goes through the folder, their sums do not."""
     begin(save)
@@ -71,9 +80,11 @@ def test_a_save_begins_without_what_an_earlier_one_left(save):
 
 def test_a_part_is_written_without_the_rest_of_its_storage(save):
     begin(save)
-    whole = torch.zeros(100_000)
-    write_share(save, 0, {WEIGHT: whole[:10]}, {}, 1)
-    assert (save.incomplete / "__0_0.distcp").stat().st_size < 10_000
+    part = torch.arange(100_000.0)[:10]
+    write_share(save, 0, {WEIGHT: part}, {}, 1)
+    file = save.incomplete / "__0_0.distcp"
+    assert file.stat().st_size < 10_000
+    assert torch.equal(torch.load(file), part)
 
 
 def test_a_hashed_file_keeps_nothing_back(tmp_path):
