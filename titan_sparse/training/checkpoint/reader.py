@@ -4,6 +4,7 @@
 torch.load(weights_only=True) does. Errors are Refusals: one line each.
 """
 
+import enum
 import hashlib
 import io
 import os
@@ -65,10 +66,19 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _ALLOWED:
             # Python 3.13 writes another module for a path than 3.12 knows.
             return super().find_class(module.removesuffix("._local"), name)
+        if (module, name) == ("builtins", "getattr"):
+            # How Python 3.11.0 to 3.11.3 write the member of an enum.
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def _member(kind: type[enum.Enum], name: str) -> enum.Enum:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
+    return kind[name]
 
 
 def read_metadata(checkpoint: str | Path) -> Metadata:
