@@ -17,6 +17,7 @@ Prices become codes, a byte each with steps of 7 %. The twins (naive.py) have th
 from titan_sparse.kernels.prices.inputs import (
     ALWAYS,
     CODES,
+    CODES_PER_OCTAVE,
     LEVELS,
     MASS_UNITS,
     PSEUDO_ROWS,
@@ -40,6 +41,7 @@ from titan_sparse.kernels.prices.naive import (
 __all__ = [
     "ALWAYS",
     "CODES",
+    "CODES_PER_OCTAVE",
     "LEVELS",
     "MASS_UNITS",
     "PSEUDO_ROWS",

@@ -525,11 +525,12 @@ def _final_kernel(
         tl.atomic_add(of_row, of_diagonals, mask=of_diagonals > 0, sem="relaxed")
 
         # Each key in the slot of its span.
-        touched = tl.load(slot + (i_b * local + i_c) * T + i_t) >= 0
+        span = tl.load(slot + (i_b * local + i_c) * T + i_t)
         begin = tl.load(span_start + i_b * n + known)
         first_free = tl.load(behind_sinks + i_b * n + known)
         end = tl.load(span_stop + i_b * n + known)
-        in_span = (position >= begin) & (position < end) & touched
+        end = tl.where(span >= 0, end, begin)
+        in_span = (position >= begin) & (position < end)
         can_choose = in_span & (position >= first_free)
         counted = count + (i_bh * n + known) * _CODES + code
         ones = tl.full([SIZE], 1, tl.int32)
