@@ -120,6 +120,8 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
             "source": text.source,
             "sha256": text.sha256(),
             "tokens": length,
+            "yarn_factor": max(1.0, length / model.config.max_positions),
+            "dtype": str(dtype).removeprefix("torch."),
             "cross_entropy": round(inputs.cross_entropy, 4),
             "seconds": round(time.perf_counter() - began, 1),
         }

@@ -9,9 +9,8 @@ from torch.nn.attention import SDPBackend
 
 from scripts.benchmarks.attention_cases import Attention, ours, ready_index, sdpa
 from scripts.benchmarks.timing import times, training_call
-from scripts.study.density.mass import BLOCK
+from scripts.study.density.mass import BLOCK, causal_mask
 from titan_sparse.attention import backends
-from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, Pattern
 
 _WARM_UPS = 2
@@ -35,13 +34,13 @@ def draw(q: Tensor, k: Tensor) -> list[Tensor]:
 
 def dense_times(tensors: list[Tensor], repeats: int) -> dict[str, dict[str, float]]:
     """Of torch's SDPA on cuDNN and on FlashAttention-2, and of ours without a pattern."""
-    ranges = Causal().rows(tensors[0].shape[2], tensors[0].device)
+    mask = causal_mask(tensors[0].shape[2], tensors[0].device)
     calls: dict[str, Attention] = {
         "cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
         "flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
     }
     for name in names_of_backends():
-        calls[f"ours, {name}"] = functools.partial(ours, name, Dense(), ranges, BLOCK)
+        calls[f"ours, {name}"] = functools.partial(ours, name, Dense(), mask, BLOCK)
     return {name: _times(call, tensors, repeats) for name, call in calls.items()}
 
 
@@ -52,19 +51,19 @@ def pattern_times(
 
     index: tensors of the BlockIndex of all layers.
     """
-    ranges = Causal().rows(tensors[0].shape[2], tensors[0].device)
+    mask = causal_mask(tensors[0].shape[2], tensors[0].device)
     ready = ready_index(pattern, index)
     measured = {}
     for name in names_of_backends():
-        call = functools.partial(ours, name, ready, ranges, BLOCK)
+        call = functools.partial(ours, name, ready, mask, BLOCK)
         measured[name] = _times(call, tensors, repeats)
     return measured
 
 
 def selection_time(pattern: Pattern, q: Tensor, k: Tensor, repeats: int) -> float:
     """Median milliseconds of choosing for all layers."""
-    ranges = Causal().rows(q.shape[2], q.device)
-    step = functools.partial(pattern.select, q, k, ranges, block_size=BLOCK)
+    mask = causal_mask(q.shape[2], q.device)
+    step = functools.partial(pattern.select, q, k, mask, block_size=BLOCK)
     times([step], _WARM_UPS, lead=False)
     return round(times([step], repeats, lead=True)[0], 3)
 

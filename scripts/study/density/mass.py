@@ -1,11 +1,13 @@
 """Exact attention of one layer, summed up so that any choice of blocks and keys can be weighed."""
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.kernels.chunks import chosen_keys
 
@@ -68,6 +70,13 @@ def attention_rows(q: Tensor, k: Tensor, stride: int) -> Iterator[tuple[slice, T
         yield rows, scores.softmax(-1).flatten(0, 1)
 
 
+@functools.lru_cache(maxsize=1)
+def causal_mask(seq_len: int, device: torch.device) -> MaskRanges:
+    """One for all calls, so that what selection derives from it is derived once."""
+    return Causal().rows(seq_len, device)
+
+
+@functools.lru_cache(maxsize=1)
 def pairs_by_key(seq_len: int, device: torch.device) -> Tensor:
     """fp32 [Q, S]: queries of each block that see each key."""
     key = torch.arange(seq_len, device=device)
@@ -76,6 +85,7 @@ def pairs_by_key(seq_len: int, device: torch.device) -> Tensor:
     return (stop - key).clamp(0, BLOCK).float()
 
 
+@functools.lru_cache(maxsize=1)
 def pairs_by_row(seq_len: int, device: torch.device) -> Tensor:
     """fp32 [S, K]: keys of each block that each query sees."""
     query = torch.arange(seq_len, device=device)[:, None]

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from scripts.study.density import kernels
 from scripts.study.density.inputs import Inputs
-from scripts.study.density.mass import BLOCK, Kept, attention_mass, kept
+from scripts.study.density.mass import BLOCK, Kept, attention_mass, causal_mask, kept
 from scripts.study.density.oracles import ORACLES, Curve, oracles
 from scripts.study.density.patterns import Spec
-from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
@@ -36,17 +35,18 @@ class Choice(NamedTuple):
     def of_layer(self, layer: int) -> BlockIndex:
         """What it chose in one layer."""
         tensors = [tensor[layer : layer + 1] for tensor in self.index.tensors()]
-        ranges = Causal().rows(self.index.seq_len, self.index.verticals.device)
-        return self.pattern.index(tensors, ranges, 1, self.index.heads, BLOCK)
+        mask = causal_mask(self.index.seq_len, self.index.verticals.device)
+        return self.pattern.index(tensors, mask, 1, self.index.heads, BLOCK)
 
 
 def choices(specs: Iterable[Spec], inputs: Inputs) -> list[Choice]:
     """What each pattern chooses at each value, layers taken as a batch."""
+    mask = causal_mask(inputs.q.shape[2], inputs.q.device)
     chosen = []
     for spec in specs:
         for value in spec.values:
             pattern = spec.pattern(value)
-            index = pattern.select(inputs.q, inputs.k, Causal(), block_size=BLOCK)
+            index = pattern.select(inputs.q, inputs.k, mask, block_size=BLOCK)
             chosen.append(Choice(spec, value, pattern, index))
     return chosen
 
