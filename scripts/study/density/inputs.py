@@ -48,7 +48,6 @@ class RealModel:
         rope = rope_of_length(self.config.rope, self.config.max_positions, tokens.shape[1])
         frequencies = inverse_frequencies(rope, self.config.head_dim)
         self.decoder.inv_freq, self.decoder.attention_factor = frequencies
-        self.seen.clear()
         labels = F.pad(tokens[:, 1:], (0, 1), value=_IGNORED)
         loss = self.decoder(
             tokens.to(self.device),

@@ -1,7 +1,8 @@
 """Time of attention with a given index on one GPU, all layers of the model as one batch."""
 
+import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,19 +69,15 @@ def selection_time(pattern: Pattern, q: Tensor, k: Tensor, repeats: int) -> floa
     return round(times([step], repeats, lead=True)[0], 3)
 
 
-def worth_timing(recalls: Sequence[float], wanted: Sequence[float]) -> Iterator[int]:
+def worth_timing(recalls: Sequence[float], wanted: Sequence[float]) -> set[int]:
     """Which of the measured recalls lie next to the wanted ones, below and above."""
     order = sorted(range(len(recalls)), key=recalls.__getitem__)
-    for place, number in enumerate(order):
-        following = recalls[order[place + 1]] if place + 1 < len(order) else None
-        previous = recalls[order[place - 1]] if place else None
-        here = recalls[number]
-        for recall in wanted:
-            is_below = following is not None and here <= recall <= following
-            is_above = previous is not None and previous <= recall <= here
-            if is_below or is_above:
-                yield number
-                break
+    chosen = set()
+    for recall in wanted:
+        above = bisect.bisect_left(order, recall, key=recalls.__getitem__)
+        if above < len(order):
+            chosen.update(order[max(above - 1, 0) : above + 1])
+    return chosen
 
 
 def _times(call: Attention, tensors: list[Tensor], repeats: int) -> dict[str, float]:

@@ -82,7 +82,7 @@ def _add_times(
     for name in dict.fromkeys(row["name"] for row in rows):
         numbers = [number for number, row in enumerate(rows) if row["name"] == name]
         recalls = [rows[number]["recall"] for number in numbers]
-        for place in kernels.worth_timing(recalls, timing.recalls):
+        for place in sorted(kernels.worth_timing(recalls, timing.recalls)):
             number = numbers[place]
             pattern, index = chosen[number].pattern, chosen[number].index
             q, k = tensors[0].detach(), tensors[1].detach()

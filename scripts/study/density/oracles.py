@@ -41,14 +41,15 @@ def prices(seq_len: int) -> list[float]:
 
 
 def value_at(recall: float, recalls: Sequence[float], values: Sequence[float]) -> float | None:
-    """values[i] belongs to recalls[i]: what belongs to `recall`, linear between the two around it.
+    """What keeping at least `recall` takes, where values[i] keeps recalls[i].
 
-    None where it lies outside.
+    Linear between the two around it. The value of the least recall where all keep more: what is
+    always on may do so. None where all keep less.
     """
+    if not len(recalls) or recall > max(recalls):
+        return None
     order = np.argsort(recalls)
     sorted_recalls = np.asarray(recalls, dtype=np.float64)[order]
-    if not len(order) or not sorted_recalls[0] <= recall <= sorted_recalls[-1]:
-        return None
     return float(np.interp(recall, sorted_recalls, np.asarray(values, dtype=np.float64)[order]))
 
 

@@ -10,11 +10,11 @@ TIMED_RECALLS = (0.9, 0.95)
 
 
 def at_recall(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each oracle and pattern and each of AT_RECALLS, linear between what was measured.
+    """A row for each oracle and pattern and each of AT_RECALLS, as oracles.value_at() reads it off.
 
     density: of one setting for all layers, where their mean recall is this. density_each_layer:
-    where each layer has at least this recall, the mean. kernel_ms: forward + backward by backend. None where
-    nothing was measured on both sides. measured: what measure.measure() gives.
+    where each layer has this recall, the mean. kernel_ms: forward + backward by backend. None where
+    nothing kept so much. measured: what measure.measure() gives.
     """
     for name, points in _curves(measured).items():
         recalls = [point["recall"] for point in points]
@@ -45,9 +45,7 @@ def _each_layer(recall: float, points: list[dict[str, Any]]) -> float | None:
     for layer in range(len(points[0]["recall_by_layer"])):
         recalls = [point["recall_by_layer"][layer] for point in points]
         values = [point["density_by_layer"][layer] for point in points]
-        # What is always on may keep more than this already.
-        at_least = max(recall, min(recalls))
-        densities.append(value_at(at_least, recalls, values))
+        densities.append(value_at(recall, recalls, values))
     known = [density for density in densities if density is not None]
     return _rounded(sum(known) / len(known)) if len(known) == len(densities) else None
 

@@ -128,16 +128,17 @@ def test_the_best_tiles_are_single_ones_with_verticals_beside_them():
 
 def test_values_are_read_off_between_two_measurements():
     assert oracles.value_at(0.9, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(20.0)
-    assert oracles.value_at(0.8, [0.95, 0.85], [30.0, 10.0]) is None
+    assert oracles.value_at(0.8, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(10.0)
     assert oracles.value_at(0.96, [0.95, 0.85], [30.0, 10.0]) is None
     assert oracles.value_at(0.9, [], []) is None
 
 
 def test_times_are_taken_next_to_the_recalls_wanted():
     recalls = [0.5, 0.97, 0.88, 0.93, 0.99]
-    assert sorted(kernels.worth_timing(recalls, [0.9])) == [2, 3]
-    assert sorted(kernels.worth_timing(recalls, [0.9, 0.95])) == [1, 2, 3]
-    assert not list(kernels.worth_timing(recalls, [0.3]))
+    assert kernels.worth_timing(recalls, [0.9]) == {2, 3}
+    assert kernels.worth_timing(recalls, [0.9, 0.95]) == {1, 2, 3}
+    assert kernels.worth_timing(recalls, [0.3]) == {0}
+    assert kernels.worth_timing(recalls, [0.995]) == set()
 
 
 def test_longer_texts_are_read_by_yarn(tiny):
