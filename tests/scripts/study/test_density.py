@@ -179,28 +179,46 @@ def test_layers_are_measured_apart():
     assert rows[0]["verticals"] >= 1 and rows[0]["diagonals"] >= 1
 
 
-def test_times_are_of_the_index_given(monkeypatch):
-    """On a CPU with a clock that says 1 ms: which calls are timed, and what is read off."""
+@pytest.fixture
+def clock(monkeypatch) -> list[Tensor]:
+    """A clock for a CPU, by which each step takes 1 ms; what the timed steps returned."""
     outs = []
 
-    def tell(steps, repeats, lead):
+    def times(steps, repeats, lead):
         outs.extend(step() for step in steps)
         return [1.0] * len(steps)
 
-    monkeypatch.setattr(kernels, "times", tell)
-    monkeypatch.setattr(
-        kernels, "training_call", lambda call, leaves, d_out: [lambda: call(*leaves)] * 2
-    )
+    def training_call(call, leaves, d_out):
+        return [lambda: call(*leaves)] * 2
+
+    monkeypatch.setattr(kernels, "times", times)
+    monkeypatch.setattr(kernels, "training_call", training_call)
     monkeypatch.setattr(kernels, "names_of_backends", lambda: ["eager"])
     monkeypatch.setattr(kernels, "dense_times", lambda tensors, repeats: {})
+    return outs
+
+
+def test_attention_is_timed_with_the_index_given(clock):
+    q, k = _random()
+    tensors = kernels.draw(q, k)
+    pattern = JOINT.pattern(0.5)
+    # Not what it would choose for these queries.
+    index = pattern.select(q.flip(1), k.flip(1), Causal(), block_size=BLOCK)
+    kernels.pattern_times(pattern, index.tensors(), tensors, 1)
+    attention = _softmax(q, k) * index.dense(Causal())[0]
+    attention /= attention.sum(-1, keepdim=True)
+    v = tensors[2][0].detach().repeat_interleave(2, dim=0)
+    torch.testing.assert_close(clock[-1][0].double(), attention @ v.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_times_are_read_off_between_two_settings(clock):
     q, k = _random()
     measured = measure.measure(Inputs(q, k, 0.0), [JOINT], measure.Timing((0.9,), 1))
     timed = [row for row in measured["rows"] if "kernel_ms" in row]
     assert len(timed) == 2
     assert timed[0]["recall"] <= 0.9 <= timed[1]["recall"]
-    (read_off,) = [
-        row for row in at_recall(measured) if row["name"] == "joint" and row["at_recall"] == 0.9
-    ]
+    rows = [row for row in at_recall(measured) if row["name"] == "joint"]
+    (read_off,) = [row for row in rows if row["at_recall"] == 0.9]
     assert read_off["kernel_ms"] == {"eager": 2.0} and read_off["selection_ms"] == 1.0
     assert timed[0]["density"] <= read_off["density"] <= timed[1]["density"]
 
