@@ -1,6 +1,7 @@
 """The study's density tool: what it measures against brute force, and what it writes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from scripts.study.density import kernels, measure, oracles, picture
 from scripts.study.density.inputs import Inputs, RealModel, rope_of_length
 from scripts.study.density.mass import BLOCK, Kept, attention_mass, kept, pairs_by_key
 from scripts.study.density.patterns import SPECS, Spec
-from scripts.study.density.report import at_recall
+from scripts.study.density.report import at_recall, means, table
 from scripts.study.density.texts import CHATS, KINDS, Text, read_chats, text_of
 from scripts.study.save_attention import queries_and_keys
 from scripts.study.text import train_tokenizer
@@ -275,7 +276,10 @@ def test_a_run_goes_on_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, 
     monkeypatch.setattr(program, "measure", lambda *words: measured.append(words) or {**text})
     assert program.main(_options(tiny, out, "--kinds", "code", "prose")) == 0
     assert len(measured) == 1
-    assert "code 0, 256 tokens: is in" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "code 0, 256 tokens: is in" in told
+    assert "256 tokens, mean of 2 texts" in told
+    assert f"joint: asked 0.9, kept {text['rows'][4]['recall']:.3f}" in told
     second = json.loads(out.read_text())["texts"]
     assert list(second) == ["code 0, 256 tokens", "prose 0, 256 tokens"]
     assert second["code 0, 256 tokens"] == text
@@ -303,6 +307,32 @@ def test_refusals(tiny, tmp_path, monkeypatch, capsys, words, message):
     with pytest.raises(SystemExit):
         program.main(_options(tiny, tmp_path / "x", *words))
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "2"], "--layers: write numbers from 0 to 1"),
+        (["--also", "joint", "sinks=4"], "--also joint is in the table; write another name"),
+        (["--also", "spare", "sink=4"], "--also spare: .*unexpected keyword argument 'sink'"),
+    ],
+    ids=["layers", "name", "parameter"],
+)
+def test_what_the_model_and_patterns_do_not_have_is_refused(tiny, tmp_path, capsys, words, message):
+    assert program.main(_options(tiny, tmp_path / "x", *words)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_means_are_over_texts():
+    def text(density: float, **times) -> dict:
+        row = {"name": "joint", "at_recall": 0.9, "density": density, "density_each_layer": None}
+        return {"at_recall": [row | times]}
+
+    timed = text(0.2, selection_ms=1.0, kernel_ms={"triton": 3.0, "flex": 2.0})
+    (row,) = means([timed, text(0.4)])
+    assert row["density"] == pytest.approx(0.3) and row["density_each_layer"] is None
+    assert row["kernel_ms"] == {"triton": 3.0, "flex": 2.0} and row["selection_ms"] == 1.0
+    assert table("both", [row]).splitlines()[-1].split() == ["joint", "30.00", "-", "2.00"]
 
 
 def test_a_variant_is_named_on_the_command_line(tiny, tmp_path):
