@@ -139,7 +139,8 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
         rows = list(at_recall(measured))
         result["texts"][name] = about | measured | {"at_recall": rows}
         write(result, args.out)
-        print(table(f"{name}, {about['seconds']} s", rows), flush=True)
+        title = f"{name}, {about['cross_entropy']} nats a token, {about['seconds']} s"
+        print(table(title, rows), flush=True)
         for lines in (asked_and_kept(measured), dense_lines(measured)):
             if lines:
                 print(lines, flush=True)
