@@ -25,7 +25,14 @@ from scripts.study.density.inputs import RealModel
 from scripts.study.density.mass import BLOCK
 from scripts.study.density.measure import Timing, measure
 from scripts.study.density.patterns import SPECS, Spec
-from scripts.study.density.report import TIMED_RECALLS, at_recall, table
+from scripts.study.density.report import (
+    TIMED_RECALLS,
+    asked_and_kept,
+    at_recall,
+    dense_lines,
+    means,
+    table,
+)
 from scripts.study.density.texts import KINDS, TEXTS_OF_KIND, Text, text_of
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.data.tokenizer import load_tokenizer
@@ -42,6 +49,7 @@ def main(words: list[str]) -> int:
     try:
         result = started(args)
         run(args, result)
+        report_means(result)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -100,10 +108,13 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # As attention sees them in training; a CPU is slow in bf16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = RealModel(args.model, device, dtype)
-    layers = args.layers or list(range(model.config.layers))
-    tokenizer = load_tokenizer(str(args.model))
     specs = chosen_specs(args)
+    model = RealModel(args.model, device, dtype)
+    all_layers = range(model.config.layers)
+    layers = args.layers or list(all_layers)
+    if not set(layers) <= set(all_layers):
+        raise ValueError(f"--layers: write numbers from 0 to {all_layers[-1]}")
+    tokenizer = load_tokenizer(str(args.model))
     for text, length in texts(args):
         name = f"{text.kind} {text.number}, {length} tokens"
         if name in result["texts"]:
@@ -125,16 +136,35 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
             "cross_entropy": round(inputs.cross_entropy, 4),
             "seconds": round(time.perf_counter() - began, 1),
         }
-        result["texts"][name] = about | measured | {"at_recall": list(at_recall(measured))}
+        rows = list(at_recall(measured))
+        result["texts"][name] = about | measured | {"at_recall": rows}
         write(result, args.out)
-        print(table(f"{name}, {about['seconds']} s", measured), flush=True)
+        title = f"{name}, {about['cross_entropy']} nats a token, {about['seconds']} s"
+        print(table(title, rows), flush=True)
+        for lines in (asked_and_kept(measured), dense_lines(measured)):
+            if lines:
+                print(lines, flush=True)
+
+
+def report_means(result: dict[str, Any]) -> None:
+    """Print a table for each length, the mean over its texts."""
+    for length in sorted({text["tokens"] for text in result["texts"].values()}):
+        of_length = [text for text in result["texts"].values() if text["tokens"] == length]
+        print(table(f"{length} tokens, mean of {len(of_length)} texts", means(of_length)))
 
 
 def chosen_specs(args: argparse.Namespace) -> list[Spec]:
-    """Those of --patterns, then those of --also."""
+    """Those of --patterns, then those of --also. ValueError for what is no pattern."""
     specs = [spec for spec in SPECS if spec.name in args.patterns]
     for name, *settings in args.also:
-        specs.append(Spec(name, VerticalSlash, dict(map(setting, settings))))
+        spec = Spec(name, VerticalSlash, dict(map(setting, settings)))
+        if name in [known.name for known in SPECS]:
+            raise ValueError(f"--also {name} is in the table; write another name")
+        try:
+            spec.pattern(spec.values[0])
+        except TypeError as error:
+            raise ValueError(f"--also {name}: {error}") from None
+        specs.append(spec)
     return specs
 
 

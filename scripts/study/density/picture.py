@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, PercentFormatter
 
 from scripts.benchmarks.options import positive
 from scripts.study.density.oracles import KEYS, STATIC
@@ -21,6 +22,8 @@ from scripts.study.density.texts import KINDS
 SHOWN = ("joint", "independent", "xattention, stride 8", "moba, chunk 128")
 ORACLES = {KEYS: "0.75", STATIC: "black"}
 """Drawn in gray and black, without points."""
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Named beside the axis."""
 
 
 def main(words: list[str]) -> int:
@@ -58,10 +61,12 @@ def draw(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
         of_kind = [text for text in texts if text["kind"] == kind]
         for name in (*ORACLES, *patterns):
             _line(panel, name, curve(of_kind, name))
-        panel.set(title=kind, xlabel="recall, mean of all rows", xlim=(0.6, 1.0), ylim=(0.005, 1.0))
-        panel.set_yscale("log")
+        panel.set(title=kind, xlabel="recall, mean of all rows", xlim=(0.7, 1.0))
+        panel.set(yscale="log", ylim=(0.005, 1.0), yticks=DENSITIES)
+        panel.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        panel.yaxis.set_minor_locator(NullLocator())
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("share of causal pairs computed")
+    panels[0].set_ylabel("density: pairs computed, of the causal ones")
     panels[0].legend(fontsize="small")
     return figure
 

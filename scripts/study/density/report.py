@@ -46,8 +46,7 @@ def _each_layer(recall: float, points: list[dict[str, Any]]) -> float | None:
         recalls = [point["recall_by_layer"][layer] for point in points]
         values = [point["density_by_layer"][layer] for point in points]
         densities.append(value_at(recall, recalls, values))
-    known = [density for density in densities if density is not None]
-    return _rounded(sum(known) / len(known)) if len(known) == len(densities) else None
+    return _mean(densities)
 
 
 def _times(recall: float, points: list[dict[str, Any]]) -> dict[str, Any]:
@@ -64,14 +63,35 @@ def _times(recall: float, points: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def table(text: str, measured: dict[str, Any]) -> str:
-    """What at_recall() gives of one text, for people: densities in %, then times."""
-    rows = list(at_recall(measured))
+def means(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of at_recall(), each the mean over texts; None where one of them has None.
+
+    Times are means over the texts that have them. texts: values of "texts" in a result, all of the
+    same patterns.
+    """
+    rows = []
+    for of_texts in zip(*(text["at_recall"] for text in texts), strict=True):
+        row = {key: of_texts[0][key] for key in ("name", "at_recall")}
+        for key in ("density", "density_each_layer"):
+            row[key] = _mean([of_text[key] for of_text in of_texts])
+        timed = [of_text for of_text in of_texts if "kernel_ms" in of_text]
+        if timed:
+            row["selection_ms"] = _mean([of_text["selection_ms"] for of_text in timed])
+            row["kernel_ms"] = {
+                backend: _mean([of_text["kernel_ms"][backend] for of_text in timed])
+                for backend in timed[0]["kernel_ms"]
+            }
+        rows.append(row)
+    return rows
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Rows of at_recall() or means() for people: densities in %, then times of the best backend."""
     width = max(len(row["name"]) for row in rows)
     heads = [f"at {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"layers {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"ms {recall:.2f}" for recall in TIMED_RECALLS]
-    lines = [text, "  ".join([f"{'density, %':{width}}", *(f"{head:>11}" for head in heads)])]
+    lines = [title, "  ".join([f"{'density, %':{width}}", *(f"{head:>11}" for head in heads)])]
     for name in dict.fromkeys(row["name"] for row in rows):
         of_name = [row for row in rows if row["name"] == name]
         cells = [_percent(row["density"]) for row in of_name]
@@ -81,9 +101,34 @@ def table(text: str, measured: dict[str, Any]) -> str:
                 spent = [value for value in row["kernel_ms"].values() if value is not None]
                 cells.append(f"{min(spent):.2f}" if spent else "-")
         lines.append("  ".join([f"{name:{width}}", *(f"{cell:>11}" for cell in cells)]))
+    return "\n".join(lines)
+
+
+def asked_and_kept(measured: dict[str, Any]) -> str:
+    """What each pattern that is asked for a recall keeps: mean, and least and most by layer."""
+    lines = []
+    for row in measured["rows"]:
+        if "capped" in row and row["value"] in TIMED_RECALLS:
+            by_layer = row["recall_by_layer"]
+            lines.append(
+                f"{row['name']}: asked {row['value']}, kept {row['recall']:.3f}, "
+                f"{min(by_layer):.3f} to {max(by_layer):.3f} by layer, "
+                f"worst head {row['recall_of_worst_head']:.3f}, capped {row['capped']:.1%}"
+            )
+    return "\n".join(lines)
+
+
+def dense_lines(measured: dict[str, Any]) -> str:
+    """Milliseconds of dense attention, a line each; empty where nothing was timed."""
+    lines = []
     for name, spent in measured.get("dense_ms", {}).items():
         lines.append(f"dense, {name}: {sum(spent.values()):.2f} ms")
     return "\n".join(lines)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _rounded(sum(known) / len(known)) if len(known) == len(values) else None
 
 
 def _percent(density: float | None) -> str:

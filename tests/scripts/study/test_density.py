@@ -1,6 +1,7 @@
 """The study's density tool: what it measures against brute force, and what it writes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from scripts.study import real_model
 from scripts.study.density import __main__ as program
 from scripts.study.density import kernels, measure, oracles, picture
 from scripts.study.density.inputs import Inputs, RealModel, rope_of_length
-from scripts.study.density.mass import BLOCK, attention_mass, kept, pairs_by_key
+from scripts.study.density.mass import BLOCK, Kept, attention_mass, kept, pairs_by_key
 from scripts.study.density.patterns import SPECS, Spec
-from scripts.study.density.report import at_recall
+from scripts.study.density.report import at_recall, means, table
 from scripts.study.density.texts import CHATS, KINDS, Text, read_chats, text_of
 from scripts.study.save_attention import queries_and_keys
 from scripts.study.text import train_tokenizer
@@ -179,6 +180,33 @@ def test_layers_are_measured_apart():
     assert rows[0]["verticals"] >= 1 and rows[0]["diagonals"] >= 1
 
 
+def test_a_row_tells_means_and_the_worst_head():
+    def layer(*recall: float) -> Kept:
+        return Kept(torch.tensor(recall).double(), torch.tensor([0.1, 0.3]).double())
+
+    q, k = _random()
+    (choice, *_) = measure.choices([JOINT], Inputs(q, k, 0.0))
+    row = measure._row(choice, [layer(0.9, 0.5), layer(0.7, 0.9)])
+    assert row["recall"] == 0.75 and row["density"] == 0.2
+    assert row["recall_by_layer"] == [0.7, 0.8] and row["density_by_layer"] == [0.2, 0.2]
+    assert row["recall_of_worst_head"] == 0.5
+    assert row["recall_of_5_percent_of_heads"] == pytest.approx(0.53)
+
+
+def test_layers_reach_a_recall_each_by_itself():
+    rows = []
+    for recall, by_layer in ((0.75, (0.7, 0.8)), (0.95, (0.9, 1.0))):
+        point = {"name": "joint", "recall": recall, "density": recall / 10}
+        densities = [value - 0.5 for value in by_layer]
+        rows.append(point | {"recall_by_layer": by_layer, "density_by_layer": densities})
+    found = {row["at_recall"]: row for row in at_recall({"rows": rows, "oracles": []})}
+    assert found[0.9]["density"] == pytest.approx(0.09)
+    assert found[0.9]["density_each_layer"] == pytest.approx(0.4)
+    # The second layer keeps 0.8 at the least, the first one never 0.95.
+    assert found[0.8]["density_each_layer"] == pytest.approx(0.3)
+    assert found[0.95]["density_each_layer"] is None
+
+
 @pytest.fixture
 def clock(monkeypatch) -> list[Tensor]:
     """A clock for a CPU, by which each step takes 1 ms; what the timed steps returned."""
@@ -248,7 +276,10 @@ def test_a_run_goes_on_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, 
     monkeypatch.setattr(program, "measure", lambda *words: measured.append(words) or {**text})
     assert program.main(_options(tiny, out, "--kinds", "code", "prose")) == 0
     assert len(measured) == 1
-    assert "code 0, 256 tokens: is in" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "code 0, 256 tokens: is in" in told
+    assert "256 tokens, mean of 2 texts" in told
+    assert f"joint: asked 0.9, kept {text['rows'][4]['recall']:.3f}" in told
     second = json.loads(out.read_text())["texts"]
     assert list(second) == ["code 0, 256 tokens", "prose 0, 256 tokens"]
     assert second["code 0, 256 tokens"] == text
@@ -260,6 +291,48 @@ def test_other_patterns_do_not_go_into_the_same_file(tiny, tmp_path, capsys):
     out.write_text(json.dumps({"options": options, "texts": {}}))
     assert program.main(_options(tiny, out, "--also", "spare", "sinks=4")) == 2
     assert "was written with other --also; write another --out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lengths", "200"], "--lengths: write multiples of 128"),
+        (["--timed", "256"], "--timed needs a CUDA GPU"),
+        (["--model", "nowhere"], "--model nowhere has no config.json; write the folder of"),
+    ],
+    ids=["lengths", "timed", "model"],
+)
+def test_refusals(tiny, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        program.main(_options(tiny, tmp_path / "x", *words))
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "2"], "--layers: write numbers from 0 to 1"),
+        (["--also", "joint", "sinks=4"], "--also joint is in the table; write another name"),
+        (["--also", "spare", "sink=4"], "--also spare: .*unexpected keyword argument 'sink'"),
+    ],
+    ids=["layers", "name", "parameter"],
+)
+def test_what_the_model_and_patterns_do_not_have_is_refused(tiny, tmp_path, capsys, words, message):
+    assert program.main(_options(tiny, tmp_path / "x", *words)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_means_are_over_texts():
+    def text(density: float, **times) -> dict:
+        row = {"name": "joint", "at_recall": 0.9, "density": density, "density_each_layer": None}
+        return {"at_recall": [row | times]}
+
+    timed = text(0.2, selection_ms=1.0, kernel_ms={"triton": 3.0, "flex": 2.0})
+    (row,) = means([timed, text(0.4)])
+    assert row["density"] == pytest.approx(0.3) and row["density_each_layer"] is None
+    assert row["kernel_ms"] == {"triton": 3.0, "flex": 2.0} and row["selection_ms"] == 1.0
+    assert table("both", [row]).splitlines()[-1].split() == ["joint", "30.00", "-", "2.00"]
 
 
 def test_a_variant_is_named_on_the_command_line(tiny, tmp_path):
@@ -279,12 +352,15 @@ def test_every_pattern_of_the_table_is_one():
 
 def test_the_picture_has_a_curve_for_each_pattern():
     def text(kind: str, recall: float) -> dict:
-        row = {"recall": recall, "density": 0.1}
-        rows = [{"name": name} | row for name in ("joint", *picture.ORACLES)]
+        rows = []
+        for name in ("joint", *picture.ORACLES):
+            rows.append({"name": name, "recall": recall, "density": 0.2})
+            rows.append({"name": name, "recall": recall - 0.2, "density": 0.1})
         return {"kind": kind, "rows": rows, "oracles": []}
 
     texts = [text("code", 0.8), text("code", 0.9), text("chat", 0.7)]
-    assert picture.curve(texts[:2], "joint") == ([pytest.approx(0.85)], [pytest.approx(0.1)])
+    recalls, densities = picture.curve(texts[:2], "joint")
+    assert recalls == pytest.approx([0.65, 0.85]) and densities == pytest.approx([0.1, 0.2])
     figure = picture.draw(texts, ["joint"])
     assert [panel.get_title() for panel in figure.axes] == ["code", "chat"]
     assert [len(panel.lines) for panel in figure.axes] == [3, 3]
