@@ -22,13 +22,20 @@ class Spec(NamedTuple):
         return self.kind(**self.fixed, **{self.knob: value})
 
 
-_PUBLISHED: dict[str, Any] = {"sinks": 30, "local_diagonals": 2}
+_PUBLISHED: dict[str, Any] = {"sinks": 30, "local_diagonals": 2, "probe_rows": "last"}
 _SPARE: dict[str, Any] = {"sinks": 4, "local_diagonals": 1}
 """Almost nothing is on unless the probe says so."""
 _JOINT = {"budget": "joint"} | _PUBLISHED
+_LAYER = {"budget": "layer", "probe_rows": "spread"} | _SPARE
 _THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.995)
 
 SPECS = (
+    Spec("layer", VerticalSlash, _LAYER),
+    Spec("layer, probe 256", VerticalSlash, _LAYER | {"probe": 256}),
+    Spec("layer, probe 512", VerticalSlash, _LAYER | {"probe": 512}),
+    Spec("layer, last rows", VerticalSlash, _LAYER | {"probe_rows": "last"}),
+    Spec("layer, sinks 30, local 2", VerticalSlash, _LAYER | {"sinks": 30, "local_diagonals": 2}),
+    Spec("joint, spread, sinks 4, local 1", VerticalSlash, _LAYER | {"budget": "joint"}),
     Spec("independent", VerticalSlash, {"budget": "independent"} | _PUBLISHED),
     Spec("joint", VerticalSlash, _JOINT),
     Spec("joint, sinks 4, local 1", VerticalSlash, _JOINT | _SPARE),
