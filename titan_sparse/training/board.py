@@ -7,6 +7,7 @@ two. So the loss is in a section with a capital.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention.observe.statistics import Recording
@@ -18,6 +19,7 @@ _NOT_SHOWN = ("step", "time")
 _ATTENTION = (
     "density",
     "recall",
+    "recall_asked",
     "capped",
     "blocks_per_query",
     "columns",
@@ -48,22 +50,27 @@ def tag(field: str) -> str:
     return f"{_TRAIN}/{field}"
 
 
-def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recording) -> None:
+def write_board(
+    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Tensor | None
+) -> None:
     """Write a line of metrics.jsonl, what was recorded by layers, and pictures where there are
-    thumbnails."""
+    thumbnails.
+
+    capped: [layers, 2], shares of budgets that a cap kept short.
+    """
     step = record["step"]
     for field, value in record.items():
         if field not in _NOT_SHOWN and value is not None:
             board.add_scalar(tag(field), value, step)
-    # [layers, Hq]
+    # [layers, Hq], and [layers, 2]
     by_layer = {
         "density": recorded.density(),
         "recall": recorded.recall,
-        "capped": recorded.capped,
+        "capped": [] if capped is None else capped,
     }
     for name, layers in by_layer.items():
-        for number, heads in enumerate(layers):
-            board.add_scalar(f"attention_{name}_by_layer/{number}", heads.mean().item(), step)
+        for number, shares in enumerate(layers):
+            board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
     if recorded.thumbnails:
         _draw(board, recorded, step)
 

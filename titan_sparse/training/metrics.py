@@ -23,6 +23,7 @@ from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.board import write_board
 from titan_sparse.training.metrics_file import JsonLines
+from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
 
 logger = logging.getLogger("titan_sparse")
 
@@ -82,6 +83,9 @@ class MetricsLog:
         self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak = peak_flops(name, self.section.peak_tflops)
+        self.caps = CapCount()
+        self.asked = asked_recall(config.attention)
+        self.warnings = RecallWarnings(self.asked, config.attention.vertical_slash)
         self.json = None
         self.board = None
         if writes:
@@ -147,6 +151,7 @@ class MetricsLog:
         sequences held `sequence_tokens` tokens on average.
         """
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
+        capped = self.caps.read()
         seconds = time.perf_counter() - self.began - self.left_out
         per_device = self.tokens / seconds / self.world_size
         # Pairs of tokens, over layers and heads, per token.
@@ -162,16 +167,21 @@ class MetricsLog:
             **self._speeds(per_device, visited, visible),
             "memory_gib": _peak_memory_gib(self.device),
             **attention_averages(recorded),
+            **cap_averages(capped),
             **context_parallel_averages(recorded),
         }
+        if self.asked is not None:
+            record["recall_asked"] = self.asked
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
             self.save_seconds = 0.0
         if self.json is not None:
             self.json.write(json_ready(record))
             if self.board is not None:
-                write_board(self.board, record, recorded)
+                write_board(self.board, record, recorded, capped)
             logger.info(progress_line(record, self.steps, self.pace.seconds()))
+            for warning in self.warnings.lines(capped, recorded.recall):
+                logger.warning(warning)
         self.start_interval()
 
     def _speeds(
@@ -212,10 +222,8 @@ def _is_due(step: int, every: int) -> bool:
 _BY_LAYER = {
     "visited": None,
     "recall": "recall",
-    "capped": "capped",
     "blocks_per_query": "blocks_per_query",
     "verticals": "columns",
-    "verticals_at_cap": "columns_at_cap",
 }
 """Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log,
 which stay as they were: runs are compared by them."""
@@ -243,8 +251,8 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 def attention_averages(recorded: Recording) -> dict[str, float]:
     """Means over layers and heads.
 
-    density and blocks_per_query; and where recorded recall, capped (share of budgets kept short by a
-    cap), columns (their mean and 95th percentile) and columns_at_cap.
+    density and blocks_per_query; and where recorded recall and columns (their mean and 95th
+    percentile).
     """
     averages = {"density": recorded.density().mean().item()}
     for field, name in _BY_LAYER.items():
@@ -255,6 +263,16 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
         verticals = torch.stack(recorded.verticals).double()
         averages["columns_p95"] = verticals.quantile(0.95).item()
     return averages
+
+
+def cap_averages(capped: Tensor | None) -> dict[str, float]:
+    """Means over layers of what CapCount.read() gives.
+
+    capped: share of budgets kept short by a cap. columns_at_cap: of those of verticals alone.
+    """
+    if capped is None:
+        return {}
+    return {"capped": capped.mean().item(), "columns_at_cap": capped[:, 0].mean().item()}
 
 
 def context_parallel_averages(recorded: Recording) -> dict[str, float]:
@@ -310,7 +328,8 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
     """One line for people.
 
-    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity.
+    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity, recall
+    and what caps cut of it.
     step_seconds: what a step takes at present, None where that is not known yet.
     """
     step = record["step"]
@@ -326,8 +345,12 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
         parts.append(f"MFU {100 * record['mfu']:.1f} %")
     parts.append(f"{record['memory_gib']:.2f} GiB")
     parts.append(f"density {100 * record['density']:.1f} %")
+    asked = record.get("recall_asked")
     if "recall" in record:
-        parts.append(f"recall {100 * record['recall']:.1f} %")
+        recall = f"recall {100 * record['recall']:.1f} %"
+        parts.append(recall if asked is None else f"{recall} (asked {100 * asked:g} %)")
+    if asked is not None and record.get("capped"):
+        parts.append(f"capped {percent(record['capped'])}")
     return "  ".join(parts)
 
 
