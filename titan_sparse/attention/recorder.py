@@ -48,9 +48,9 @@ _capped_shares: list[Tensor] | None = None
 def counting_caps() -> Iterator[list[Tensor]]:
     """What caps cut in the selections inside, in their order: a list that fills.
 
-    Each selection of a pattern with budgets adds float64 [2]: the shares of its budgets of
-    verticals, and of slashes, over sequences and heads, that their cap kept below the recall.
-    Nothing waits for the device.
+    Each selection of a pattern with budgets adds float64 [3]: the shares of heads, over sequences,
+    in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
+    device.
     """
     global _capped_shares
     _capped_shares = []

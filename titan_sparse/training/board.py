@@ -7,10 +7,10 @@ two. So the loss is in a section with a capital.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention.observe.statistics import Recording
+from titan_sparse.training.recall import Capped
 
 _TRAIN = "Train"
 _NOT_SHOWN = ("step", "time")
@@ -20,6 +20,7 @@ _ATTENTION = (
     "density",
     "recall",
     "recall_asked",
+    "heads_capped",
     "capped",
     "blocks_per_query",
     "columns",
@@ -51,22 +52,22 @@ def tag(field: str) -> str:
 
 
 def write_board(
-    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Tensor | None
+    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Capped | None
 ) -> None:
     """Write a line of metrics.jsonl, what was recorded by layers, and pictures where there are
     thumbnails.
 
-    capped: [layers, 2], shares of budgets that a cap kept short.
+    capped: of the selections since the logged step before; None for patterns without budgets.
     """
     step = record["step"]
     for field, value in record.items():
         if field not in _NOT_SHOWN and value is not None:
             board.add_scalar(tag(field), value, step)
-    # [layers, Hq], and [layers, 2]
+    # [layers, Hq], and [layers] of what caps cut
     by_layer = {
         "density": recorded.density(),
         "recall": recorded.recall,
-        "capped": [] if capped is None else capped,
+        "capped": [] if capped is None else capped.of_budgets(),
     }
     for name, layers in by_layer.items():
         for number, shares in enumerate(layers):

@@ -85,6 +85,7 @@ class MetricsLog:
         self.peak = peak_flops(name, self.section.peak_tflops)
         self.caps = CapCount()
         self.asked = asked_recall(config.attention)
+        self.budget = config.attention.vertical_slash.budget
         self.warnings = RecallWarnings(self.asked, config.attention.vertical_slash)
         self.json = None
         self.board = None
@@ -167,10 +168,13 @@ class MetricsLog:
             **self._speeds(per_device, visited, visible),
             "memory_gib": _peak_memory_gib(self.device),
             **attention_averages(recorded),
-            **cap_averages(capped),
             **context_parallel_averages(recorded),
         }
-        if self.asked is not None:
+        if capped is not None:
+            record["capped"] = capped.of_budgets().mean().item()
+            record["columns_at_cap"] = capped.verticals.mean().item()
+        if capped is not None and self.asked is not None:
+            record["heads_capped"] = capped.of_heads(self.budget).mean().item()
             record["recall_asked"] = self.asked
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
@@ -265,16 +269,6 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
     return averages
 
 
-def cap_averages(capped: Tensor | None) -> dict[str, float]:
-    """Means over layers of what CapCount.read() gives.
-
-    capped: share of budgets kept short by a cap. columns_at_cap: of those of verticals alone.
-    """
-    if capped is None:
-        return {}
-    return {"capped": capped.mean().item(), "columns_at_cap": capped[:, 0].mean().item()}
-
-
 def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     """Balance and communication of attention, means over its calls and the context-parallel groups.
 
@@ -345,12 +339,13 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
         parts.append(f"MFU {100 * record['mfu']:.1f} %")
     parts.append(f"{record['memory_gib']:.2f} GiB")
     parts.append(f"density {100 * record['density']:.1f} %")
-    asked = record.get("recall_asked")
     if "recall" in record:
         recall = f"recall {100 * record['recall']:.1f} %"
-        parts.append(recall if asked is None else f"{recall} (asked {100 * asked:g} %)")
-    if asked is not None and record.get("capped"):
-        parts.append(f"capped {percent(record['capped'])}")
+        if "recall_asked" in record:
+            recall += f" (asked {100 * record['recall_asked']:g} %)"
+        parts.append(recall)
+    if record.get("heads_capped"):
+        parts.append(f"capped {percent(record['heads_capped'])} of heads")
     return "  ".join(parts)
 
 

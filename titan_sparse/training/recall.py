@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,30 @@ _WORSE = 2.0
 """A warning is repeated once things are this many times as bad as when it was given."""
 
 
+class Capped(NamedTuple):
+    """Shares of heads that caps kept below the recall, float64 [layers] each, on the CPU.
+
+    Over sequences, forwards and ranks; verticals, slashes, and both.
+    """
+
+    verticals: Tensor
+    slashes: Tensor
+    both: Tensor
+
+    def of_budgets(self) -> Tensor:
+        """Shares of all budgets, [layers]."""
+        return (self.verticals + self.slashes) / 2
+
+    def of_heads(self, budget: str) -> Tensor:
+        """Shares of heads that keep less of the probe's mass than was asked, [layers].
+
+        Of two independent budgets each has to reach the recall, so one without its cap is enough.
+        """
+        if budget == "independent":
+            return self.both
+        return self.verticals + self.slashes - self.both
+
+
 class CapCount:
     """What caps cut in all selections since they were last read. Until then it stays on the device.
 
@@ -38,23 +63,24 @@ class CapCount:
             yield
         if not shares:
             return
+        # [layers, 3]
         by_layer = torch.stack(shares)
         self.sums = by_layer if self.sums is None else self.sums + by_layer
         self.forwards += 1
 
-    def read(self) -> Tensor | None:
-        """Shares of budgets that a cap kept below the recall, float64 [layers, 2] on the CPU.
+    def read(self) -> Capped | None:
+        """The means over all forwards since the last call and over all ranks' data.
 
-        Those of verticals and of slashes, over all forwards since the last call and all ranks' data.
         None for patterns without budgets. Collective; waits for the device.
         """
         if self.sums is None:
             return None
         means = self.sums / self.forwards
         dist.all_reduce(means)
+        means = means.cpu() / dist.get_world_size()
         self.sums = None
         self.forwards = 0
-        return means.cpu() / dist.get_world_size()
+        return Capped(*means.unbind(1))
 
 
 def asked_recall(attention: Attention) -> float | None:
@@ -83,41 +109,42 @@ class RecallWarnings:
         # By reason: how bad it was when it was given.
         self.said: dict[str, float] = {}
 
-    def lines(self, capped: Tensor | None, recall: list[Tensor]) -> list[str]:
+    def lines(self, capped: Capped | None, recall: list[Tensor]) -> list[str]:
         """The warnings of a logged step.
 
         capped: what CapCount.read() gave. recall: [Hq] a layer, empty where it was not measured.
         """
         if self.asked is None or capped is None:
             return []
-        verticals, slashes = capped.unbind(1)
-        lines = [
-            self._of_cap("verticals", verticals, "columns"),
-            self._of_cap("block diagonals", slashes, "slashes"),
-        ]
+        cut = capped.of_heads(self.budgets.budget)
+        lines = []
+        if self._is_news("caps", cut.mean().item()):
+            lines.append(self._of_caps(capped, cut))
         if recall:
-            by_layer = torch.stack([heads.mean() for heads in recall])
-            lines.append(self._of_recall(by_layer.cpu(), capped.sum(1) > 0))
-        return [line for line in lines if line is not None]
+            by_layer = torch.stack([heads.mean() for heads in recall]).cpu()
+            missing = (self.asked - by_layer).where(by_layer < self.asked - _SLACK, 0)
+            if self._is_news("recall", missing.sum().item()):
+                lines.append(self._of_recall(by_layer, missing > 0, cut > 0))
+        return lines
 
-    def _of_cap(self, what: str, shares: Tensor, name: str) -> str | None:
-        """shares: [layers], of heads whose cap kept `what` below the recall."""
-        most = getattr(self.budgets, f"max_{name}")
-        is_fixed = most == getattr(self.budgets, f"min_{name}")
-        if is_fixed or not self._is_news(what, shares.mean().item()):
-            return None
-        cut = shares > 0
+    def _of_caps(self, capped: Capped, cut: Tensor) -> str:
+        """cut: [layers], shares of heads that caps keep below the recall."""
+        where = cut > 0
+        keys = []
+        for what, shares, name in (
+            ("verticals", capped.verticals, "max_columns"),
+            ("block diagonals", capped.slashes, "max_slashes"),
+        ):
+            if (shares[where] > 0).any():
+                keys.append(f"{_TABLE}.{name} = {getattr(self.budgets, name)} for more {what}")
         return (
-            f"raise {_TABLE}.max_{name} = {most}: it keeps the {what} of {percent(shares[cut].mean())} "
-            f"of the heads below recall = {self.asked:g} in {_layers(cut)}"
+            f"caps keep {percent(cut[where].mean())} of the heads in {_layers(where)} below "
+            f"recall = {self.asked:g}: raise {' or '.join(keys)}"
         )
 
-    def _of_recall(self, by_layer: Tensor, is_cut: Tensor) -> str | None:
-        """by_layer: [layers], measured. is_cut: bool [layers], whether a cap cuts there."""
-        missing = self.asked - by_layer
-        is_low = missing > _SLACK
-        if not self._is_news("recall", missing[is_low].sum().item()):
-            return None
+    def _of_recall(self, by_layer: Tensor, is_low: Tensor, is_cut: Tensor) -> str:
+        """by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little,
+        and whether caps cut."""
         reasons = []
         if (is_low & is_cut).any():
             reasons.append(f"caps cut {_layers(is_low & is_cut)}")
@@ -127,8 +154,8 @@ class RecallWarnings:
                 f"(raise {_TABLE}.recall or .probe)"
             )
         return (
-            f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention mass, "
-            f"{percent(self.asked)} was asked for: {'; '.join(reasons)}"
+            f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention "
+            f"mass, {percent(self.asked)} was asked for: {'; '.join(reasons)}"
         )
 
     def _is_news(self, reason: str, badness: float) -> bool:

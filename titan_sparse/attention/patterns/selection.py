@@ -124,7 +124,10 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     if shares is not None:
         index = selection.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
         if index.capped is not None:
-            shares.append(index.capped.mean((0, 1), dtype=torch.float64))
+            # [B, Hq, 3]
+            both = index.capped.all(-1, keepdim=True)
+            capped = torch.cat([index.capped, both], dim=-1)
+            shares.append(capped.mean((0, 1), dtype=torch.float64))
     return tensors
 
 
