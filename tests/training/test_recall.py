@@ -54,9 +54,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _heads(capped: Tensor) -> Tensor:
-    """bool [..., B, Hq, 2] -> [..., B, Hq, 3]: what is counted of each head."""
-    both = capped[..., 0] * capped[..., 1]
-    return torch.cat([capped.double(), both[..., None].double()], dim=-1)
+    """bool [B, Hq, 2] -> [B, Hq, 3]: what is counted of each head."""
+    verticals, slashes = capped.double().unbind(-1)
+    both = verticals * slashes
+    return torch.stack([verticals, slashes, both], dim=-1)
 
 
 def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
@@ -158,7 +159,8 @@ def test_fixed_budgets_ask_for_no_recall(folder, caplog):
 
 
 def _capped_by_hand(q: Tensor, k: Tensor) -> Tensor:
-    return _heads(CUT.select(q, k, Causal(), block_size=BLOCK).capped).mean((0, 1))
+    index = CUT.select(q, k, Causal(), block_size=BLOCK)
+    return _heads(index.capped).mean((0, 1))
 
 
 def test_what_a_checkpoint_repeats_is_counted_once(monkeypatch):
@@ -331,8 +333,11 @@ def test_one_independent_budget_without_its_cap_is_enough():
 
 
 def test_nothing_is_said_where_no_recall_was_asked_for():
-    assert RecallWarnings(None, Budgets()).lines(_capped([1], [1]), [torch.zeros(4)]) == []
-    assert RecallWarnings(0.95, Budgets()).lines(None, [torch.zeros(4)]) == []
+    capped = _capped([1], [1])
+    recall = [torch.zeros(4)]
+    assert RecallWarnings(None, Budgets()).lines(capped, recall) == []
+    assert RecallWarnings(0.95, Budgets()).lines(None, recall) == []
+    assert RecallWarnings(0.95, Budgets()).lines(capped, recall) != []
 
 
 def test_a_layer_that_keeps_less_than_was_asked():

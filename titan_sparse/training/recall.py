@@ -122,7 +122,8 @@ class RecallWarnings:
             lines.append(self._of_caps(capped, cut))
         if recall:
             by_layer = torch.stack([heads.mean() for heads in recall]).cpu()
-            missing = (self.asked - by_layer).where(by_layer < self.asked - _SLACK, 0)
+            missing = self.asked - by_layer
+            missing = missing.where(missing > _SLACK, 0)
             if self._is_news("recall", missing.sum().item()):
                 lines.append(self._of_recall(by_layer, missing > 0, cut > 0))
         return lines
@@ -136,7 +137,8 @@ class RecallWarnings:
             ("block diagonals", capped.slashes, "max_slashes"),
         ):
             if (shares[where] > 0).any():
-                keys.append(f"{_TABLE}.{name} = {getattr(self.budgets, name)} for more {what}")
+                most = getattr(self.budgets, name)
+                keys.append(f"{_TABLE}.{name} = {most} for more {what}")
         return (
             f"caps keep {percent(cut[where].mean())} of the heads in {_layers(where)} below "
             f"recall = {self.asked:g}: raise {' or '.join(keys)}"
@@ -146,11 +148,13 @@ class RecallWarnings:
         """by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little,
         and whether caps cut."""
         reasons = []
-        if (is_low & is_cut).any():
-            reasons.append(f"caps cut {_layers(is_low & is_cut)}")
-        if (is_low & ~is_cut).any():
+        by_caps = is_low & is_cut
+        by_probe = is_low & ~is_cut
+        if by_caps.any():
+            reasons.append(f"caps cut {_layers(by_caps)}")
+        if by_probe.any():
             reasons.append(
-                f"the probe's queries want other keys than the rest in {_layers(is_low & ~is_cut)} "
+                f"the probe's queries want other keys than the rest in {_layers(by_probe)} "
                 f"(raise {_TABLE}.recall or .probe)"
             )
         return (
@@ -167,19 +171,25 @@ class RecallWarnings:
 
 
 def percent(share: Tensor | float) -> str:
-    """With one decimal. What is not nothing never looks like it."""
-    hundredths = 100 * float(share)
-    return "< 0.1 %" if 0 < hundredths < 0.1 else f"{hundredths:.1f} %"
+    """A share in percent with one decimal. What is not nothing never looks like it."""
+    share = float(share)
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return f"{100 * share:.1f} %"
 
 
 def _layers(chosen: Tensor) -> str:
     """Which layers a bool [layers] chooses: "layers 0-2, 5"."""
-    runs: list[list[int]] = []
-    for layer in chosen.nonzero().flatten().tolist():
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    one = len(names) == 1 and names[0].isdecimal()
-    return f"layer{'' if one else 's'} {', '.join(names)}"
+    numbers = chosen.nonzero().flatten().tolist()
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    names = []
+    first = None
+    for number in numbers:
+        if first is None:
+            first = number
+        if number + 1 in numbers:
+            continue
+        names.append(str(first) if number == first else f"{first}-{number}")
+        first = None
+    return f"layers {', '.join(names)}"
