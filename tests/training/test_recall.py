@@ -101,26 +101,16 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
     # [steps, micro-batches, layers, B, Hq]; of two independent budgets one is enough.
     verticals, slashes = run.capped.unbind(-1)
     cut = verticals * slashes if budget == "independent" else torch.maximum(verticals, slashes)
-    assert [line["step"] for line in run.lines] == [1, 3, 5]
     assert cut.mean() < 1 and cut[0].mean() != cut[-1].mean(), "the case proves nothing"
+    assert [line["step"] for line in run.lines] == [1, 3, 5]
     steps_of_lines = [slice(0, 1), slice(1, 3), slice(3, 5)]
-    for line, progress, steps in zip(run.lines, run.progress, steps_of_lines, strict=True):
+    for line, steps in zip(run.lines, steps_of_lines, strict=True):
         assert line["heads_capped"] == pytest.approx(cut[steps].mean().item())
         assert line["capped"] == pytest.approx(run.capped[steps].mean().item())
         assert line["columns_at_cap"] == pytest.approx(verticals[steps].mean().item())
         assert line["recall_asked"] == 0.8
-        assert progress.endswith(f"capped {100 * cut[steps].mean():.1f} % of heads")
-        asked = f"recall {100 * line['recall']:.1f} % (asked 80 %)" if "recall" in line else ""
-        assert asked in progress and ("asked" in progress) == ("recall" in line)
-
-    # [layers]
-    last = run.capped[3:].mean((0, 1, 3, 4, 5))
-    for layer in range(LAYERS):
-        [_, _, event] = run.board.Scalars(f"attention_capped_by_layer/{layer}")
-        assert event.value == pytest.approx(last[layer].item())
-    for field in ("capped", "heads_capped", "columns_at_cap", "recall_asked"):
-        values = [event.value for event in run.board.Scalars(f"attention/{field}")]
-        assert values == pytest.approx([line[field] for line in run.lines])
+    _check_progress(run)
+    _check_board(run)
 
     # More than half of the heads: it cannot become twice as bad.
     of_layers = cut[0].mean((0, 2, 3))
@@ -128,6 +118,27 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
     [warning] = [line for line in run.warnings if line.startswith("caps keep ")]
     share = percent(of_layers[of_layers > 0].mean())
     assert warning.startswith(f"caps keep {share} of the heads in layer")
+
+
+def _check_progress(run: SimpleNamespace) -> None:
+    for line, progress in zip(run.lines, run.progress, strict=True):
+        share = 100 * line["heads_capped"]
+        assert progress.endswith(f"capped {share:.1f} % of heads")
+        if "recall" in line:
+            assert f"recall {100 * line['recall']:.1f} % (asked 80 %)" in progress
+        else:
+            assert "recall" not in progress
+
+
+def _check_board(run: SimpleNamespace) -> None:
+    for field in ("capped", "heads_capped", "columns_at_cap", "recall_asked"):
+        values = [event.value for event in run.board.Scalars(f"attention/{field}")]
+        assert values == pytest.approx([line[field] for line in run.lines])
+    # [layers], of the steps since the line before
+    last = run.capped[3:].mean((0, 1, 3, 4, 5))
+    for layer in range(LAYERS):
+        [_, _, event] = run.board.Scalars(f"attention_capped_by_layer/{layer}")
+        assert event.value == pytest.approx(last[layer].item())
 
 
 def test_a_run_that_keeps_what_was_asked(folder, caplog):
