@@ -498,7 +498,6 @@ def _final_kernel(
     """The results of final_prices() for a block of keys."""
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // heads
     at = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
     b_first = tl.load(first + at)
     b_codes = tl.zeros([SIZE], tl.int32)
@@ -554,9 +553,36 @@ def _final_kernel(
             UPCAST,
         )
         # [P]: prices of the diagonals that the rows meet.
-        of_block = (diagonal, row_block, offset, blocks, i_bh, i_c, known)
-        even_diagonal = _met_diagonals(*of_block, 0, heads, n, queries, entries, P)
-        odd_diagonal = _met_diagonals(*of_block, 1, heads, n, queries, entries, P)
+        even_diagonal = _met_diagonals(
+            diagonal,
+            row_block,
+            offset,
+            blocks,
+            i_bh,
+            i_c,
+            known,
+            0,
+            heads,
+            n,
+            queries,
+            entries,
+            P,
+        )
+        odd_diagonal = _met_diagonals(
+            diagonal,
+            row_block,
+            offset,
+            blocks,
+            i_bh,
+            i_c,
+            known,
+            1,
+            heads,
+            n,
+            queries,
+            entries,
+            P,
+        )
 
         # [SIZE]: what the vertical pays for, and not the diagonal.
         even_left = even_sees[None, :] & (even_diagonal[None, :] < b_first[:, None])
