@@ -1,4 +1,4 @@
-"""The plain-torch twins of kernel.py, for any floating dtype."""
+"""The plain-torch twins of the kernels, for any floating dtype."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,19 +9,22 @@ from torch import Tensor
 
 from titan_sparse.kernels.prices.inputs import (
     CODES,
+    HELD_OUT,
     LEVELS,
+    OCTAVES_BETWEEN_LEVELS,
     PSEUDO_ROWS,
     VERTICAL_COST,
+    FinalPrices,
+    SpanTokens,
     codes_of,
     level_prices,
-    octaves_between_levels,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 from titan_sparse.kernels.probe.naive import scores_of_blocks
 
 
 def first_prices_naive(
-    free: Probe, keys: KeyBlocks, lse: Tensor, seq_len: int
+    free: Probe, keys: KeyBlocks, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The twin of first_prices()."""
     prices = []
@@ -36,13 +39,10 @@ def first_prices_naive(
         # A key is in one span at most, the others hold no mass of it.
         prices.append(price.sum(3))
 
-        # One-hot [B, 1, m, T, P, U], then [B, Hq, m, T, 1, P] @ it -> [B, Hq, m, T, U]
-        group = F.one_hot(free.group[chunk.sequence, chunk.span].long(), free.groups)
-        row_mass = chunk.mass.sum(-1)[..., None, :]
-        tiles.append((row_mass @ group[:, None].to(row_mass.dtype)).squeeze(-2))
+        tiles.append(_by_group(chunk, chunk.mass.sum(-1), free))
 
         # [B, Hq, m, T, b, L]
-        levels = level_prices(seq_len, price)
+        levels = level_prices(price)
         below = price[..., None] < levels
         # [B, Hq, m, T, L]
         mass_below = (vertical[..., None] * below).sum(-2)
@@ -83,9 +83,9 @@ def diagonal_gains_naive(
     return torch.stack(gains).sum(0)
 
 
-def diagonal_prices_naive(gains: Tensor, cost: Tensor, seq_len: int) -> Tensor:
+def diagonal_prices_naive(gains: Tensor, cost: Tensor) -> Tensor:
     """The twin of diagonal_prices()."""
-    levels = level_prices(seq_len, gains)
+    levels = level_prices(gains)
     # [B, Hq, E, L]: how often a diagonal is worth its price at each level, in octaves. It grows as
     # prices fall.
     worth = gains / (levels * cost[:, None, :, None].to(gains.dtype))
@@ -99,22 +99,20 @@ def diagonal_prices_naive(gains: Tensor, cost: Tensor, seq_len: int) -> Tensor:
     below = octaves.gather(-1, before)
     part = torch.where(first > 0, -below / (above - below).clamp(min=1e-6), 1.0)
     level = before + part.clamp(0, 1) * (first - before)
-    price = torch.exp2(-1 - octaves_between_levels(seq_len) * level)
+    price = torch.exp2(-1 - OCTAVES_BETWEEN_LEVELS * level)
     return torch.where(taken.any(-1), price[..., 0], 0.0)
 
 
 def final_prices_naive(
     free: Probe, keys: KeyBlocks, lse: Tensor, first: Tensor, diagonal: Tensor, offset: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> FinalPrices:
     """The twin of final_prices()."""
     batch, heads = first.shape[:2]
     last_entry = diagonal.shape[-1] - 1
     # [P]
     is_odd = torch.arange(free.q.shape[3], device=first.device) % 2 == 1
 
-    codes = []
-    masses = []
-    counts = []
+    chunks = []
     for chunk in _chunks(free, keys, lse):
         # [B, m, T, P] -> [B, Hq, m, T, P]: the price of the diagonal that each row meets.
         entry = offset[chunk.sequence, chunk.span][..., None] + chunk.back
@@ -135,21 +133,65 @@ def final_prices_naive(
         even_price = even_mass / (VERTICAL_COST * (even_rows + PSEUDO_ROWS))
         odd_price = odd_mass / (VERTICAL_COST * (odd_rows + PSEUDO_ROWS))
         price = (even_mass + odd_mass) / (VERTICAL_COST * (rows + PSEUDO_ROWS))
-        code = codes_of(price)
-        # A key is in one span at most, and has code 0 for the others.
-        codes.append(code.amax(3))
 
         # Each half of the rows is asked what the other half chose: [B, Hq, m, T, P, b].
         others = torch.where(is_odd[:, None], even_price[..., None, :], odd_price[..., None, :])
-        by_vertical = chunk.mass * (on_diagonal[..., None] < others)
+        by_vertical = chunk.mass * (on_diagonal[..., None] < others) * HELD_OUT
         of_even = by_vertical[..., ~is_odd, :].sum(4)
         of_odd = by_vertical[..., is_odd, :].sum(4)
-        of_diagonals = (chunk.mass - by_vertical).sum(-1)
-        mass = _by_code(codes_of(odd_price), of_even)
-        mass = mass + _by_code(codes_of(even_price), of_odd)
-        masses.append(mass + _by_code(codes_of(on_diagonal), of_diagonals))
-        counts.append(_by_code(code, (even_mass + odd_mass > 0).to(mass.dtype)))
-    return torch.cat(codes, dim=2), torch.cat(masses, dim=2), torch.cat(counts, dim=2)
+        by_all = chunk.mass * (on_diagonal[..., None] < price[..., None, :]) * (1 - HELD_OUT)
+        prices = torch.stack([odd_price, even_price, price], dim=-2)
+        held = torch.stack([of_even, of_odd, by_all.sum(4)], dim=-2)
+        of_diagonals = (chunk.mass - by_vertical - by_all).sum(-1)
+        # A key is in one span at most, and has code 0 and no mass for the others.
+        chunks.append(
+            FinalPrices(
+                codes=codes_of(price).amax(3),
+                held=held.sum(3),
+                held_codes=codes_of(prices).amax(3),
+                tiles=_by_group(chunk, of_diagonals, free),
+            )
+        )
+    return FinalPrices._make(torch.cat(parts, dim=2) for parts in zip(*chunks))
+
+
+def mass_by_code_naive(
+    final: FinalPrices, keys: KeyBlocks, spans: SpanTokens
+) -> tuple[Tensor, Tensor]:
+    """The twin of mass_by_code()."""
+    sequence = torch.arange(len(keys.slot), device=keys.slot.device)[:, None, None]
+    span = keys.slot.clamp(min=0).long()
+    # [n_local, 1, b], and [B, 1, n_local, T, b]: whether a key is in the span of a slot.
+    in_block = torch.arange(keys.block_size, device=span.device)
+    position = (keys.blocks[:, None] * keys.block_size + in_block)[:, None]
+    mine = position >= spans.start[sequence, span][..., None]
+    mine = mine & (position < spans.stop[sequence, span][..., None])
+    mine = (mine & (keys.slot >= 0)[..., None])[:, None]
+
+    # [B, Hq, n_local, T, b]
+    codes = final.codes[:, :, :, None].expand(-1, -1, -1, mine.shape[3], -1)
+    is_counted = (mine & (codes > 0)).to(final.held.dtype)
+    # [B, Hq, n_local, T, 3 b]
+    held = final.held[:, :, :, None] * mine[..., None, :]
+    held_codes = final.held_codes[:, :, :, None].expand(held.shape)
+    return _by_code(held_codes.flatten(4), held.flatten(4)), _by_code(codes, is_counted)
+
+
+def diagonal_masses_naive(tiles: Tensor, tile: Tensor) -> Tensor:
+    """The twin of diagonal_masses()."""
+    # [B, Hq, n_local T U + 1]: what stands for none comes last.
+    tiles = F.pad(tiles.flatten(2), (0, 1))
+    number = torch.where(tile >= 0, tile, tiles.shape[2] - 1).long()
+    # [B, U E] -> [B, Hq, U, E]
+    masses = tiles.gather(2, number.flatten(1)[:, None].expand(-1, tiles.shape[1], -1))
+    return masses.unflatten(2, tile.shape[1:]).sum(2)
+
+
+def _by_group(chunk: "_Chunk", row_mass: Tensor, free: Probe) -> Tensor:
+    """Sums of rows' masses [B, Hq, m, T, P] by group of rows, [B, Hq, m, T, U]."""
+    # One-hot [B, 1, m, T, P, U], then [B, Hq, m, T, 1, P] @ it.
+    group = F.one_hot(free.group[chunk.sequence, chunk.span].long(), free.groups)
+    return (row_mass[..., None, :] @ group[:, None].to(row_mass.dtype)).squeeze(-2)
 
 
 def _by_code(codes: Tensor, values: Tensor) -> Tensor:

@@ -25,7 +25,10 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     look,
 )
 from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import ALWAYS, CODES, PSEUDO_ROWS
+from titan_sparse.kernels.prices import ALWAYS, CODES, PSEUDO_ROWS, SpanTokens
+
+_MASS_UNITS = 2.0**40
+"""Masses of diagonals are added up as integers. These many are a mass of 1."""
 
 
 class Limits(NamedTuple):
@@ -51,6 +54,7 @@ class Priced(NamedTuple):
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not on in any
         case.
     is_sink: bool [B, S].
+    span_tokens: where spans begin and end.
     spans_of_slots: float64 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
     offset: int32 [B, n], where each span's diagonals begin.
     tile, rows: int32 [B, U, E], the rank's tiles that make up each diagonal, -1 for none, and how
@@ -65,6 +69,7 @@ class Priced(NamedTuple):
     free_start: Tensor
     free_stop: Tensor
     is_sink: Tensor
+    span_tokens: SpanTokens
     spans_of_slots: Tensor
     offset: Tensor
     tile: Tensor
@@ -118,6 +123,7 @@ def priced_geometry(
         free_start=torch.maximum(geometry.start, sink_stop[..., None]).int(),
         free_stop=torch.minimum(geometry.stop, first_local).int(),
         is_sink=(span_of_token < n) & (torch.arange(seq_len, device=device) < stop_of_token),
+        span_tokens=SpanTokens(spans.start.int(), spans.stop.int()),
         spans_of_slots=(geometry.slot.flatten(1)[:, None] == numbers).double(),
         offset=spans.offset.int(),
         tile=tile.where((rows > 0) & (number >= 0), -1).int().contiguous(),
@@ -157,7 +163,10 @@ def choose_priced(
     diagonal_limit = limit
     slashes_capped = torch.zeros_like(verticals_capped)
     if limits.most_diagonals is not None or limits.least_diagonals:
-        diagonal_count = _count_codes(diagonal_codes, priced, limit.shape[2])
+        counted = (~priced.is_local)[:, None].expand_as(diagonal_codes).long()
+        diagonal_count = _sums_by_code(
+            counted, diagonal_codes, priced.span_of_entry, limit.shape[2]
+        )
         diagonal_limit, slashes_capped = limited(
             limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
         )
@@ -174,31 +183,39 @@ def choose_priced(
 def _codes(
     q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of all diagonals uint8 [B, Hq, E], and of this rank's keys what final_prices() tells."""
-    seq_len = priced.span_of_token.shape[1]
+    """Codes of all diagonals uint8 [B, Hq, E]; and of this rank's keys codes, masses and counts.
+
+    Codes are uint8 [B, Hq, n_local, b]. Masses that are held from each code down, float64, and
+    counts of verticals are [B, Hq, n, CODES].
+    """
     probe, keys, lse = look(q, k, geometry, cp, scale)
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
+    tile = priced.tile
     if by_kernels(keys):
-        first, *of_tiles = kernels.first_prices(free, keys, lse, seq_len)
-        gains = kernels.diagonal_gains(*of_tiles, priced.tile, priced.rows)
-        gains = cp.all_reduce(gains)
-        diagonal = kernels.diagonal_prices(gains, priced.cost, seq_len)
-        codes, *by_slot = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
+        first, *of_tiles = kernels.first_prices(free, keys, lse)
+        gains = cp.all_reduce(kernels.diagonal_gains(*of_tiles, tile, priced.rows))
+        diagonal = kernels.diagonal_prices(gains, priced.cost)
+        final = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
+        mass, count = kernels.mass_by_code(final, keys, priced.span_tokens)
+        on_diagonals = kernels.diagonal_masses(final.tiles, tile)
     else:
-        first, *of_tiles = kernels.first_prices_naive(free, keys, lse, seq_len)
-        gains = kernels.diagonal_gains_naive(*of_tiles, priced.tile, priced.rows)
-        gains = cp.all_reduce(gains)
-        diagonal = kernels.diagonal_prices_naive(gains, priced.cost, seq_len)
-        codes, *by_slot = kernels.final_prices_naive(
-            free, keys, lse, first, diagonal, priced.offset
-        )
+        first, *of_tiles = kernels.first_prices_naive(free, keys, lse)
+        gains = cp.all_reduce(kernels.diagonal_gains_naive(*of_tiles, tile, priced.rows))
+        diagonal = kernels.diagonal_prices_naive(gains, priced.cost)
+        final = kernels.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
+        mass, count = kernels.mass_by_code_naive(final, keys, priced.span_tokens)
+        on_diagonals = kernels.diagonal_masses_naive(final.tiles, tile)
     diagonal_codes = kernels.codes_of(diagonal).masked_fill(priced.is_local[:, None], ALWAYS)
-    mass, count = by_slot
+
     # [B, 1, n, slots] @ [B, Hq, slots, CODES]
     of_spans = priced.spans_of_slots[:, None].to(mass.dtype)
-    mass = of_spans @ mass.flatten(2, 3)
     count = of_spans @ count.flatten(2, 3)
-    return diagonal_codes, codes, mass, count
+    mass = (of_spans @ mass.flatten(2, 3)).double()
+    n = mass.shape[2]
+    # Integers, so that no order of additions shows. Local diagonals hold no mass here.
+    units = (on_diagonals.double() * _MASS_UNITS).round().long()
+    of_diagonals = _sums_by_code(units, diagonal_codes, priced.span_of_entry, n)
+    return diagonal_codes, final.codes, mass + of_diagonals / _MASS_UNITS, count
 
 
 def _of_all_ranks(
@@ -229,13 +246,12 @@ def price_limits(
     """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
 
     They are the highest ones that do.
-    mass: float [B, Hq, n, CODES], of kernels.final_prices(). probed, weight: of Priced.
+    mass: float64 [B, Hq, n, CODES]. probed, weight: of Priced.
     shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
     the first heads give up its elements, as far as the recall allows.
     """
     heads = mass.shape[1]
     # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
-    mass = mass.double()
     lost = mass.cumsum(-1) - mass
     # [B, Hq, n]
     may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
@@ -274,14 +290,17 @@ def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tu
     return torch.maximum(limit, high_enough), capped
 
 
-def _count_codes(codes: Tensor, priced: Priced, n: int) -> Tensor:
-    """int64 [B, Hq, n, CODES]: how many diagonals have each code, local ones left out."""
+def _sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
+    """Sums of values of diagonals by span and code, int64 [B, Hq, n, CODES].
+
+    values: int64 [B, Hq, E]. codes: uint8 [B, Hq, E]. span: int64 [B, E], n for none.
+    """
     batch, heads, _ = codes.shape
-    counted = ~priced.is_local & (priced.span_of_entry < n)
-    place = priced.span_of_entry.clamp(max=n - 1)[:, None] * CODES + codes
-    count = torch.zeros(batch, heads, n * CODES, dtype=torch.int64, device=codes.device)
-    counted = counted[:, None].expand_as(place).long()
-    return count.scatter_add(2, place, counted).view(batch, heads, n, CODES)
+    place = span[:, None] * CODES + codes
+    # The last span stands for none, and is cut off.
+    total = values.new_zeros(batch, heads, (n + 1) * CODES)
+    total.scatter_add_(2, place, values)
+    return total.view(batch, heads, n + 1, CODES)[:, :, :n]
 
 
 def _by_span(limit: Tensor, span: Tensor) -> Tensor:
