@@ -1,9 +1,11 @@
 """Prices: at which marginal mass for a pair of tokens each vertical and diagonal is worth it.
 
-first_prices(probe, keys, lse, always, seq_len) -> prices of verticals, masses of tiles, levels
+first_prices(free, keys, lse) -> prices of verticals, masses of tiles, levels
 diagonal_gains(tiles, left, saved, tile, rows) -> worth of diagonals at each level
-diagonal_prices(gains, cost, seq_len) -> prices of diagonals
-final_prices(probe, keys, lse, always, first, diagonal, offset) -> codes, masses, counts
+diagonal_prices(gains, cost) -> prices of diagonals
+final_prices(free, keys, lse, first, diagonal, offset) -> FinalPrices
+mass_by_code(final, keys, spans) -> masses and counts of verticals by code
+diagonal_masses(tiles, tile) -> masses of diagonals
 
 A price is the attention mass that one more pair of tokens holds, among the rows of a probe. A pair
 of a vertical costs VERTICAL_COST, one of a diagonal 1, as that is the time that they take. What has
@@ -14,28 +16,32 @@ gives is known for rows that nobody looked at.
 Prices become codes, a byte each with steps of 7 %. The twins (naive.py) have the same signatures.
 """
 
+from titan_sparse.kernels.prices.by_code import mass_by_code
+from titan_sparse.kernels.prices.diagonals import (
+    diagonal_gains,
+    diagonal_masses,
+    diagonal_prices,
+)
+from titan_sparse.kernels.prices.final import final_prices
+from titan_sparse.kernels.prices.first import first_prices
 from titan_sparse.kernels.prices.inputs import (
     ALWAYS,
     CODES,
     CODES_PER_OCTAVE,
     LEVELS,
-    MASS_UNITS,
     PSEUDO_ROWS,
     VERTICAL_COST,
-    AlwaysOn,
+    FinalPrices,
+    SpanTokens,
     codes_of,
-)
-from titan_sparse.kernels.prices.kernel import (
-    diagonal_gains,
-    diagonal_prices,
-    final_prices,
-    first_prices,
 )
 from titan_sparse.kernels.prices.naive import (
     diagonal_gains_naive,
+    diagonal_masses_naive,
     diagonal_prices_naive,
     final_prices_naive,
     first_prices_naive,
+    mass_by_code_naive,
 )
 
 __all__ = [
@@ -43,17 +49,21 @@ __all__ = [
     "CODES",
     "CODES_PER_OCTAVE",
     "LEVELS",
-    "MASS_UNITS",
     "PSEUDO_ROWS",
     "VERTICAL_COST",
-    "AlwaysOn",
+    "FinalPrices",
+    "SpanTokens",
     "codes_of",
     "diagonal_gains",
     "diagonal_gains_naive",
+    "diagonal_masses",
+    "diagonal_masses_naive",
     "diagonal_prices",
     "diagonal_prices_naive",
     "final_prices",
     "final_prices_naive",
     "first_prices",
     "first_prices_naive",
+    "mass_by_code",
+    "mass_by_code_naive",
 ]

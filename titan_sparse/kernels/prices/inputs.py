@@ -1,6 +1,5 @@
-"""What prices are made from and given in: what is on in any case, levels, and codes."""
+"""What prices are made from and given in: costs, levels, and codes."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -18,8 +17,15 @@ PSEUDO_ROWS = 4.0
 """Rows without mass that each element is seen by besides. Few rows see the last keys of a span, and
 a single one may give a key much mass by chance."""
 
+HELD_OUT = 2 / 3
+"""Weight of what half of the rows choose, tried on the other half. It loses more than the choice of
+all rows loses on rows that nobody looked at, by as much again as that loses more than the best. All
+rows, tried on themselves, lose less by as much. So the rest of the weight is theirs."""
+
 LEVELS = 16
-"""Prices at which the gain of a diagonal is known; between two of them it is interpolated."""
+OCTAVES_BETWEEN_LEVELS = 1.6
+"""Levels are prices 2**-1, 2**-2.6, ... 2**-25. The gain of a diagonal is known at each, and
+interpolated between two."""
 
 CODES = 256
 CODES_PER_OCTAVE = 10
@@ -27,34 +33,35 @@ CODES_PER_OCTAVE = 10
 ALWAYS = CODES - 1
 """The code of what is on in any case."""
 
-MASS_UNITS = 2.0**32
-"""Masses are summed as integers, so that no order of additions shows. These many are a mass of
-1."""
 
+class SpanTokens(NamedTuple):
+    """Where spans begin and end, int32 [B, n] each."""
 
-class AlwaysOn(NamedTuple):
-    """What is selected in any case, and therefore has no price.
-
-    local: the nearest block diagonals.
-    start, behind_sinks, stop: int32 [B, n], where each span begins, where its sinks end, and where
-        it ends.
-    """
-
-    local: int
     start: Tensor
-    behind_sinks: Tensor
     stop: Tensor
 
 
-def octaves_between_levels(seq_len: int) -> float:
-    """Levels are prices 2**-1, 2**-(1 + this), ... down to an eighth of a pair's mean mass."""
-    return (math.log2(seq_len) + 2) / (LEVELS - 1)
+class FinalPrices(NamedTuple):
+    """What final_prices() returns, of a rank's keys.
+
+    codes: uint8 [B, Hq, n_local, b], of verticals.
+    held: fp32 [B, Hq, n_local, 3, b], mass that verticals hold: of the probe's even rows, of its
+        odd rows, and of all. They weigh HELD_OUT, HELD_OUT and 1 - HELD_OUT.
+    held_codes: uint8 [B, Hq, n_local, 3, b], from which code on down they do: that of the odd rows,
+        that of the even rows, and that of all.
+    tiles: fp32 [B, Hq, n_local, T, U], mass by group of rows that diagonals hold, weighed alike.
+    """
+
+    codes: Tensor
+    held: Tensor
+    held_codes: Tensor
+    tiles: Tensor
 
 
-def level_prices(seq_len: int, like: Tensor) -> Tensor:
+def level_prices(like: Tensor) -> Tensor:
     """The prices of all levels, descending, [L] in the dtype of `like`."""
     level = torch.arange(LEVELS, dtype=like.dtype, device=like.device)
-    return torch.exp2(-1 - octaves_between_levels(seq_len) * level)
+    return torch.exp2(-1 - OCTAVES_BETWEEN_LEVELS * level)
 
 
 def codes_of(prices: Tensor) -> Tensor:
