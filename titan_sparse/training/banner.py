@@ -10,7 +10,6 @@ from titan_sparse.config.checking_attention import uses_xattention
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 from titan_sparse.training.parallelize import Meshes
 
-
 _REACHES_RECALL = {
     "layer": "a layer",
     "joint": "a head",
