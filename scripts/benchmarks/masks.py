@@ -22,7 +22,8 @@ varlen    2 GPUs or more: packed documents, or a causal window, by layouts and s
           context_parallel knows no documents: it computes the causal mask over the whole sequence,
           and its TFLOP/s count that. Plans and layouts are made before, as in training once a batch
 patterns  one GPU: vertical_slash with budgets of a layer, joint ones and independent ones (these as
-          published: the last 64 rows, 30 sinks, 2 local diagonals), xattention and moba on realistic q and k (estimate/synthetic.py), over a few values of the knob of each. The
+          published: the last 64 rows, 30 sinks, 2 local diagonals), xattention and moba on
+          realistic q and k (estimate/synthetic.py), over a few values of the knob of each. The
           index is given to forward and backward, choosing it is `selection_ms`; `step_ms` is all
           three. Density is counted; recall is the share of the softmax mass that --recall-rows
           sampled rows keep. At the end what each costs --at-recalls, linear between measurements

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[3]
 
 SMALL = "--device cpu --heads 2:1 --head-dim 32 --repeats 1 --warm-ups 0 --packs 2"
 ALONE = (
-    f"{SMALL} --seq-len 2048 --window 512 --chunk-size 256 --independent-recalls 0.2 0.9 --layer-recalls 0.9 --joint-recalls 0.9 "
+    f"{SMALL} --seq-len 2048 --window 512 --chunk-size 256 --independent-recalls 0.2 0.9 "
+    "--layer-recalls 0.9 --joint-recalls 0.9 "
     "--thresholds 0.5 0.95 --top-ks 2 6 --recall-rows 2048 --at-recalls 0.8"
 )
 
