@@ -14,7 +14,7 @@ At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with
 2.4 with flex's.
 """
 
-PSEUDO_ROWS = 0.5
+PSEUDO_ROWS = 4.0
 """Rows without mass that each element is seen by besides. Few rows see the last keys of a span, and
 a single one may give a key much mass by chance."""
 

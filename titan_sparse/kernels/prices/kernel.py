@@ -409,6 +409,16 @@ def final_prices(
 
 
 @triton.jit
+def _add_by_code(total, codes, masses):
+    """Add masses of a block to the sums of their codes: first here, as few codes are far apart."""
+    o_code = tl.arange(0, _CODES)
+    # [CODES, elements]
+    mine = o_code[:, None] == codes[None, :]
+    units = units_of(tl.sum(tl.where(mine, masses[None, :], 0.0), 1), _MASS_UNITS)
+    tl.atomic_add(total + o_code, units, mask=units > 0, sem="relaxed")
+
+
+@triton.jit
 def _final_kernel(
     q,
     k,
@@ -515,14 +525,13 @@ def _final_kernel(
         # Each half of the rows is asked what the other half chose: [P, SIZE].
         others = tl.where(is_odd, even_price[None, :], odd_price[None, :])
         by_vertical = tl.where(on_diagonal[:, None] < others, b_mass, 0.0)
-        of_even = units_of(tl.sum(tl.where(is_odd, 0.0, by_vertical), 0), _MASS_UNITS)
-        of_odd = units_of(tl.sum(tl.where(is_odd, by_vertical, 0.0), 0), _MASS_UNITS)
-        of_diagonals = units_of(tl.sum(b_mass - by_vertical, 1), _MASS_UNITS)
+        of_even = tl.sum(tl.where(is_odd, 0.0, by_vertical), 0)
+        of_odd = tl.sum(tl.where(is_odd, by_vertical, 0.0), 0)
+        of_diagonals = tl.sum(b_mass - by_vertical, 1)
         total = mass + (i_bh * n + known) * _CODES
-        tl.atomic_add(total + _code(odd_price), of_even, mask=of_even > 0, sem="relaxed")
-        tl.atomic_add(total + _code(even_price), of_odd, mask=of_odd > 0, sem="relaxed")
-        of_row = total + _code(on_diagonal)
-        tl.atomic_add(of_row, of_diagonals, mask=of_diagonals > 0, sem="relaxed")
+        _add_by_code(total, _code(odd_price), of_even)
+        _add_by_code(total, _code(even_price), of_odd)
+        _add_by_code(total, _code(on_diagonal), of_diagonals)
 
         # Each key in the slot of its span.
         span = tl.load(slot + (i_b * local + i_c) * T + i_t)
@@ -532,9 +541,11 @@ def _final_kernel(
         end = tl.where(span >= 0, end, begin)
         in_span = (position >= begin) & (position < end)
         can_choose = in_span & (position >= first_free)
-        counted = count + (i_bh * n + known) * _CODES + code
-        ones = tl.full([SIZE], 1, tl.int32)
-        tl.atomic_add(counted, ones, mask=can_choose, sem="relaxed")
+        counted = tl.histogram(tl.where(can_choose, code, _ALWAYS), _CODES)
+        o_code = tl.arange(0, _CODES)
+        counted_at = count + (i_bh * n + known) * _CODES + o_code
+        is_counted = (counted > 0) & (o_code < _ALWAYS)
+        tl.atomic_add(counted_at, counted, mask=is_counted, sem="relaxed")
         code = tl.where(can_choose, code, tl.where(in_span, _ALWAYS, 0))
         b_codes = tl.maximum(b_codes, code)
     tl.store(codes + at, b_codes.to(tl.uint8))
