@@ -54,9 +54,11 @@ def test_it_is_near_the_real_one(budget, probe_rows, least_overlap, seed):
     real_count = (real_verticals < SEQ_LEN).sum()
     count = (verticals < SEQ_LEN).sum()
     assert 0.4 < count / real_count < 1.6
+    found = 0
     for head in range(HEADS):
         chosen = verticals[0, head][verticals[0, head] < SEQ_LEN]
-        assert torch.isin(chosen, real_verticals[0, head]).float().mean() > 0.55
+        found += torch.isin(chosen, real_verticals[0, head]).sum()
+    assert found / count > 0.6
 
 
 def _kept(heads: Heads, slashes: Tensor, verticals: Tensor, at: Tensor) -> Tensor:
