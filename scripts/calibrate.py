@@ -181,10 +181,16 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     q = normal(args.heads[0])
     k = normal(args.heads[1])
     v = normal(args.heads[1])
-    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred.
+    # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. Budgets
+    # by prices would leave out many alike ones together.
     blocks = seq_len // BLOCK_SIZE
     pattern = VerticalSlash(
-        recall=1.0, sinks=30, max_columns=seq_len // 400, max_slashes=max(1, blocks // 30)
+        recall=1.0,
+        sinks=30,
+        max_columns=seq_len // 400,
+        max_slashes=max(1, blocks // 30),
+        budget="independent",
+        probe_rows="last",
     )
     ranges = Causal().rows(seq_len, device)
 

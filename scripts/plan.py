@@ -35,9 +35,10 @@ from titan_sparse.config import (
     padding_multiple,
     resolve_overlap_stages,
 )
+from titan_sparse.estimate.expected_selection import expected_selection
 from titan_sparse.estimate.index_file import load_indexes
 from titan_sparse.estimate.planner import Constants, Plan, Shape, count, load_constants, plan
-from titan_sparse.estimate.synthetic import draw_heads, expected_selection, ragged_lengths
+from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 

@@ -70,6 +70,7 @@ CHOICES = {
         "recall": 0.6,
         "budget": "joint",
         "probe": 32,
+        "probe_rows": "last",
         "sinks": 5,
         "local_diagonals": 3,
         "min_columns": 7,

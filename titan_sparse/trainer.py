@@ -59,6 +59,7 @@ from titan_sparse.training.parallelize import (
     choose_device,
     init_distributed,
 )
+from titan_sparse.training.probe_rows import draw_probe_rows
 from titan_sparse.training.profiling import profiler
 from titan_sparse.training.recovery import Recovery
 from titan_sparse.training.resumption import report_changes
@@ -274,6 +275,7 @@ class Trainer:
             return self._leave_step_out(*before)
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
+        draw_probe_rows(self.config.training.seed, step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
         # cut is counted in all.

@@ -86,14 +86,20 @@ def cases_to_check(
     """(mask, name, attention, bool `seen` [Hq, S, S]) of everything that is timed.
 
     For each mask the first is torch's flash kernel, named "yardstick". names: our backends. Their
-    index is chosen by our selection, with caps that make it sparse.
+    index is chosen by our selection, with caps that make it sparse. Budgets are independent: prices of
+    random inputs are alike, and most would be left out under a cap.
     """
     # Documents and caps give tables and verticals of the same shapes for both masks, so that flex
     # compiles once.
     seq_len = shape.seq_len
     block_size = shape.block_size
     pattern = VerticalSlash(
-        recall=0.9, max_columns=seq_len * 3 // 100, max_slashes=8, dense_below=seq_len // 4
+        recall=0.9,
+        max_columns=seq_len * 3 // 100,
+        max_slashes=8,
+        dense_below=seq_len // 4,
+        budget="independent",
+        probe_rows="last",
     )
     torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
     for mask, lengths in ((Causal(), [seq_len]), (Documents(ragged(seq_len)), ragged(seq_len))):

@@ -21,7 +21,8 @@ varlen    2 GPUs or more: packed documents, or a causal window, by layouts and s
           Imbalance is the busiest rank / mean of a forward, by pairs and by computing time. torch's
           context_parallel knows no documents: it computes the causal mask over the whole sequence,
           and its TFLOP/s count that. Plans and layouts are made before, as in training once a batch
-patterns  one GPU: vertical_slash with independent and with joint budgets, xattention and moba on
+patterns  one GPU: vertical_slash with budgets of a layer, joint ones and independent ones (these as
+          published: the last 64 rows, 30 sinks, 2 local diagonals), xattention and moba on
           realistic q and k (estimate/synthetic.py), over a few values of the knob of each. The
           index is given to forward and backward, choosing it is `selection_ms`; `step_ms` is all
           three. Density is counted; recall is the share of the softmax mass that --recall-rows
@@ -102,6 +103,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
         help="of patterns, as all below",
     )
+    add("--layer-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add(

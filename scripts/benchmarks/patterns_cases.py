@@ -6,6 +6,7 @@ What a selection costs, and what attention over it keeps.
 import argparse
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 
 READ_OFF = ("selection_ms", "forward_ms", "backward_ms", "step_ms", "density")
 """What is interpolated at equal recall."""
+
+PUBLISHED: dict[str, Any] = {"probe": 64, "probe_rows": "last", "sinks": 30, "local_diagonals": 2}
+"""MTraining's probe and what it has on in any case."""
 
 
 def patterns(bench: Bench) -> Iterator[dict]:
@@ -55,10 +59,17 @@ def patterns(bench: Bench) -> Iterator[dict]:
 
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, float, Pattern]]:
     """(name, knob, its value, pattern)."""
-    recalls = {"independent": args.independent_recalls, "joint": args.joint_recalls}
+    recalls = {
+        "layer": args.layer_recalls,
+        "joint": args.joint_recalls,
+        "independent": args.independent_recalls,
+    }
     for budget, of_budget in recalls.items():
+        of_paper = PUBLISHED if budget == "independent" else {}
         for recall in of_budget:
-            pattern = VerticalSlash(recall=recall, max_columns=args.max_columns, budget=budget)
+            pattern = VerticalSlash(
+                recall=recall, max_columns=args.max_columns, budget=budget, **of_paper
+            )
             yield f"vertical_slash, {budget}", "recall", recall, pattern
     for threshold in args.thresholds:
         yield "xattention", "threshold", threshold, XAttention(threshold=threshold)

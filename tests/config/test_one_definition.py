@@ -26,8 +26,9 @@ PATTERNS = {
 EDGES = {
     "vertical_slash": {
         "recall": (-0.5, 0.0, 1e-6, 0.5, 1.0, 1.000001),
-        "budget": ("independent", "joint", "together"),
+        "budget": ("layer", "joint", "independent", "together"),
         "probe": (-1, 0, 64),
+        "probe_rows": ("spread", "last", "first"),
         "sinks": (-1, 0, 1),
         "local_diagonals": (-1, 0, 1, 2),
         "min_columns": (-1, 0, 4096, 4097),

@@ -4,6 +4,7 @@ At toy size each trains on two ranks.
 """
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +18,30 @@ from titan_sparse.config import Config, load, load_and_check
 from titan_sparse.from_config import build_pattern
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs/variants").glob("*.toml"))
+PUBLISHED = VerticalSlash(
+    recall=0.95,
+    budget="independent",
+    probe=64,
+    probe_rows="last",
+    sinks=30,
+    local_diagonals=2,
+)
 ROWS = {
-    "mtraining": (VerticalSlash(recall=0.95, probe=64), "striped", "double_ring"),
-    "mtraining_without_hierarchy": (VerticalSlash(recall=0.95, probe=64), "striped", "ring"),
-    "mtraining_zigzag": (VerticalSlash(recall=0.95, probe=64), "zigzag", "ring"),
+    "mtraining": (PUBLISHED, "striped", "double_ring"),
+    "mtraining_without_hierarchy": (PUBLISHED, "striped", "ring"),
+    "mtraining_zigzag": (PUBLISHED, "zigzag", "ring"),
     "mtraining_xattention": (XAttention(stride=16, threshold=0.9), "striped", "double_ring"),
     "xattention": (XAttention(stride=16, threshold=0.9), "zigzag", "ring"),
     "moba": (MoBA(chunk_size=4096, top_k=12), "zigzag", "ring"),
     "minference": (
-        VerticalSlash(probe=64, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48),
+        replace(PUBLISHED, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48),
         "striped",
         "double_ring",
     ),
     "dense_zigzag": (Dense(), "zigzag", "ring"),
     "dense_striped": (Dense(), "striped", "ring"),
     "burst_engine": (Dense(), "striped", "double_ring"),
-    "packed": (VerticalSlash(recall=0.95, probe=64), "striped", "double_ring"),
+    "packed": (PUBLISHED, "striped", "double_ring"),
     "magi_attention": (Dense(), "balanced", "group_cast"),
 }
 DOCUMENTS = ("packed", "magi_attention")
@@ -66,7 +75,9 @@ def _toy(folder: Path, path: Path) -> Config:
         "layout": attention.layout,
         "schedule": attention.schedule,
         "vertical_slash__index": slash.index,
+        "vertical_slash__budget": slash.budget,
         "vertical_slash__probe": 16,
+        "vertical_slash__probe_rows": slash.probe_rows,
         "vertical_slash__min_columns": min(slash.min_columns, 9),
         "vertical_slash__max_columns": min(slash.max_columns, 40),
         "vertical_slash__min_slashes": min(slash.min_slashes, 3),

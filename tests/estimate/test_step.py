@@ -14,9 +14,9 @@ def test_options_become_a_step():
     assert step.cp == 8
     assert step.schedule is ALL_GATHER
     assert step.compiled
-    # One list of 5242 + 30 verticals in whole blocks; one flag a block diagonal; two flags a budget
-    assert step.verticals == 5376
-    assert step.index_bytes == 32 * (5376 * 4 + 8192 + 2)
+    # One list of 5242 + 4 verticals in whole blocks; one flag a block diagonal; two flags a budget
+    assert step.verticals == 5248
+    assert step.index_bytes == 32 * (5248 * 4 + 8192 + 2)
 
 
 def test_further_options_change_the_step():

@@ -1,7 +1,4 @@
-"""Synthetic heads make the slashes and verticals that their formula says.
-
-The index drawn from expected masses is the one that selection finds.
-"""
+"""Synthetic heads make the slashes and verticals that their formula says."""
 
 import math
 
@@ -12,15 +9,15 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.estimate.synthetic import (
     draw_heads,
+    draw_key_factors,
     expected_logits,
-    expected_selection,
+    expected_outlier_logit,
     keys,
     queries,
-    select,
 )
 
 SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
-PATTERN = VerticalSlash(recall=0.9, sinks=4, local_diagonals=1, max_columns=2048)
+PATTERN = VerticalSlash(recall=0.9, max_columns=2048, budget="independent", probe_rows="last")
 
 
 def _heads(seed: int = 0):
@@ -56,7 +53,9 @@ def test_logits_depend_on_the_distance_and_on_outliers_as_the_formula_says():
 
 def test_selection_finds_slashes_and_planted_verticals():
     heads = _heads()
-    slashes, verticals, _ = select(heads, PATTERN, BLOCK)
+    q = queries(heads, 0, SEQ_LEN)
+    k = keys(heads, 0, SEQ_LEN)
+    slashes, verticals, _ = PATTERN.select(q, k, Causal(), block_size=BLOCK).tensors()
     blocks = SEQ_LEN // BLOCK
     density = slashes[0].float() @ torch.arange(blocks, 0, -1.0) / (blocks * (blocks + 1) / 2)
     assert (density < 0.5).all() and density.mean() < 0.25  # few diagonals carry the recall
@@ -71,34 +70,6 @@ def test_selection_finds_slashes_and_planted_verticals():
         assert torch.isin(heads.outliers[head // 2], chosen).float().mean() > 0.8
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_expected_selection_is_near_the_real_one(seed):
-    heads = _heads(seed)
-    real, expected = (make(heads, PATTERN, BLOCK)[0][0] for make in (select, expected_selection))
-    assert expected.shape == real.shape and expected.dtype == torch.bool
-    overlap = (real & expected).sum() / (real | expected).sum()
-    assert overlap > 0.45
-    assert 0.6 < expected.sum() / real.sum() < 1.6
-
-
-def test_the_expected_selection_keeps_to_the_patterns_limits():
-    pattern = VerticalSlash(
-        recall=0.95, sinks=3, local_diagonals=2, max_columns=100, max_slashes=9, min_slashes=5
-    )
-    slashes, verticals, capped = expected_selection(_heads(), pattern, BLOCK)
-    assert slashes[..., :2].all() and (slashes.sum(-1) >= 5).all() and (slashes.sum(-1) <= 11).all()
-    assert (verticals[..., :3] == torch.arange(3)).all() and (
-        (verticals < SEQ_LEN).sum(-1) <= 103
-    ).all()
-    assert (
-        verticals.shape[-1] == pattern.vertical_capacity(SEQ_LEN, BLOCK, False)
-        and verticals.dtype == torch.int32
-    )
-    assert (verticals.diff() >= 0).all() and capped[..., 1].all() and not capped[..., 0].all()
-    index = pattern.index([slashes, verticals, capped], Causal().rows(SEQ_LEN), 1, HEADS, BLOCK)
-    assert index.selects(torch.arange(20), torch.arange(20)).diagonal(dim1=-2, dim2=-1).all()
-
-
 def test_verticals_hold_the_share_that_was_drawn():
     heads = _heads()
     k = keys(heads, 0, SEQ_LEN)
@@ -106,6 +77,25 @@ def test_verticals_hold_the_share_that_was_drawn():
     for head in range(HEADS):
         mass = ((last[0, head] @ k[0, head // 2].T) / math.sqrt(64)).softmax(-1).mean(0)
         assert 0.03 < mass[heads.outliers[head // 2]].sum() < 0.93
+
+
+def test_masses_are_multiplied_by_the_noise_of_keys():
+    """Over many keys the logarithm of what draw_key_factors() says has the spread of the logits."""
+    heads = _heads()
+    factors = draw_key_factors(heads)
+    assert factors.shape == (HEADS, SEQ_LEN)
+    assert (factors.mean(-1) - 1).abs().max() < 0.15
+    k = keys(heads, 0, SEQ_LEN)
+    q = queries(heads, SEQ_LEN - 512, SEQ_LEN)
+    for head in range(HEADS):
+        group = head // (HEADS // KV_HEADS)
+        logits = (q[0, head] @ k[0, group].T) / math.sqrt(64)
+        # [512, m]
+        at_outliers = logits[:, heads.outliers[group]]
+        wanted = expected_outlier_logit(heads)[head]
+        spread = factors[head].log().std()
+        assert (at_outliers.mean() - wanted).abs() < spread / 2
+        assert at_outliers.std(1).mean() == pytest.approx(spread.item(), rel=0.2)
 
 
 def test_too_short_or_ungrouped_is_refused():

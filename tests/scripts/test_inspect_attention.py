@@ -1,6 +1,7 @@
 """scripts.inspect_attention, and its numbers against tables of all pairs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from titan_sparse.evaluation.inspection import (
     curve,
     inspect_layer,
     keys_of_rows,
+    patterns,
 )
 
 BLOCK, TOKENS, PADDED = 16, 150, 160
@@ -71,7 +73,13 @@ def test_masses_against_the_table_of_all_pairs():
     ]
     assert layer.verticals.tolist() == verticals
     assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
-    assert len({point["pattern"] for point in layer.curves}) == 4
+    assert list(dict.fromkeys(point["pattern"] for point in layer.curves)) == [
+        "vertical_slash layer",
+        "vertical_slash joint",
+        "vertical_slash independent",
+        "xattention",
+        "moba, chunks of 16",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,31 @@ def test_curves_against_the_table_of_all_pairs(pattern):
     assert point["density"] == pytest.approx((pairs.sum((1, 2)) / (at + 1).sum()).tolist())
     assert point["recall"] == pytest.approx((mass * pairs).sum(-1).mean(-1).tolist())
     assert ("columns" in point) == isinstance(pattern, VerticalSlash)
+
+
+def test_independent_budgets_are_the_published_ones():
+    attention = Attention(block_size=BLOCK)
+    attention.vertical_slash.probe = 32
+    attention.vertical_slash.sinks = 3
+    slashes = {}
+    for name, share, pattern in patterns(attention, TOKENS):
+        if share == 0.9 and isinstance(pattern, VerticalSlash):
+            slashes[name] = pattern
+    own = VerticalSlash(0.9, probe=32, sinks=3, max_columns=TOKENS, dense_below=32)
+    assert slashes == {
+        "vertical_slash layer": own,
+        "vertical_slash joint": replace(own, budget="joint"),
+        "vertical_slash independent": VerticalSlash(
+            0.9,
+            probe=32,
+            sinks=30,
+            local_diagonals=2,
+            max_columns=TOKENS,
+            dense_below=32,
+            budget="independent",
+            probe_rows="last",
+        ),
+    }
 
 
 def test_count_to_hold():
@@ -145,8 +178,11 @@ def test_a_checkpoint_is_inspected(tmp_path):
         assert all(0 < x <= 1 for x in point["density"]) and all(
             0 < x <= 1 + 1e-5 for x in point["recall"]
         )
-    joint = [point for point in layer["curves"] if point["pattern"] == "vertical_slash joint"]
-    assert joint[0]["density"] <= joint[-1]["density"] and len(joint) == len(SHARES)
+    for budget in ("layer", "joint", "independent"):
+        name = f"vertical_slash {budget}"
+        of_budget = [point for point in layer["curves"] if point["pattern"] == name]
+        assert of_budget[0]["density"] <= of_budget[-1]["density"]
+        assert len(of_budget) == len(SHARES)
 
 
 @pytest.mark.parametrize(

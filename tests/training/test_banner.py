@@ -70,11 +70,15 @@ def test_patterns():
     attention.pattern = "vertical_slash"
     attention.vertical_slash.recall = 0.9
     attention.vertical_slash.max_columns = 128
-    wanted = "vertical_slash (recall 0.9, at most 128 columns)"
-    assert wanted in _lines(config)["attention"]
-    attention.vertical_slash.budget = "joint"
-    wanted = "vertical_slash (recall 0.9 jointly, at most 128 columns)"
-    assert wanted in _lines(config)["attention"]
+    reaches_recall = {
+        "layer": "a layer",
+        "joint": "a head",
+        "independent": "of verticals and of slashes",
+    }
+    for budget, who in reaches_recall.items():
+        attention.vertical_slash.budget = budget
+        wanted = f"vertical_slash (recall 0.9 {who}, at most 128 columns)"
+        assert wanted in _lines(config)["attention"]
     attention.vertical_slash.index = "xattention"
     attention.xattention.threshold = 0.8
     attention.xattention.stride = 16

@@ -134,19 +134,23 @@ class Dense:
 
 @dataclass
 class VerticalSlash:
-    """Pattern vertical_slash: key verticals and block diagonals (slashes) chosen online from the
-    last queries."""
+    """Pattern vertical_slash: key verticals and block diagonals (slashes) chosen online from a probe
+    of queries."""
 
     recall: float = 0.95
-    """share of the probe's attention mass that the verticals and slashes must reach, in (0, 1]"""
-    budget: Literal["independent", "joint"] = "independent"
-    """independent: verticals and slashes each reach recall alone, as published; joint: they reach
-    it together at the least cost (docs/masks_and_patterns.md)"""
+    """share of the attention mass that the verticals and slashes must reach, in (0, 1]"""
+    budget: Literal["layer", "joint", "independent"] = "layer"
+    """layer: the heads of a layer reach recall on average, in the least time; joint: each head
+    reaches it; independent: verticals and slashes each reach it alone in the probe's queries, as
+    published (docs/masks_and_patterns.md)"""
     probe: int = 0
-    """number of last queries that choose; tokens; 0: attention.block_size"""
-    sinks: int = 30
+    """queries of a document that choose; tokens; 0: attention.block_size"""
+    probe_rows: Literal["spread", "last"] = "spread"
+    """spread: one query of each of `probe` equal parts of the document, drawn anew in each step;
+    last: its last queries, as published"""
+    sinks: int = 4
     """first tokens that are always verticals"""
-    local_diagonals: int = 2
+    local_diagonals: int = 1
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
     """fewest verticals per head"""
@@ -159,7 +163,7 @@ class VerticalSlash:
     dense_below: int = 4096
     """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
-    """what chooses: the probe of last queries, or xattention's scores, which use only the keys of
+    """what chooses: the probe, or xattention's scores, which use only the keys of
     attention.xattention"""
 
 

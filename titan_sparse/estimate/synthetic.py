@@ -1,4 +1,4 @@
-"""Queries and keys that look like real attention, and the index that they lead to.
+"""Queries and keys that look like real attention.
 
 The model is that of MTraining, appendix A. Under RoPE the mean of a query and the mean of a key
 give a logit that depends on their distance d alone: slashes. A few outlier keys, large in a pair of
@@ -9,7 +9,7 @@ dims that hardly turns, are seen from everywhere: verticals. For query head h
 Here i runs over the pairs of dims that turn once in 256 tokens up to half the sequence. a is drawn
 log-normally. v is set so that the outliers hold a share of the attention mass that is drawn too.
 Large a make near diagonals and, where the strongest pairs come round together, far ones. Nothing
-here depends on a model or on data.
+here depends on a model or on data. The index that they lead to is in expected_selection.py.
 
 ragged_lengths() draws lengths of packed documents.
 """
@@ -21,9 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns.vertical_slash.budget import compact
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.models.flavours import RopeConfig
 from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
 
@@ -201,6 +198,27 @@ def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
     return amplitude[:, used] @ angle.cos()
 
 
+def expected_outlier_logit(heads: Heads) -> Tensor:
+    """Expected logit of the outliers of each query head, float64 [Hq]; all of a head have the same."""
+    # [Hq, D / 2]
+    outlier = heads.outlier.conj()
+    outlier = outlier.repeat_interleave(heads.group_size, 0)
+    logit = (heads.query_mean * outlier).real.sum(-1)
+    return logit * heads.head_dim**-0.5
+
+
+def draw_key_factors(heads: Heads) -> Tensor:
+    """By what the noise on a key multiplies its mass: log-normal, 1 in the mean. float32 [Hq, S]."""
+    # [Hq, 1]: the variance that noise on the keys gives to a logit.
+    query_square = heads.query_mean.abs().square()
+    query_norm = query_square.sum(-1, keepdim=True).float()
+    variance = query_norm * _KEY_NOISE**2 / heads.head_dim
+    generator = torch.Generator().manual_seed(heads.seed)
+    normal = torch.randn(len(query_norm), heads.seq_len, generator=generator)
+    log_factor = variance.sqrt() * normal - variance / 2
+    return log_factor.exp()
+
+
 def ragged_lengths(seq_len: int, seed: int) -> list[int]:
     """Lengths of the documents of a packed sequence.
 
@@ -297,133 +315,3 @@ def _rotated(x: Tensor, heads: Heads, start: int) -> Tensor:
     cos = cos.float()
     sin = sin.float()
     return apply_rope(x[None], cos, sin)
-
-
-def select(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
-    """What pattern.select() chooses for a causal sequence of these heads.
-
-    Returns the tensors that pattern.index() takes. It looks at one query head at a time and only at
-    the probe's queries, so that 512K tokens need about 1 GiB.
-    """
-    seq_len = heads.seq_len
-    probe = pattern.probe_queries(block_size)
-    # [1, Hq, probe, D] and [1, Hkv, S, D]
-    probe_queries = queries(heads, seq_len - probe, seq_len)
-    k = keys(heads, 0, seq_len)
-    tensors_of_heads = []
-    for head in range(len(heads.query_mean)):
-        # Queries before the probe are never read.
-        q = torch.zeros(1, 1, seq_len, k.shape[-1])
-        q[:, :, -probe:] = probe_queries[:, head]
-        # [1, 1, S, D]
-        kv_head = head // heads.group_size
-        k_of_head = k[:, kv_head, None]
-        index = pattern.select(q, k_of_head, Causal(), block_size=block_size)
-        tensors_of_heads.append(index.tensors())
-    # Dim 1 of an index's tensors is the heads.
-    return [torch.cat(tensors, dim=1) for tensors in zip(*tensors_of_heads)]
-
-
-def expected_selection(heads: Heads, pattern: VerticalSlash, block_size: int = 128) -> list[Tensor]:
-    """As select(), but from expected masses, without tensors of D dims.
-
-    It takes seconds for millions of tokens. seq_len has to be a multiple of block_size. A key's
-    mass is exp(expected logit) of its distance from the last block, times log-normal noise; an
-    outlier's mass is exp(v). Raises ValueError for budget = "joint", which needs more than these
-    masses.
-    """
-    if pattern.budget == "joint":
-        raise ValueError(
-            'attention.vertical_slash.budget = "joint" cannot be planned with; write "independent", or plan with '
-            "indexes that were recorded"
-        )
-    # [Hq, S], and by block diagonal [Hq, S / block_size]: the nearest diagonal comes first.
-    vertical_masses = _vertical_masses(heads, block_size)
-    diagonal_masses = vertical_masses.unflatten(-1, (-1, block_size)).sum(-1).flip(-1)
-    verticals, verticals_capped = _fill(
-        vertical_masses,
-        pattern.recall,
-        pattern.min_columns,
-        pattern.max_columns,
-        pattern.sinks,
-    )
-    slashes, slashes_capped = _fill(
-        diagonal_masses,
-        pattern.recall,
-        pattern.min_slashes,
-        pattern.max_slashes or diagonal_masses.shape[1],
-        pattern.local_diagonals,
-    )
-    capacity = pattern.vertical_capacity(heads.seq_len, block_size, False)
-    positions = compact(verticals, capacity, heads.seq_len)
-    capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
-    return [slashes[None], positions[None], capped[None]]
-
-
-def _vertical_masses(heads: Heads, block_size: int) -> Tensor:
-    """What the last block's queries give to each key, relative to the head's largest.
-
-    float32 [Hq, S].
-    """
-    # 16 distances stand for a block.
-    stride = max(1, block_size // 16)
-    distances_a_block = block_size // stride
-    distance = torch.arange(0, heads.seq_len, stride)
-    # Keys ascend while distances descend.
-    logits = expected_logits(heads, distance).flip(-1)
-    # A vertical is seen by a whole block of queries: take the mean over as many distances.
-    logits = logits.unflatten(-1, (-1, distances_a_block)).logsumexp(-1)
-    logits = logits - math.log(distances_a_block)
-    logits = logits.repeat_interleave(block_size, -1).float()
-
-    # [Hq, D / 2]
-    outlier_mean = heads.outlier.conj()
-    outlier_mean = outlier_mean.repeat_interleave(heads.group_size, 0)
-    # [Hq]
-    outlier_logit = (heads.query_mean * outlier_mean).real.sum(-1)
-    outlier_logit = outlier_logit * heads.head_dim**-0.5
-    # [Hq, m]: all outliers of a head have the same logit.
-    outliers = heads.outliers.repeat_interleave(heads.group_size, 0)
-    outlier_logits = outlier_logit.float()[:, None]
-    outlier_logits = outlier_logits.expand(-1, outliers.shape[1])
-    logits.scatter_(1, outliers, outlier_logits)
-
-    # [Hq, 1]: the variance that noise on the keys gives to a logit.
-    query_square = heads.query_mean.abs().square()
-    query_norm = query_square.sum(-1, keepdim=True).float()
-    variance = query_norm * _KEY_NOISE**2 / heads.head_dim
-    generator = torch.Generator().manual_seed(heads.seed)
-    normal = torch.randn(logits.shape, generator=generator)
-    logits += variance.sqrt() * normal
-    largest = logits.amax(-1, keepdim=True)
-    return (logits - largest).exp()
-
-
-def _fill(mass: Tensor, recall: float, least: int, most: int, always: int) -> tuple[Tensor, Tensor]:
-    """The smallest set that reaches the recall, as budget.py fills it, for one unpacked sequence.
-
-    mass: [Hq, L]. least, most: bounds on the budget. always: the first ones, selected besides.
-    Returns selected, bool [Hq, L], and whether `most` kept the budget short, bool [Hq].
-    """
-    order = mass.sort(dim=-1, descending=True, stable=True)
-    descending = order.values
-    # In fp64, because fp32 sums over a million keys lose the small ones.
-    mass_up_to = descending.double().cumsum(-1)
-    mass_before = mass_up_to - descending
-    total = mass.double().sum(-1, keepdim=True)
-    target = recall * total
-    below_target = mass_before < target
-    wanted = below_target & (descending > 0)
-
-    # [L]: place in the order, largest mass first.
-    place = torch.arange(mass.shape[1])
-    within_most = place < most
-    at_least = place < least
-    chosen = (wanted | at_least) & within_most
-    capped = (wanted & ~within_most).any(-1)
-
-    # Back from the order by mass to positions.
-    selected = torch.zeros_like(chosen)
-    selected.scatter_(1, order.indices, chosen)
-    always_selected = place < always
-    return selected | always_selected, capped

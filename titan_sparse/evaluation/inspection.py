@@ -3,6 +3,7 @@
 From sampled rows, so that no table of all pairs of tokens is made.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -221,23 +222,27 @@ def _pooled(mass: Tensor) -> Tensor:
 def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pattern]]:
     """(name, setting, pattern) of what is compared: the choices of `attention`, but other targets.
 
-    vertical_slash has no caps and floors. MoBA's chunks have its chunk_size or a 32nd of the
+    vertical_slash has no caps and floors; with independent budgets its probe, sinks and local diagonals
+    are the published ones. MoBA's chunks have its chunk_size or a 32nd of the
     sequence, whichever is shorter.
     """
     size = attention.block_size
     section = attention.vertical_slash
-    for budget in ("independent", "joint"):
+    own = VerticalSlash(
+        probe=section.probe,
+        probe_rows=section.probe_rows,
+        sinks=section.sinks,
+        local_diagonals=section.local_diagonals,
+        max_columns=tokens,
+        dense_below=max(size, section.probe),
+    )
+    published = dataclasses.replace(
+        own, budget="independent", probe_rows="last", sinks=30, local_diagonals=2
+    )
+    for pattern in (own, dataclasses.replace(own, budget="joint"), published):
         for share in SHARES:
-            pattern = VerticalSlash(
-                recall=share,
-                probe=section.probe,
-                sinks=section.sinks,
-                local_diagonals=section.local_diagonals,
-                max_columns=tokens,
-                dense_below=max(size, section.probe),
-                budget=budget,
-            )
-            yield f"vertical_slash {budget}", share, pattern
+            with_share = dataclasses.replace(pattern, recall=share)
+            yield f"vertical_slash {pattern.budget}", share, with_share
     stride = math.gcd(attention.xattention.stride, size)
     for share in SHARES:
         yield "xattention", share, XAttention(stride, share, dense_below=size)

@@ -20,6 +20,7 @@ from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.from_config import build_mask
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.decoder import Decoder, run_blocks
+from titan_sparse.training.probe_rows import fixed_probe_rows
 
 T = TypeVar("T")
 
@@ -142,7 +143,8 @@ class Scorer:
         training_run_blocks = self.model.run_blocks
         self.model.run_blocks = run_blocks
         try:
-            result = self.model(tokens, positions, ranges, labels, self.chunk_tokens, 0.0, loss)
+            with fixed_probe_rows():
+                result = self.model(tokens, positions, ranges, labels, self.chunk_tokens, 0.0, loss)
         finally:
             self.model.run_blocks = training_run_blocks
         return result, labels, positions

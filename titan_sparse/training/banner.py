@@ -10,6 +10,13 @@ from titan_sparse.config.checking_attention import uses_xattention
 from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
 from titan_sparse.training.parallelize import Meshes
 
+_REACHES_RECALL = {
+    "layer": "a layer",
+    "joint": "a head",
+    "independent": "of verticals and of slashes",
+}
+"""What reaches the recall, by attention.vertical_slash.budget."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -98,8 +105,7 @@ def _pattern(attention: Attention) -> str:
         return f"xattention (threshold {section.threshold:g}, stride {section.stride})"
     if attention.pattern == "vertical_slash":
         section = attention.vertical_slash
-        joint = " jointly" if section.budget == "joint" else ""
-        recall = f"recall {section.recall:g}{joint}"
+        recall = f"recall {section.recall:g} {_REACHES_RECALL[section.budget]}"
         return f"vertical_slash ({recall}, at most {section.max_columns} columns)"
     return attention.pattern
 
