@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.reference import structured_qkv
+from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
@@ -158,6 +160,23 @@ def test_a_selection_follows_the_seed():
         last = dict(budget=budget, probe_rows="last")
         assert choose(3, **last) == choose(4, **last)
         assert choose(3, **last) != first
+
+
+def test_compiled_attention_follows_the_seed():
+    """It is read as the graph runs, not as it is made."""
+    q, k, v = structured_qkv(1, 4, 2, 320, 8, seed=2)
+    pattern = VerticalSlash(recall=0.6, dense_below=16, probe_rows="spread")
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=pattern, block_size=16)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    outputs = []
+    for seed in (1, 2):
+        set_probe_seed(seed)
+        outputs.append(compiled(q, k, v))
+        assert torch.equal(outputs[-1], function(q, k, v))
+    assert not torch.equal(*outputs)
 
 
 def test_unknown_rows_are_refused():
