@@ -1,9 +1,9 @@
 """Prices: at which marginal mass for a pair of tokens each vertical and diagonal is worth it.
 
-first_prices(probe, keys, lse, always, seq_len) -> prices of verticals, masses of tiles, levels
+first_prices(free, keys, lse, seq_len) -> prices of verticals, masses of tiles, levels
 diagonal_gains(tiles, left, saved, tile, rows) -> worth of diagonals at each level
 diagonal_prices(gains, cost, seq_len) -> prices of diagonals
-final_prices(probe, keys, lse, always, first, diagonal, offset) -> codes, masses, counts
+final_prices(free, keys, lse, first, diagonal, offset) -> codes, masses, counts
 
 A price is the attention mass that one more pair of tokens holds, among the rows of a probe. A pair
 of a vertical costs VERTICAL_COST, one of a diagonal 1, as that is the time that they take. What has
@@ -19,10 +19,8 @@ from titan_sparse.kernels.prices.inputs import (
     CODES,
     CODES_PER_OCTAVE,
     LEVELS,
-    MASS_UNITS,
     PSEUDO_ROWS,
     VERTICAL_COST,
-    AlwaysOn,
     codes_of,
 )
 from titan_sparse.kernels.prices.kernel import (
@@ -43,10 +41,8 @@ __all__ = [
     "CODES",
     "CODES_PER_OCTAVE",
     "LEVELS",
-    "MASS_UNITS",
     "PSEUDO_ROWS",
     "VERTICAL_COST",
-    "AlwaysOn",
     "codes_of",
     "diagonal_gains",
     "diagonal_gains_naive",

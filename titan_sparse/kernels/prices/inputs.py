@@ -1,7 +1,6 @@
-"""What prices are made from and given in: what is on in any case, levels, and codes."""
+"""What prices are made from and given in: costs, levels, and codes."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with
 2.4 with flex's.
 """
 
-PSEUDO_ROWS = 0.5
+PSEUDO_ROWS = 4.0
 """Rows without mass that each element is seen by besides. Few rows see the last keys of a span, and
 a single one may give a key much mass by chance."""
 
@@ -26,24 +25,6 @@ CODES_PER_OCTAVE = 10
 """Steps of 7 %. Codes 1 to 254 are prices of 2**-25.4 to 1."""
 ALWAYS = CODES - 1
 """The code of what is on in any case."""
-
-MASS_UNITS = 2.0**32
-"""Masses are summed as integers, so that no order of additions shows. These many are a mass of
-1."""
-
-
-class AlwaysOn(NamedTuple):
-    """What is selected in any case, and therefore has no price.
-
-    local: the nearest block diagonals.
-    start, behind_sinks, stop: int32 [B, n], where each span begins, where its sinks end, and where
-        it ends.
-    """
-
-    local: int
-    start: Tensor
-    behind_sinks: Tensor
-    stop: Tensor
 
 
 def octaves_between_levels(seq_len: int) -> float:

@@ -9,119 +9,149 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.budget.kernel import units_of
 from titan_sparse.kernels.prices.inputs import (
     ALWAYS,
     CODES,
     CODES_PER_OCTAVE,
     LEVELS,
-    MASS_UNITS,
     PSEUDO_ROWS,
     VERTICAL_COST,
-    AlwaysOn,
     octaves_between_levels,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
-from titan_sparse.kernels.probe.kernel import scores_of_block, store_tiles, tile_options
+from titan_sparse.kernels.probe.kernel import store_tiles, tile_options
 
 _ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)
 _CODES_PER_OCTAVE = tl.constexpr(CODES_PER_OCTAVE)
 _LEVELS = tl.constexpr(LEVELS)
-_MASS_UNITS = tl.constexpr(MASS_UNITS)
 _PSEUDO_ROWS = tl.constexpr(PSEUDO_ROWS)
 _VERTICAL_COST = tl.constexpr(VERTICAL_COST)
 
 
 def first_prices(
-    probe: Probe, keys: KeyBlocks, lse: Tensor, always: AlwaysOn, seq_len: int
+    free: Probe, keys: KeyBlocks, lse: Tensor, seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prices of verticals as if there were no diagonals, and what diagonals are priced from.
 
-    lse: fp32 [B, Hq, n, P], over all keys. seq_len: of the whole sequence.
+    free: the probe; its rows see only what is not selected in any case. lse: fp32 [B, Hq, n, P],
+    over all keys. seq_len: of the whole sequence.
     Returns, in fp32, prices [B, Hq, n_local, b]; masses of tiles by group of rows [B, Hq, n_local,
     T, U]; and at each level the share of a block's mass that its verticals leave, and the price
-    that a row pays for its verticals, [B, Hq, n_local, T, L] each. Nothing of it counts what is
-    always on.
+    that a row pays for its verticals, [B, Hq, n_local, T, L] each.
     """
-    q = probe.q
-    batch, heads, n, queries, dim = q.shape
+    q = free.q
+    batch, heads = q.shape[:2]
     _, local, touching = keys.slot.shape
     new = dict(dtype=torch.float32, device=q.device)
     price = torch.empty(batch, heads, local, keys.block_size, **new)
-    tile = torch.empty(batch, heads, local, touching, probe.groups, **new)
+    tile = torch.empty(batch, heads, local, touching, free.groups, **new)
     left = torch.empty(batch, heads, local, touching, LEVELS, **new)
     saved = torch.empty_like(left)
     _first_kernel[(local, batch * heads)](
-        q.contiguous(),
-        keys.k.contiguous(),
-        probe.start.contiguous(),
-        probe.stop.contiguous(),
-        keys.slot.contiguous(),
-        keys.blocks,
-        lse.contiguous(),
-        probe.row_block.contiguous(),
-        probe.group.contiguous(),
-        always.behind_sinks.contiguous(),
-        price,
-        tile,
-        left,
-        saved,
-        probe.scale,
-        octaves_between_levels(seq_len),
-        heads,
-        heads // keys.k.shape[1],
-        n,
-        local,
-        queries,
-        dim,
-        NEAREST=always.local,
-        T=touching,
-        U=probe.groups,
-        **tile_options(q, keys.block_size),
+        **_arguments(free, keys, lse),
+        group_of_row=free.group.contiguous(),
+        price=price,
+        tile=tile,
+        left=left,
+        saved=saved,
+        octaves=octaves_between_levels(seq_len),
+        U=free.groups,
     )
     return price, tile, left, saved
 
 
+def _arguments(free: Probe, keys: KeyBlocks, lse: Tensor) -> dict:
+    """What both kernels take that look at a block of keys."""
+    q = free.q
+    heads, n, queries, dim = q.shape[1:]
+    return dict(
+        q=q.contiguous(),
+        k=keys.k.contiguous(),
+        start=free.start.contiguous(),
+        stop=free.stop.contiguous(),
+        slot=keys.slot.contiguous(),
+        blocks=keys.blocks,
+        lse=lse.contiguous(),
+        scale=free.scale,
+        heads=heads,
+        group=heads // keys.k.shape[1],
+        n=n,
+        local=keys.slot.shape[1],
+        queries=queries,
+        dim=dim,
+        T=keys.slot.shape[2],
+        **tile_options(q, keys.block_size),
+    )
+
+
 @triton.jit
-def _free_masses(
-    b_s,
-    lse,
-    row_block,
-    behind_sinks,
+def _masses(
+    q,
+    k,
+    start,
+    stop,
+    slot,
     blocks,
-    i_b,
+    lse,
+    scale,
     i_bh,
     i_c,
-    known,
+    i_t,
+    heads,
+    group,
     n,
+    local,
     queries,
-    NEAREST: tl.constexpr,
+    dim,
+    T: tl.constexpr,
     P: tl.constexpr,
+    D: tl.constexpr,
     SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Masses [P, SIZE] of what is not on in any case, whether they are, and blocks back [P]."""
+    """Masses [SIZE, P] of a block of keys in the rows of the span in its slot i_t.
+
+    Keys come first: sums over rows are what is wanted most, and cost least that way.
+    Also whether a row sees a key [SIZE, P], and the span; 0 for none, which is safe to look up.
+    """
+    i_b = i_bh // heads
+    i_h = i_bh % heads
     o_p = tl.arange(0, P)
     o_k = tl.arange(0, SIZE)
-    # [P]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
-    b_lse = tl.load(lse + (i_bh * n + known) * queries + o_p, mask=o_p < queries, other=0.0)
-    row = (i_b * n + known) * queries + o_p
-    block = tl.load(blocks + i_c)
-    back = tl.load(row_block + row, mask=o_p < queries, other=-1) - block
-    first_free = tl.load(behind_sinks + i_b * n + known)
+    o_d = tl.arange(0, D)
+    m_p = o_p < queries
+    m_d = o_d < dim
+    span = tl.load(slot + (i_b * local + i_c) * T + i_t)
+    known = tl.maximum(span, 0)
 
-    # [P, SIZE]
-    seen = b_s > float("-inf")
-    position = block * SIZE + o_k
-    free = seen & (back >= NEAREST)[:, None] & (position >= first_free)[None, :]
-    b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[:, None])
-    return tl.where(free, b_mass, 0.0), free, back
+    # [D, P] and [SIZE, D]
+    q_row = (i_bh * n + known) * queries + o_p
+    q_at = q + q_row[None, :] * dim + o_d[:, None]
+    b_q = tl.load(q_at, mask=m_p[None, :] & m_d[:, None], other=0.0)
+    k_row = ((i_b * (heads // group) + i_h // group) * local + i_c) * SIZE + o_k
+    b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=m_d[None, :], other=0.0)
+    if UPCAST:
+        b_q = b_q.to(tl.float32)
+        b_k = b_k.to(tl.float32)
+    b_s = tl.dot(b_k, b_q, input_precision="ieee") * scale
+
+    # [P]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
+    row = (i_b * n + known) * queries + o_p
+    b_start = tl.load(start + row, mask=m_p, other=0)
+    b_stop = tl.load(stop + row, mask=m_p, other=0)
+    b_stop = tl.where(span >= 0, b_stop, b_start)
+    b_lse = tl.load(lse + q_row, mask=m_p, other=0.0)
+    position = tl.load(blocks + i_c) * SIZE + o_k
+    seen = (position[:, None] >= b_start[None, :]) & (position[:, None] < b_stop[None, :])
+    b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[None, :])
+    return tl.where(seen, b_mass, 0.0), seen, known
 
 
 @triton.jit
 def _price(mass, rows):
-    """Mass of a pair for its cost; rows: how many see it, an integer."""
-    return mass / (_VERTICAL_COST * (rows.to(tl.float32) + _PSEUDO_ROWS))
+    """Mass of a pair for its cost; rows: how many see it."""
+    return mass / (_VERTICAL_COST * (rows + _PSEUDO_ROWS))
 
 
 @triton.jit
@@ -140,9 +170,7 @@ def _first_kernel(
     slot,
     blocks,
     lse,
-    row_block,
     group_of_row,
-    behind_sinks,
     price,
     tile,
     left,
@@ -155,7 +183,6 @@ def _first_kernel(
     local,
     queries: tl.constexpr,
     dim,
-    NEAREST: tl.constexpr,
     T: tl.constexpr,
     U: tl.constexpr,
     P: tl.constexpr,
@@ -167,23 +194,22 @@ def _first_kernel(
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
-    i_h = i_bh % heads
     o_p = tl.arange(0, P)
     o_l = tl.arange(0, _LEVELS)
     level = tl.exp2(-1.0 - octaves * o_l)
     # A key is in one span at most; over the others' slots it adds up zeros.
     b_price = tl.zeros([SIZE], tl.float32)
     for i_t in tl.static_range(T):
-        b_s, known = scores_of_block(
+        b_mass, seen, known = _masses(
             q,
             k,
             start,
             stop,
             slot,
             blocks,
+            lse,
             scale,
-            i_b,
-            i_h,
+            i_bh,
             i_c,
             i_t,
             heads,
@@ -198,30 +224,14 @@ def _first_kernel(
             SIZE,
             UPCAST,
         )
-        b_mass, free, _ = _free_masses(
-            b_s,
-            lse,
-            row_block,
-            behind_sinks,
-            blocks,
-            i_b,
-            i_bh,
-            i_c,
-            known,
-            n,
-            queries,
-            NEAREST,
-            P,
-            SIZE,
-        )
         at = (i_bh * local + i_c) * T + i_t
         group_at = group_of_row + (i_b * n + known) * queries + o_p
         b_group = tl.load(group_at, mask=o_p < queries, other=-1)
-        store_tiles(tile, at * U, tl.sum(b_mass, 1), b_group, queries, U, P)
+        store_tiles(tile, at * U, tl.sum(b_mass, 0), b_group, queries, U, P)
 
         # [SIZE]
-        vertical = tl.sum(b_mass, 0)
-        prices = _price(vertical, tl.sum(free.to(tl.int32), 0))
+        vertical = tl.sum(b_mass, 1)
+        prices = _price(vertical, tl.sum(tl.where(seen, 1.0, 0.0), 1))
         b_price += prices
         # [SIZE, L] -> [L]
         below = prices[:, None] < level[None, :]
@@ -350,62 +360,49 @@ def _diagonal_kernel(gains, cost, price, octaves, heads, entries, CHUNK: tl.cons
 
 
 def final_prices(
-    probe: Probe,
-    keys: KeyBlocks,
-    lse: Tensor,
-    always: AlwaysOn,
-    first: Tensor,
-    diagonal: Tensor,
-    offset: Tensor,
+    free: Probe, keys: KeyBlocks, lse: Tensor, first: Tensor, diagonal: Tensor, offset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Prices of verticals beside the diagonals, and the mass that is held from each price down.
 
     A row's mass at a key counts for the diagonal, if that has the higher price, else for the
     vertical. The masses are of rows that did not choose: the probe's even rows are asked what its
     odd ones hold, and the other way round.
-    first: of first_prices(). diagonal: [B, Hq, E], of diagonal_prices(). offset: int32 [B, n],
+    first: of first_prices(). diagonal: fp32 [B, Hq, E], of diagonal_prices(). offset: int32 [B, n],
     where each span's diagonals begin.
-    Returns codes of verticals, uint8 [B, Hq, n_local, b]; of each span the mass by code, int64
-    [B, Hq, n, CODES], in 1 / MASS_UNITS, without what is always on; and how many verticals have
-    each code, int32 [B, Hq, n, CODES], sinks left out. All are of this rank's keys.
+    Returns codes of verticals, uint8 [B, Hq, n_local, b]; and by code, fp32 [B, Hq, n_local, T,
+    CODES] each, the mass of a block's keys, and how many of them rows see outside of diagonals with
+    a higher price.
     """
-    q = probe.q
-    batch, heads, n, queries, dim = q.shape
+    batch, heads = free.q.shape[:2]
     _, local, touching = keys.slot.shape
-    codes = torch.empty(first.shape, dtype=torch.uint8, device=q.device)
-    mass = torch.zeros(batch, heads, n, CODES, dtype=torch.int64, device=q.device)
-    count = torch.zeros(batch, heads, n, CODES, dtype=torch.int32, device=q.device)
+    codes = torch.empty(first.shape, dtype=torch.uint8, device=first.device)
+    mass = first.new_empty(batch, heads, local, touching, CODES)
+    count = torch.empty_like(mass)
     _final_kernel[(local, batch * heads)](
-        q.contiguous(),
-        keys.k.contiguous(),
-        probe.start.contiguous(),
-        probe.stop.contiguous(),
-        keys.slot.contiguous(),
-        keys.blocks,
-        lse.contiguous(),
-        probe.row_block.contiguous(),
-        always.start.contiguous(),
-        always.behind_sinks.contiguous(),
-        always.stop.contiguous(),
-        first,
-        diagonal.contiguous(),
-        offset.contiguous(),
-        codes,
-        mass,
-        count,
-        probe.scale,
-        heads,
-        heads // keys.k.shape[1],
-        n,
-        local,
-        queries,
-        dim,
-        diagonal.shape[2],
-        NEAREST=always.local,
-        T=touching,
-        **tile_options(q, keys.block_size),
+        **_arguments(free, keys, lse),
+        row_block=free.row_block.contiguous(),
+        first=first,
+        diagonal=diagonal.contiguous(),
+        offset=offset.contiguous(),
+        codes=codes,
+        mass=mass,
+        count=count,
+        entries=diagonal.shape[2],
     )
     return codes, mass, count
+
+
+@triton.jit
+def _by_code(codes, values):
+    """Sums fp32 [16, 16] of values by code, which is 16 times the row plus the column.
+
+    One product of matrices. Values are rounded to tf32 there, 1 part in 2,000.
+    """
+    o = tl.arange(0, 16)
+    # [16, elements] and [elements, 16]
+    in_row = tl.where(codes[None, :] // 16 == o[:, None], 1.0, 0.0)
+    in_column = tl.where(codes[:, None] % 16 == o[None, :], values[:, None], 0.0)
+    return tl.dot(in_row, in_column, input_precision="tf32")
 
 
 @triton.jit
@@ -418,9 +415,6 @@ def _final_kernel(
     blocks,
     lse,
     row_block,
-    span_start,
-    behind_sinks,
-    span_stop,
     first,
     diagonal,
     offset,
@@ -435,7 +429,6 @@ def _final_kernel(
     queries,
     dim,
     entries,
-    NEAREST: tl.constexpr,
     T: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
@@ -446,25 +439,22 @@ def _final_kernel(
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
-    i_h = i_bh % heads
     o_p = tl.arange(0, P)
-    o_k = tl.arange(0, SIZE)
-    position = tl.load(blocks + i_c) * SIZE + o_k
-    at = (i_bh * local + i_c) * SIZE + o_k
+    at = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
     b_first = tl.load(first + at)
-    is_odd = (o_p % 2 == 1)[:, None]
+    is_odd = (o_p % 2 == 1)[None, :]
     b_codes = tl.zeros([SIZE], tl.int32)
     for i_t in tl.static_range(T):
-        b_s, known = scores_of_block(
+        b_mass, seen, known = _masses(
             q,
             k,
             start,
             stop,
             slot,
             blocks,
+            lse,
             scale,
-            i_b,
-            i_h,
+            i_bh,
             i_c,
             i_t,
             heads,
@@ -479,62 +469,41 @@ def _final_kernel(
             SIZE,
             UPCAST,
         )
-        b_mass, free, back = _free_masses(
-            b_s,
-            lse,
-            row_block,
-            behind_sinks,
-            blocks,
-            i_b,
-            i_bh,
-            i_c,
-            known,
-            n,
-            queries,
-            NEAREST,
-            P,
-            SIZE,
-        )
         # [P]: the price of the diagonal that each row meets.
+        row = (i_b * n + known) * queries + o_p
+        back = tl.load(row_block + row, mask=o_p < queries, other=0) - tl.load(blocks + i_c)
         entry = tl.load(offset + i_b * n + known) + back
         entry = tl.minimum(tl.maximum(entry, 0), entries - 1)
         on_diagonal = tl.load(diagonal + i_bh * entries + entry)
-        # [P, SIZE]: what the vertical pays for, and not the diagonal.
-        is_left = free & (on_diagonal[:, None] < b_first[None, :])
-        left = tl.where(is_left, b_mass, 0.0)
 
+        # [SIZE, P]: what the vertical pays for, and not the diagonal.
+        is_left = seen & (on_diagonal[None, :] < b_first[:, None])
+        left = tl.where(is_left, b_mass, 0.0)
         # [SIZE]: of the even rows, the odd ones and all.
-        even_mass = tl.sum(tl.where(is_odd, 0.0, left), 0)
-        odd_mass = tl.sum(tl.where(is_odd, left, 0.0), 0)
-        even_rows = tl.sum((is_left & ~is_odd).to(tl.int32), 0)
-        odd_rows = tl.sum((is_left & is_odd).to(tl.int32), 0)
+        even_mass = tl.sum(tl.where(is_odd, 0.0, left), 1)
+        odd_mass = tl.sum(tl.where(is_odd, left, 0.0), 1)
+        even_rows = tl.sum(tl.where(is_left & ~is_odd, 1.0, 0.0), 1)
+        odd_rows = tl.sum(tl.where(is_left & is_odd, 1.0, 0.0), 1)
         code = _code(_price(even_mass + odd_mass, even_rows + odd_rows))
         even_price = _price(even_mass, even_rows)
         odd_price = _price(odd_mass, odd_rows)
-
-        # Each half of the rows is asked what the other half chose: [P, SIZE].
-        others = tl.where(is_odd, even_price[None, :], odd_price[None, :])
-        by_vertical = tl.where(on_diagonal[:, None] < others, b_mass, 0.0)
-        of_even = units_of(tl.sum(tl.where(is_odd, 0.0, by_vertical), 0), _MASS_UNITS)
-        of_odd = units_of(tl.sum(tl.where(is_odd, by_vertical, 0.0), 0), _MASS_UNITS)
-        of_diagonals = units_of(tl.sum(b_mass - by_vertical, 1), _MASS_UNITS)
-        total = mass + (i_bh * n + known) * _CODES
-        tl.atomic_add(total + _code(odd_price), of_even, mask=of_even > 0, sem="relaxed")
-        tl.atomic_add(total + _code(even_price), of_odd, mask=of_odd > 0, sem="relaxed")
-        of_row = total + _code(on_diagonal)
-        tl.atomic_add(of_row, of_diagonals, mask=of_diagonals > 0, sem="relaxed")
-
-        # Each key in the slot of its span.
-        span = tl.load(slot + (i_b * local + i_c) * T + i_t)
-        begin = tl.load(span_start + i_b * n + known)
-        first_free = tl.load(behind_sinks + i_b * n + known)
-        end = tl.load(span_stop + i_b * n + known)
-        end = tl.where(span >= 0, end, begin)
-        in_span = (position >= begin) & (position < end)
-        can_choose = in_span & (position >= first_free)
-        counted = count + (i_bh * n + known) * _CODES + code
-        ones = tl.full([SIZE], 1, tl.int32)
-        tl.atomic_add(counted, ones, mask=can_choose, sem="relaxed")
-        code = tl.where(can_choose, code, tl.where(in_span, _ALWAYS, 0))
+        # A key is in one span at most, and has code 0 for the others.
         b_codes = tl.maximum(b_codes, code)
+
+        # Each half of the rows is asked what the other half chose: [SIZE, P].
+        others = tl.where(is_odd, even_price[:, None], odd_price[:, None])
+        by_vertical = tl.where(on_diagonal[None, :] < others, b_mass, 0.0)
+        of_even = tl.sum(tl.where(is_odd, 0.0, by_vertical), 1)
+        of_odd = tl.sum(tl.where(is_odd, by_vertical, 0.0), 1)
+        of_diagonals = tl.sum(b_mass - by_vertical, 0)
+
+        # [16, 16]
+        by_code = _by_code(_code(odd_price), of_even)
+        by_code += _by_code(_code(even_price), of_odd)
+        by_code += _by_code(_code(on_diagonal), of_diagonals)
+        can_choose = tl.where(even_rows + odd_rows > 0, 1.0, 0.0)
+        o = tl.arange(0, 16)
+        code_at = ((i_bh * local + i_c) * T + i_t) * _CODES + o[:, None] * 16 + o[None, :]
+        tl.store(mass + code_at, by_code)
+        tl.store(count + code_at, _by_code(code, can_choose))
     tl.store(codes + at, b_codes.to(tl.uint8))

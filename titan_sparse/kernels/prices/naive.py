@@ -8,13 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.kernels.prices.inputs import (
-    ALWAYS,
     CODES,
     LEVELS,
-    MASS_UNITS,
     PSEUDO_ROWS,
     VERTICAL_COST,
-    AlwaysOn,
     codes_of,
     level_prices,
     octaves_between_levels,
@@ -24,24 +21,25 @@ from titan_sparse.kernels.probe.naive import scores_of_blocks
 
 
 def first_prices_naive(
-    probe: Probe, keys: KeyBlocks, lse: Tensor, always: AlwaysOn, seq_len: int
+    free: Probe, keys: KeyBlocks, lse: Tensor, seq_len: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The twin of first_prices()."""
     prices = []
     tiles = []
     left = []
     saved = []
-    for chunk in _chunks(probe, keys, lse, always):
+    for chunk in _chunks(free, keys, lse):
         # [B, Hq, m, T, b] and [B, 1, m, T, b]
         vertical = chunk.mass.sum(4)
-        rows = chunk.free.sum(3)[:, None]
+        rows = chunk.seen.sum(3)[:, None]
         price = vertical / (VERTICAL_COST * (rows + PSEUDO_ROWS))
         # A key is in one span at most, the others hold no mass of it.
         prices.append(price.sum(3))
 
-        # [B, Hq, m, T, 1, P] @ [B, 1, m, T, P, U] -> [B, Hq, m, T, U]
+        # One-hot [B, 1, m, T, P, U], then [B, Hq, m, T, 1, P] @ it -> [B, Hq, m, T, U]
+        group = F.one_hot(free.group[chunk.sequence, chunk.span].long(), free.groups)
         row_mass = chunk.mass.sum(-1)[..., None, :]
-        tiles.append((row_mass @ chunk.group.to(row_mass.dtype)).squeeze(-2))
+        tiles.append((row_mass @ group[:, None].to(row_mass.dtype)).squeeze(-2))
 
         # [B, Hq, m, T, b, L]
         levels = level_prices(seq_len, price)
@@ -106,25 +104,18 @@ def diagonal_prices_naive(gains: Tensor, cost: Tensor, seq_len: int) -> Tensor:
 
 
 def final_prices_naive(
-    probe: Probe,
-    keys: KeyBlocks,
-    lse: Tensor,
-    always: AlwaysOn,
-    first: Tensor,
-    diagonal: Tensor,
-    offset: Tensor,
+    free: Probe, keys: KeyBlocks, lse: Tensor, first: Tensor, diagonal: Tensor, offset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of final_prices()."""
-    batch, heads, _, block_size = first.shape
-    n = probe.q.shape[2]
+    batch, heads = first.shape[:2]
     last_entry = diagonal.shape[-1] - 1
     # [P]
-    is_odd = torch.arange(probe.q.shape[3], device=first.device) % 2 == 1
+    is_odd = torch.arange(free.q.shape[3], device=first.device) % 2 == 1
 
     codes = []
-    mass = torch.zeros(batch, heads, n * CODES, dtype=torch.int64, device=first.device)
-    count = torch.zeros_like(mass)
-    for chunk in _chunks(probe, keys, lse, always):
+    masses = []
+    counts = []
+    for chunk in _chunks(free, keys, lse):
         # [B, m, T, P] -> [B, Hq, m, T, P]: the price of the diagonal that each row meets.
         entry = offset[chunk.sequence, chunk.span][..., None] + chunk.back
         entry = entry.clamp(0, last_entry).flatten(1)
@@ -132,19 +123,21 @@ def final_prices_naive(
         on_diagonal = on_diagonal.view(batch, heads, *chunk.back.shape[1:])
         # [B, Hq, m, T, P, b]: what the vertical pays for, and not the diagonal.
         price = first[:, :, chunk.first : chunk.last, None, None]
-        is_left = chunk.free[:, None] & (on_diagonal[..., None] < price)
+        is_left = chunk.seen[:, None] & (on_diagonal[..., None] < price)
 
         # Of the even rows, the odd ones and all: masses and rows [B, Hq, m, T, b].
         left = chunk.mass * is_left
-        odd_mass = left[..., is_odd, :].sum(4)
-        odd_rows = is_left[..., is_odd, :].sum(4)
         even_mass = left[..., ~is_odd, :].sum(4)
+        odd_mass = left[..., is_odd, :].sum(4)
         even_rows = is_left[..., ~is_odd, :].sum(4)
+        odd_rows = is_left[..., is_odd, :].sum(4)
+        rows = even_rows + odd_rows
         even_price = even_mass / (VERTICAL_COST * (even_rows + PSEUDO_ROWS))
         odd_price = odd_mass / (VERTICAL_COST * (odd_rows + PSEUDO_ROWS))
-        rows = even_rows + odd_rows
         price = (even_mass + odd_mass) / (VERTICAL_COST * (rows + PSEUDO_ROWS))
         code = codes_of(price)
+        # A key is in one span at most, and has code 0 for the others.
+        codes.append(code.amax(3))
 
         # Each half of the rows is asked what the other half chose: [B, Hq, m, T, P, b].
         others = torch.where(is_odd[:, None], even_price[..., None, :], odd_price[..., None, :])
@@ -152,83 +145,47 @@ def final_prices_naive(
         of_even = by_vertical[..., ~is_odd, :].sum(4)
         of_odd = by_vertical[..., is_odd, :].sum(4)
         of_diagonals = (chunk.mass - by_vertical).sum(-1)
-        span = chunk.span[:, None, :, :, None]
-        _add(mass, span * CODES + codes_of(odd_price), _units(of_even))
-        _add(mass, span * CODES + codes_of(even_price), _units(of_odd))
-        _add(mass, span * CODES + codes_of(on_diagonal), _units(of_diagonals))
-
-        # [B, 1, m, T, b]: each key in the slot of its span.
-        can_choose = (chunk.in_span & ~chunk.is_sink)[:, None]
-        _add(count, span * CODES + code, can_choose.expand_as(code).long())
-        code = code.where(can_choose, 0)
-        is_sink = (chunk.in_span & chunk.is_sink)[:, None]
-        codes.append(code.masked_fill(is_sink, ALWAYS).amax(3))
-    shape = (batch, heads, n, CODES)
-    return torch.cat(codes, dim=2), mass.view(shape), count.view(shape).int()
+        mass = _by_code(codes_of(odd_price), of_even)
+        mass = mass + _by_code(codes_of(even_price), of_odd)
+        masses.append(mass + _by_code(codes_of(on_diagonal), of_diagonals))
+        counts.append(_by_code(code, (rows > 0).to(mass.dtype)))
+    return torch.cat(codes, dim=2), torch.cat(masses, dim=2), torch.cat(counts, dim=2)
 
 
-def _units(mass: Tensor) -> Tensor:
-    """int64; any mass above 0 weighs something."""
-    return (mass.double() * MASS_UNITS).ceil().long()
-
-
-def _add(total: Tensor, place: Tensor, values: Tensor) -> None:
-    """total [B, Hq, places] += values [B, Hq, ...] at int [B, Hq, ...], in place."""
-    place = place.expand_as(values).flatten(2)
-    total.scatter_add_(2, place, values.flatten(2))
+def _by_code(codes: Tensor, values: Tensor) -> Tensor:
+    """Sums [..., CODES] of values [..., elements] by code."""
+    total = values.new_zeros(*values.shape[:-1], CODES)
+    return total.scatter_add_(-1, codes.long(), values)
 
 
 class _Chunk(NamedTuple):
     """What some blocks of keys, first .. last - 1, hold of the probe's mass.
 
-    mass: [B, Hq, m, T, P, b], 0 for what is on in any case.
-    free: bool [B, m, T, P, b], what a row sees that is not on in any case.
-    in_span, is_sink: bool [B, m, T, b].
+    mass: [B, Hq, m, T, P, b], 0 for what a row does not see. seen: bool [B, m, T, P, b].
     span: int64 [B, m, T], 0 for none. sequence: int64 [B, 1, 1].
     back: int64 [B, m, T, P], how many blocks before the row's block the keys lie.
-    group: bool [B, 1, m, T, P, U].
     """
 
     first: int
     last: int
     mass: Tensor
-    free: Tensor
-    in_span: Tensor
-    is_sink: Tensor
+    seen: Tensor
     span: Tensor
     sequence: Tensor
     back: Tensor
-    group: Tensor
 
 
-def _chunks(probe: Probe, keys: KeyBlocks, lse: Tensor, always: AlwaysOn) -> Iterator[_Chunk]:
-    batch = len(probe.q)
+def _chunks(free: Probe, keys: KeyBlocks, lse: Tensor) -> Iterator[_Chunk]:
     # [B, n, Hq, P], finite also for rows that see nothing: their masses are 0, not NaN.
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min).transpose(1, 2)
-    sequence = torch.arange(batch, device=lse.device)[:, None, None]
-    in_block = torch.arange(keys.block_size, device=lse.device)
-    for first, last, scores in scores_of_blocks(probe, keys):
-        touched = keys.slot[:, first:last] >= 0
+    sequence = torch.arange(len(lse), device=lse.device)[:, None, None]
+    for first, last, scores in scores_of_blocks(free, keys):
         span = keys.slot[:, first:last].clamp(min=0).long()
-        # [m, b]
-        block = keys.blocks[first:last].long()
-        position = block[:, None] * keys.block_size + in_block
-        # [B, m, T, b]
-        position = position[:, None]
-        in_span = position >= always.start[sequence, span][..., None]
-        in_span = in_span & (position < always.stop[sequence, span][..., None])
-        in_span = in_span & touched[..., None]
-        is_sink = position < always.behind_sinks[sequence, span][..., None]
-
-        # [B, m, T, P]
-        back = probe.row_block[sequence, span].long() - block[:, None, None]
-        # [B, m, T, P, b]; what a row does not see does not depend on the head.
-        seen = scores[:, 0] > -torch.inf
-        free = seen & (back >= always.local)[..., None] & ~is_sink[..., None, :]
-
         # [B, m, T, Hq, P] -> [B, Hq, m, T, P]
         row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)
-        mass = (scores - row_lse[..., None]).exp() * free[:, None]
-        row_group = probe.group[sequence, span].long()
-        group = F.one_hot(row_group, probe.groups).bool()[:, None]
-        yield _Chunk(first, last, mass, free, in_span, is_sink, span, sequence, back, group)
+        mass = (scores - row_lse[..., None]).exp()
+        # What a row sees does not depend on the head.
+        seen = scores[:, 0] > -torch.inf
+        block = keys.blocks[first:last].long()
+        back = free.row_block[sequence, span].long() - block[:, None, None]
+        yield _Chunk(first, last, mass, seen, span, sequence, back)

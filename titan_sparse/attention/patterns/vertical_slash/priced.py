@@ -25,7 +25,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     look,
 )
 from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import ALWAYS, CODES, MASS_UNITS, PSEUDO_ROWS, AlwaysOn
+from titan_sparse.kernels.prices import ALWAYS, CODES, PSEUDO_ROWS
 
 
 class Limits(NamedTuple):
@@ -48,7 +48,10 @@ class Limits(NamedTuple):
 class Priced(NamedTuple):
     """What prices need to know besides the Geometry, the same for every layer.
 
-    always: what is on in any case.
+    free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not on in any
+        case.
+    is_sink: bool [B, S].
+    spans_of_slots: float64 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
     offset: int32 [B, n], where each span's diagonals begin.
     tile, rows: int32 [B, U, E], the rank's tiles that make up each diagonal, -1 for none, and how
         many of the probe's rows see each.
@@ -59,7 +62,10 @@ class Priced(NamedTuple):
     weight: float64 [B, n], rows of the sequence that each of them stands for.
     """
 
-    always: AlwaysOn
+    free_start: Tensor
+    free_stop: Tensor
+    is_sink: Tensor
+    spans_of_slots: Tensor
     offset: Tensor
     tile: Tensor
     rows: Tensor
@@ -101,17 +107,25 @@ def priced_geometry(
     tile = number * touching + known[:, None] - first_slot
     tile = tile * groups + torch.arange(groups, device=device)[:, None]
 
-    probed = group_rows.sum(-1)
+    # A row's nearest diagonals are all keys from some block's first on.
     sink_stop = torch.minimum(spans.start + sinks, spans.stop)
+    first_local = (geometry.row_block - local + 1) * block_size
+    span_of_token = span_of_tokens(spans.start, spans.stop, seq_len)
+    stop_of_token = lookup(sink_stop, span_of_token.clamp(max=n - 1))
+    numbers = torch.arange(n, device=device)[:, None]
+    probed = group_rows.sum(-1)
     return Priced(
-        always=AlwaysOn(local, spans.start.int(), sink_stop.int(), spans.stop.int()),
+        free_start=torch.maximum(geometry.start, sink_stop[..., None]).int(),
+        free_stop=torch.minimum(geometry.stop, first_local).int(),
+        is_sink=(span_of_token < n) & (torch.arange(seq_len, device=device) < stop_of_token),
+        spans_of_slots=(geometry.slot.flatten(1)[:, None] == numbers).double(),
         offset=spans.offset.int(),
         tile=tile.where((rows > 0) & (number >= 0), -1).int().contiguous(),
         rows=rows.int().contiguous(),
         cost=(rows.sum(1) + PSEUDO_ROWS) * block_size,
         is_local=(span < n) & (distance < local),
         span_of_entry=span,
-        span_of_token=span_of_tokens(spans.start, spans.stop, seq_len),
+        span_of_token=span_of_token,
         probed=probed,
         weight=(spans.stop - spans.start) / probed.clamp(min=1).double(),
     )
@@ -150,6 +164,7 @@ def choose_priced(
 
     # [B, Hq, S] and [B, Hq, E]
     is_vertical = codes >= _by_span(vertical_limit, priced.span_of_token)
+    is_vertical = is_vertical | priced.is_sink[:, None]
     slashes = diagonal_codes >= _by_span(diagonal_limit, priced.span_of_entry)
     verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
@@ -162,21 +177,28 @@ def _codes(
     """Codes of all diagonals uint8 [B, Hq, E], and of this rank's keys what final_prices() tells."""
     seq_len = priced.span_of_token.shape[1]
     probe, keys, lse = look(q, k, geometry, cp, scale)
-    always = priced.always
+    free = probe._replace(start=priced.free_start, stop=priced.free_stop)
     if by_kernels(keys):
-        first, *of_tiles = kernels.first_prices(probe, keys, lse, always, seq_len)
+        first, *of_tiles = kernels.first_prices(free, keys, lse, seq_len)
         gains = kernels.diagonal_gains(*of_tiles, priced.tile, priced.rows)
         gains = cp.all_reduce(gains)
         diagonal = kernels.diagonal_prices(gains, priced.cost, seq_len)
-        final = kernels.final_prices(probe, keys, lse, always, first, diagonal, priced.offset)
+        codes, *by_slot = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
     else:
-        first, *of_tiles = kernels.first_prices_naive(probe, keys, lse, always, seq_len)
+        first, *of_tiles = kernels.first_prices_naive(free, keys, lse, seq_len)
         gains = kernels.diagonal_gains_naive(*of_tiles, priced.tile, priced.rows)
         gains = cp.all_reduce(gains)
         diagonal = kernels.diagonal_prices_naive(gains, priced.cost, seq_len)
-        final = kernels.final_prices_naive(probe, keys, lse, always, first, diagonal, priced.offset)
-    codes = kernels.codes_of(diagonal)
-    return codes.masked_fill(priced.is_local[:, None], ALWAYS), *final
+        codes, *by_slot = kernels.final_prices_naive(
+            free, keys, lse, first, diagonal, priced.offset
+        )
+    diagonal_codes = kernels.codes_of(diagonal).masked_fill(priced.is_local[:, None], ALWAYS)
+    mass, count = by_slot
+    # [B, 1, n, slots] @ [B, Hq, slots, CODES]
+    of_spans = priced.spans_of_slots[:, None].to(mass.dtype)
+    mass = of_spans @ mass.flatten(2, 3)
+    count = of_spans @ count.flatten(2, 3)
+    return diagonal_codes, codes, mass, count
 
 
 def _of_all_ranks(
@@ -188,7 +210,7 @@ def _of_all_ranks(
     """
     if cp.size == 1:
         return codes[:, :, order].flatten(2), mass, count
-    parts = [codes.flatten().view(torch.int32), mass.flatten().view(torch.int32), count.flatten()]
+    parts = [part.flatten().view(torch.int32) for part in (codes, mass, count)]
     lengths = [len(part) for part in parts]
     # [ranks, elements]
     gathered = cp.all_gather(torch.cat(parts))
@@ -196,8 +218,8 @@ def _of_all_ranks(
     # [ranks, B, Hq, n_local, b] -> [B, Hq, ranks n_local, b]
     all_codes = all_codes.contiguous().view(torch.uint8).view(cp.size, *codes.shape)
     all_codes = all_codes.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    all_mass = all_mass.contiguous().view(torch.int64).view(cp.size, *mass.shape)
-    all_count = all_count.view(cp.size, *count.shape)
+    all_mass = all_mass.contiguous().view(mass.dtype).view(cp.size, *mass.shape)
+    all_count = all_count.contiguous().view(count.dtype).view(cp.size, *count.shape)
     return all_codes[:, :, order].flatten(2), all_mass.sum(0), all_count.sum(0)
 
 
@@ -207,13 +229,13 @@ def price_limits(
     """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
 
     They are the highest ones that do.
-    mass: int64 [B, Hq, n, CODES], of kernels.final_prices(). probed, weight: of Priced.
+    mass: float [B, Hq, n, CODES], of kernels.final_prices(). probed, weight: of Priced.
     shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
     the first heads give up its elements, as far as the recall allows.
     """
     heads = mass.shape[1]
     # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
-    mass = mass.double() / MASS_UNITS
+    mass = mass.double()
     lost = mass.cumsum(-1) - mass
     # [B, Hq, n]
     may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
@@ -235,7 +257,7 @@ def price_limits(
 def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
     """Limits that keep to bounds on the number of elements, and whether the cap raised one.
 
-    limit: int64 [B, Hq, n], codes. count: int [B, Hq, n, CODES], elements of each code, those that
+    limit: int64 [B, Hq, n], codes. count: [B, Hq, n, CODES], elements of each code, those that
     are always on left out. least: of each span; most: int64 [B, n], which wins.
     Elements of one code are taken together: fewer than `most` may be left.
     Returns int64 [B, Hq, n] and bool [B, Hq].
