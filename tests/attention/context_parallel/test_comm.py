@@ -220,11 +220,11 @@ BYTES = {
 VERTICALS = 2 * 4 * 32 * 8
 # Of four heads 16 queries of the probe, summed, and their fp32 normalizers. Summed in fp32, the
 # gains of 16 diagonals at 16 levels. A byte for each of 64 keys that a rank has, and by code the
-# int64 masses and the int32 counts.
+# fp32 masses and counts.
 PROBE = 4 * 16 * 8 * 2 * 3 // 2
 NORMALIZERS = 4 * 16 * 4 * 3
 GAINS = 4 * 16 * 16 * 4 * 3 // 2
-CODES = 4 * (64 + 256 * (8 + 4)) * 3
+CODES = 4 * (64 + 256 * (4 + 4)) * 3
 
 
 @pytest.mark.parametrize("schedule", BYTES)

@@ -6,18 +6,18 @@ from torch import Tensor
 
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.priced import limited, price_limits
-from titan_sparse.kernels.prices import ALWAYS, CODES, MASS_UNITS, codes_of
+from titan_sparse.kernels.prices import ALWAYS, CODES, codes_of
 
 
 def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
-    """int64 [1, Hq, n, CODES], from {code: mass} of each head, or of each span of a head."""
+    """[1, Hq, n, CODES], from {code: mass} of each head, or of each span of a head."""
     rows = [head if isinstance(head, list) else [head] for head in heads]
     mass = torch.zeros(1, len(rows), len(rows[0]), CODES, dtype=torch.float64)
     for h, spans in enumerate(rows):
         for span, by_code in enumerate(spans):
             for code, held in by_code.items():
                 mass[0, h, span, code] = held
-    return (mass * MASS_UNITS).long()
+    return mass
 
 
 def _limits(mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool):

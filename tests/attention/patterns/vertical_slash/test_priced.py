@@ -5,13 +5,14 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns.spans import Spans, find_spans
-from titan_sparse.attention.patterns.vertical_slash.priced import Priced, priced_geometry
+from titan_sparse.attention.patterns.vertical_slash.priced import Priced, _codes, priced_geometry
 from titan_sparse.attention.patterns.vertical_slash.probe import Geometry, look, probe_geometry
 from titan_sparse.attention.patterns.vertical_slash.rows import last_rows, spread_rows
 from titan_sparse.kernels import prices
@@ -79,8 +80,8 @@ def _code(price: float) -> int:
 
 
 def _per_pair(mass: float, rows: int) -> float:
-    """A pair of a vertical costs as much as two; half a row without mass is seen besides."""
-    return mass / (2 * (rows + 0.5))
+    """What a pair of a vertical holds for its cost; some rows without mass see it besides."""
+    return mass / (prices.VERTICAL_COST * (rows + prices.PSEUDO_ROWS))
 
 
 def _first_prices(of: Known) -> dict[int, float]:
@@ -109,7 +110,7 @@ def _gain(of: Known, distance: int, level: float, first: dict[int, float]) -> fl
         chosen = sum(first[key] >= level for key in keys)
         if total:
             gain += sum(of.held[row][key] for key in keys) * below / total
-        gain += 2 * chosen * level
+        gain += prices.VERTICAL_COST * chosen * level
     return gain
 
 
@@ -118,7 +119,7 @@ def _diagonal_price(of: Known, distance: int, first: dict[int, float]) -> float:
     if distance < of.case.local:
         return 0.0
     meet = [row for row in of.rows if of.rows[row] // BLOCK - distance >= of.start // BLOCK]
-    cost = (len(meet) + 0.5) * BLOCK
+    cost = (len(meet) + prices.PSEUDO_ROWS) * BLOCK
     before = None
     for level in _levels(of.case.seq_len):
         gain = _gain(of, distance, level, first)
@@ -148,10 +149,8 @@ def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
         price, of_even, of_odd = (
             _per_pair(of.column(key, rows), len(rows)) for rows in (paid, even, odd)
         )
-        if key < of.start + of.case.sinks:
-            codes[key] = 255
-        else:
-            codes[key] = _code(price)
+        codes[key] = _code(price)
+        if paid:
             count[codes[key]] += 1
         # Each row is asked what the other half chose.
         for row in free:
@@ -162,7 +161,7 @@ def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
 
 
 class Made(NamedTuple):
-    """By the twins. final: codes, mass and count."""
+    """By the twins. codes, mass, count: what a selection is made from, of each span."""
 
     spans: Spans
     geometry: Geometry
@@ -170,7 +169,10 @@ class Made(NamedTuple):
     first: Tensor
     gains: Tensor
     diagonal: Tensor
-    final: tuple[Tensor, Tensor, Tensor]
+    diagonal_codes: Tensor
+    codes: Tensor
+    mass: Tensor
+    count: Tensor
 
 
 def _inputs(case: Case) -> tuple[Tensor, Tensor]:
@@ -191,13 +193,12 @@ def _made(case: Case) -> Made:
     priced = priced_geometry(spans, geometry, case.seq_len, BLOCK, case.sinks, case.local)
     probe, keys, lse = look(q, k, geometry, cp, SCALE)
 
-    first, *table = prices.first_prices_naive(probe, keys, lse, priced.always, case.seq_len)
+    free = probe._replace(start=priced.free_start, stop=priced.free_stop)
+    first, *table = prices.first_prices_naive(free, keys, lse, case.seq_len)
     gains = prices.diagonal_gains_naive(*table, priced.tile, priced.rows)
     diagonal = prices.diagonal_prices_naive(gains, priced.cost, case.seq_len)
-    final = prices.final_prices_naive(
-        probe, keys, lse, priced.always, first, diagonal, priced.offset
-    )
-    return Made(spans, geometry, priced, first, gains, diagonal, final)
+    by_span = _codes(q, k, geometry, priced, cp, SCALE)
+    return Made(spans, geometry, priced, first, gains, diagonal, *by_span)
 
 
 def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
@@ -227,8 +228,8 @@ def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
 def test_prices_are_those_of_the_definition(name):
     case = CASES[name]
     made = _made(case)
-    codes, mass, count = made.final
-    mass = mass.double() / 2**32
+    codes, mass, count = made.codes, made.mass, made.count
+    assert mass.dtype == torch.float64
     checked = 0
     for b in range(2):
         # Heads of both KV heads.
@@ -244,6 +245,7 @@ def test_prices_are_those_of_the_definition(name):
                 checked += 1
             outside = [key for key in range(case.seq_len) if key not in in_a_span]
             assert not codes[b, h].flatten()[outside].any()
+            assert not made.priced.is_sink[b, outside].any()
     assert checked >= 4
 
 
@@ -264,11 +266,20 @@ def _check_span(made: Made, of: Known, at: tuple[int, int, int]) -> None:
             got = made.gains[b, h, offset + distance, number].item()
             assert got == pytest.approx(_gain(of, distance, level, first), rel=1e-9, abs=1e-12)
 
+    want_codes = [_code(price) for price in diagonals]
+    want_codes[: of.case.local] = [255] * min(of.case.local, count)
+    assert made.diagonal_codes[b, h, offset : offset + count].tolist() == want_codes
+
     want = _final(of, first, diagonals)
-    codes, mass, counted = made.final
-    got_codes = codes[b, h].flatten().tolist()
+    got_codes = made.codes[b, h].flatten().tolist()
     assert {key: got_codes[key] for key in of.keys()} == want.codes
-    got_mass = (mass[b, h, span].double() / 2**32).tolist()
+    got_mass = made.mass[b, h, span].tolist()
     for code in range(256):
-        assert got_mass[code] == pytest.approx(want.mass[code], abs=1e-6)
-        assert int(counted[b, h, span, code]) == want.count[code]
+        assert got_mass[code] == pytest.approx(want.mass[code], abs=1e-9)
+        assert made.count[b, h, span, code] == want.count[code]
+
+    is_sink = made.priced.is_sink[b].tolist()
+    assert [key for key in of.keys() if is_sink[key]] == list(of.keys())[: of.case.sinks]
+    assert made.priced.probed[b, span] == len(of.rows)
+    tokens = of.stop - of.start
+    assert made.priced.weight[b, span].item() * len(of.rows) == pytest.approx(tokens)

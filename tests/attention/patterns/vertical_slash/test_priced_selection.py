@@ -57,7 +57,8 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
     """Means over seeds of the probe and heads, of all rows of long documents.
 
-    With 128 rows of a span a single draw is off by up to 0.02.
+    With 128 rows of a span a single draw is off by up to 0.03. Half of them choose a little worse
+    than all, so that more is kept than was asked for.
     """
     seq_len, block = 2048, 32
     q, k = _generated(kind, seq_len)
@@ -77,8 +78,8 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
             kept.append((mass * chosen).sum(-1)[..., rows].mean().item())
         mean = sum(kept) / len(kept)
         print(f"{kind}, asked {recall}: {mean:.4f}, {min(kept):.4f} to {max(kept):.4f}")
-        assert recall - 0.01 <= mean <= recall + 0.011
-        assert max(abs(one - recall) for one in kept) < 0.03
+        assert recall - 0.01 <= mean <= recall + 0.02
+        assert max(abs(one - recall) for one in kept) < 0.035
 
 
 def test_one_price_for_all_heads_needs_less_than_a_recall_of_each():
@@ -215,13 +216,13 @@ def test_what_lies_outside_the_span_changes_nothing(probe_rows):
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_scale_is_that_of_the_softmax(budget):
     q, k, _ = structured_qkv(1, 4, 2, SEQ_LEN, 8)
-    pattern = _pattern(budget=budget)
-    index = pattern.select(q, k, Causal(), block_size=BLOCK, scale=0.7)
-    same = pattern.select(q * 0.7 * 8**0.5, k, Causal(), block_size=BLOCK)
+    pattern = _pattern(budget=budget, probe=48)
+    index = pattern.select(q, k, Causal(), block_size=BLOCK, scale=1.2)
+    same = pattern.select(q * 1.2 * 8**0.5, k, Causal(), block_size=BLOCK)
     usual = pattern.select(q, k, Causal(), block_size=BLOCK)
     for one, other in zip(index.tensors(), same.tensors(), strict=True):
         assert torch.equal(one, other)
-    assert index.dense(Causal()).sum() < usual.dense(Causal()).sum()
+    assert not torch.equal(index.dense(Causal()), usual.dense(Causal()))
 
 
 def test_fp32_chooses_nearly_what_fp64_does():
