@@ -40,7 +40,7 @@ CASES = {
     "window": Case(Causal() & SlidingWindow(29), 72, 16),
     "documents": Case(Documents([[27, 4, 33], [18, 19, 27]]), 64, 9, local=2),
     "last rows of documents": Case(Documents([[27, 4, 33], [18, 19, 27]]), 72, 11, "last"),
-    "more rows than tokens": Case(Documents([[20, 44], [50]]), 64, 24, sinks=5),
+    "more rows than tokens": Case(Documents([[20, 44], [50]]), 64, 32, sinks=5),
 }
 
 
