@@ -116,7 +116,7 @@ def test_prices(mask, kind, queries):
     assert differ.double().mean() < 0.02 and differ.max() <= prices.CODES_PER_OCTAVE
     _assert_close_by_code(got_mass.double().sum(2), mass.double().sum(2))
     _assert_close_by_code(got_count.double().sum(2), count.double().sum(2))
-    assert count.sum() > SEQ_LEN and mass.sum() > 1
+    assert count.sum() > 100 and mass.sum() > 1
 
 
 def _assert_close_by_code(got: Tensor, want: Tensor) -> None:

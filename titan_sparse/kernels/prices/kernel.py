@@ -19,7 +19,7 @@ from titan_sparse.kernels.prices.inputs import (
     octaves_between_levels,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
-from titan_sparse.kernels.probe.kernel import store_tiles, tile_options
+from titan_sparse.kernels.probe.kernel import tile_options
 
 _ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)
@@ -57,6 +57,7 @@ def first_prices(
         saved=saved,
         octaves=octaves_between_levels(seq_len),
         U=free.groups,
+        U2=triton.next_power_of_2(free.groups),
     )
     return price, tile, left, saved
 
@@ -81,8 +82,18 @@ def _arguments(free: Probe, keys: KeyBlocks, lse: Tensor) -> dict:
         queries=queries,
         dim=dim,
         T=keys.slot.shape[2],
-        **tile_options(q, keys.block_size),
+        **_tile_options(q, keys.block_size),
     )
+
+
+def _tile_options(q: Tensor, block_size: int) -> dict:
+    """As for the probe's kernels, but half of the rows at a time."""
+    options = tile_options(q, block_size)
+    queries = q.shape[3]
+    # tl.dot() wants 16 or more.
+    half = max(16, triton.next_power_of_2(queries) // 2)
+    # Of a warp are all rows of some keys, so that no sum over rows goes through shared memory.
+    return options | dict(P=half, num_warps=4)
 
 
 @triton.jit
@@ -98,6 +109,7 @@ def _masses(
     i_bh,
     i_c,
     i_t,
+    half,
     heads,
     group,
     n,
@@ -110,14 +122,15 @@ def _masses(
     SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Masses [SIZE, P] of a block of keys in the rows of the span in its slot i_t.
+    """Masses [SIZE, P] of a block of keys in half of the rows of the span in its slot i_t.
 
     Keys come first: sums over rows are what is wanted most, and cost least that way.
-    Also whether a row sees a key [SIZE, P], and the span; 0 for none, which is safe to look up.
+    Also which rows see anything of the block [P], and the span; 0 for none, which is safe to look
+    up. half: 0 for even rows, 1 for odd ones.
     """
     i_b = i_bh // heads
     i_h = i_bh % heads
-    o_p = tl.arange(0, P)
+    o_p = 2 * tl.arange(0, P) + half
     o_k = tl.arange(0, SIZE)
     o_d = tl.arange(0, D)
     m_p = o_p < queries
@@ -142,10 +155,12 @@ def _masses(
     b_stop = tl.load(stop + row, mask=m_p, other=0)
     b_stop = tl.where(span >= 0, b_stop, b_start)
     b_lse = tl.load(lse + q_row, mask=m_p, other=0.0)
-    position = tl.load(blocks + i_c) * SIZE + o_k
+    first_key = tl.load(blocks + i_c) * SIZE
+    sees = (b_start < b_stop) & (b_start < first_key + SIZE) & (b_stop > first_key)
+    position = first_key + o_k
     seen = (position[:, None] >= b_start[None, :]) & (position[:, None] < b_stop[None, :])
     b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[None, :])
-    return tl.where(seen, b_mass, 0.0), seen, known
+    return tl.where(seen, b_mass, 0.0), sees, known
 
 
 @triton.jit
@@ -185,53 +200,72 @@ def _first_kernel(
     dim,
     T: tl.constexpr,
     U: tl.constexpr,
+    U2: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The results of first_prices() for a block of keys. octaves: between levels."""
+    """The results of first_prices() for a block of keys.
+
+    octaves: between levels. U2: U, rounded up to a power of two.
+    """
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
-    o_p = tl.arange(0, P)
     o_l = tl.arange(0, _LEVELS)
+    o_u = tl.arange(0, U2)
     level = tl.exp2(-1.0 - octaves * o_l)
     # A key is in one span at most; over the others' slots it adds up zeros.
     b_price = tl.zeros([SIZE], tl.float32)
     for i_t in tl.static_range(T):
-        b_mass, seen, known = _masses(
-            q,
-            k,
-            start,
-            stop,
-            slot,
-            blocks,
-            lse,
-            scale,
-            i_bh,
-            i_c,
-            i_t,
-            heads,
-            group,
-            n,
-            local,
-            queries,
-            dim,
-            T,
-            P,
-            D,
-            SIZE,
-            UPCAST,
-        )
         at = (i_bh * local + i_c) * T + i_t
-        group_at = group_of_row + (i_b * n + known) * queries + o_p
-        b_group = tl.load(group_at, mask=o_p < queries, other=-1)
-        store_tiles(tile, at * U, tl.sum(b_mass, 0), b_group, queries, U, P)
+        # [SIZE], and how many rows see anything of the block.
+        vertical = tl.zeros([SIZE], tl.float32)
+        rows = tl.zeros([], tl.float32)
+        of_groups = tl.zeros([U2], tl.float32)
+        for half in tl.static_range(2):
+            b_mass, sees, known = _masses(
+                q,
+                k,
+                start,
+                stop,
+                slot,
+                blocks,
+                lse,
+                scale,
+                i_bh,
+                i_c,
+                i_t,
+                half,
+                heads,
+                group,
+                n,
+                local,
+                queries,
+                dim,
+                T,
+                P,
+                D,
+                SIZE,
+                UPCAST,
+            )
+            vertical += tl.sum(b_mass, 1)
+            rows += tl.sum(tl.where(sees, 1.0, 0.0), 0)
+            of_row = tl.sum(b_mass, 0)
+            o_p = 2 * tl.arange(0, P) + half
+            if U == queries:
+                # Each row is a group.
+                tl.store(tile + at * U + o_p, of_row, mask=o_p < queries)
+            else:
+                group_at = group_of_row + (i_b * n + known) * queries + o_p
+                b_group = tl.load(group_at, mask=o_p < queries, other=-1)
+                in_group = b_group[:, None] == o_u[None, :]
+                of_groups += tl.sum(tl.where(in_group, of_row[:, None], 0.0), 0)
+        if U != queries:
+            tl.store(tile + at * U + o_u, of_groups, mask=o_u < U)
 
-        # [SIZE]
-        vertical = tl.sum(b_mass, 1)
-        prices = _price(vertical, tl.sum(tl.where(seen, 1.0, 0.0), 1))
+        prices = _price(vertical, rows)
         b_price += prices
         # [SIZE, L] -> [L]
         below = prices[:, None] < level[None, :]
@@ -369,9 +403,9 @@ def final_prices(
     odd ones hold, and the other way round.
     first: of first_prices(). diagonal: fp32 [B, Hq, E], of diagonal_prices(). offset: int32 [B, n],
     where each span's diagonals begin.
+    A row counts for all keys of a block of which it sees some.
     Returns codes of verticals, uint8 [B, Hq, n_local, b]; and by code, fp32 [B, Hq, n_local, T,
-    CODES] each, the mass of a block's keys, and how many of them rows see outside of diagonals with
-    a higher price.
+    CODES] each, the mass of a block's keys, and how many of them hold any beside the diagonals.
     """
     batch, heads = free.q.shape[:2]
     _, local, touching = keys.slot.shape
@@ -403,6 +437,32 @@ def _by_code(codes, values):
     in_row = tl.where(codes[None, :] // 16 == o[:, None], 1.0, 0.0)
     in_column = tl.where(codes[:, None] % 16 == o[None, :], values[:, None], 0.0)
     return tl.dot(in_row, in_column, input_precision="tf32")
+
+
+@triton.jit
+def _met_diagonals(
+    diagonal,
+    row_block,
+    offset,
+    blocks,
+    i_bh,
+    i_c,
+    known,
+    half,
+    heads,
+    n,
+    queries,
+    entries,
+    P: tl.constexpr,
+):
+    """Prices [P] of the diagonals that half of a span's rows meet in a block of keys."""
+    i_b = i_bh // heads
+    o_p = 2 * tl.arange(0, P) + half
+    row = (i_b * n + known) * queries + o_p
+    back = tl.load(row_block + row, mask=o_p < queries, other=0) - tl.load(blocks + i_c)
+    entry = tl.load(offset + i_b * n + known) + back
+    entry = tl.minimum(tl.maximum(entry, 0), entries - 1)
+    return tl.load(diagonal + i_bh * entries + entry)
 
 
 @triton.jit
@@ -438,14 +498,11 @@ def _final_kernel(
     """The results of final_prices() for a block of keys."""
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // heads
-    o_p = tl.arange(0, P)
     at = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
     b_first = tl.load(first + at)
-    is_odd = (o_p % 2 == 1)[None, :]
     b_codes = tl.zeros([SIZE], tl.int32)
     for i_t in tl.static_range(T):
-        b_mass, seen, known = _masses(
+        even, even_sees, known = _masses(
             q,
             k,
             start,
@@ -457,6 +514,7 @@ def _final_kernel(
             i_bh,
             i_c,
             i_t,
+            0,
             heads,
             group,
             n,
@@ -469,39 +527,86 @@ def _final_kernel(
             SIZE,
             UPCAST,
         )
-        # [P]: the price of the diagonal that each row meets.
-        row = (i_b * n + known) * queries + o_p
-        back = tl.load(row_block + row, mask=o_p < queries, other=0) - tl.load(blocks + i_c)
-        entry = tl.load(offset + i_b * n + known) + back
-        entry = tl.minimum(tl.maximum(entry, 0), entries - 1)
-        on_diagonal = tl.load(diagonal + i_bh * entries + entry)
+        odd, odd_sees, known = _masses(
+            q,
+            k,
+            start,
+            stop,
+            slot,
+            blocks,
+            lse,
+            scale,
+            i_bh,
+            i_c,
+            i_t,
+            1,
+            heads,
+            group,
+            n,
+            local,
+            queries,
+            dim,
+            T,
+            P,
+            D,
+            SIZE,
+            UPCAST,
+        )
+        # [P]: prices of the diagonals that the rows meet.
+        even_diagonal = _met_diagonals(
+            diagonal,
+            row_block,
+            offset,
+            blocks,
+            i_bh,
+            i_c,
+            known,
+            0,
+            heads,
+            n,
+            queries,
+            entries,
+            P,
+        )
+        odd_diagonal = _met_diagonals(
+            diagonal,
+            row_block,
+            offset,
+            blocks,
+            i_bh,
+            i_c,
+            known,
+            1,
+            heads,
+            n,
+            queries,
+            entries,
+            P,
+        )
 
-        # [SIZE, P]: what the vertical pays for, and not the diagonal.
-        is_left = seen & (on_diagonal[None, :] < b_first[:, None])
-        left = tl.where(is_left, b_mass, 0.0)
-        # [SIZE]: of the even rows, the odd ones and all.
-        even_mass = tl.sum(tl.where(is_odd, 0.0, left), 1)
-        odd_mass = tl.sum(tl.where(is_odd, left, 0.0), 1)
-        even_rows = tl.sum(tl.where(is_left & ~is_odd, 1.0, 0.0), 1)
-        odd_rows = tl.sum(tl.where(is_left & is_odd, 1.0, 0.0), 1)
+        # [SIZE]: what the vertical pays for, and not the diagonal.
+        even_left = even_sees[None, :] & (even_diagonal[None, :] < b_first[:, None])
+        odd_left = odd_sees[None, :] & (odd_diagonal[None, :] < b_first[:, None])
+        even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
+        odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
+        even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
+        odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
         code = _code(_price(even_mass + odd_mass, even_rows + odd_rows))
-        even_price = _price(even_mass, even_rows)
-        odd_price = _price(odd_mass, odd_rows)
         # A key is in one span at most, and has code 0 for the others.
         b_codes = tl.maximum(b_codes, code)
 
         # Each half of the rows is asked what the other half chose: [SIZE, P].
-        others = tl.where(is_odd, even_price[:, None], odd_price[:, None])
-        by_vertical = tl.where(on_diagonal[None, :] < others, b_mass, 0.0)
-        of_even = tl.sum(tl.where(is_odd, 0.0, by_vertical), 1)
-        of_odd = tl.sum(tl.where(is_odd, by_vertical, 0.0), 1)
-        of_diagonals = tl.sum(b_mass - by_vertical, 0)
+        even_price = _price(even_mass, even_rows)
+        odd_price = _price(odd_mass, odd_rows)
+        even_held = tl.where(even_diagonal[None, :] < odd_price[:, None], even, 0.0)
+        odd_held = tl.where(odd_diagonal[None, :] < even_price[:, None], odd, 0.0)
 
         # [16, 16]
-        by_code = _by_code(_code(odd_price), of_even)
-        by_code += _by_code(_code(even_price), of_odd)
-        by_code += _by_code(_code(on_diagonal), of_diagonals)
-        can_choose = tl.where(even_rows + odd_rows > 0, 1.0, 0.0)
+        by_code = _by_code(_code(odd_price), tl.sum(even_held, 1))
+        by_code += _by_code(_code(even_price), tl.sum(odd_held, 1))
+        by_code += _by_code(_code(even_diagonal), tl.sum(even - even_held, 0))
+        by_code += _by_code(_code(odd_diagonal), tl.sum(odd - odd_held, 0))
+        can_choose = tl.where(even_mass + odd_mass > 0, 1.0, 0.0)
         o = tl.arange(0, 16)
         code_at = ((i_bh * local + i_c) * T + i_t) * _CODES + o[:, None] * 16 + o[None, :]
         tl.store(mass + code_at, by_code)

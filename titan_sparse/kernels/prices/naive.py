@@ -31,7 +31,7 @@ def first_prices_naive(
     for chunk in _chunks(free, keys, lse):
         # [B, Hq, m, T, b] and [B, 1, m, T, b]
         vertical = chunk.mass.sum(4)
-        rows = chunk.seen.sum(3)[:, None]
+        rows = chunk.sees.sum(-1)[:, None, ..., None]
         price = vertical / (VERTICAL_COST * (rows + PSEUDO_ROWS))
         # A key is in one span at most, the others hold no mass of it.
         prices.append(price.sum(3))
@@ -123,7 +123,7 @@ def final_prices_naive(
         on_diagonal = on_diagonal.view(batch, heads, *chunk.back.shape[1:])
         # [B, Hq, m, T, P, b]: what the vertical pays for, and not the diagonal.
         price = first[:, :, chunk.first : chunk.last, None, None]
-        is_left = chunk.seen[:, None] & (on_diagonal[..., None] < price)
+        is_left = chunk.sees[:, None, ..., None] & (on_diagonal[..., None] < price)
 
         # Of the even rows, the odd ones and all: masses and rows [B, Hq, m, T, b].
         left = chunk.mass * is_left
@@ -148,7 +148,7 @@ def final_prices_naive(
         mass = _by_code(codes_of(odd_price), of_even)
         mass = mass + _by_code(codes_of(even_price), of_odd)
         masses.append(mass + _by_code(codes_of(on_diagonal), of_diagonals))
-        counts.append(_by_code(code, (rows > 0).to(mass.dtype)))
+        counts.append(_by_code(code, (even_mass + odd_mass > 0).to(mass.dtype)))
     return torch.cat(codes, dim=2), torch.cat(masses, dim=2), torch.cat(counts, dim=2)
 
 
@@ -161,7 +161,8 @@ def _by_code(codes: Tensor, values: Tensor) -> Tensor:
 class _Chunk(NamedTuple):
     """What some blocks of keys, first .. last - 1, hold of the probe's mass.
 
-    mass: [B, Hq, m, T, P, b], 0 for what a row does not see. seen: bool [B, m, T, P, b].
+    mass: [B, Hq, m, T, P, b], 0 for what a row does not see.
+    sees: bool [B, m, T, P], whether a row sees anything of a block.
     span: int64 [B, m, T], 0 for none. sequence: int64 [B, 1, 1].
     back: int64 [B, m, T, P], how many blocks before the row's block the keys lie.
     """
@@ -169,7 +170,7 @@ class _Chunk(NamedTuple):
     first: int
     last: int
     mass: Tensor
-    seen: Tensor
+    sees: Tensor
     span: Tensor
     sequence: Tensor
     back: Tensor
@@ -185,7 +186,7 @@ def _chunks(free: Probe, keys: KeyBlocks, lse: Tensor) -> Iterator[_Chunk]:
         row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)
         mass = (scores - row_lse[..., None]).exp()
         # What a row sees does not depend on the head.
-        seen = scores[:, 0] > -torch.inf
+        sees = (scores[:, 0] > -torch.inf).any(-1)
         block = keys.blocks[first:last].long()
         back = free.row_block[sequence, span].long() - block[:, None, None]
-        yield _Chunk(first, last, mass, seen, span, sequence, back)
+        yield _Chunk(first, last, mass, sees, span, sequence, back)
