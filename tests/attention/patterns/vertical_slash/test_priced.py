@@ -61,6 +61,11 @@ class Known(NamedTuple):
     def distance(self, row: int, key: int) -> int:
         return self.rows[row] // BLOCK - key // BLOCK
 
+    def meets(self, row: int, key: int) -> bool:
+        """Whether a row sees anything of the key's block: it counts for all of it."""
+        first = key // BLOCK * BLOCK
+        return any(self.free[row][first : first + BLOCK])
+
     def column(self, key: int, rows: list[int] | None = None) -> float:
         """The mass of a key, in all rows or in these."""
         return sum(self.held[row][key] for row in (self.rows if rows is None else rows))
@@ -87,7 +92,7 @@ def _per_pair(mass: float, rows: int) -> float:
 def _first_prices(of: Known) -> dict[int, float]:
     prices = {}
     for key in of.keys():
-        rows = sum(of.free[row][key] for row in of.rows)
+        rows = sum(of.meets(row, key) for row in of.rows)
         prices[key] = _per_pair(of.column(key), rows)
     return prices
 
@@ -142,7 +147,7 @@ class Final(NamedTuple):
 def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
     codes, mass, count = {}, Counter(), Counter()
     for key in of.keys():
-        free = [row for row in of.rows if of.free[row][key]]
+        free = [row for row in of.rows if of.meets(row, key)]
         paid = [row for row in free if diagonals[of.distance(row, key)] < first[key]]
         even = [row for row in paid if row % 2 == 0]
         odd = [row for row in paid if row % 2 == 1]
@@ -150,7 +155,7 @@ def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
             _per_pair(of.column(key, rows), len(rows)) for rows in (paid, even, odd)
         )
         codes[key] = _code(price)
-        if paid:
+        if of.column(key, paid) > 0:
             count[codes[key]] += 1
         # Each row is asked what the other half chose.
         for row in free:
