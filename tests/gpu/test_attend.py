@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.patterns.helpers import published
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
@@ -19,11 +20,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 ROOT = Path(__file__).parents[2]
-SPARSE = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
+SPARSE = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256, budget="layer")
 PATTERNS = {
     "dense": Dense(),
     "vertical_slash": SPARSE,
     "joint": VerticalSlash(recall=0.9, dense_below=256, budget="joint"),
+    "published": published(recall=0.9, dense_below=256),
     "xattention": XAttention(16, 0.7, 256),
     "moba": MoBA(300, 3),
 }
@@ -105,7 +107,7 @@ def test_flex_leaves_chosen_pairs_to_triton():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "joint", "published"])
 def test_compiled_for_lengths_and_heads_that_change(pattern):
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, pattern=PATTERNS[pattern], backend="triton")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.patterns.helpers import published
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import pattern as vertical_slash
+from titan_sparse.attention.patterns.vertical_slash import independent
 from titan_sparse.kernels import budget, compact
 from titan_sparse.kernels.budget import Segments
 from titan_sparse.kernels.budget import kernel as budget_kernel
@@ -161,9 +161,9 @@ MASKS = {
     "documents": Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
 }
 PATTERNS = {
-    "open": VerticalSlash(recall=0.7, sinks=3, max_columns=10**12, dense_below=48),
-    "capped": VerticalSlash(recall=0.9, sinks=0, max_columns=20, max_slashes=4, dense_below=64),
-    "floors": VerticalSlash(
+    "open": published(recall=0.7, sinks=3, max_columns=10**12, dense_below=48),
+    "capped": published(recall=0.9, sinks=0, max_columns=20, max_slashes=4, dense_below=64),
+    "floors": published(
         recall=0.1, probe=20, min_columns=80, max_columns=200, min_slashes=5, dense_below=64
     ),
 }
@@ -191,11 +191,11 @@ def test_selection_by_kernels_is_that_of_the_twins(pattern, mask, monkeypatch):
     ) -> tuple[Tensor, Tensor]:
         return budget.smallest_sets_naive(mass, segments, recall)
 
-    monkeypatch.setattr(vertical_slash, "smallest_sets", sets_by_twin)
-    monkeypatch.setattr(vertical_slash, "compact", compact.compact_naive)
+    monkeypatch.setattr(independent, "smallest_sets", sets_by_twin)
+    monkeypatch.setattr(independent, "compact", compact.compact_naive)
     want = select()
-    monkeypatch.setattr(vertical_slash, "smallest_sets", budget.smallest_sets)
-    monkeypatch.setattr(vertical_slash, "compact", compact.compact)
+    monkeypatch.setattr(independent, "smallest_sets", budget.smallest_sets)
+    monkeypatch.setattr(independent, "compact", compact.compact)
     for got_tensor, want_tensor in zip(select(), want, strict=True):
         assert torch.equal(got_tensor, want_tensor)
 

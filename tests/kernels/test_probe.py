@@ -17,12 +17,12 @@ from titan_sparse.kernels import probe as kernels
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZE, SEQ_LEN = 16, 384
+SIZE, SEQ_LEN = 16, 256
 MASKS = {
     "causal": Causal(),
-    "window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(100),
-    "documents": Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
-    "long and short": Documents([[SEQ_LEN], [3, 200, 60, 17, 40]]),
+    "window": Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)) & SlidingWindow(70),
+    "documents": Documents([[121, 7, 1, 110], [60, 60, 60, 60]]),
+    "long and short": Documents([[SEQ_LEN], [3, 130, 60, 17, 40]]),
 }
 
 

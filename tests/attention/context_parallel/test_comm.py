@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.attention.collectives import collectives, counts
+from tests.attention.patterns.helpers import published
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
@@ -19,7 +20,10 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 BLOCK = 16
 SEQ_LEN = 16 * BLOCK
 KV_HEADS = 2
-VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16)
+VERTICAL = VerticalSlash(
+    recall=0.8, sinks=2, max_columns=16, min_slashes=16, dense_below=16, budget="layer"
+)
+"""All diagonals are on, so that every rank needs every chunk."""
 MESH_AXES = ("cp_inter", "cp_intra")
 PACKED = Documents([150, 106])
 
@@ -68,14 +72,17 @@ def test_dense_attention_says_no_more_than_its_schedule(schedule):
 
 
 SELECTION = {
+    # The probe's queries and the gains of diagonals; normalizers, and the codes of verticals.
+    "layer": {"all_reduce": 2, "all_gather": 2},
+    "joint": {"all_reduce": 2, "all_gather": 2},
     # The probe's queries, its normalizers, the masses and the choices.
-    "vertical_slash": {"all_reduce": 1, "all_gather": 2, "all_to_all": 1},
+    "independent": {"all_reduce": 1, "all_gather": 2, "all_to_all": 1},
     # The keys of one KV head after the other, and the choices.
     "xattention": {"all_gather": KV_HEADS + 1},
     # Sums over blocks of keys, and what queries, some query and every query of a block chose.
     "moba": {"all_gather": 4},
 }
-"""Collectives of a selection, by hand."""
+"""Collectives of a selection by its budget or its name, by hand."""
 
 
 @pytest.mark.parametrize("schedule", FORWARD)
@@ -90,7 +97,7 @@ def test_verticals_take_one_sum_each_way(schedule):
             out.sum().backward()
     verticals = {"all_reduce": 1}
     said = counts(forward)
-    said.subtract(SELECTION[VERTICAL.name])
+    said.subtract(SELECTION["layer"])
     said.subtract(FORWARD[schedule] | verticals)
     assert not any(said.values())
     assert counts(backward) == BACKWARD[schedule] | verticals
@@ -98,7 +105,17 @@ def test_verticals_take_one_sum_each_way(schedule):
 
 PATTERNS = [
     VERTICAL,
-    VerticalSlash(recall=0.8, max_columns=16, dense_below=16, budget="joint"),
+    # Caps of both kinds, and floors, take no further words.
+    VerticalSlash(
+        recall=0.8,
+        min_columns=4,
+        max_columns=16,
+        min_slashes=2,
+        max_slashes=4,
+        dense_below=16,
+        budget="joint",
+    ),
+    published(recall=0.8, max_columns=16, dense_below=16),
     XAttention(stride=4, dense_below=16),
     MoBA(chunk_size=32, top_k=2),
 ]
@@ -115,7 +132,7 @@ def test_collectives_of_a_selection(pattern: Pattern, mask: Mask):
         for _ in range(2):
             with collectives() as said:
                 pattern.select(q, k, ranges, cp)
-            assert counts(said) == SELECTION[pattern.name]
+            assert counts(said) == SELECTION[getattr(pattern, "budget", pattern.name)]
 
 
 @pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
@@ -201,13 +218,13 @@ BYTES = {
 }
 # Keys and values of 48 verticals (16 and two sinks, in whole blocks: 32) for four heads.
 VERTICALS = 2 * 4 * 32 * 8
-# Of four heads 16 queries of the probe, summed, and their fp32 normalizers. For one head a rank the
-# masses of four key blocks, with 16 verticals and two tiles each, as a probe may lie in two blocks.
-# Of its choices 32 verticals, 16 diagonals and two flags.
+# Of four heads 16 queries of the probe, summed, and their fp32 normalizers. Summed in fp32, the
+# gains of 16 diagonals at 16 levels. A byte for each of 64 keys that a rank has, and by code the
+# fp32 masses and counts.
 PROBE = 4 * 16 * 8 * 2 * 3 // 2
 NORMALIZERS = 4 * 16 * 4 * 3
-MASSES = 4 * (16 + 2) * 4 * 3
-CHOICES = (32 + 16 + 2) * 4 * 3
+GAINS = 4 * 16 * 16 * 4 * 3 // 2
+CODES = 4 * (64 + 256 * (4 + 4)) * 3
 
 
 @pytest.mark.parametrize("schedule", BYTES)
@@ -220,7 +237,7 @@ def test_bytes_of_a_bf16_layer_by_hand(schedule):
         forward, backward, gradients = BYTES[schedule]
         assert cp.sent["inner"] == forward
         assert cp.sent["verticals"] == VERTICALS * 2 * 3 // 2
-        assert cp.sent["collectives"] == PROBE + NORMALIZERS + MASSES + CHOICES
+        assert cp.sent["collectives"] == PROBE + NORMALIZERS + GAINS + CODES
         cp.sent.clear()
         out.sum().backward()
         assert cp.sent["inner"] == backward

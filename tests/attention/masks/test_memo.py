@@ -30,7 +30,25 @@ def test_once_per_mask():
     assert once_per_mask(ranges, "a", compute) == 5
 
 
+def test_only_the_last_version_is_kept():
+    ranges = Causal().rows(8)
+    calls = []
+
+    def compute() -> int:
+        calls.append(1)
+        return len(calls)
+
+    first = [once_per_mask(ranges, "a", compute, version) for version in (7, 7, 0, 0)]
+    assert first == [1, 1, 2, 2]
+    # A version that was forgotten is worked out anew, and other keys have versions of their own.
+    assert once_per_mask(ranges, "a", compute, version=7) == 3
+    assert once_per_mask(ranges, "b", compute, version=7) == 4
+    assert once_per_mask(ranges, "a", compute, version=7) == 3
+    assert len(_entries[ranges.start].results) == 2
+
+
 def test_nothing_outlives_its_mask():
+    gc.collect()
     before = len(_entries)
     ranges = Causal().rows(8)
     once_per_mask(ranges, "a", lambda: torch.zeros(1))

@@ -14,7 +14,7 @@ from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttenti
 from titan_sparse.config import ConfigError, check
 
 BLOCK, TOKENS = 16, 192
-SPARSE = VerticalSlash(recall=0.6, sinks=3, local_diagonals=1, max_columns=20, dense_below=48)
+SPARSE = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=12, dense_below=48)
 CASES = {
     "dense": (Dense(), Causal() & SlidingWindow(50)),
     "slashes": (

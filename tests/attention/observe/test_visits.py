@@ -21,7 +21,14 @@ from titan_sparse.attention.patterns import Dense, VerticalSlash
 BLOCK = 8
 SEQ_LEN = 24 * BLOCK
 SPARSE = VerticalSlash(
-    recall=0.5, sinks=3, local_diagonals=1, max_columns=20, max_slashes=6, dense_below=40
+    recall=0.5,
+    sinks=3,
+    local_diagonals=1,
+    min_columns=15,
+    max_columns=20,
+    min_slashes=6,
+    max_slashes=6,
+    dense_below=40,
 )
 CASES = {
     "causal": (Causal(), SPARSE),

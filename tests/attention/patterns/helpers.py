@@ -10,12 +10,18 @@ from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
-from titan_sparse.attention.patterns import MoBA, Pattern, XAttention
+from titan_sparse.attention.patterns import MoBA, Pattern, VerticalSlash, XAttention
 
 BLOCK = 16
 MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
 XATTENTION = XAttention(stride=4, threshold=0.6, dense_below=48)
 MOBA = MoBA(chunk_size=32, top_k=2)
+
+
+def published(**parameters) -> VerticalSlash:
+    """VerticalSlash as the paper has it, but for `parameters`."""
+    paper = dict(budget="independent", probe_rows="last", sinks=30, local_diagonals=2)
+    return VerticalSlash(**paper | parameters)
 
 
 class Case(NamedTuple):

@@ -5,18 +5,20 @@ from collections.abc import Callable
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.attention.patterns.helpers import published
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash import probe
+from titan_sparse.attention.patterns.vertical_slash import pattern as vertical_slash
 from titan_sparse.attention.schedules import group_cast, needs, transport
 from titan_sparse.attention.tiles import blocks
 
 BLOCK = 16
 SEQ_LEN = 16 * BLOCK
-VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16)
+VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16, budget="layer")
+PAPER = published(recall=0.8, max_columns=16, dense_below=16)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +31,12 @@ VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16)
         ("group_cast", Dense(), needs, "seen_blocks"),
         ("group_cast", Dense(), group_cast, "plan"),
         ("group_cast", Dense(), blocks, "block_tiles"),
-        ("ring", VERTICAL, probe, "_geometry"),
-        ("ring", VERTICAL, VerticalSlash, "_segments"),
+        ("ring", VERTICAL, vertical_slash, "probe_geometry"),
+        ("ring", VERTICAL, vertical_slash, "spread_rows"),
+        ("ring", VERTICAL, vertical_slash, "priced_geometry"),
+        ("ring", VERTICAL, vertical_slash, "Limits"),
+        ("ring", PAPER, vertical_slash, "last_rows"),
+        ("ring", PAPER, VerticalSlash, "_segments"),
         ("ring", VERTICAL, ContextParallel, "local_lookup"),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", None),

@@ -1,4 +1,4 @@
-"""Vertical-slash selection against a brute-force reading of its specification.
+"""The published selection, budget = "independent", against a brute-force reading of it.
 
 Document by document, and head by head.
 """
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.patterns.helpers import published
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
@@ -193,7 +194,7 @@ def _inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     return q * 0.5, k
 
 
-USUAL = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, dense_below=48)
+USUAL = published(recall=0.8, sinks=3, local_diagonals=1, dense_below=48)
 MIXED = [[70, 9, 61, 17], [5, 48, 47, 49]]
 
 CASES = {
@@ -203,16 +204,16 @@ CASES = {
     "one token": Case((1, 2, 1, 1), 16, Causal(), USUAL),
     "shorter than a block": Case((1, 2, 1, 10), 16, Causal(), USUAL),
     "probe below block": Case(
-        (1, 2, 1, 90), 16, Causal(), VerticalSlash(recall=0.9, probe=5, sinks=1, dense_below=16)
+        (1, 2, 1, 90), 16, Causal(), published(recall=0.9, probe=5, sinks=1, dense_below=16)
     ),
     "probe of one": Case(
-        (1, 2, 1, 97), 16, Causal(), VerticalSlash(recall=0.9, probe=1, sinks=0, dense_below=16)
+        (1, 2, 1, 97), 16, Causal(), published(recall=0.9, probe=1, sinks=0, dense_below=16)
     ),
     "probe above block": Case(
-        (1, 2, 1, 125), 16, Causal(), VerticalSlash(recall=0.7, probe=41, dense_below=48)
+        (1, 2, 1, 125), 16, Causal(), published(recall=0.7, probe=41, dense_below=48)
     ),
     "probe above sequence": Case(
-        (1, 2, 1, 50), 16, Causal(), VerticalSlash(recall=0.7, probe=64, dense_below=64)
+        (1, 2, 1, 50), 16, Causal(), published(recall=0.7, probe=64, dense_below=64)
     ),
     "padding": Case((3, 2, 1, 128), 16, Causal(valid=(120, 0, 37)), USUAL, None, [120, 0, 37]),
     "window": Case((1, 4, 2, 157), 16, Causal() & SlidingWindow(40), USUAL),
@@ -226,64 +227,62 @@ CASES = {
         (1, 2, 1, 100),
         16,
         Documents([17, 16, 33, 15, 19]),
-        VerticalSlash(recall=0.6, sinks=2, dense_below=16),
+        published(recall=0.6, sinks=2, dense_below=16),
         [[17, 16, 33, 15, 19]],
     ),
     "packed, probe over blocks": Case(
         (1, 2, 1, 160),
         16,
         Documents(MIXED[0]),
-        VerticalSlash(recall=0.7, probe=45, dense_below=48),
+        published(recall=0.7, probe=45, dense_below=48),
         MIXED[:1],
     ),
     "packed, window": Case((2, 2, 1, 160), 16, Documents(MIXED) & SlidingWindow(20), USUAL, MIXED),
     "all short": Case((1, 2, 1, 90), 16, Documents([40, 7, 30]), USUAL, [[40, 7, 30]]),
     "nothing but padding": Case((2, 2, 1, 160), 16, Documents([[], [160]]), USUAL, [[], [160]]),
-    "recall 1": Case(
-        (1, 4, 2, 100), 16, Causal(), VerticalSlash(recall=1.0, sinks=0, dense_below=16)
-    ),
+    "recall 1": Case((1, 4, 2, 100), 16, Causal(), published(recall=1.0, sinks=0, dense_below=16)),
     "recall 1, window": Case(
-        (1, 4, 2, 100), 16, SlidingWindow(30), VerticalSlash(recall=1.0, sinks=0, dense_below=16)
+        (1, 4, 2, 100), 16, SlidingWindow(30), published(recall=1.0, sinks=0, dense_below=16)
     ),
     "caps": Case(
         (1, 4, 2, 157),
         16,
         Causal(),
-        VerticalSlash(recall=0.9, max_columns=7, max_slashes=2, dense_below=16),
+        published(recall=0.9, max_columns=7, max_slashes=2, dense_below=16),
     ),
     "no verticals": Case(
-        (1, 4, 2, 157), 16, Causal(), VerticalSlash(max_columns=0, sinks=2, dense_below=16)
+        (1, 4, 2, 157), 16, Causal(), published(max_columns=0, sinks=2, dense_below=16)
     ),
     "packed caps": Case(
         (2, 2, 1, 160),
         16,
         Documents(MIXED),
-        VerticalSlash(recall=0.9, sinks=1, max_columns=20, max_slashes=3, dense_below=48),
+        published(recall=0.9, sinks=1, max_columns=20, max_slashes=3, dense_below=48),
         MIXED,
     ),
     "floors": Case(
         (1, 4, 2, 157),
         16,
         Causal(),
-        VerticalSlash(recall=0.1, sinks=1, min_columns=40, min_slashes=5, dense_below=16),
+        published(recall=0.1, sinks=1, min_columns=40, min_slashes=5, dense_below=16),
     ),
     "floors above the sequence": Case(
         (1, 2, 1, 40),
         16,
         Causal(),
-        VerticalSlash(recall=0.1, sinks=1, min_columns=99, min_slashes=9, dense_below=16),
+        published(recall=0.1, sinks=1, min_columns=99, min_slashes=9, dense_below=16),
     ),
     "floors take verticals without mass": Case(
         (1, 2, 1, 157),
         16,
         SlidingWindow(24),
-        VerticalSlash(recall=0.5, sinks=0, min_columns=60, min_slashes=6, dense_below=16),
+        published(recall=0.5, sinks=0, min_columns=60, min_slashes=6, dense_below=16),
     ),
     "packed floors": Case(
         (2, 2, 1, 160),
         16,
         Documents(MIXED),
-        VerticalSlash(
+        published(
             recall=0.1,
             sinks=0,
             min_columns=15,
@@ -323,7 +322,7 @@ def test_selection_is_the_specification_for_any_lengths(
     documents, tail, block, probe, recall, sinks, local, verticals, slashes, seed
 ):
     seq_len = sum(documents or [60]) + tail
-    pattern = VerticalSlash(
+    pattern = published(
         recall=recall,
         probe=probe,
         sinks=sinks,
@@ -345,7 +344,7 @@ def test_selection_is_the_specification_for_any_lengths(
     "mask, documents", [(Causal(), None), (Documents(MIXED), MIXED)], ids=["causal", "packed"]
 )
 def test_verticals_alone_and_diagonals_alone_reach_the_recall(recall, mask, documents):
-    case = Case((2, 2, 1, 160), 16, mask, VerticalSlash(recall=recall, dense_below=48), documents)
+    case = Case((2, 2, 1, 160), 16, mask, published(recall=recall, dense_below=48), documents)
     for head in _check(case, *_inputs(case)):
         assert head.capped == (False, False)
         assert all(min(verticals, slashes) >= target for verticals, slashes, target in head.reached)
@@ -353,7 +352,7 @@ def test_verticals_alone_and_diagonals_alone_reach_the_recall(recall, mask, docu
 
 def test_caps_are_respected_and_reported():
     case = CASES["caps"]._replace(
-        pattern=VerticalSlash(recall=0.9, sinks=0, max_columns=7, max_slashes=2, dense_below=16)
+        pattern=published(recall=0.9, sinks=0, max_columns=7, max_slashes=2, dense_below=16)
     )
     index = case.pattern.select(*_inputs(case), case.mask, block_size=case.block)
     assert index.capped.all()
@@ -366,7 +365,7 @@ def test_equal_bounds_are_fixed_budgets():
     and the local diagonals.
     """
     q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=3)
-    pattern = VerticalSlash(
+    pattern = published(
         recall=0.1,
         sinks=5,
         local_diagonals=2,
@@ -399,7 +398,7 @@ def test_a_dominant_vertical_is_selected_alone():
     q = torch.ones(1, 2, seq_len, 8, dtype=torch.float64)
     k = torch.zeros(1, 1, seq_len, 8, dtype=torch.float64)
     k[:, :, vertical] = 4.0
-    pattern = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, dense_below=16)
+    pattern = published(recall=0.9, sinks=2, local_diagonals=1, dense_below=16)
     case = Case((1, 2, 1, seq_len), 16, Causal(), pattern)
     _check(case, q, k)
     index = pattern.select(q, k, Causal(), block_size=16)
@@ -423,7 +422,7 @@ def test_scale_is_that_of_the_softmax():
 def test_what_lies_after_or_outside_the_span_changes_nothing():
     """Padding and other documents may hold anything finite."""
     mask = Documents([[70, 60]])
-    pattern = VerticalSlash(recall=0.8, sinks=1, dense_below=48)
+    pattern = published(recall=0.8, sinks=1, dense_below=48)
     q, k, _ = structured_qkv(1, 2, 1, 144, 8)
     before = pattern.select(q, k, mask, block_size=16)
     other_q, other_k = q.clone(), k.clone()
@@ -454,7 +453,7 @@ def test_no_cap_on_slashes_is_no_cap_for_a_packed_document():
         (1, 2, 1, 128),
         16,
         Documents(lengths),
-        VerticalSlash(recall=1.0, sinks=0, dense_below=48),
+        published(recall=1.0, sinks=0, dense_below=48),
         [lengths],
     )
     assert not any(any(head.capped) for head in _check(case, *_inputs(case)))
@@ -462,7 +461,7 @@ def test_no_cap_on_slashes_is_no_cap_for_a_packed_document():
 
 @pytest.mark.parametrize("seq_len", [110, 128, 160])
 def test_the_share_of_a_cap_goes_by_length_and_padding_is_no_length(seq_len):
-    pattern = VerticalSlash(recall=0.95, sinks=0, max_columns=10, dense_below=80)
+    pattern = published(recall=0.95, sinks=0, max_columns=10, dense_below=80)
     case = Case((1, 2, 1, seq_len), 16, Documents([90, 20]), pattern, [[90, 20]])
     q, k = _inputs(case)
     _check(case, q, k)
@@ -473,7 +472,7 @@ def test_the_share_of_a_cap_goes_by_length_and_padding_is_no_length(seq_len):
 def test_padding_known_from_another_mask_ends_the_span():
     """Documents & Causal(valid): the probe is the last queries that see something."""
     q, k, _ = structured_qkv(1, 2, 1, 128, 8)
-    pattern = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=16)
+    pattern = published(recall=0.7, sinks=2, local_diagonals=1, dense_below=16)
     padded = Documents([128]) & Causal(valid=(100,))
     shorter = Documents([100])
     first = pattern.select(q, k, padded, block_size=16).dense(padded)
@@ -487,7 +486,7 @@ def test_patterns_on_one_mask_do_not_share_what_is_remembered():
     mask = Documents([70, 50, 72])
     shared = mask.rows(192)
     for dense_below in (65, 71, 65):
-        pattern = VerticalSlash(recall=0.6, sinks=1, local_diagonals=1, dense_below=dense_below)
+        pattern = published(recall=0.6, sinks=1, local_diagonals=1, dense_below=dense_below)
         together = pattern.select(q, k, shared, block_size=16).dense(mask)
         alone = pattern.select(q, k, mask, block_size=16).dense(mask)
         assert torch.equal(together, alone)

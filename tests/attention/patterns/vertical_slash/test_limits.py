@@ -1,0 +1,168 @@
+"""From masses by code to the codes that reach a recall, by hand."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash.priced import limited, price_limits
+from titan_sparse.kernels.prices import ALWAYS, CODES, codes_of
+
+
+def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
+    """[1, Hq, n, CODES], from {code: mass} of each head, or of each span of a head."""
+    rows = [head if isinstance(head, list) else [head] for head in heads]
+    mass = torch.zeros(1, len(rows), len(rows[0]), CODES, dtype=torch.float64)
+    for h, spans in enumerate(rows):
+        for span, by_code in enumerate(spans):
+            for code, held in by_code.items():
+                mass[0, h, span, code] = held
+    return mass
+
+
+def _limits(mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool):
+    rows = torch.tensor([probed])
+    weights = torch.tensor([weight], dtype=torch.float64)
+    return price_limits(mass, rows, weights, recall, shared)[0].tolist()
+
+
+STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
+"""Masses of a head whose probe has ten rows; the other six are always on."""
+
+
+@pytest.mark.parametrize(
+    "recall, limit",
+    [
+        # Code 10 may be lost with a tenth, 20 besides with three, and 30 with four.
+        (0.95, 10),
+        (0.9, 20),
+        (0.85, 20),
+        (0.71, 20),
+        (0.69, 30),
+        (0.61, 30),
+        (0.59, ALWAYS),
+        (0.01, ALWAYS),
+        # What holds no mass comes with it.
+        (1.0, 10),
+    ],
+)
+def test_a_head_of_its_own(recall, limit):
+    assert _limits(_mass(STEPS), [10], [3.0], recall, shared=False) == [[limit]]
+
+
+def test_heads_and_spans_of_their_own():
+    """Each of its own rows; a span without rows loses nothing."""
+    mass = _mass([STEPS, {40: 1.0}], [{5: 0.5, 200: 9.0}, {}])
+    assert _limits(mass, [10, 5], [1.0, 9.0], 0.9, shared=False) == [[20, 40], [200, ALWAYS]]
+    assert _limits(mass, [10, 0], [1.0, 1.0], 0.9, shared=False)[0][1] == 40
+
+
+def test_all_heads_share_a_limit():
+    """Of 20 rows two may be lost. The first head's code 10 and the second's 15 are.
+
+    Of code 20 the first has nothing, which it gives up.
+    """
+    mass = _mass({10: 1.0, 30: 9.0}, {15: 1.0, 20: 4.0, 30: 5.0})
+    assert _limits(mass, [10], [1.0], 0.9, shared=True) == [[21], [20]]
+    # Each for itself would lose the same here, but not if the second has more to lose.
+    mass = _mass({10: 0.1, 30: 9.0}, {15: 1.8, 30: 5.0})
+    assert _limits(mass, [10], [1.0], 0.9, shared=True) == [[30], [30]]
+    assert _limits(mass, [10], [1.0], 0.9, shared=False) == [[30], [15]]
+
+
+def test_the_first_heads_give_up_the_code_above():
+    """A code held by three heads, of which the recall lets two go: the third keeps it."""
+    mass = _mass({50: 1.0}, {50: 1.0}, {50: 1.0})
+    assert _limits(mass, [10], [1.0], 0.92, shared=True) == [[51], [51], [50]]
+    # In the order of heads: a first one too large stops the others.
+    mass = _mass({50: 2.0}, {50: 0.5}, {50: 0.5})
+    assert _limits(mass, [10], [1.0], 0.94, shared=True) == [[50], [50], [50]]
+    assert _limits(mass, [10], [1.0], 0.93, shared=True) == [[51], [50], [50]]
+
+
+def test_rows_weigh_what_they_stand_for():
+    """Ten rows of 100 tokens and ten of 900: of 1,000 tokens 100 may be lost.
+
+    One row's mass of the long document is 90 of them, of the short one 10.
+    """
+    mass = _mass([{10: 1.0, 60: 9.0}, {20: 1.0, 60: 9.0}])
+    assert _limits(mass, [10, 10], [10.0, 90.0], 0.9, shared=True) == [[60, 60]]
+    # A little less than the two together: the long document's row stays.
+    assert _limits(mass, [10, 10], [10.0, 90.0], 0.91, shared=True) == [[21, 20]]
+    # The short document's row is 10 of 1,000 tokens, not one of 20 rows.
+    assert _limits(mass, [10, 10], [10.0, 90.0], 0.989, shared=True) == [[21, 20]]
+    assert _limits(mass, [10, 10], [10.0, 90.0], 0.991, shared=True) == [[10, 10]]
+    assert _limits(mass, [10, 10], [50.0, 50.0], 0.951, shared=True) == [[10, 10]]
+
+
+def test_a_recall_of_one_takes_all_that_holds_mass():
+    mass = _mass({0: 0.1, 30: 1.0}, {77: 1.0})
+    assert _limits(mass, [10], [1.0], 1.0, shared=True) == [[0], [0]]
+    assert _limits(mass, [10], [1.0], 1.0, shared=False) == [[0], [77]]
+
+
+def _count(*heads: dict[int, int]) -> Tensor:
+    """int32 [1, Hq, 1, CODES]."""
+    count = torch.zeros(1, len(heads), 1, CODES, dtype=torch.int32)
+    for h, by_code in enumerate(heads):
+        for code, elements in by_code.items():
+            count[0, h, 0, code] = elements
+    return count
+
+
+COUNT = {20: 4, 30: 3, 40: 2}
+"""Two elements from code 40 up, five from 30 up, nine from 20 up."""
+
+
+@pytest.mark.parametrize(
+    "limit, least, most, want, capped",
+    [
+        (30, 0, None, 30, False),
+        # The most wins, and elements of a code stay together.
+        (30, 0, 5, 30, False),
+        (30, 0, 4, 31, True),
+        (25, 0, 4, 31, True),
+        (30, 0, 2, 31, True),
+        (30, 0, 1, 41, True),
+        (30, 0, 0, 41, True),
+        (35, 0, 4, 35, False),
+        # The least.
+        (35, 2, None, 35, False),
+        (45, 2, None, 40, False),
+        (45, 3, None, 30, False),
+        (45, 6, None, 20, False),
+        (10, 6, None, 10, False),
+        # There are not as many.
+        (45, 10, None, 0, False),
+        # Both: the most wins, which cut what was asked for.
+        (45, 3, 3, 31, True),
+        (45, 2, 3, 40, False),
+    ],
+)
+def test_bounds(limit, least, most, want, capped):
+    limits = torch.tensor([[[limit]]])
+    cap = None if most is None else torch.tensor([[most]])
+    got, cut = limited(limits, _count(COUNT), least, cap)
+    assert got.tolist() == [[[want]]]
+    assert cut.tolist() == [[capped]]
+
+
+def test_bounds_are_those_of_each_span():
+    """Two heads, two spans: whichever cap cuts, the head is said to be capped."""
+    count = torch.cat([_count(COUNT, COUNT), _count({50: 1}, {50: 9})], dim=2)
+    limit = torch.full((1, 2, 2), 20)
+    got, cut = limited(limit, count, 0, torch.tensor([[9, 5]]))
+    assert got.tolist() == [[[20, 20], [20, 51]]]
+    assert cut.tolist() == [[False, True]]
+
+
+def test_codes_of_prices():
+    """255 - 10 for each halving, rounded down; and nothing lies outside 0 to 254 but inf."""
+    prices = torch.tensor([1.0, 0.99, 0.5, 2.0**-1.05, 2.0**-25.45, 2.0**-25.6, 0.0, 3.0])
+    assert codes_of(prices.double()).tolist() == [254, 254, 245, 244, 0, 0, 0, 254]
+    assert codes_of(torch.tensor([torch.inf])).tolist() == [ALWAYS]
+
+
+def test_unknown_budget_is_refused():
+    with pytest.raises(ValueError, match='budget="shared".*"layer", "joint" or "independent"'):
+        VerticalSlash(budget="shared")

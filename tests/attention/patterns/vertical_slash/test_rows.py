@@ -1,0 +1,184 @@
+"""Which rows the probe looks at: the last ones of a span, or one of each of its equal parts."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.reference import structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.spans import Spans, find_spans
+from titan_sparse.attention.patterns.vertical_slash.rows import (
+    ProbedRows,
+    last_rows,
+    probe_seed,
+    set_probe_seed,
+    spread_rows,
+)
+
+BLOCK = 4
+
+
+@pytest.fixture(autouse=True)
+def seed_of_zero():
+    """Each test begins with the first seed, and leaves it."""
+    set_probe_seed(0)
+    yield
+    set_probe_seed(0)
+
+
+def _spans(mask: Mask, seq_len: int, dense_below: int = 8, batch: int = 1) -> Spans:
+    return find_spans(mask.rows(seq_len), batch, dense_below, BLOCK)
+
+
+def _positions(rows: ProbedRows, sequence: int, span: int) -> list[int]:
+    return rows.position[sequence, span][rows.exists[sequence, span]].tolist()
+
+
+def test_last_rows_by_hand():
+    """A span that ends at 10: the last block holds two of six rows, the one before it four."""
+    rows = last_rows(_spans(Causal(valid=(10,)), 16), 6, 16, BLOCK)
+    assert rows.position.tolist() == [[[4, 5, 6, 7, 8, 9]]]
+    assert rows.exists.all()
+    assert rows.group.tolist() == [[[1, 1, 1, 1, 0, 0]]]
+    # Six rows could lie in three blocks.
+    assert rows.group_block.tolist() == [[[2, 1, 0]]]
+    assert rows.group_rows.tolist() == [[[2, 4, 0]]]
+
+
+def test_last_rows_of_documents_by_hand():
+    """From 0 to 3 and 9 to 18: the first document is short, and no span."""
+    rows = last_rows(_spans(Documents([[3, 6, 9]]), 20), 5, 20, BLOCK)
+    assert rows.position.tolist() == [[[13, 14, 15, 16, 17], [15, 16, 17, 18, 19]]]
+    assert rows.exists.tolist() == [[[True] * 5, [False] * 5]]
+    assert rows.group[0, 0].tolist() == [1, 1, 1, 0, 0]
+    assert rows.group_block[0, 0].tolist() == [4, 3]
+    assert rows.group_rows.tolist() == [[[2, 3], [0, 0]]]
+
+
+def test_last_rows_of_a_short_span():
+    """Three tokens, five rows: two of them do not exist."""
+    rows = last_rows(_spans(Causal(valid=(3,)), 16), 5, 16, BLOCK)
+    assert _positions(rows, 0, 0) == [0, 1, 2]
+    assert rows.exists.tolist() == [[[False, False, True, True, True]]]
+    assert rows.group_rows.tolist() == [[[3, 0]]]
+
+
+def test_spread_rows_by_hand():
+    """One row of each four tokens from 4 on, as the hash of seed 0 and seed 1 draws them.
+
+    A run that is resumed has to draw the same.
+    """
+    spans = _spans(Documents([[4, 16]]), 24)
+    rows = spread_rows(spans, 4, 24, BLOCK, seed=0)
+    again = spread_rows(spans, 4, 24, BLOCK, seed=1)
+    assert _positions(rows, 0, 0) == [4, 8, 14, 19]
+    assert _positions(again, 0, 0) == [7, 10, 14, 18]
+    assert rows.group.tolist()[0][0] == [0, 1, 2, 3]
+    assert rows.group_block[0, 0].tolist() == [1, 2, 3, 4]
+    assert rows.group_rows[0, 0].tolist() == [1, 1, 1, 1]
+    # The other slots hold no span.
+    assert not rows.exists[0, 1:].any() and not rows.group_rows[0, 1:].any()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
+    queries=st.integers(1, 20),
+    seed=st.integers(0, 2**40),
+)
+def test_one_row_of_each_equal_part(lengths, queries, seed):
+    """Every document gets as many; a part that begins between two tokens rounds down."""
+    seq_len = sum(lengths) + 5
+    spans = _spans(Documents([lengths]), seq_len)
+    rows = spread_rows(spans, queries, seq_len, BLOCK, seed)
+    known = zip(spans.start[0].tolist(), spans.stop[0].tolist())
+    for number, (start, stop) in enumerate(known):
+        length = stop - start
+        positions = _positions(rows, 0, number)
+        if length <= queries:
+            assert positions == list(range(start, stop))
+            continue
+        assert len(positions) == queries
+        for part, position in enumerate(positions):
+            assert start + part * length // queries <= position
+            assert position < start + -(-(part + 1) * length // queries)
+    assert (rows.group_rows.sum(-1) == rows.exists.sum(-1)).all()
+    assert torch.equal(rows.group_block, rows.position // BLOCK)
+    assert rows.position.max() < seq_len
+
+
+def test_offsets_are_even_over_seeds_and_parts():
+    """Of 64 tokens a part each is drawn about equally often, whatever the part, span and seed."""
+    spans = _spans(Documents([[1024] * 2]), 2048)
+    drawn = [spread_rows(spans, 16, 2048, BLOCK, seed).position[0] for seed in range(400)]
+    # [seeds, spans, parts]
+    offset = torch.stack([position[:2] for position in drawn]) % 64
+    counts = offset.flatten().bincount(minlength=64)
+    mean = 400 * 2 * 16 / 64
+    assert ((counts - mean).abs() < 5 * mean**0.5).all()
+    # Neither parts nor spans nor seeds that follow each other are drawn alike.
+    shared = [offset[:, :, 1:] == offset[:, :, :-1], offset[:, 1:] == offset[:, :-1]]
+    shared.append(offset[1:] == offset[:-1])
+    for equal in shared:
+        assert 0.5 / 64 < equal.double().mean() < 2 / 64
+
+
+def test_other_seeds_draw_other_rows():
+    spans = _spans(Causal(), 4096)
+    seeds = (0, 1, 2, 2**16, 2**16 + 1, 2**33 + 5)
+    drawn = {
+        tuple(spread_rows(spans, 64, 4096, BLOCK, seed).position.flatten().tolist())
+        for seed in seeds
+    }
+    assert len(drawn) == len(seeds)
+
+
+def test_a_selection_follows_the_seed():
+    """What is remembered for a mask holds for one seed; the last rows know none."""
+    q, k, _ = structured_qkv(1, 4, 2, 320, 8, seed=2)
+    ranges = Causal().rows(320)
+
+    def choose(seed: int, **parameters) -> list[list[int]]:
+        set_probe_seed(seed)
+        assert probe_seed() == seed
+        pattern = VerticalSlash(recall=0.8, dense_below=16, **parameters)
+        return [x.tolist() for x in pattern.select(q, k, ranges, block_size=16).tensors()]
+
+    for budget in ("layer", "joint", "independent"):
+        spread = dict(budget=budget, probe_rows="spread")
+        first = choose(3, **spread)
+        assert choose(4, **spread) != first
+        # On the same ranges, and as on ranges that nothing was remembered for.
+        assert choose(3, **spread) == first
+        ranges = Causal().rows(320)
+        assert choose(3, **spread) == first
+
+        last = dict(budget=budget, probe_rows="last")
+        assert choose(3, **last) == choose(4, **last)
+        assert choose(3, **last) != first
+
+
+def test_compiled_attention_follows_the_seed():
+    """It is read as the graph runs, not as it is made."""
+    q, k, v = structured_qkv(1, 4, 2, 320, 8, seed=2)
+    pattern = VerticalSlash(recall=0.6, dense_below=16, probe_rows="spread")
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=pattern, block_size=16)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    outputs = []
+    for seed in (1, 2):
+        set_probe_seed(seed)
+        outputs.append(compiled(q, k, v))
+        assert torch.equal(outputs[-1], function(q, k, v))
+    assert not torch.equal(*outputs)
+
+
+def test_unknown_rows_are_refused():
+    with pytest.raises(ValueError, match='probe_rows="first".*"spread" or "last"'):
+        VerticalSlash(probe_rows="first")

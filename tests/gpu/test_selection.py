@@ -1,0 +1,156 @@
+"""VerticalSlash's selection on a GPU: kernels against twins, the recall, and that nothing waits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.patterns.helpers import published
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash import independent, priced, probe
+from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.estimate import synthetic
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+USUAL = dict(recall=0.9, sinks=4, local_diagonals=1, dense_below=256)
+PATTERNS = {
+    "layer": VerticalSlash(**USUAL, budget="layer", probe_rows="spread"),
+    "joint, last rows": VerticalSlash(**USUAL, budget="joint", probe_rows="last"),
+    "capped": VerticalSlash(
+        **USUAL,
+        budget="layer",
+        probe_rows="spread",
+        min_columns=8,
+        max_columns=100,
+        min_slashes=2,
+        max_slashes=6,
+    ),
+    "published": published(recall=0.9, dense_below=256),
+    "independent, spread": published(recall=0.9, dense_below=256, probe_rows="spread"),
+}
+MASKS = {
+    "causal": lambda seq_len: Causal(),
+    "documents": lambda seq_len: Documents([seq_len // 2 + 5, 100, seq_len // 4, 300]),
+}
+
+
+@pytest.fixture(autouse=True)
+def seed_of_zero():
+    yield
+    set_probe_seed(0)
+
+
+def _generated(seq_len: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    heads = synthetic.draw_heads(seq_len, heads=4, kv_heads=2, head_dim=64)
+    q = synthetic.queries(heads, 0, seq_len, dtype)
+    k = synthetic.keys(heads, 0, seq_len, dtype)
+    return q.cuda(), k.cuda()
+
+
+def _by_twins(q: Tensor, k: Tensor, pattern: VerticalSlash, mask: Mask):
+    """The selection in plain torch, on the same device."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (probe, priced, independent):
+            patch.setattr(module, "by_kernels", lambda keys: False)
+        return pattern.select(q, k, mask)
+
+
+@pytest.mark.parametrize("seq_len", [4096, 16384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
+    """Up to elements that rounding moves over a limit; each is worth about as much as any other."""
+    q, k = _generated(seq_len, dtype)
+    of_length = MASKS[mask](seq_len)
+    got = PATTERNS[pattern].select(q, k, of_length)
+    want = _by_twins(q, k, PATTERNS[pattern], of_length)
+    assert torch.equal(got.capped, want.capped)
+    different = got.slashes != want.slashes
+    assert different.double().mean() < 0.01
+    assert want.slashes.any() and not want.slashes.all()
+
+    chosen = torch.zeros(2, 4, seq_len + 1, dtype=torch.bool, device="cuda")
+    for number, index in enumerate((got, want)):
+        chosen[number].scatter_(1, index.verticals[0].long().clamp(max=seq_len), True)
+    chosen = chosen[..., :-1]
+    assert 0 < chosen[1].sum() < 4 * seq_len
+    assert (chosen[0] != chosen[1]).sum() <= 0.03 * chosen[1].sum() + 4
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_all_rows_keep_the_recall_that_was_asked_for(mask):
+    seq_len = 8192
+    q, k = _generated(seq_len)
+    of_length = MASKS[mask](seq_len)
+    seen = of_length.dense(seq_len, "cuda")
+    # Padding sees nothing; the document of 100 tokens is computed whole.
+    rows = seen[0].sum(-1) > 0
+    if mask == "documents":
+        rows[seq_len // 2 + 5 : seq_len // 2 + 105] = False
+    for recall in (0.9, 0.95):
+        kept = []
+        for seed in range(4):
+            set_probe_seed(seed)
+            pattern = VerticalSlash(**USUAL | {"recall": recall}, budget="layer")
+            chosen = pattern.select(q, k, of_length).dense(of_length)
+            for head in range(4):
+                scores = q[0, head].float() @ k[0, head // 2].float().T / 8
+                mass = scores.masked_fill(~seen[0], -torch.inf).softmax(-1)
+                kept.append((mass * chosen[0, head]).sum(-1)[rows].mean())
+        mean = torch.stack(kept).mean().item()
+        assert recall - 0.01 < mean < recall + 0.02
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_it_is_the_same_each_time(pattern):
+    """Whatever the order of additions, and with deterministic algorithms."""
+    q, k = _generated(8192)
+    mask = MASKS["documents"](8192)
+    first = PATTERNS[pattern].select(q, k, mask).tensors()
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            again = PATTERNS[pattern].select(q, k, mask).tensors()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_selection_waits_for_nothing(pattern):
+    """Also where rows are drawn anew for another step."""
+    q, k = _generated(4096)
+    ranges = MASKS["documents"](4096).rows(4096, "cuda")
+    set_probe_seed(1)
+    PATTERNS[pattern].select(q, k, ranges)
+    set_probe_seed(2)
+    want = PATTERNS[pattern].select(q, k, ranges).tensors()
+    set_probe_seed(1)
+    PATTERNS[pattern].select(q, k, ranges)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        set_probe_seed(2)
+        got = PATTERNS[pattern].select(q, k, ranges).tensors()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_attention_draws_other_rows_for_another_seed(pattern):
+    """The seed is read as the graph runs, not as it is made."""
+    q, k = _generated(4096)
+
+    def function(q: Tensor, k: Tensor) -> Tensor:
+        return attend(q, k, k, pattern=PATTERNS[pattern], backend="triton")
+
+    compiled = torch.compile(function, fullgraph=True)
+    for seed in (1, 2):
+        set_probe_seed(seed)
+        assert torch.equal(compiled(q, k), function(q, k))
