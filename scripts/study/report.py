@@ -210,23 +210,27 @@ def _attention(
 def _scores(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
-    "loss, KIND" and "loss, last positions" of it (natural log); in percent "needle forced, LENGTH",
+    "loss, KIND" and "loss, KIND, last positions" (natural log); in percent "needle forced, LENGTH",
     "needle generated, LENGTH", and of RULER "TASK forced, LENGTH" and "TASK generated, LENGTH".
+    Forced: the share of the answer's tokens that are the most likely. Their text would not do: a
+    model that repeats each token of the answer that it reads writes the answer too.
     """
     scores = {}
     for kind, losses in answers.get("position", {}).get("losses", {}).items():
         scores[f"loss, {kind}"] = losses["loss"]
         scores[f"loss, {kind}, last positions"] = losses["buckets"][-1]["loss"]
-    for way in ("forced", "generated"):
+    for way, kind in (("forced", "correct"), ("generated", "score")):
         by_length: dict[int, list[float]] = {}
         for cell in answers.get(f"needle_{way}", {}).get("cells", []):
-            by_length.setdefault(cell["length"], []).append(100 * cell["score"])
+            by_length.setdefault(cell["length"], []).append(100 * cell[kind])
         for length, values in sorted(by_length.items()):
             scores[f"needle {way}, {length}"] = statistics.fmean(values)
         for name in sorted(answers):
             if name.startswith(f"ruler_{way}"):
                 for cell in answers[name]["cells"]:
-                    scores[f"{cell['task']} {way}, {cell['length']}"] = cell["score"]
+                    # RULER's score is in percent already.
+                    value = cell["score"] if kind == "score" else 100 * cell[kind]
+                    scores[f"{cell['task']} {way}, {cell['length']}"] = value
     return scores
 
 

@@ -10,7 +10,7 @@ from titan_sparse.config import Config, load_and_check
 from titan_sparse.config.reading import show
 from titan_sparse.config.sections import VerticalSlash
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
-from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface_config import read_config
 
 START = "start"
 """The weights that all runs start from."""
@@ -220,7 +220,7 @@ def cost(study: Study) -> Cost:
     """What a run is to cost; sparse attention is its density's share of what stands here."""
     length = study.size.text.context
     tokens = length * study.size.steps
-    model = resolve(initial_hf=str(study.model))
+    model = read_config(str(study.model))
     pairs = causal_pairs(length) / length * model.layers * model.heads  # of a token
     linear = flops_per_token(model, 0)
     return Cost(tokens, linear * tokens, (flops_per_token(model, pairs) - linear) * tokens)

@@ -73,8 +73,9 @@ def evaluation_table(found: dict[str, Any]) -> str:
     lengths = " / ".join(f"{length:,}" for length in found["lengths"])
     columns = ["trained", "inference", "density", "recall", "capped", *losses, *tasks]
     return (
-        f"Evaluation on held-out text. Tasks: score in % at {lengths} tokens. Density, recall and "
-        "capped are of the inference.\n\n" + _markdown(columns, rows)
+        f"Evaluation on held-out text. Tasks, in % at {lengths} tokens: generated answers that are "
+        "right; forced: tokens of the answer that are the most likely. Density, recall and capped "
+        "are of the inference.\n\n" + _markdown(columns, rows)
     )
 
 

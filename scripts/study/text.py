@@ -4,7 +4,7 @@ It needs no GPU, and a network. OUT/text is all that the other parts read, so th
 one machine and carried to another. OUT/packages keeps what pip fetched, OUT/documents the documents
 as text; they can be deleted.
 
-A document is text of one package, about four contexts long; 1.5 contexts where it is held out, so
+A document is text of one package, about four contexts long; one context where it is held out, so
 that windows are from many. Held out are whole packages.
 """
 
@@ -31,7 +31,7 @@ DONE = "text.json"
 """Written last: a folder that has it is whole."""
 _CHARACTERS_PER_TOKEN = 4
 _CONTEXTS = 4
-_CONTEXTS_HELD_OUT = 1.5
+_CONTEXTS_HELD_OUT = 1.1
 _HELD_OUT_CODE = 0.05
 """Share of the code that is not trained on."""
 
@@ -51,12 +51,12 @@ def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
     for kind, packages in training.items():
         most = size.windows[kind] * window
         write_documents(out / "documents/train", packages, kind, _CONTEXTS * window, most)
-    about["train"] = _tokenize(out / "documents/train", folder / "train", model)
+    about["train"] = _tokenize(out / "documents/train", folder / "train", model, size)
     for kind, packages in held_out.items():
         source = out / f"documents/{kind}"
         most = size.held_out * round(_CONTEXTS_HELD_OUT * window)
         write_documents(source, packages, kind, round(_CONTEXTS_HELD_OUT * window), most)
-        about[kind] = _tokenize(source, folder / kind, model)
+        about[kind] = _tokenize(source, folder / kind, model, size)
     write_prompts(folder, size.asked)
     (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return about
@@ -109,13 +109,12 @@ def choose_held_out(packages: Packages, context: int) -> set[str]:
 def write_documents(folder: Path, packages: Packages, kind: str, least: int, most: int) -> None:
     """A folder for each document of at least `least` characters, until there are `most` of them.
 
-    Names begin with a hash, so that in their order packages mix.
+    In the order of their names the first of each package come first, and packages mix.
     """
     found = {}
     for name, texts in packages.items():
         for number, text in enumerate(documents(texts, least)):
-            document = f"{kind}-{name}-{number:04}"
-            found[f"{_hash(document)[:8]}-{document}"] = text
+            found[f"{number:04}-{_hash(name)[:8]}-{kind}-{name}"] = text
     written = 0
     for name in sorted(found):
         if written >= most:
@@ -145,10 +144,12 @@ def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
         yield "".join(joined)
 
 
-def _tokenize(source: Path, out: Path, model: Path) -> dict[str, Any]:
+def _tokenize(source: Path, out: Path, model: Path, size: TextSize) -> dict[str, Any]:
     """Write the tokens of a folder of documents; returns how many."""
     recipe = Recipe(str(source), str(model), document="folder")
-    meta = prepare(recipe, str(out), os.cpu_count() or 1, lambda done, shards: None)
+    # Processes take seconds to start, which a toy does not need.
+    processes = (os.cpu_count() or 1) if size.has_sdists else 1
+    meta = prepare(recipe, str(out), processes, lambda done, shards: None)
     about = {key: meta[key] for key in ("documents", "tokens")}
     print(f"{out.name}: {about}", flush=True)
     return about
