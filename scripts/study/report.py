@@ -13,6 +13,7 @@ from scripts.study.runs import (
     DENSE,
     SPARSE,
     START,
+    STEP_SECONDS,
     Evaluation,
     Run,
     Study,
@@ -75,19 +76,14 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
     """Of a finished run: its curves by step, and what stands in the table.
 
     Shares are of 1. Density is the share of causal pairs, also of a window. Recall and capped are
-    by logged step, empty where nothing is chosen. seconds: since the start, where the first step
-    counts as the median one, as it compiles.
+    by logged step, empty where nothing is chosen. seconds: of training since the start, without
+    compilation and without the recording of attention.
     """
     metrics = read_metrics(study.folder / run.name)
     lines = [metrics[step] for step in sorted(metrics)]
     share = causal_share(study.size, run.method)
     density = [share * line["density"] for line in lines]
-    median = statistics.median(line["step_seconds"] for line in lines)
-    seconds = []
-    elapsed = 0.0
-    for number, line in enumerate(lines):
-        elapsed += median if number == 0 else line["step_seconds"]
-        seconds.append(elapsed)
+    step_seconds = read_step_seconds(study, run)
     # What a window leaves out it does not count: its recall would say nothing.
     chooses = run.method not in (DENSE, "window")
     recall, capped = {}, {}
@@ -98,7 +94,6 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
             capped[line["step"]] = line["capped"]
     spent = cost(study)
     last = max(1, len(lines) // 10)
-    rates = [line["tokens_per_second_per_device"] for line in lines]
     return {
         "method": run.method,
         "seed": run.seed,
@@ -107,13 +102,14 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
         "density": density,
         "recall": recall,
         "capped": capped,
-        "seconds": seconds,
-        "first_step_seconds": lines[0]["step_seconds"],
+        "seconds": [step_seconds * line["step"] for line in lines],
+        "step_seconds": step_seconds,
+        "logged_step_seconds": statistics.median(line["step_seconds"] for line in lines),
         "final_loss": statistics.fmean(line["loss"] or math.nan for line in lines[-last:]),
         "mean_density": statistics.fmean(density),
         "mean_recall": statistics.fmean(recall.values()) if recall else None,
         "mean_capped": statistics.fmean(capped.values()) if capped else None,
-        "tokens_per_second": statistics.median(rates),
+        "tokens_per_second": study.size.text.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
         "pflop": (spent.linear + spent.attention * statistics.fmean(density)) / 1e15,
         "by_layer": {
@@ -121,6 +117,12 @@ def run_results(study: Study, run: Run) -> dict[str, Any]:
             for kind in ("density", "recall")
         },
     }
+
+
+def read_step_seconds(study: Study, run: Run) -> float:
+    """Of a step that is not logged, of the method's first run; nan where its end was cut off."""
+    path = study.folder / run.method / STEP_SECONDS
+    return _read_json(path) if path.is_file() else math.nan
 
 
 def by_layer(events: Path, kind: str) -> list[dict[int, float]]:

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import gc
 import json
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from scripts.study.clock import Clock, OutOfTime, check_time
 from scripts.study.runs import (
     PUBLISHED,
     START,
+    STEP_SECONDS,
     Evaluation,
     Run,
     Study,
@@ -46,6 +49,7 @@ from titan_sparse.training.parallelize import leave_distributed
 
 BUCKETS = 16
 """Ranges of positions at the longest length."""
+TIMED_STEPS = 3
 EXTRA_TOKENS = 4
 """Generated beyond the answer's length. RULER has up to 128 in all, most of them after the end."""
 
@@ -64,6 +68,8 @@ def train(study: Study, run: Run, clock: Clock) -> None:
         trainer = Trainer(configuration(study, run))
         with stopped_in_time(trainer, clock):
             trainer.train()
+        if is_done(study, run.name) and run.seed == 0:
+            write_json(study.folder / run.name / STEP_SECONDS, time_steps(trainer))
     except ValueError as error:
         if dist.is_initialized():
             raise
@@ -75,6 +81,24 @@ def train(study: Study, run: Run, clock: Clock) -> None:
     gc.collect()
     if not is_done(study, run.name):
         raise OutOfTime
+
+
+def time_steps(trainer: Trainer) -> float:
+    """Seconds of a step that is not logged: the median of a few more, whose weights nobody keeps.
+
+    Each step of a run is logged, and records its attention, which takes longer.
+    """
+    trainer.metrics.section = dataclasses.replace(
+        trainer.metrics.section, log_every=sys.maxsize, recall_every=0
+    )
+    seconds = []
+    for _ in range(1 + TIMED_STEPS):
+        began = time.perf_counter()
+        trainer.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ def test_runs_have_the_same_weights_and_data(toy):
     assert seen[0] == seen[1] == seen[2]
     assert dense[1]["density"] == 1 > sparse[1]["density"]
     # The same tokens, in another attention.
-    assert 0 < abs(dense[1]["loss"] - sparse[1]["loss"]) < 0.02
-    assert 0 < abs(dense[1]["loss"] - window[1]["loss"]) < 0.02
+    assert 0 < abs(dense[1]["loss"] - sparse[1]["loss"]) < 0.1
+    assert 0 < abs(dense[1]["loss"] - window[1]["loss"]) < 0.1
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_evaluations_are_of_the_weights_and_the_attention_that_they_name(toy):
     # Trained weights are better; one set of weights in two attentions differs, but not by much.
     assert loss(DENSE, DENSE) < loss(START, DENSE) - 0.005
     for weights in (SPARSE, "window"):
-        assert 1e-7 < abs(loss(weights, weights) - loss(weights, DENSE)) < 0.02
+        assert 1e-7 < abs(loss(weights, weights) - loss(weights, DENSE)) < 0.1
     seen = answers(toy, SPARSE, SPARSE, "position")["attention"]["code"]
     assert 0 < seen["density"] < 1 and 0 < seen["recall"] < 1 and "capped" in seen
     assert answers(toy, SPARSE, DENSE, "position")["attention"]["code"]["density"] == 1
@@ -128,8 +128,11 @@ def test_report_says_what_was_logged(toy):
     logged = {str(step): line["recall"] for step, line in sparse.items() if "recall" in line}
     assert run["recall"] == logged and len(logged) == 3  # step 1, and every second
     assert run["capped"].keys() == {str(step) for step in sparse}
-    later = sum(line["step_seconds"] for step, line in sparse.items() if step > 1)
-    assert later < run["seconds"][-1] < later + max(run["seconds"])
+    # Of steps beyond the last, which are neither logged nor saved.
+    step_seconds = json.loads((toy / SPARSE / "step_seconds.json").read_text())
+    assert step_seconds > 0 and max(sparse) == TOY.steps
+    assert newest_checkpoint(str(toy / SPARSE)).endswith(f"step-{TOY.steps}")
+    assert run["seconds"] == [step_seconds * step for step in sparse]
     assert run["mean_density"] == pytest.approx(
         sum(line["density"] for line in sparse.values()) / len(sparse)
     )
