@@ -12,7 +12,7 @@ _TOKEN = 0.025
 _RUN = 15
 """To build a run, to compile kernels, and to save."""
 _EVALUATION = 6
-_NEW_TOKENS = 13
+_NEW_TOKENS = 9
 _LENGTH = 65536
 
 

@@ -160,7 +160,7 @@ def loss_differences(study: Study, done: list[Run]) -> dict[str, dict[str, Any]]
 def evaluation_results(study: Study) -> list[dict[str, Any]]:
     """A row for each pair of weights and attention that has answered anything, ordered by part.
 
-    scores: {measure: value}, see _scores(). attention: density, recall and capped by kind of text.
+    scores: {measure: value}, see scores_of(). attention: density, recall and capped by kind of text.
     """
     # Not at the top, as it loads the trainer.
     from scripts.study.work import folder_of
@@ -184,7 +184,7 @@ def evaluation_results(study: Study) -> list[dict[str, Any]]:
                 "seed": run.seed if run else 0,
                 "seconds": seconds,
                 "attention": _attention(study, evaluation, answers),
-                "scores": _scores(answers),
+                "scores": scores_of(answers),
                 "position": answers.get("position", {}).get("losses", {}),
                 "needle": answers.get("needle_generated", {}).get("cells", []),
             }
@@ -209,7 +209,7 @@ def _attention(
     return found
 
 
-def _scores(answers: dict[str, Any]) -> dict[str, float]:
+def scores_of(answers: dict[str, Any]) -> dict[str, float]:
     """Each number by what it measures.
 
     "loss, KIND" and "loss, KIND, last positions" (natural log); in percent "needle forced, LENGTH",

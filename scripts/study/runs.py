@@ -112,12 +112,15 @@ def runs(size: Size) -> dict[str, Run]:
 def evaluations(size: Size) -> dict[str, list[Evaluation]]:
     """By part, START or a run: the attentions to evaluate its weights with, dense and sparse.
 
-    Dense weights are read by SPARSE, those of a method by that method.
+    Dense weights are read by SPARSE, those of a method by that method. Weights of further seeds,
+    which are there to know the noise, are only read as they were trained.
     """
     found = {START: [Evaluation(START, PUBLISHED), Evaluation(START, DENSE)]}
     for name, run in runs(size).items():
-        sparse = SPARSE if run.method == DENSE else run.method
-        found[name] = [Evaluation(name, DENSE), Evaluation(name, sparse)]
+        found[name] = [Evaluation(name, run.method)]
+        if run.seed == 0:
+            other = SPARSE if run.method == DENSE else DENSE
+            found[name].append(Evaluation(name, other))
     return found
 
 

@@ -50,7 +50,7 @@ from titan_sparse.training.parallelize import leave_distributed
 BUCKETS = 16
 """Ranges of positions at the longest length."""
 TIMED_STEPS = 3
-EXTRA_TOKENS = 4
+EXTRA_TOKENS = 8
 """Generated beyond the answer's length. RULER has up to 128 in all, most of them after the end."""
 
 
@@ -189,7 +189,7 @@ def read_prompts(text: Path) -> list[Sample]:
     """All of part 0's prompts, read once in a call."""
     found = []
     for sample in prompts.read_prompts(text):
-        new_tokens = len(sample.answer) + EXTRA_TOKENS
+        new_tokens = min(sample.new_tokens, len(sample.answer) + EXTRA_TOKENS)
         found.append(dataclasses.replace(sample, new_tokens=new_tokens))
     return found
 
