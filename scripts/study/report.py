@@ -28,8 +28,9 @@ from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.metrics_file import read_metrics
 
-STANDARD_ERRORS = 2
-"""A difference of means this many standard errors away from 0 is more than noise."""
+STUDENT_95 = {2: 12.71, 3: 4.303}
+"""A mean of so many values this many standard errors away from 0 is more than noise: Student's t
+for a confidence of 95 %."""
 
 
 def report(study: Study, options: argparse.Namespace) -> None:
@@ -239,38 +240,36 @@ def scores_of(answers: dict[str, Any]) -> dict[str, float]:
 def costs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Where sparse costs something: for each measure DENSE weights read densely, SPARSE ones sparsely.
 
-    Means over seeds and their standard deviations; worse: the difference, positive where sparse is
-    worse; is_noise: whether it is within STANDARD_ERRORS, None with fewer than two seeds.
+    By seed: runs of one seed have the same data, so that differences are far smaller than what
+    lies between seeds. worse: the differences, positive where sparse is worse. is_noise: whether
+    their mean is 0 with a confidence of 95 %, None with one seed.
     """
-    sides = {}
+    sides = []
     for method in (DENSE, SPARSE):
-        sides[method] = [row for row in rows if row["method"] == row["mode"] == method]
+        side = [row for row in rows if row["method"] == row["mode"] == method]
+        sides.append({row["seed"]: row["scores"] for row in side})
+    of_dense, of_sparse = sides
+    seeds = sorted(of_dense.keys() & of_sparse.keys())
+    if not seeds:
+        return []
     found = []
-    if not all(sides.values()):
-        return found
-    for measure in sides[DENSE][0]["scores"]:
-        dense, sparse = ([row["scores"].get(measure) for row in side] for side in sides.values())
-        if None in (*dense, *sparse):
+    for measure in of_dense[seeds[0]]:
+        # A later seed may not have answered everything yet.
+        known = [seed for seed in seeds if measure in of_dense[seed].keys() & of_sparse[seed]]
+        if not known:
             continue
-        worse = statistics.fmean(sparse) - statistics.fmean(dense)
-        if not measure.startswith("loss"):
-            worse = -worse
-        is_noise = None
-        if min(len(dense), len(sparse)) > 1:
-            error = math.sqrt(_squared_error(dense) + _squared_error(sparse))
-            is_noise = abs(worse) <= STANDARD_ERRORS * error
-        found.append(
-            {
-                "measure": measure,
-                "dense": dense,
-                "sparse": sparse,
-                "worse": worse,
-                "is_noise": is_noise,
-            }
-        )
+        dense = [of_dense[seed][measure] for seed in known]
+        sparse = [of_sparse[seed][measure] for seed in known]
+        sign = 1 if measure.startswith("loss") else -1
+        worse = [sign * (b - a) for a, b in zip(dense, sparse)]
+        values = {"dense": dense, "sparse": sparse, "worse": worse}
+        found.append({"measure": measure, **values, "is_noise": is_noise(worse)})
     return found
 
 
-def _squared_error(values: list[float]) -> float:
-    """Of their mean."""
-    return statistics.variance(values) / len(values)
+def is_noise(values: list[float]) -> bool | None:
+    """Whether the mean of a few values is 0 by Student's t; None for one value."""
+    if len(values) == 1:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return abs(statistics.fmean(values)) <= STUDENT_95[len(values)] * error

@@ -84,24 +84,28 @@ def costs_table(found: dict[str, Any]) -> str:
     rows = []
     for cost in found["costs"]:
         beyond = {True: "no", False: "yes", None: "one seed"}[cost["is_noise"]]
-        values = [_mean_and_spread(cost[side]) for side in ("dense", "sparse")]
-        rows.append([cost["measure"], *values, f"{cost['worse']:+.4g}", beyond])
+        values = [_mean_and_spread(cost[side]) for side in ("dense", "sparse", "worse")]
+        rows.append([cost["measure"], *values, beyond])
     if not rows:
         return ""
     columns = ["measure", DENSE, SPARSE, "sparse is worse by", "beyond noise"]
     return (
         f"{DENSE} weights read densely against {SPARSE} weights read sparsely: mean and standard "
-        "deviation over seeds. Beyond noise: two standard errors.\n\n" + _markdown(columns, rows)
+        "deviation over seeds. Differences are of runs on the same data. Beyond noise: 95 % sure.\n\n"
+        + _markdown(columns, rows)
     )
 
 
 def statement(found: dict[str, Any]) -> str:
     """Where sparse costs something, in words, with the recall that it had."""
-    known = [cost for cost in found["costs"] if cost["is_noise"] is not None]
+    known = []
+    for cost in found["costs"]:
+        if cost["is_noise"] is not None:
+            known.append((statistics.fmean(cost["worse"]), cost))
     if not known:
         return ""
-    worse = [cost for cost in known if not cost["is_noise"] and cost["worse"] > 0]
-    better = [cost for cost in known if not cost["is_noise"] and cost["worse"] < 0]
+    beyond = [(mean, cost) for mean, cost in known if not cost["is_noise"]]
+    worse = [(mean, cost) for mean, cost in beyond if mean > 0]
     recalls = []
     for row in found["evaluations"]:
         if row["method"] == row["mode"] == SPARSE and row["attention"]["recall"] is not None:
@@ -109,13 +113,16 @@ def statement(found: dict[str, Any]) -> str:
     at = f" at a recall of {100 * statistics.fmean(recalls):.1f} %" if recalls else ""
     lines = [
         f"Sparse{at}: {len(worse)} of {len(known)} measures are worse than dense beyond the noise "
-        f"of seeds, {len(better)} are better."
+        f"of seeds, {len(beyond) - len(worse)} are better."
     ]
-    for cost in sorted(worse, key=lambda cost: -cost["worse"]):
-        lines.append(f"* worse: {cost['measure']}, by {cost['worse']:.4g}")
+    for mean, cost in worse:
+        spread = statistics.stdev(cost["dense"])
+        lines.append(
+            f"* worse: {cost['measure']}, by {mean:.4g}; between seeds of dense {spread:.2g}"
+        )
     if not worse:
-        largest = max(known, key=lambda cost: cost["worse"])
-        lines.append(f"* closest to it: {largest['measure']}, by {largest['worse']:+.4g}")
+        mean, cost = max(known, key=lambda one: one[0])
+        lines.append(f"* closest to it: {cost['measure']}, by {mean:+.4g}")
     return "\n".join(lines)
 
 
