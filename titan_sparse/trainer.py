@@ -275,13 +275,14 @@ class Trainer:
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
 
-        # Gradients add up over the micro-batches. Attention is recorded in the last one.
+        # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
+        # cut is counted in all.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, batch in enumerate(batches):
             if number > 0 and self._lacks_time(began, number, accumulated):
                 return self._leave_step_out(*before)
             is_recorded = is_logged and number == accumulated - 1
-            with self._recording(step, is_recorded) as recorded:
+            with self.metrics.caps.counting(), self._recording(step, is_recorded) as recorded:
                 loss += self._forward_backward(batch, valid)
 
         grad_norm = self._clip()

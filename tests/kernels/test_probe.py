@@ -1,15 +1,21 @@
 """What a probe sees of blocks of keys: the kernels against their plain-torch twins."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns.spans import find_spans
+from titan_sparse.attention.patterns.spans import Spans, find_spans
 from titan_sparse.attention.patterns.vertical_slash import probe as vertical_slash_probe
+from titan_sparse.attention.patterns.vertical_slash.priced import priced_geometry
+from titan_sparse.attention.patterns.vertical_slash.rows import last_rows, spread_rows
+from titan_sparse.kernels import prices
 from titan_sparse.kernels import probe as kernels
-from titan_sparse.kernels.probe import KeyBlocks
+from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, SEQ_LEN = 16, 384
@@ -21,38 +27,99 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "mask, queries",
-    [
-        ("causal", 16),
-        ("documents", 24),
-        pytest.param("window", 9, marks=pytest.mark.slow),
-        pytest.param("long and short", 16, marks=pytest.mark.slow),
-    ],
-)
-def test_probe(mask, queries):
-    """The kernels and the twins, which are fp32 here, on the same probe."""
+class Seen(NamedTuple):
+    """What a probe sees, and where."""
+
+    spans: Spans
+    geometry: vertical_slash_probe.Geometry
+    probe: Probe
+    keys: KeyBlocks
+
+
+def look(mask: str, kind: str, queries: int) -> Seen:
     q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 24, seed=6, dtype=torch.float32)
     q = q.to(DEVICE)
     k = k.to(DEVICE)
     cp = one_rank(SIZE)
     ranges = MASKS[mask].rows(SEQ_LEN, DEVICE)
     spans = find_spans(ranges, 2, 48, SIZE)
-    geometry = vertical_slash_probe._geometry(ranges, spans, cp, queries, 2, 4)
-    probe = vertical_slash_probe._gather_probe(q, geometry, cp, queries, 24**-0.5)
-    keys = KeyBlocks(k, geometry.blocks, geometry.slot, SIZE)
+    if kind == "spread":
+        rows = spread_rows(spans, queries, SEQ_LEN, SIZE, seed=3)
+    else:
+        rows = last_rows(spans, queries, SEQ_LEN, SIZE)
+    geometry = vertical_slash_probe.probe_geometry(ranges, spans, rows, cp)
+    probe = vertical_slash_probe._gather_probe(q, geometry, cp, 24**-0.5)
+    return Seen(spans, geometry, probe, KeyBlocks(k, geometry.blocks, geometry.slot, SIZE))
 
+
+CASES = pytest.mark.parametrize(
+    "mask, kind, queries",
+    [
+        ("causal", "spread", 16),
+        ("documents", "last", 24),
+        ("documents", "spread", 13),
+        pytest.param("window", "last", 9, marks=pytest.mark.slow),
+        pytest.param("window", "spread", 9, marks=pytest.mark.slow),
+        pytest.param("long and short", "spread", 16, marks=pytest.mark.slow),
+    ],
+)
+
+
+@CASES
+def test_probe(mask, kind, queries):
+    """The kernels and the twins, which are fp32 here, on the same probe."""
+    _, geometry, probe, keys = look(mask, kind, queries)
     block_lse = kernels.block_lse_naive(probe, keys)
     torch.testing.assert_close(kernels.block_lse(probe, keys), block_lse, atol=1e-3, rtol=1e-3)
     span_lse = kernels.span_lse_naive(block_lse, geometry.slot, geometry.run)
     got_span_lse = kernels.span_lse(block_lse, geometry.slot, geometry.run)
     torch.testing.assert_close(got_span_lse, span_lse, atol=1e-5, rtol=1e-5)
 
-    split = queries != 16
-    got = kernels.block_masses(probe, keys, span_lse, split)
-    want = kernels.block_masses_naive(probe, keys, span_lse, split)
+    got = kernels.block_masses(probe, keys, span_lse)
+    want = kernels.block_masses_naive(probe, keys, span_lse)
     for got_masses, want_masses in zip(got, want, strict=True):
         torch.testing.assert_close(got_masses, want_masses, atol=2e-3, rtol=2e-3)
-    back = (queries + SIZE - 2) // SIZE + 1
-    assert kernels.blocks_back(queries, SIZE) == back
-    assert want[0].shape[3] == (back if split else 1)
+
+
+@CASES
+def test_prices(mask, kind, queries):
+    """Each kernel and its twin on the same inputs."""
+    spans, geometry, probe, keys = look(mask, kind, queries)
+    lse = kernels.span_lse_naive(kernels.block_lse_naive(probe, keys), geometry.slot, geometry.run)
+    priced = priced_geometry(spans, geometry, SEQ_LEN, SIZE, sinks=3, local=2)
+
+    want = prices.first_prices_naive(probe, keys, lse, priced.always, SEQ_LEN)
+    got = prices.first_prices(probe, keys, lse, priced.always, SEQ_LEN)
+    first, tiles, left, saved = want
+    torch.testing.assert_close(got[0], first, atol=1e-4, rtol=2e-3)
+    torch.testing.assert_close(got[1], tiles, atol=2e-3, rtol=2e-3)
+    # A price beside a level may fall to either side.
+    assert (got[2] - left).abs().gt(2e-3).double().mean() < 5e-3
+    assert torch.isclose(got[3], saved, rtol=1e-4).double().mean() > 0.995
+    assert 0 < float(first.max()) < 1 and float(tiles.max()) > 0.1
+
+    table = (tiles, left, saved, priced.tile, priced.rows)
+    gains = prices.diagonal_gains_naive(*table)
+    torch.testing.assert_close(prices.diagonal_gains(*table), gains, atol=1e-4, rtol=1e-4)
+
+    diagonal = prices.diagonal_prices_naive(gains, priced.cost, SEQ_LEN)
+    got_diagonal = prices.diagonal_prices(gains, priced.cost, SEQ_LEN)
+    torch.testing.assert_close(got_diagonal, diagonal, atol=1e-6, rtol=1e-3)
+    assert (diagonal > 0).double().mean() > 0.1
+
+    rest = (probe, keys, lse, priced.always, first, diagonal, priced.offset)
+    codes, mass, count = prices.final_prices_naive(*rest)
+    got_codes, got_mass, got_count = prices.final_prices(*rest)
+    differ = (got_codes.int() - codes.int()).abs()
+    assert differ.double().mean() < 0.02 and differ.max() <= prices.CODES_PER_OCTAVE
+    _assert_close_by_code(got_mass.double() / prices.MASS_UNITS, mass.double() / prices.MASS_UNITS)
+    _assert_close_by_code(got_count.double(), count.double())
+    assert count.sum() > SEQ_LEN and mass.sum() > prices.MASS_UNITS
+
+
+def _assert_close_by_code(got: Tensor, want: Tensor) -> None:
+    """Sums up to each code agree within 1 % of all: rounding moves an element by one code."""
+    most = want.sum(-1, keepdim=True)
+    difference = (got - want).cumsum(-1).abs()
+    assert (difference <= 0.01 * most + 1e-6).double().mean() > 0.97
+    torch.testing.assert_close(got.sum(-1), want.sum(-1), atol=1e-3, rtol=1e-3)

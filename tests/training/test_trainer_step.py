@@ -2,7 +2,7 @@
 with two sequences each, in a world of two alike ranks."""
 
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +31,7 @@ class _Step(SimpleNamespace):
             should_log=lambda step: logged,
             count=lambda tokens: calls.update(counted=tokens),
             log=lambda *args: calls.update(log=args),
+            caps=SimpleNamespace(counting=self._counting),
         )
         # The groups' learning rates are alike.
         scheduler = SimpleNamespace(get_last_lr=lambda: [0.5 / 2 ** calls.get("scheduled", 0)] * 2)
@@ -46,6 +47,14 @@ class _Step(SimpleNamespace):
         self._totals = lambda batches: (16, 72, False)
         self._lacks_time = lambda *_: False
         self._clip = lambda: torch.tensor(2.0, device=device)
+
+    @contextmanager
+    def _counting(self):
+        """Notes how many micro-batches ran inside."""
+        before = len(self.calls.get("valid", []))
+        yield
+        inside = len(self.calls["valid"]) - before
+        self.calls.setdefault("counted_caps", []).append(inside)
 
     def _recording(self, step: int, is_recorded: bool):
         self.calls.setdefault("recorded", []).append((step, is_recorded))
@@ -105,6 +114,7 @@ def test_a_step_that_is_logged(monkeypatch):
     assert run.calls["log"] == (5, 1072, values, "recorded", 6.0)
     assert run.calls["recorded"] == [(5, False), (5, False), (5, True)]
     assert run.calls["valid"] == [16, 16, 16]
+    assert run.calls["counted_caps"] == [1, 1, 1]
     assert run.calls["counted"] == 72
     assert run.calls["all_of_them"] is True
     assert run.calls["cleared"] and run.calls["scheduled"] == 1
@@ -122,6 +132,7 @@ def test_a_step_that_is_not_logged_waits_for_no_device():
     assert norm.device.type == "meta"
     assert "log" not in run.calls and run.calls["all_of_them"] is False
     assert run.calls["recorded"] == [(5, False)] * 3
+    assert run.calls["counted_caps"] == [1, 1, 1]
 
 
 def test_a_rank_that_is_asked_to_stop_takes_no_batch():

@@ -1,6 +1,7 @@
 """Who watches attention calls. Nobody does unless a recording is on, which then costs nothing.
 
-The ops and schedules report here, and observe/ listens: arrows go one way.
+The ops and schedules report here, and observe/ listens: arrows go one way. What caps cut can be
+counted without a recording: it costs one small kernel a selection.
 """
 
 import contextlib
@@ -38,6 +39,35 @@ def observed_by(observer: Observer) -> Iterator[None]:
         yield
     finally:
         listening = None
+
+
+_capped_shares: list[Tensor] | None = None
+
+
+@contextlib.contextmanager
+def counting_caps() -> Iterator[list[Tensor]]:
+    """What caps cut in the selections inside, in their order: a list that fills.
+
+    Each selection of a pattern with budgets adds float64 [3]: the shares of heads, over sequences,
+    in which a cap kept the verticals below the recall, the slashes, and both. Nothing waits for the
+    device.
+    """
+    global _capped_shares
+    _capped_shares = []
+    try:
+        yield _capped_shares
+    finally:
+        _capped_shares = None
+
+
+def capped_shares() -> list[Tensor] | None:
+    """Where a selection that runs now leaves what its caps cut; None while nobody counts.
+
+    What activation checkpointing repeats is not counted again.
+    """
+    if _capped_shares is None or recomputing():
+        return None
+    return _capped_shares
 
 
 def observer() -> Observer | None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.attention.observe.statistics import Recording
+from titan_sparse.training.recall import Capped
 
 _TRAIN = "Train"
 _NOT_SHOWN = ("step", "time")
@@ -18,6 +19,8 @@ _NOT_SHOWN = ("step", "time")
 _ATTENTION = (
     "density",
     "recall",
+    "recall_asked",
+    "heads_capped",
     "capped",
     "blocks_per_query",
     "columns",
@@ -48,22 +51,27 @@ def tag(field: str) -> str:
     return f"{_TRAIN}/{field}"
 
 
-def write_board(board: SummaryWriter, record: dict[str, Any], recorded: Recording) -> None:
+def write_board(
+    board: SummaryWriter, record: dict[str, Any], recorded: Recording, capped: Capped | None
+) -> None:
     """Write a line of metrics.jsonl, what was recorded by layers, and pictures where there are
-    thumbnails."""
+    thumbnails.
+
+    capped: of the selections since the logged step before; None for patterns without budgets.
+    """
     step = record["step"]
     for field, value in record.items():
         if field not in _NOT_SHOWN and value is not None:
             board.add_scalar(tag(field), value, step)
-    # [layers, Hq]
+    # [layers, Hq], and [layers] of what caps cut
     by_layer = {
         "density": recorded.density(),
         "recall": recorded.recall,
-        "capped": recorded.capped,
+        "capped": [] if capped is None else capped.of_budgets(),
     }
     for name, layers in by_layer.items():
-        for number, heads in enumerate(layers):
-            board.add_scalar(f"attention_{name}_by_layer/{number}", heads.mean().item(), step)
+        for number, shares in enumerate(layers):
+            board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
     if recorded.thumbnails:
         _draw(board, recorded, step)
 

@@ -23,6 +23,7 @@ from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.board import write_board
 from titan_sparse.training.metrics_file import JsonLines
+from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
 
 logger = logging.getLogger("titan_sparse")
 
@@ -82,6 +83,10 @@ class MetricsLog:
         self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak = peak_flops(name, self.section.peak_tflops)
+        self.caps = CapCount()
+        self.asked = asked_recall(config.attention)
+        self.budget = config.attention.vertical_slash.budget
+        self.warnings = RecallWarnings(self.asked, config.attention.vertical_slash)
         self.json = None
         self.board = None
         if writes:
@@ -147,6 +152,7 @@ class MetricsLog:
         sequences held `sequence_tokens` tokens on average.
         """
         sequence_tokens = average_over_ranks(recorded, sequence_tokens)
+        capped = self.caps.read()
         seconds = time.perf_counter() - self.began - self.left_out
         per_device = self.tokens / seconds / self.world_size
         # Pairs of tokens, over layers and heads, per token.
@@ -164,14 +170,22 @@ class MetricsLog:
             **attention_averages(recorded),
             **context_parallel_averages(recorded),
         }
+        if capped is not None:
+            record["capped"] = capped.of_budgets().mean().item()
+            record["columns_at_cap"] = capped.verticals.mean().item()
+        if capped is not None and self.asked is not None:
+            record["heads_capped"] = capped.of_heads(self.budget).mean().item()
+            record["recall_asked"] = self.asked
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
             self.save_seconds = 0.0
         if self.json is not None:
             self.json.write(json_ready(record))
             if self.board is not None:
-                write_board(self.board, record, recorded)
+                write_board(self.board, record, recorded, capped)
             logger.info(progress_line(record, self.steps, self.pace.seconds()))
+            for warning in self.warnings.lines(capped, recorded.recall):
+                logger.warning(warning)
         self.start_interval()
 
     def _speeds(
@@ -212,10 +226,8 @@ def _is_due(step: int, every: int) -> bool:
 _BY_LAYER = {
     "visited": None,
     "recall": "recall",
-    "capped": "capped",
     "blocks_per_query": "blocks_per_query",
     "verticals": "columns",
-    "verticals_at_cap": "columns_at_cap",
 }
 """Fields of a Recording that hold a tensor [Hq] a layer, and the names of their means in the log,
 which stay as they were: runs are compared by them."""
@@ -243,8 +255,8 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
 def attention_averages(recorded: Recording) -> dict[str, float]:
     """Means over layers and heads.
 
-    density and blocks_per_query; and where recorded recall, capped (share of budgets kept short by a
-    cap), columns (their mean and 95th percentile) and columns_at_cap.
+    density and blocks_per_query; and where recorded recall and columns (their mean and 95th
+    percentile).
     """
     averages = {"density": recorded.density().mean().item()}
     for field, name in _BY_LAYER.items():
@@ -310,7 +322,8 @@ def context_parallel_averages(recorded: Recording) -> dict[str, float]:
 def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None) -> str:
     """One line for people.
 
-    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity.
+    Percent, ETA, loss, gradient norm, learning rate, tokens/s/device, MFU, memory, sparsity, recall
+    and what caps cut of it.
     step_seconds: what a step takes at present, None where that is not known yet.
     """
     step = record["step"]
@@ -327,7 +340,12 @@ def progress_line(record: dict[str, Any], steps: int, step_seconds: float | None
     parts.append(f"{record['memory_gib']:.2f} GiB")
     parts.append(f"density {100 * record['density']:.1f} %")
     if "recall" in record:
-        parts.append(f"recall {100 * record['recall']:.1f} %")
+        recall = f"recall {100 * record['recall']:.1f} %"
+        if "recall_asked" in record:
+            recall += f" (asked {100 * record['recall_asked']:g} %)"
+        parts.append(recall)
+    if record.get("heads_capped"):
+        parts.append(f"capped {percent(record['heads_capped'])} of heads")
     return "  ".join(parts)
 
 

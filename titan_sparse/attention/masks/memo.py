@@ -19,17 +19,20 @@ class _Entry(NamedTuple):
 
     versions: list[int]
     others: tuple[Tensor | None, ...]
-    results: dict[Hashable, object]
+    results: dict[Hashable, tuple[int, object]]
 
 
 _entries: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """From a mask's `start` to its _Entry. An entry goes when that tensor goes."""
 
 
-def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -> T:
+def once_per_mask(
+    ranges: MaskRanges, key: Hashable, compute: Callable[[], T], version: int = 0
+) -> T:
     """compute(), remembered under `key` while this mask's `start` lives and the mask is unchanged.
 
-    `key` has to name everything besides `ranges` that the result depends on.
+    `key` and `version` have to name everything besides `ranges` that the result depends on. Only
+    the last version is kept.
     """
     others = (ranges.stop, ranges.document_start, ranges.slices, ranges.table)
     versions = []
@@ -41,9 +44,11 @@ def once_per_mask(ranges: MaskRanges, key: Hashable, compute: Callable[[], T]) -
     if entry is None or entry.versions != versions or not _same_tensors(entry.others, others):
         entry = _Entry(versions, others, {})
         _entries[ranges.start] = entry
-    if key not in entry.results:
-        entry.results[key] = compute()
-    return entry.results[key]
+    known_version, result = entry.results.get(key, (None, None))
+    if known_version != version:
+        result = compute()
+        entry.results[key] = (version, result)
+    return result
 
 
 def _same_tensors(a: tuple[Tensor | None, ...], b: tuple[Tensor | None, ...]) -> bool:

@@ -60,8 +60,7 @@ class Recording:
     budgets.
     blocks_per_query: keys in selected blocks that a query sees on average, in blocks, without
     verticals.
-    verticals, verticals_at_cap: verticals of a head, and share of heads whose cap kept verticals
-    from the target; empty for patterns without verticals.
+    verticals: of a head; empty for patterns without verticals.
     thumbnails: of the first sequence's selection, [Hq, P, P] (thumbnails.py).
 
     Of this rank alone, and only with several context-parallel ranks:
@@ -81,7 +80,6 @@ class Recording:
     capped: list[Tensor] = field(default_factory=list)
     blocks_per_query: list[Tensor] = field(default_factory=list)
     verticals: list[Tensor] = field(default_factory=list)
-    verticals_at_cap: list[Tensor] = field(default_factory=list)
     thumbnails: list[Tensor] = field(default_factory=list)
     calls: list[timing.TimedCall] = field(default_factory=list)
     work: list[Tensor] = field(default_factory=list)
@@ -163,14 +161,13 @@ class Recording:
         keys_per_query = in_blocks / queries
         self.blocks_per_query.append(keys_per_query / index.block_size)
         self.visible = visible_pairs(call.mask).mean()
-        if hasattr(index, "capped"):
+        if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)
             self.verticals.append(verticals.double().mean(0))
-            # [B, Hq, budgets], of which the first is that of verticals
+            # [B, Hq, 2]
             capped = index.capped.double()
             self.capped.append(capped.mean(dim=(0, 2)))
-            self.verticals_at_cap.append(capped[..., 0].mean(0))
         if self.thumbnail_cells:
             self.thumbnails.append(thumbnail(index, call.mask, self.thumbnail_cells))
         if self.recall_rows:

@@ -30,6 +30,9 @@ class BlockIndex:
 
     C is 0 for patterns of blocks.
     """
+    capped: Tensor | None = None
+    """bool [B, Hq, 2]: whether the cap on verticals, and the cap on slashes, kept a budget below the
+    recall; None for patterns without budgets."""
 
     def __init__(self, heads: int, seq_len: int, block_size: int, verticals: Tensor):
         self.heads = heads

@@ -37,6 +37,10 @@ class Selects(Protocol):
         self, q: Tensor, seq_len: int, block_size: int, packed: bool
     ) -> list[Tensor]: ...
 
+    def index(
+        self, tensors: list[Tensor], ranges: MaskRanges, batch: int, heads: int, block_size: int
+    ) -> Any: ...
+
 
 # Patterns are values of a few numbers. Equal ones share a key and an entry, which stays for good.
 _PATTERNS: dict[str, Any] = {}
@@ -116,6 +120,14 @@ def _select(q: Tensor, k: Tensor, mask: list[Tensor], call: str) -> list[Tensor]
     )
     if recorder.listening and (observer := recorder.observer()):
         observer.selection(cp.sent["collectives"] - sent_before)
+    shares = recorder.capped_shares()
+    if shares is not None:
+        index = selection.pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
+        if index.capped is not None:
+            # [B, Hq, 3]
+            both = index.capped.all(-1, keepdim=True)
+            capped = torch.cat([index.capped, both], dim=-1)
+            shares.append(capped.mean((0, 1), dtype=torch.float64))
     return tensors
 
 

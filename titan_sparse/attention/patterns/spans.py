@@ -89,16 +89,17 @@ def once_per_selection(
     cp: ContextParallel,
     shape: tuple[int, ...],
     compute: Callable[[], T],
+    version: int = 0,
 ) -> T:
     """compute(), remembered for the mask: geometry that is the same in every layer.
 
     It may depend on the mask, on the pattern's parameters, on cp's ranks, layout and block size,
     and on `shape`: the batch size and, where it matters, the number of heads. `name` tells the
-    results of one selection apart.
+    results of one selection apart. The result of another version is forgotten.
     """
     # cp.key stands for the ranks, the layout and the block size.
     key = (name, pattern, cp.key, shape)
-    return once_per_mask(ranges, key, compute)
+    return once_per_mask(ranges, key, compute, version)
 
 
 def find_spans(ranges: MaskRanges, batch: int, dense_below: int, block_size: int) -> Spans:

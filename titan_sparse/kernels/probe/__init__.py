@@ -1,14 +1,14 @@
-"""What a probe of a span's last queries sees of every block of keys: two passes over the keys.
+"""What a probe of some of a span's queries sees of every block of keys: two passes over the keys.
 
 block_lse(probe, keys) -> lse of each block
 span_lse(block_lse, slot, run) -> lse of each span
-block_masses(probe, keys, lse, split) -> masses by vertical, masses by tile
+block_masses(probe, keys, lse) -> masses by vertical, masses by tile
 
 The normalizer of a row is known only after all of the keys, so that the softmax sums come first,
 and the masses by vertical and by tile in a second pass. The twins have the same signatures.
 """
 
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe, blocks_back
+from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
 from titan_sparse.kernels.probe.naive import block_lse_naive, block_masses_naive, span_lse_naive
 
@@ -19,7 +19,6 @@ __all__ = [
     "block_lse_naive",
     "block_masses",
     "block_masses_naive",
-    "blocks_back",
     "span_lse",
     "span_lse_naive",
 ]

@@ -6,18 +6,23 @@ from torch import Tensor
 
 
 class Probe(NamedTuple):
-    """The last P queries of each of n spans; a span shorter than P has rows that see nothing.
+    """P queries of each of n spans; a span shorter than P has rows that see nothing.
 
     q: [B, Hq, n, P, D] in its own dtype.
     start, stop: int32 [B, n, P], the keys that each row sees.
-    block_back: int32 [B, n, P], how many blocks the row lies before the span's last block.
+    row_block: int32 [B, n, P], the block of queries that each row lies in.
+    group: int32 [B, n, P], which of `groups` groups each row belongs to. The rows of a group lie in
+        one block. Where there are P groups, row i is group i.
+    groups: U.
     scale: of the scores.
     """
 
     q: Tensor
     start: Tensor
     stop: Tensor
-    block_back: Tensor
+    row_block: Tensor
+    group: Tensor
+    groups: int
     scale: float
 
 
@@ -34,9 +39,3 @@ class KeyBlocks(NamedTuple):
     blocks: Tensor
     slot: Tensor
     block_size: int
-
-
-def blocks_back(queries: int, block_size: int) -> int:
-    """Query blocks that the last `queries` queries can lie in."""
-    # As many as if the first of them were the last token of its block.
-    return (queries + block_size - 2) // block_size + 1

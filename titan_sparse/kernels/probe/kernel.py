@@ -1,4 +1,4 @@
-"""What a probe of a span's last queries sees of every block of keys.
+"""What a probe of some of a span's queries sees of every block of keys.
 
 In the kernels i_b is a sequence, i_h a query head, i_bh both, i_c a block of keys, i_t one of the
 spans that touch the block, and `group` the query heads of a KV head. P and D are the probe's
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe, blocks_back
+from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 
 
 @triton.jit
-def _scores(
+def scores_of_block(
     q,
     k,
     start,
@@ -103,7 +103,7 @@ def _lse_kernel(
     i_bh = tl.program_id(2).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads
-    b_s, _ = _scores(
+    b_s, _ = scores_of_block(
         q,
         k,
         start,
@@ -181,6 +181,18 @@ def _span_kernel(
 
 
 @triton.jit
+def store_tiles(tile, at, b_row, group, queries, U: tl.constexpr, P: tl.constexpr):
+    """Store the sums of rows [P] by group: tile[at .. at + U - 1]."""
+    o_p = tl.arange(0, P)
+    if U == queries:
+        # Each row is a group.
+        tl.store(tile + at + o_p, b_row, mask=o_p < queries)
+    else:
+        for u in tl.static_range(U):
+            tl.store(tile + at + u, tl.sum(tl.where(group == u, b_row, 0.0), 0))
+
+
+@triton.jit
 def _mass_kernel(
     q,
     k,
@@ -189,7 +201,7 @@ def _mass_kernel(
     slot,
     blocks,
     lse,
-    block_back,
+    group_of_row,
     vertical,
     tile,
     scale,
@@ -197,12 +209,10 @@ def _mass_kernel(
     group,
     n,
     local,
-    queries,
+    queries: tl.constexpr,
     dim,
     T: tl.constexpr,
     U: tl.constexpr,
-    V: tl.constexpr,
-    V2: tl.constexpr,
     P: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
@@ -210,19 +220,17 @@ def _mass_kernel(
 ):
     """Masses of a block of keys, by vertical and by tile.
 
-    vertical: fp32 [B, Hq, n_local, V, SIZE]. tile: fp32 [B, Hq, n_local, T, U]. V2: V, rounded up
-    to a power of two.
+    vertical: fp32 [B, Hq, n_local, SIZE]. tile: fp32 [B, Hq, n_local, T, U].
     """
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads
     o_p = tl.arange(0, P)
-    o_v = tl.arange(0, V2)
     # A vertical is in one span at most; over the others' slots it adds up zeros.
-    b_vertical = tl.zeros([V2, SIZE], tl.float32)
+    b_vertical = tl.zeros([SIZE], tl.float32)
     for i_t in tl.static_range(T):
-        b_s, known = _scores(
+        b_s, known = scores_of_block(
             q,
             k,
             start,
@@ -249,26 +257,16 @@ def _mass_kernel(
         # [P, SIZE]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
         b_lse = tl.load(lse + (i_bh * n + known) * queries + o_p, mask=o_p < queries, other=0.0)
         b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[:, None])
-        # [P]
-        b_row = tl.sum(b_mass, 1)
-        back_at = block_back + (i_b * n + known) * queries + o_p
-        back = tl.load(back_at, mask=o_p < queries, other=-1)
-        for u in tl.static_range(U):
-            b_tile = tl.sum(tl.where(back == u, b_row, 0.0), 0)
-            tl.store(tile + ((i_bh * local + i_c) * T + i_t) * U + u, b_tile)
-        for v in tl.static_range(V):
-            # [SIZE]: of all rows, or of those in one block.
-            if V == 1:
-                b_sum = tl.sum(b_mass, 0)
-            else:
-                b_sum = tl.sum(tl.where((back == v)[:, None], b_mass, 0.0), 0)
-            b_vertical += tl.where((o_v == v)[:, None], b_sum[None, :], 0.0)
-    row = (i_bh * local + i_c) * V + o_v
-    at = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(vertical + at, b_vertical, mask=(o_v < V)[:, None])
+        group_at = group_of_row + (i_b * n + known) * queries + o_p
+        b_group = tl.load(group_at, mask=o_p < queries, other=-1)
+        at = ((i_bh * local + i_c) * T + i_t) * U
+        store_tiles(tile, at, tl.sum(b_mass, 1), b_group, queries, U, P)
+        b_vertical += tl.sum(b_mass, 0)
+    o = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
+    tl.store(vertical + o, b_vertical)
 
 
-def _tile_options(q: Tensor, block_size: int) -> dict:
+def tile_options(q: Tensor, block_size: int) -> dict:
     """Sizes of a program's tile, and the warps that it gets."""
     queries, dim = q.shape[3:]
     # tl.dot() wants 16 or more. The interpreter multiplies in fp32.
@@ -307,7 +305,7 @@ def block_lse(probe: Probe, keys: KeyBlocks) -> Tensor:
         queries,
         dim,
         T=touching,
-        **_tile_options(q, keys.block_size),
+        **tile_options(q, keys.block_size),
     )
     return lse
 
@@ -339,25 +337,20 @@ def span_lse(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
     return lse
 
 
-def block_masses(
-    probe: Probe, keys: KeyBlocks, lse: Tensor, split: bool = False
-) -> tuple[Tensor, Tensor]:
+def block_masses(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax masses that the probe gives to each block, by vertical and by tile.
 
     lse: fp32 [B, Hq, n, P], over all keys.
-    split: masses of verticals, too, come apart by block back, V = U; else V = 1.
-    Returns the masses by vertical, fp32 [B, Hq, n_local, V, block_size], and by tile and block
-    back, fp32 [B, Hq, n_local, T, U], where U = blocks_back().
+    Returns the masses by vertical, fp32 [B, Hq, n_local, block_size], and by tile and group of
+    rows, fp32 [B, Hq, n_local, T, U].
     """
     q = probe.q
     batch, heads, n, queries, dim = q.shape
     _, local, touching = keys.slot.shape
     block_size = keys.block_size
-    back = blocks_back(queries, block_size)
-    groups = back if split else 1
     new = dict(dtype=torch.float32, device=q.device)
-    vertical = torch.empty(batch, heads, local, groups, block_size, **new)
-    tile = torch.empty(batch, heads, local, touching, back, **new)
+    vertical = torch.empty(batch, heads, local, block_size, **new)
+    tile = torch.empty(batch, heads, local, touching, probe.groups, **new)
     _mass_kernel[(local, batch * heads)](
         q.contiguous(),
         keys.k.contiguous(),
@@ -366,7 +359,7 @@ def block_masses(
         keys.slot.contiguous(),
         keys.blocks,
         lse.contiguous(),
-        probe.block_back.contiguous(),
+        probe.group.contiguous(),
         vertical,
         tile,
         probe.scale,
@@ -377,9 +370,7 @@ def block_masses(
         queries,
         dim,
         T=touching,
-        U=back,
-        V=groups,
-        V2=triton.next_power_of_2(groups),
-        **_tile_options(q, block_size),
+        U=probe.groups,
+        **tile_options(q, block_size),
     )
     return vertical, tile

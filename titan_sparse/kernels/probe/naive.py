@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe, blocks_back
+from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time: 256 MiB in fp32."""
@@ -16,7 +16,7 @@ def block_lse_naive(probe: Probe, keys: KeyBlocks) -> Tensor:
     """The twin of block_lse()."""
     chunks = []
     # [B, Hq, m, T, P, b] -> [B, Hq, m, T, P]
-    for _, _, scores in _scores(probe, keys):
+    for _, _, scores in scores_of_blocks(probe, keys):
         chunks.append(scores.logsumexp(-1))
     return torch.cat(chunks, dim=2)
 
@@ -42,43 +42,35 @@ def span_lse_naive(block_lse: Tensor, slot: Tensor, run: Tensor) -> Tensor:
     return largest + total.log()
 
 
-def block_masses_naive(
-    probe: Probe, keys: KeyBlocks, lse: Tensor, split: bool = False
-) -> tuple[Tensor, Tensor]:
+def block_masses_naive(probe: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of block_masses()."""
-    batch, _, _, queries, _ = probe.q.shape
-    back = blocks_back(queries, keys.block_size)
+    batch = len(probe.q)
     # [B, n, Hq, P], finite also for rows that see nothing: their masses are 0, not NaN.
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
     finite_lse = finite_lse.transpose(1, 2)
     sequence = torch.arange(batch, device=keys.k.device)[:, None, None]
     verticals = []
     tiles = []
-    for first, last, scores in _scores(probe, keys):
+    for first, last, scores in scores_of_blocks(probe, keys):
         # [B, m, T]
         span = keys.slot[:, first:last].clamp(min=0)
         # [B, m, T, Hq, P] -> [B, Hq, m, T, P]
         row_lse = finite_lse[sequence, span].permute(0, 3, 1, 2, 4)
         # [B, Hq, m, T, P, b]
         mass = (scores - row_lse[..., None]).exp()
+        # [B, Hq, m, b]: a vertical is in one span at most, the others hold no mass of it.
+        verticals.append(mass.sum(dim=(3, 4)))
 
-        # [B, m, T, P], and one-hot [B, 1, m, T, P, U]: in which block each row lies.
-        row_back = probe.block_back[sequence, span].long()
-        row_back = row_back.clamp(max=back - 1)
-        row_block = F.one_hot(row_back, back).to(mass.dtype)[:, None]
-
-        # [B, Hq, m, V, b]: a vertical is in one span at most, the others hold no mass of it.
-        if split:
-            verticals.append((row_block.mT @ mass).sum(3))
-        else:
-            verticals.append(mass.sum(dim=(3, 4))[..., None, :])
+        # [B, m, T, P], and one-hot [B, 1, m, T, P, U].
+        group = probe.group[sequence, span].long()
+        in_group = F.one_hot(group, probe.groups).to(mass.dtype)[:, None]
         # [B, Hq, m, T, 1, P] @ [B, 1, m, T, P, U] -> [B, Hq, m, T, U]
         row_mass = mass.sum(-1)[..., None, :]
-        tiles.append((row_mass @ row_block).squeeze(-2))
+        tiles.append((row_mass @ in_group).squeeze(-2))
     return torch.cat(verticals, dim=2), torch.cat(tiles, dim=2)
 
 
-def _scores(probe: Probe, keys: KeyBlocks) -> Iterator[tuple[int, int, Tensor]]:
+def scores_of_blocks(probe: Probe, keys: KeyBlocks) -> Iterator[tuple[int, int, Tensor]]:
     """Scores of the probe's rows, some blocks of keys at a time.
 
     Yields first and last of m blocks, and their scores [B, Hq, m, T, P, b], -inf where nothing is

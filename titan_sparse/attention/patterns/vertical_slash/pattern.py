@@ -1,13 +1,14 @@
 """Vertical-slash selection (MTraining, section 4 and appendix B.1).
 
-Every query head selects for itself, per sequence, or per document in a packed sequence. The last
-`probe` queries of a span look at all its keys. Verticals are the single keys, and slashes the block
-diagonals, that carry the target share of the attention mass seen there. A slash is one entry of a
-1-D list per head, never a mask.
+Every query head has its own choice, per sequence, or per document in a packed sequence. The probe,
+some of a span's queries, looks at all its keys. Verticals are the single keys, and slashes the
+block diagonals, that carry the target share of the attention mass. A slash is one entry of a 1-D
+list per head, never a mask.
 """
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,16 +27,27 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
     spans_of_mask,
 )
-from titan_sparse.attention.patterns.vertical_slash.budget import compact, smallest_sets
-from titan_sparse.attention.patterns.vertical_slash.joint import incidence, smallest_union
-from titan_sparse.attention.patterns.vertical_slash.probe import (
-    probe_geometry,
-    probe_masses,
+from titan_sparse.attention.patterns.vertical_slash.independent import (
+    Pairs,
+    choose_independent,
     sequences_of_pairs,
+    tiles_of_diagonals,
+)
+from titan_sparse.attention.patterns.vertical_slash.priced import (
+    Limits,
+    Priced,
+    choose_priced,
+    priced_geometry,
+)
+from titan_sparse.attention.patterns.vertical_slash.probe import Geometry, probe_geometry
+from titan_sparse.attention.patterns.vertical_slash.rows import (
+    last_rows,
+    probe_seed,
+    spread_rows,
 )
 from titan_sparse.kernels.budget import Segments
-from titan_sparse.kernels.joint import Incidence
-from titan_sparse.kernels.probe import blocks_back
+
+T = TypeVar("T")
 
 
 class VerticalSlashIndex(BlockIndex):
@@ -127,11 +139,14 @@ class VerticalSlashIndex(BlockIndex):
 class VerticalSlash(Pattern):
     """Parameters of the selection; counts are per query head.
 
-    recall: share of the probe's attention mass to reach, in (0, 1].
-    budget: "independent", verticals and slashes each have to reach the recall alone (the paper);
-        "joint", the cheapest union of both has to reach it, those that are always on included
-        (joint.py).
-    probe: last queries of each span that are looked at; 0 means block_size.
+    recall: share of the attention mass to reach, in (0, 1].
+    budget: "layer", all heads share one price of a pair of tokens, and their mean over all rows
+        reaches the recall in the least time; "joint", each head reaches it, in the least time of
+        its own (priced.py); "independent", verticals and slashes of each head each have to reach
+        the recall alone, in the probe's rows (the paper; independent.py).
+    probe: queries of each span that are looked at; 0 means block_size.
+    probe_rows: "spread", one at random in each of as many equal parts of the span; "last", the
+        span's last ones (the paper).
     sinks: first tokens of each span that are always verticals.
     local_diagonals: nearest block diagonals, which are always on.
     min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local
@@ -144,14 +159,15 @@ class VerticalSlash(Pattern):
 
     recall: float = 0.95
     probe: int = 0
-    sinks: int = 30
-    local_diagonals: int = 2
+    sinks: int = 4
+    local_diagonals: int = 1
     min_columns: int = 0
     max_columns: int = 4096
     min_slashes: int = 0
     max_slashes: int = 0
     dense_below: int = 4096
-    budget: str = "independent"
+    budget: str = "layer"
+    probe_rows: str = "spread"
     name: ClassVar[str] = "vertical_slash"
 
     def __post_init__(self) -> None:
@@ -164,12 +180,16 @@ class VerticalSlash(Pattern):
             raise ValueError(
                 "VerticalSlash(local_diagonals=0): a query must see its own block, write 1 or more"
             )
-        if self.budget not in ("independent", "joint"):
+        if self.budget not in ("layer", "joint", "independent"):
             raise ValueError(
-                f'VerticalSlash(budget="{self.budget}"): write "independent" or "joint"'
+                f'VerticalSlash(budget="{self.budget}"): write "layer", "joint" or "independent"'
+            )
+        if self.probe_rows not in ("spread", "last"):
+            raise ValueError(
+                f'VerticalSlash(probe_rows="{self.probe_rows}"): write "spread" or "last"'
             )
         for field in dataclasses.fields(self):
-            if field.name in ("recall", "budget"):
+            if field.name in ("recall", "budget", "probe_rows"):
                 continue
             count = getattr(self, field.name)
             if count < 0:
@@ -206,72 +226,84 @@ class VerticalSlash(Pattern):
     ) -> list[Tensor]:
         batch, heads = q.shape[:2]
         seq_len = ranges.start.shape[1]
-        block_size = cp.block_size
-        queries = self.probe_queries(block_size)
-        joint = self.budget == "joint"
-
-        # Masses of N (sequence, head) pairs, this rank's share: verticals [N, K, V, b], diagonals
-        # [N, E].
-        spans = self._spans(ranges, batch, block_size)
-        geometry = probe_geometry(ranges, spans, self, cp, queries, (batch, heads))
-        verticals, diagonals = probe_masses(q, k, geometry, cp, queries, scale, split=joint)
-        entry_count = diagonals.shape[1]
-
-        # selected: bool [N, S + E], capped: bool [N, 2 n].
-        segments = once_per_selection(
-            ranges,
-            "segments",
-            self,
-            cp,
-            (batch, heads),
-            lambda: self._segments(
-                spans, seq_len, entry_count, sequences_of_pairs(batch, heads, cp, q.device)
-            ),
-        )
-        if joint:
-            incidence = self._incidence(ranges, spans, segments, cp, (batch, heads))
-            selected, capped = smallest_union(verticals, segments, incidence, self.recall, queries)
+        capacity = self.vertical_capacity(seq_len, cp.block_size, ranges.document_start is not None)
+        geometry = self._remembered(ranges, "probe", cp, (batch,), self._geometry)
+        if self.budget == "independent":
+            pairs = self._remembered(ranges, "pairs", cp, (batch, heads), self._pairs)
+            chosen = choose_independent(q, k, geometry, pairs, cp, scale, self.recall, capacity)
         else:
-            mass = torch.cat([verticals.flatten(1), diagonals], dim=1)
-            selected, capped = smallest_sets(mass, segments, self.recall, queries)
+            priced = self._remembered(ranges, "priced", cp, (batch,), self._priced)
+            limits = self._remembered(ranges, "limits", cp, (batch,), self._limits)
+            chosen = choose_priced(q, k, geometry, priced, limits, cp, scale, capacity)
+        verticals, slashes, capped = chosen
+        return [slashes, verticals, capped]
 
-        # One gather for everything chosen, int32 [N, C + E + 2] a rank.
-        capacity = self.vertical_capacity(seq_len, block_size, ranges.document_start is not None)
-        verticals = compact(selected[:, :seq_len], capacity, seq_len)
-        slashes = selected[:, seq_len:].int()
-        capped = capped.unflatten(1, (2, -1)).any(-1).int()
-        chosen = torch.cat([verticals, slashes, capped], dim=1)
-        # The last ranks may have chosen for pairs that do not exist.
-        all_chosen = cp.all_gather(chosen).flatten(0, 1)[: batch * heads]
-        all_chosen = all_chosen.view(batch, heads, -1)
-        verticals, slashes, capped = all_chosen.split([capacity, entry_count, 2], dim=-1)
-        return [slashes.bool(), verticals.contiguous(), capped.bool()]
+    # What follows from the mask and the rows alone is worked out once, not once a layer.
+
+    def _remembered(
+        self,
+        ranges: MaskRanges,
+        name: str,
+        cp: ContextParallel,
+        shape: tuple[int, ...],
+        compute: Callable[[MaskRanges, ContextParallel, tuple[int, ...]], T],
+    ) -> T:
+        """compute(), remembered for the mask, and for the seed where rows are drawn.
+
+        shape: batch size and, where it matters, query heads.
+        """
+        seed = probe_seed() if self.probe_rows == "spread" else 0
+        return once_per_selection(
+            ranges, name, self, cp, shape, lambda: compute(ranges, cp, shape), version=seed
+        )
 
     def _spans(self, ranges: MaskRanges, batch: int, block_size: int) -> Spans:
         return spans_of_mask(ranges, batch, self.dense_below, block_size)
 
-    def _incidence(
-        self,
-        ranges: MaskRanges,
-        spans: Spans,
-        segments: Segments,
-        cp: ContextParallel,
-        shape: tuple[int, int],
-    ) -> Incidence:
-        """Which diagonals each vertical meets, remembered for the mask.
-
-        shape: batch size and query heads.
-        """
+    def _geometry(
+        self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]
+    ) -> Geometry:
+        spans = self._spans(ranges, shape[0], cp.block_size)
         seq_len = ranges.start.shape[1]
-        back = blocks_back(self.probe_queries(cp.block_size), cp.block_size)
-        return once_per_selection(
-            ranges,
-            "incidence",
-            self,
-            cp,
-            shape,
-            lambda: incidence(spans, segments, seq_len, back, cp.block_size),
+        queries = self.probe_queries(cp.block_size)
+        if self.probe_rows == "spread":
+            rows = spread_rows(spans, queries, seq_len, cp.block_size, probe_seed())
+        else:
+            rows = last_rows(spans, queries, seq_len, cp.block_size)
+        return probe_geometry(ranges, spans, rows, cp)
+
+    def _priced(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Priced:
+        spans = self._spans(ranges, shape[0], cp.block_size)
+        geometry = self._remembered(ranges, "probe", cp, shape, self._geometry)
+        seq_len = ranges.start.shape[1]
+        return priced_geometry(
+            spans, geometry, seq_len, cp.block_size, self.sinks, self.local_diagonals
         )
+
+    def _limits(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Limits:
+        spans = self._spans(ranges, shape[0], cp.block_size)
+        most_diagonals = None
+        if self.max_slashes:
+            most_diagonals = _share(self.max_slashes, self.min_slashes, spans)
+        return Limits(
+            recall=self.recall,
+            shared=self.budget == "layer",
+            least_verticals=self.min_columns,
+            least_diagonals=self.min_slashes,
+            most_verticals=_share(self.max_columns, self.min_columns, spans),
+            most_diagonals=most_diagonals,
+        )
+
+    def _pairs(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Pairs:
+        batch, heads = shape
+        spans = self._spans(ranges, batch, cp.block_size)
+        geometry = self._remembered(ranges, "probe", cp, (batch,), self._geometry)
+        seq_len = ranges.start.shape[1]
+        blocks = seq_len // cp.block_size
+        sequence = sequences_of_pairs(batch, heads, cp, spans.start.device)
+        diagonals = entries(seq_len, cp.block_size, spans.start.shape[1])
+        tile = tiles_of_diagonals(spans, geometry.rows, blocks, cp.block_size)
+        return Pairs(self._segments(spans, seq_len, diagonals, sequence), tile[sequence])
 
     def _segments(self, spans: Spans, seq_len: int, diagonals: int, sequence: Tensor) -> Segments:
         """What is chosen from in a row of masses [S + E], in 2 n segments.

@@ -1,0 +1,139 @@
+"""What is read off at equal recall, as rows and as a table."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from scripts.study.density.oracles import value_at
+
+AT_RECALLS = (0.8, 0.9, 0.95)
+TIMED_RECALLS = (0.9, 0.95)
+
+
+def at_recall(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each oracle and pattern and each of AT_RECALLS, as oracles.value_at() reads it off.
+
+    density: of one setting for all layers, where their mean recall is this. density_each_layer:
+    where each layer has this recall, the mean. kernel_ms: forward + backward by backend. None where
+    nothing kept so much. measured: what measure.measure() gives.
+    """
+    for name, points in _curves(measured).items():
+        recalls = [point["recall"] for point in points]
+        densities = [point["density"] for point in points]
+        for recall in AT_RECALLS:
+            row = {
+                "name": name,
+                "at_recall": recall,
+                "density": _rounded(value_at(recall, recalls, densities)),
+                "density_each_layer": _each_layer(recall, points),
+            }
+            timed = [point for point in points if "kernel_ms" in point]
+            if timed and recall in TIMED_RECALLS:
+                row |= _times(recall, timed)
+            yield row
+
+
+def _curves(measured: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The points of each oracle and pattern."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in (*measured["oracles"], *measured["rows"]):
+        curves.setdefault(row["name"], []).append(row)
+    return curves
+
+
+def _each_layer(recall: float, points: list[dict[str, Any]]) -> float | None:
+    densities = []
+    for layer in range(len(points[0]["recall_by_layer"])):
+        recalls = [point["recall_by_layer"][layer] for point in points]
+        values = [point["density_by_layer"][layer] for point in points]
+        densities.append(value_at(recall, recalls, values))
+    return _mean(densities)
+
+
+def _times(recall: float, points: list[dict[str, Any]]) -> dict[str, Any]:
+    """selection_ms, and kernel_ms by backend."""
+    recalls = [point["recall"] for point in points]
+    selection = [point["selection_ms"] for point in points]
+    by_backend = {}
+    for backend in points[0]["kernel_ms"]:
+        spent = [sum(point["kernel_ms"][backend].values()) for point in points]
+        by_backend[backend] = _rounded(value_at(recall, recalls, spent))
+    return {
+        "selection_ms": _rounded(value_at(recall, recalls, selection)),
+        "kernel_ms": by_backend,
+    }
+
+
+def means(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of at_recall(), each the mean over texts; None where one of them has None.
+
+    Times are means over the texts that have them. texts: values of "texts" in a result, all of the
+    same patterns.
+    """
+    rows = []
+    for of_texts in zip(*(text["at_recall"] for text in texts), strict=True):
+        row = {key: of_texts[0][key] for key in ("name", "at_recall")}
+        for key in ("density", "density_each_layer"):
+            row[key] = _mean([of_text[key] for of_text in of_texts])
+        timed = [of_text for of_text in of_texts if "kernel_ms" in of_text]
+        if timed:
+            row["selection_ms"] = _mean([of_text["selection_ms"] for of_text in timed])
+            row["kernel_ms"] = {
+                backend: _mean([of_text["kernel_ms"][backend] for of_text in timed])
+                for backend in timed[0]["kernel_ms"]
+            }
+        rows.append(row)
+    return rows
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Rows of at_recall() or means() for people: densities in %, then times of the best backend."""
+    width = max(len(row["name"]) for row in rows)
+    heads = [f"at {recall:.2f}" for recall in AT_RECALLS]
+    heads += [f"layers {recall:.2f}" for recall in AT_RECALLS]
+    heads += [f"ms {recall:.2f}" for recall in TIMED_RECALLS]
+    lines = [title, "  ".join([f"{'density, %':{width}}", *(f"{head:>11}" for head in heads)])]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        of_name = [row for row in rows if row["name"] == name]
+        cells = [_percent(row["density"]) for row in of_name]
+        cells += [_percent(row["density_each_layer"]) for row in of_name]
+        for row in of_name:
+            if "kernel_ms" in row:
+                spent = [value for value in row["kernel_ms"].values() if value is not None]
+                cells.append(f"{min(spent):.2f}" if spent else "-")
+        lines.append("  ".join([f"{name:{width}}", *(f"{cell:>11}" for cell in cells)]))
+    return "\n".join(lines)
+
+
+def asked_and_kept(measured: dict[str, Any]) -> str:
+    """What each pattern that is asked for a recall keeps: mean, and least and most by layer."""
+    lines = []
+    for row in measured["rows"]:
+        if "capped" in row and row["value"] in TIMED_RECALLS:
+            by_layer = row["recall_by_layer"]
+            lines.append(
+                f"{row['name']}: asked {row['value']}, kept {row['recall']:.3f}, "
+                f"{min(by_layer):.3f} to {max(by_layer):.3f} by layer, "
+                f"worst head {row['recall_of_worst_head']:.3f}, capped {row['capped']:.1%}"
+            )
+    return "\n".join(lines)
+
+
+def dense_lines(measured: dict[str, Any]) -> str:
+    """Milliseconds of dense attention, a line each; empty where nothing was timed."""
+    lines = []
+    for name, spent in measured.get("dense_ms", {}).items():
+        lines.append(f"dense, {name}: {sum(spent.values()):.2f} ms")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _rounded(sum(known) / len(known)) if len(known) == len(values) else None
+
+
+def _percent(density: float | None) -> str:
+    return "-" if density is None else f"{100 * density:.2f}"
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 5)

@@ -1,0 +1,372 @@
+"""What a run tells of recall: what caps cut, against counts by hand of what was selected, and what
+was asked for."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed import run_processes
+from tests.reference import structured_qkv
+from tests.runs import metrics_of, tiny_config, train, write_texts
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash
+from titan_sparse.attention.recorder import counting_caps
+from titan_sparse.config import Attention
+from titan_sparse.config.sections import VerticalSlash as Budgets
+from titan_sparse.training.recall import CapCount, Capped, RecallWarnings, asked_recall, percent
+
+LAYERS, BLOCK, TOKENS = 2, 16, 192
+CUT = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, max_columns=20, max_slashes=3)
+
+
+def _note_selections(patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """`capped` [B, Hq, 2] of every selection from now on."""
+    seen = []
+    select = VerticalSlash.select_tensors
+
+    def noted(pattern, q, k, ranges, cp, scale):
+        tensors = select(pattern, q, k, ranges, cp, scale)
+        index = pattern.index(tensors, ranges, *q.shape[:2], cp.block_size)
+        seen.append(index.capped.clone())
+        return tensors
+
+    patch.setattr(VerticalSlash, "select_tensors", noted)
+    return seen
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recall")
+    write_texts(folder / "texts")
+    return folder
+
+
+def _heads(capped: Tensor) -> Tensor:
+    """bool [B, Hq, 2] -> [B, Hq, 3]: what is counted of each head."""
+    verticals, slashes = capped.double().unbind(-1)
+    both = verticals * slashes
+    return torch.stack([verticals, slashes, both], dim=-1)
+
+
+def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
+    """Five steps of two micro-batches; lines of steps 1, 3 and 5, recall in those of 1 and 3."""
+    shared = {
+        "training__gradient_accumulation_steps": 2,
+        "metrics__log_every": 3,
+        "metrics__recall_every": 3,
+        "metrics__tensorboard": True,
+    }
+    config = tiny_config(folder, output, **shared | settings)
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "titan_sparse"):
+        seen = _note_selections(patch)
+        train(config)
+    said = [record for record in caplog.records if record.name == "titan_sparse"]
+    return SimpleNamespace(
+        # [steps, micro-batches, layers, B, Hq, 2]
+        capped=torch.stack(seen).unflatten(0, (5, 2, LAYERS)).double(),
+        lines=metrics_of(config),
+        progress=[r.getMessage() for r in said if r.getMessage().startswith("step ")],
+        warnings=[r.getMessage() for r in said if r.levelno == logging.WARNING],
+        board=EventAccumulator(str(folder / output / "tensorboard")).Reload(),
+    )
+
+
+@pytest.mark.parametrize(
+    "budget, max_columns, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
+)
+def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
+    """Every selection counts, of steps without a line too, and each of them once, although blocks
+    are computed again."""
+    run = _run(
+        folder,
+        budget,
+        caplog,
+        attention__vertical_slash__budget=budget,
+        attention__vertical_slash__recall=0.8,
+        attention__vertical_slash__max_columns=max_columns,
+        attention__vertical_slash__max_slashes=max_slashes,
+    )
+    # [steps, micro-batches, layers, B, Hq]; of two independent budgets one is enough.
+    verticals, slashes = run.capped.unbind(-1)
+    cut = verticals * slashes if budget == "independent" else torch.maximum(verticals, slashes)
+    assert cut.mean() < 1 and cut[0].mean() != cut[-1].mean(), "the case proves nothing"
+    assert [line["step"] for line in run.lines] == [1, 3, 5]
+    steps_of_lines = [slice(0, 1), slice(1, 3), slice(3, 5)]
+    for line, steps in zip(run.lines, steps_of_lines, strict=True):
+        assert line["heads_capped"] == pytest.approx(cut[steps].mean().item())
+        assert line["capped"] == pytest.approx(run.capped[steps].mean().item())
+        assert line["columns_at_cap"] == pytest.approx(verticals[steps].mean().item())
+        assert line["recall_asked"] == 0.8
+    _check_progress(run)
+    _check_board(run)
+
+    # More than half of the heads: it cannot become twice as bad.
+    of_layers = cut[0].mean((0, 2, 3))
+    assert of_layers.mean() >= 0.5
+    [warning] = [line for line in run.warnings if line.startswith("caps keep ")]
+    share = percent(of_layers[of_layers > 0].mean())
+    assert warning.startswith(f"caps keep {share} of the heads in layer")
+
+
+def _check_progress(run: SimpleNamespace) -> None:
+    for line, progress in zip(run.lines, run.progress, strict=True):
+        share = 100 * line["heads_capped"]
+        assert progress.endswith(f"capped {share:.1f} % of heads")
+        if "recall" in line:
+            assert f"recall {100 * line['recall']:.1f} % (asked 80 %)" in progress
+        else:
+            assert "recall" not in progress
+
+
+def _check_board(run: SimpleNamespace) -> None:
+    for field in ("capped", "heads_capped", "columns_at_cap", "recall_asked"):
+        values = [event.value for event in run.board.Scalars(f"attention/{field}")]
+        assert values == pytest.approx([line[field] for line in run.lines])
+    # [layers], of the steps since the line before
+    last = run.capped[3:].mean((0, 1, 3, 4, 5))
+    for layer in range(LAYERS):
+        [_, _, event] = run.board.Scalars(f"attention_capped_by_layer/{layer}")
+        assert event.value == pytest.approx(last[layer].item())
+
+
+def test_a_run_that_keeps_what_was_asked(folder, caplog):
+    run = _run(folder, "kept", caplog, attention__vertical_slash__max_columns=400)
+    assert run.capped.sum() == 0
+    assert [line["capped"] + line["heads_capped"] for line in run.lines] == [0, 0, 0]
+    assert not any("capped" in line for line in run.progress)
+    assert [line.endswith("(asked 60 %)") for line in run.progress] == [True, True, False]
+    assert run.warnings == []
+
+
+def test_fixed_budgets_ask_for_no_recall(folder, caplog):
+    run = _run(
+        folder,
+        "fixed",
+        caplog,
+        attention__vertical_slash__recall=1.0,
+        attention__vertical_slash__min_columns=8,
+        attention__vertical_slash__max_columns=8,
+        attention__vertical_slash__min_slashes=1,
+        attention__vertical_slash__max_slashes=1,
+    )
+    assert run.lines[0]["capped"] > 0 and "recall_asked" not in run.lines[0]
+    assert not any("capped" in line or "asked" in line for line in run.progress)
+    assert "recall " in run.progress[0] and run.warnings == []
+
+
+# Counting
+
+
+def _capped_by_hand(q: Tensor, k: Tensor) -> Tensor:
+    index = CUT.select(q, k, Causal(), block_size=BLOCK)
+    return _heads(index.capped).mean((0, 1))
+
+
+def test_what_a_checkpoint_repeats_is_counted_once(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in structured_qkv(2, 4, 2, TOKENS, 8))
+    by_hand = _capped_by_hand(q, k)
+    assert 0 < by_hand.min() and by_hand.max() <= 1
+    ran = _note_selections(monkeypatch)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=CUT, block_size=BLOCK)
+
+    with counting_caps() as shares:
+        # It keeps nothing, not even what was selected.
+        checkpoint(run, q, k, v, use_reentrant=False).sum().backward()
+    assert len(ran) == 2 and len(shares) == 1
+    assert torch.equal(shares[0], by_hand)
+    run(q, k, v)
+    assert len(shares) == 1, "counted outside of counting_caps()"
+
+
+def test_compiled_selections_are_counted(fresh_compiler):
+    q, k, v = structured_qkv(2, 4, 2, TOKENS, 8)
+    by_hand = _capped_by_hand(q, k)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern=CUT, block_size=BLOCK)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with counting_caps() as shares:
+        for _ in range(2):  # compiling counts nothing, running does
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            compiled(*inputs).sum().backward()
+    assert len(shares) == 2
+    assert torch.equal(shares[0], by_hand) and torch.equal(shares[1], by_hand)
+
+
+def test_patterns_without_budgets_have_no_caps():
+    q, k, v = structured_qkv(1, 4, 2, TOKENS, 8)
+    count = CapCount()
+    for pattern in (Dense(), MoBA(chunk_size=32, top_k=2)):
+        with count.counting():
+            attend(q, k, v, pattern=pattern, block_size=BLOCK)
+    assert count.read() is None
+
+
+def _check_ranks() -> None:
+    """Each rank's own data, and data that two ranks share: two forwards of two layers."""
+    cp = ContextParallel(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), block_size=BLOCK)
+    for shares_data in (False, True):
+        count = CapCount()
+        by_hand = torch.zeros(2, LAYERS, 3, dtype=torch.float64)
+        for forward in range(2):
+            with count.counting():
+                for layer in range(LAYERS):
+                    seed = 10 * forward + layer + 100 * dist.get_rank() * (not shares_data)
+                    q, k, v = structured_qkv(1, 4, 2, TOKENS, 8, seed=seed)
+                    by_hand[forward, layer] = _one_layer(q, k, v, cp if shares_data else None)
+        got = torch.stack(count.read(), dim=1)
+        mean = by_hand.mean(0)
+        alone = mean.clone()
+        dist.all_reduce(mean)
+        mean /= 2
+        assert shares_data == torch.equal(alone, mean), "the case proves nothing"
+        torch.testing.assert_close(got, mean, rtol=1e-12, atol=0)
+        assert count.read() is None
+
+
+def _one_layer(q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel | None) -> Tensor:
+    """attend(). Returns what it has to count, from the whole sequence on one rank."""
+    if cp is None:
+        index = attend(q, k, v, pattern=CUT, block_size=BLOCK, return_aux=True)[1].index
+        return _heads(index.capped).mean((0, 1))
+    attend(*[cp.shard(x, 2) for x in (q, k, v)], pattern=CUT, cp=cp)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_sparse.attention.recorder._capped_shares", None)
+        return _capped_by_hand(q, k)
+
+
+def test_ranks_agree():
+    run_processes(2, _check_ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_counting_on_a_gpu_waits_for_nothing():
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in structured_qkv(1, 4, 2, 2048, 64))
+    ranges = Causal().rows(2048, "cuda")
+    count = CapCount()
+
+    def run() -> None:
+        with count.counting():
+            attend(q, k, v, ranges, CUT)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    by_hand = _heads(CUT.select(q, k, ranges).capped).mean((0, 1))
+    means = count.sums / count.forwards
+    assert torch.equal(means[0], by_hand) and by_hand.max() > 0
+
+
+# What is asked for, and what is said
+
+
+@pytest.mark.parametrize(
+    "pattern, budgets, wanted",
+    [
+        ("vertical_slash", {}, 0.7),
+        ("vertical_slash", {"index": "xattention"}, None),
+        ("xattention", {}, None),
+        ("dense", {}, None),
+        ("vertical_slash", {"min_columns": 64, "max_columns": 64}, 0.7),
+        ("vertical_slash", {"min_slashes": 4, "max_slashes": 4}, 0.7),
+        ("vertical_slash", {"max_columns": 0}, 0.7),
+        ("vertical_slash", {"max_columns": 0, "min_slashes": 4, "max_slashes": 4}, None),
+    ],
+)
+def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
+    attention = Attention(pattern=pattern, vertical_slash=Budgets(recall=0.7, **budgets))
+    assert asked_recall(attention) == wanted
+
+
+@pytest.mark.parametrize(
+    "share, wanted", [(0.0, "0.0 %"), (1e-9, "< 0.1 %"), (0.031, "3.1 %"), (1.0, "100.0 %")]
+)
+def test_percent(share, wanted):
+    assert percent(share) == wanted
+
+
+def _capped(verticals: list[float], slashes: list[float] | None = None) -> Capped:
+    """As much as possible is capped in both."""
+    of_verticals = torch.tensor(verticals, dtype=torch.float64)
+    of_slashes = torch.tensor(slashes or [0.0] * len(verticals), dtype=torch.float64)
+    return Capped(of_verticals, of_slashes, torch.minimum(of_verticals, of_slashes))
+
+
+def test_caps_are_told_of_once_and_again_when_they_cut_twice_as_much():
+    warnings = RecallWarnings(0.95, Budgets(max_columns=64, max_slashes=9, budget="joint"))
+    assert warnings.lines(_capped([0, 0, 0]), []) == []
+    assert warnings.lines(_capped([0.1, 0.0, 0.3]), []) == [
+        "caps keep 20.0 % of the heads in layers 0, 2 below recall = 0.95: raise "
+        "attention.vertical_slash.max_columns = 64 for more verticals"
+    ]
+    for _ in range(2):
+        assert warnings.lines(_capped([0.1, 0.0, 0.7]), []) == []
+    [line] = warnings.lines(_capped([0.3, 0.2, 0.5], [0.0, 0.1, 0.0]), [])
+    assert line == (
+        "caps keep 33.3 % of the heads in layers 0-2 below recall = 0.95: raise "
+        "attention.vertical_slash.max_columns = 64 for more verticals or "
+        "attention.vertical_slash.max_slashes = 9 for more block diagonals"
+    )
+    warnings = RecallWarnings(0.95, Budgets(max_slashes=9, budget="joint"))
+    [line] = warnings.lines(_capped([0, 0], [0, 0.0001]), [])
+    assert line == (
+        "caps keep < 0.1 % of the heads in layer 1 below recall = 0.95: raise "
+        "attention.vertical_slash.max_slashes = 9 for more block diagonals"
+    )
+
+
+def test_one_independent_budget_without_its_cap_is_enough():
+    warnings = RecallWarnings(0.95, Budgets(max_columns=64, max_slashes=9))
+    assert warnings.lines(_capped([1, 1], [0, 0]), []) == []
+    [line] = warnings.lines(_capped([1, 1], [0, 0.5]), [])
+    assert line.startswith("caps keep 50.0 % of the heads in layer 1 below recall = 0.95: raise ")
+    assert "max_columns = 64" in line and "max_slashes = 9" in line
+
+
+def test_nothing_is_said_where_no_recall_was_asked_for():
+    capped = _capped([1], [1])
+    recall = [torch.zeros(4)]
+    assert RecallWarnings(None, Budgets()).lines(capped, recall) == []
+    assert RecallWarnings(0.95, Budgets()).lines(None, recall) == []
+    assert RecallWarnings(0.95, Budgets()).lines(capped, recall) != []
+
+
+def test_a_layer_that_keeps_less_than_was_asked():
+    def said(capped: list[float], *recall: float) -> list[str]:
+        by_layer = [torch.tensor([share - 0.01, share + 0.01]) for share in recall]
+        lines = warnings.lines(_capped(capped), by_layer)
+        return [line for line in lines if not line.startswith("caps")]
+
+    warnings = RecallWarnings(0.95, Budgets(budget="joint"))
+    assert said([0, 0, 0], 0.99, 0.931, 0.95) == []
+    assert said([0, 0.1, 0], 0.99, 0.93 - 1e-3, 0.9) == [
+        "layers 1-2 kept 90.0 % or more of the attention mass, 95.0 % was asked for: "
+        "caps cut layer 1; the probe's queries want other keys than the rest in layer 2 "
+        "(raise attention.vertical_slash.recall or .probe)"
+    ]
+    assert said([0, 0.1, 0], 0.99, 0.93 - 1e-3, 0.86) == []
+    assert said([1, 1, 1]) == []  # not measured
+    [line] = said([1, 1, 1], 0.5, 0.9, 0.95)
+    assert line.startswith("layers 0-1 kept 50.0 %") and line.endswith("caps cut layers 0-1")
+    [line] = RecallWarnings(0.95, Budgets()).lines(_capped([0]), [torch.full((4,), 0.5)])
+    assert line.startswith("layer 0 kept 50.0 %") and "caps" not in line

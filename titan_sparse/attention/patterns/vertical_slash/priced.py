@@ -1,0 +1,273 @@
+"""budget = "joint" and "layer": verticals and diagonals above a price, which reach the recall.
+
+The price of an element is the attention mass of one more pair of tokens, for the pair's time
+(titan_sparse/kernels/prices). With "joint" each head has a limit of its own, at which it reaches
+the recall. With "layer" all heads and documents share one, at which their mean reaches it: no
+choice of verticals and diagonals holds that much in less time.
+
+Masses stay where their keys are. Besides those of look() there are two collectives: the gains of
+diagonals are added up, and what each rank would choose is gathered, one byte a key.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.patterns.spans import Spans, lookup, span_of_tokens
+from titan_sparse.attention.patterns.vertical_slash.budget import compact
+from titan_sparse.attention.patterns.vertical_slash.probe import (
+    Geometry,
+    by_kernels,
+    diagonals_of_entries,
+    look,
+)
+from titan_sparse.kernels import prices as kernels
+from titan_sparse.kernels.prices import ALWAYS, CODES, MASS_UNITS, PSEUDO_ROWS, AlwaysOn
+
+
+class Limits(NamedTuple):
+    """What a budget must keep to, sinks and local diagonals not counted.
+
+    recall: share of the mass to reach.
+    shared: whether all heads and spans of a sequence have one price.
+    least_verticals, least_diagonals: of a head in a span.
+    most_verticals, most_diagonals: int64 [B, n]; None for no cap.
+    """
+
+    recall: float
+    shared: bool
+    least_verticals: int
+    least_diagonals: int
+    most_verticals: Tensor
+    most_diagonals: Tensor | None
+
+
+class Priced(NamedTuple):
+    """What prices need to know besides the Geometry, the same for every layer.
+
+    always: what is on in any case.
+    offset: int32 [B, n], where each span's diagonals begin.
+    tile, rows: int32 [B, U, E], the rank's tiles that make up each diagonal, -1 for none, and how
+        many of the probe's rows see each.
+    cost: fp32 [B, E], pairs of the probe's rows on each diagonal.
+    is_local: bool [B, E], the diagonals that are always on.
+    span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
+    probed: int64 [B, n], rows that the probe has of each span.
+    weight: float64 [B, n], rows of the sequence that each of them stands for.
+    """
+
+    always: AlwaysOn
+    offset: Tensor
+    tile: Tensor
+    rows: Tensor
+    cost: Tensor
+    is_local: Tensor
+    span_of_entry: Tensor
+    span_of_token: Tensor
+    probed: Tensor
+    weight: Tensor
+
+
+def priced_geometry(
+    spans: Spans, geometry: Geometry, seq_len: int, block_size: int, sinks: int, local: int
+) -> Priced:
+    """sinks, local: tokens of each span, and nearest diagonals, that are always on."""
+    device = spans.start.device
+    n = spans.start.shape[1]
+    blocks = seq_len // block_size
+    group_rows = geometry.rows.group_rows
+    groups = group_rows.shape[-1]
+
+    # [B, E], then [B, U, E]: the block of keys that each group of rows meets on a diagonal.
+    span, distance = diagonals_of_entries(spans, blocks, block_size)
+    known = span.clamp(max=n - 1)
+    by_group = known[:, None].expand(-1, groups, -1)
+    block = geometry.rows.group_block.mT.gather(2, by_group) - distance[:, None]
+    rows = group_rows.mT.gather(2, by_group)
+    first_block = lookup(spans.first_block, known)[:, None]
+    priced = (span < n) & (distance >= local)
+    rows = rows.where(priced[:, None] & (block >= first_block), 0)
+
+    # This rank's block of that number, and the span's place among those that touch it: they are
+    # consecutive.
+    local_number = torch.full((blocks,), -1, device=device)
+    local_number[geometry.blocks.long()] = torch.arange(len(geometry.blocks), device=device)
+    number = local_number[block.clamp(0, blocks - 1)]
+    touching = geometry.slot.shape[-1]
+    first_slot = lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
+    tile = number * touching + known[:, None] - first_slot
+    tile = tile * groups + torch.arange(groups, device=device)[:, None]
+
+    probed = group_rows.sum(-1)
+    sink_stop = torch.minimum(spans.start + sinks, spans.stop)
+    return Priced(
+        always=AlwaysOn(local, spans.start.int(), sink_stop.int(), spans.stop.int()),
+        offset=spans.offset.int(),
+        tile=tile.where((rows > 0) & (number >= 0), -1).int().contiguous(),
+        rows=rows.int().contiguous(),
+        cost=(rows.sum(1) + PSEUDO_ROWS) * block_size,
+        is_local=(span < n) & (distance < local),
+        span_of_entry=span,
+        span_of_token=span_of_tokens(spans.start, spans.stop, seq_len),
+        probed=probed,
+        weight=(spans.stop - spans.start) / probed.clamp(min=1).double(),
+    )
+
+
+def choose_priced(
+    q: Tensor,
+    k: Tensor,
+    geometry: Geometry,
+    priced: Priced,
+    limits: Limits,
+    cp: ContextParallel,
+    scale: float,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Verticals int32 [B, Hq, capacity], diagonals bool [B, Hq, E], and capped bool [B, Hq, 2].
+
+    Collective over cp. q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks.
+    """
+    batch, heads = q.shape[:2]
+    seq_len = priced.span_of_token.shape[1]
+    diagonal_codes, *of_verticals = _codes(q, k, geometry, priced, cp, scale)
+    codes, mass, count = _of_all_ranks(*of_verticals, geometry.order, cp)
+
+    limit = price_limits(mass, priced.probed, priced.weight, limits.recall, limits.shared)
+    vertical_limit, verticals_capped = limited(
+        limit, count, limits.least_verticals, limits.most_verticals
+    )
+    diagonal_limit = limit
+    slashes_capped = torch.zeros_like(verticals_capped)
+    if limits.most_diagonals is not None or limits.least_diagonals:
+        diagonal_count = _count_codes(diagonal_codes, priced, limit.shape[2])
+        diagonal_limit, slashes_capped = limited(
+            limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
+        )
+
+    # [B, Hq, S] and [B, Hq, E]
+    is_vertical = codes >= _by_span(vertical_limit, priced.span_of_token)
+    slashes = diagonal_codes >= _by_span(diagonal_limit, priced.span_of_entry)
+    verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
+    capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
+    return verticals.view(batch, heads, capacity), slashes, capped
+
+
+def _codes(
+    q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of all diagonals uint8 [B, Hq, E], and of this rank's keys what final_prices() tells."""
+    seq_len = priced.span_of_token.shape[1]
+    probe, keys, lse = look(q, k, geometry, cp, scale)
+    always = priced.always
+    if by_kernels(keys):
+        first, *of_tiles = kernels.first_prices(probe, keys, lse, always, seq_len)
+        gains = kernels.diagonal_gains(*of_tiles, priced.tile, priced.rows)
+        gains = cp.all_reduce(gains)
+        diagonal = kernels.diagonal_prices(gains, priced.cost, seq_len)
+        final = kernels.final_prices(probe, keys, lse, always, first, diagonal, priced.offset)
+    else:
+        first, *of_tiles = kernels.first_prices_naive(probe, keys, lse, always, seq_len)
+        gains = kernels.diagonal_gains_naive(*of_tiles, priced.tile, priced.rows)
+        gains = cp.all_reduce(gains)
+        diagonal = kernels.diagonal_prices_naive(gains, priced.cost, seq_len)
+        final = kernels.final_prices_naive(probe, keys, lse, always, first, diagonal, priced.offset)
+    codes = kernels.codes_of(diagonal)
+    return codes.masked_fill(priced.is_local[:, None], ALWAYS), *final
+
+
+def _of_all_ranks(
+    codes: Tensor, mass: Tensor, count: Tensor, order: Tensor, cp: ContextParallel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [B, Hq, S] in global order, masses and counts of all ranks' keys: one gather.
+
+    codes: uint8 [B, Hq, n_local, b]. mass, count: [B, Hq, n, CODES].
+    """
+    if cp.size == 1:
+        return codes[:, :, order].flatten(2), mass, count
+    parts = [codes.flatten().view(torch.int32), mass.flatten().view(torch.int32), count.flatten()]
+    lengths = [len(part) for part in parts]
+    # [ranks, elements]
+    gathered = cp.all_gather(torch.cat(parts))
+    all_codes, all_mass, all_count = gathered.split(lengths, dim=1)
+    # [ranks, B, Hq, n_local, b] -> [B, Hq, ranks n_local, b]
+    all_codes = all_codes.contiguous().view(torch.uint8).view(cp.size, *codes.shape)
+    all_codes = all_codes.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    all_mass = all_mass.contiguous().view(torch.int64).view(cp.size, *mass.shape)
+    all_count = all_count.view(cp.size, *count.shape)
+    return all_codes[:, :, order].flatten(2), all_mass.sum(0), all_count.sum(0)
+
+
+def price_limits(
+    mass: Tensor, probed: Tensor, weight: Tensor, recall: float, shared: bool
+) -> Tensor:
+    """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
+
+    They are the highest ones that do.
+    mass: int64 [B, Hq, n, CODES], of kernels.final_prices(). probed, weight: of Priced.
+    shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
+    the first heads give up its elements, as far as the recall allows.
+    """
+    heads = mass.shape[1]
+    # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
+    mass = mass.double() / MASS_UNITS
+    lost = mass.cumsum(-1) - mass
+    # [B, Hq, n]
+    may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
+    if not shared:
+        return (lost <= may_be_lost[..., None]).sum(-1) - 1
+
+    # [B, CODES] and [B, 1]
+    lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
+    allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
+    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
+    # [B, Hq n]: what each head would lose more with the code above.
+    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
+    more = (mass.gather(-1, at_limit)[..., 0] * weight[:, None]).flatten(1)
+    spare = allowed - lost_by_all.gather(-1, limit)
+    gives_up = (more.cumsum(-1) <= spare) & (limit < CODES - 1)
+    return (limit + gives_up).view(mass.shape[:3])
+
+
+def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Limits that keep to bounds on the number of elements, and whether the cap raised one.
+
+    limit: int64 [B, Hq, n], codes. count: int [B, Hq, n, CODES], elements of each code, those that
+    are always on left out. least: of each span; most: int64 [B, n], which wins.
+    Elements of one code are taken together: fewer than `most` may be left.
+    Returns int64 [B, Hq, n] and bool [B, Hq].
+    """
+    # [B, Hq, n, CODES]: how many are taken if a code is the lowest one.
+    taken = count.flip(-1).cumsum(-1).flip(-1)
+    if least:
+        low_enough = (taken >= least).sum(-1) - 1
+        limit = torch.minimum(limit, low_enough.clamp(min=0))
+    if most is None:
+        return limit, torch.zeros_like(limit[..., 0], dtype=torch.bool)
+    high_enough = (taken > most[:, None, :, None]).sum(-1)
+    capped = (high_enough > limit).any(-1)
+    return torch.maximum(limit, high_enough), capped
+
+
+def _count_codes(codes: Tensor, priced: Priced, n: int) -> Tensor:
+    """int64 [B, Hq, n, CODES]: how many diagonals have each code, local ones left out."""
+    batch, heads, _ = codes.shape
+    counted = ~priced.is_local & (priced.span_of_entry < n)
+    place = priced.span_of_entry.clamp(max=n - 1)[:, None] * CODES + codes
+    count = torch.zeros(batch, heads, n * CODES, dtype=torch.int64, device=codes.device)
+    counted = counted[:, None].expand_as(place).long()
+    return count.scatter_add(2, place, counted).view(batch, heads, n, CODES)
+
+
+def _by_span(limit: Tensor, span: Tensor) -> Tensor:
+    """Limits of each element's span int64 [B, L], int16 [B, Hq, L]; CODES for no span.
+
+    limit: int64 [B, Hq, n].
+    """
+    # In few bytes, as there are as many results as verticals.
+    limit = F.pad(limit.to(torch.int16), (0, 1), value=CODES)
+    span = span[:, None].expand(-1, limit.shape[1], -1)
+    return limit.gather(2, span)

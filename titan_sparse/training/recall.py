@@ -1,0 +1,195 @@
+"""What a run tells of recall: how much was asked for, and what kept selection below it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_sparse.attention.recorder import counting_caps
+from titan_sparse.config import Attention
+from titan_sparse.config.checking_attention import uses_xattention
+from titan_sparse.config.sections import VerticalSlash
+
+_TABLE = "attention.vertical_slash"
+
+_SLACK = 0.02
+"""A layer's measured recall may lie so far below what was asked: it is measured on a few rows."""
+
+_WORSE = 2.0
+"""A warning is repeated once things are this many times as bad as when it was given."""
+
+
+class Capped(NamedTuple):
+    """Shares of heads that caps kept below the recall, float64 [layers] each, on the CPU.
+
+    Over sequences, forwards and ranks; verticals, slashes, and both.
+    """
+
+    verticals: Tensor
+    slashes: Tensor
+    both: Tensor
+
+    def of_budgets(self) -> Tensor:
+        """Shares of all budgets, [layers]."""
+        return (self.verticals + self.slashes) / 2
+
+    def of_heads(self, budget: str) -> Tensor:
+        """Shares of heads that keep less of the probe's mass than was asked, [layers].
+
+        Of two independent budgets each has to reach the recall, so one without its cap is enough.
+        """
+        if budget == "independent":
+            return self.both
+        return self.verticals + self.slashes - self.both
+
+
+class CapCount:
+    """What caps cut in all selections since they were last read. Until then it stays on the device.
+
+    Each forward selects once a layer, in the order of the layers.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.forwards = 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the selections of one forward."""
+        with counting_caps() as shares:
+            yield
+        if not shares:
+            return
+        # [layers, 3]
+        by_layer = torch.stack(shares)
+        self.sums = by_layer if self.sums is None else self.sums + by_layer
+        self.forwards += 1
+
+    def read(self) -> Capped | None:
+        """The means over all forwards since the last call and over all ranks' data.
+
+        None for patterns without budgets. Collective; waits for the device.
+        """
+        if self.sums is None:
+            return None
+        means = self.sums / self.forwards
+        dist.all_reduce(means)
+        means = means.cpu() / dist.get_world_size()
+        self.sums = None
+        self.forwards = 0
+        return Capped(*means.unbind(1))
+
+
+def asked_recall(attention: Attention) -> float | None:
+    """The recall that selection has to reach; None where nothing was asked for.
+
+    That is with other patterns, and where the budgets of verticals and slashes are both fixed.
+    """
+    if attention.pattern != "vertical_slash" or uses_xattention(attention):
+        return None
+    budgets = attention.vertical_slash
+    has_fixed_verticals = budgets.min_columns == budgets.max_columns
+    # A maximum of 0 is none.
+    has_fixed_slashes = 0 < budgets.max_slashes == budgets.min_slashes
+    if has_fixed_verticals and has_fixed_slashes:
+        return None
+    return budgets.recall
+
+
+class RecallWarnings:
+    """Why attention keeps less than was asked for. Each reason is given once, and again when it is
+    twice as bad."""
+
+    def __init__(self, asked: float | None, budgets: VerticalSlash) -> None:
+        self.asked = asked
+        self.budgets = budgets
+        # By reason: how bad it was when it was given.
+        self.said: dict[str, float] = {}
+
+    def lines(self, capped: Capped | None, recall: list[Tensor]) -> list[str]:
+        """The warnings of a logged step.
+
+        capped: what CapCount.read() gave. recall: [Hq] a layer, empty where it was not measured.
+        """
+        if self.asked is None or capped is None:
+            return []
+        cut = capped.of_heads(self.budgets.budget)
+        lines = []
+        if self._is_news("caps", cut.mean().item()):
+            lines.append(self._of_caps(capped, cut))
+        if recall:
+            by_layer = torch.stack([heads.mean() for heads in recall]).cpu()
+            missing = self.asked - by_layer
+            missing = missing.where(missing > _SLACK, 0)
+            if self._is_news("recall", missing.sum().item()):
+                lines.append(self._of_recall(by_layer, missing > 0, cut > 0))
+        return lines
+
+    def _of_caps(self, capped: Capped, cut: Tensor) -> str:
+        """cut: [layers], shares of heads that caps keep below the recall."""
+        where = cut > 0
+        keys = []
+        for what, shares, name in (
+            ("verticals", capped.verticals, "max_columns"),
+            ("block diagonals", capped.slashes, "max_slashes"),
+        ):
+            if (shares[where] > 0).any():
+                most = getattr(self.budgets, name)
+                keys.append(f"{_TABLE}.{name} = {most} for more {what}")
+        return (
+            f"caps keep {percent(cut[where].mean())} of the heads in {_layers(where)} below "
+            f"recall = {self.asked:g}: raise {' or '.join(keys)}"
+        )
+
+    def _of_recall(self, by_layer: Tensor, is_low: Tensor, is_cut: Tensor) -> str:
+        """by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little,
+        and whether caps cut."""
+        reasons = []
+        by_caps = is_low & is_cut
+        by_probe = is_low & ~is_cut
+        if by_caps.any():
+            reasons.append(f"caps cut {_layers(by_caps)}")
+        if by_probe.any():
+            reasons.append(
+                f"the probe's queries want other keys than the rest in {_layers(by_probe)} "
+                f"(raise {_TABLE}.recall or .probe)"
+            )
+        return (
+            f"{_layers(is_low)} kept {percent(by_layer[is_low].min())} or more of the attention "
+            f"mass, {percent(self.asked)} was asked for: {'; '.join(reasons)}"
+        )
+
+    def _is_news(self, reason: str, badness: float) -> bool:
+        """Whether to tell it, which is then noted."""
+        is_news = badness > _WORSE * self.said.get(reason, 0.0)
+        if is_news:
+            self.said[reason] = badness
+        return is_news
+
+
+def percent(share: Tensor | float) -> str:
+    """A share in percent with one decimal. What is not nothing never looks like it."""
+    share = float(share)
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return f"{100 * share:.1f} %"
+
+
+def _layers(chosen: Tensor) -> str:
+    """Which layers a bool [layers] chooses: "layers 0-2, 5"."""
+    numbers = chosen.nonzero().flatten().tolist()
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    names = []
+    first = None
+    for number in numbers:
+        if first is None:
+            first = number
+        if number + 1 in numbers:
+            continue
+        names.append(str(first) if number == first else f"{first}-{number}")
+        first = None
+    return f"layers {', '.join(names)}"
