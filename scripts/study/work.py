@@ -221,6 +221,8 @@ def position_losses(study: Study, length: int, scorer: Scorer) -> dict[str, Any]
         with recording(recall_rows=64) as recorded:
             scorer.token_losses(windows[0], length)
         seen[kind] = attention_averages(recorded)
+        if recorded.capped:
+            seen[kind]["capped"] = torch.stack(recorded.capped).double().mean().item()
     return {"losses": losses, "attention": seen}
 
 
