@@ -27,13 +27,15 @@ def write_toy_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        # Larger than usual, so that attention is not even and a pattern leaves something out.
         initializer_range=0.1,
         tie_word_embeddings=True,
         architectures=["LlamaForCausalLM"],
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers:
+        # Long queries: attention is not even, so that a pattern can leave something out.
+        layer.self_attn.q_proj.weight.data *= 8
     # Last, config.json: a folder with it is whole.
     model.save_pretrained(folder)
 
