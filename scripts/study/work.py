@@ -1,46 +1,75 @@
-"""The study's work on one run: train it, and evaluate its weights.
+"""The study's work: train a run, and evaluate weights.
 
 Imported only when there is work: it loads torch, which --list does without, and before which the
 allocator has to be set.
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
+import statistics
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from scripts import evaluate as evaluation
+from scripts.study import prompts
 from scripts.study.clock import Clock, OutOfTime, check_time
-from scripts.study.runs import SIZES, Size, configuration, is_done
-from titan_sparse.config import ConfigError, save
-from titan_sparse.data import Tokenizer, load_tokenizer
+from scripts.study.runs import (
+    PUBLISHED,
+    START,
+    STEP_SECONDS,
+    Evaluation,
+    Run,
+    Study,
+    configuration,
+    evaluation_configuration,
+    is_done,
+    longest,
+)
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.config import ConfigError
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.evaluation import needle, position
+from titan_sparse.evaluation import ruler as ruler_tasks
+from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
+from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.metrics import json_ready
+from titan_sparse.training.metrics import attention_averages, json_ready
 from titan_sparse.training.parallelize import leave_distributed
 
+BUCKETS = 16
+"""Ranges of positions at the longest length."""
+TIMED_STEPS = 3
+EXTRA_TOKENS = 8
+"""Generated beyond the answer's length. RULER has up to 128 in all, most of them after the end."""
 
-def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
+
+def train(study: Study, run: Run, clock: Clock) -> None:
     """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime."""
-    if is_done(size, folder, name):
+    if is_done(study, run.name):
         return
-    check_time(size, clock)
+    check_time(study.size, clock)
     # torch compiles the same code only so many times, and each run is another configuration.
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        trainer = Trainer(configuration(size, folder, name))
+        trainer = Trainer(configuration(study, run))
         with stopped_in_time(trainer, clock):
             trainer.train()
+        if is_done(study, run.name) and run.seed == 0:
+            write_json(study.folder / run.name / STEP_SECONDS, time_steps(trainer))
     except ValueError as error:
         if dist.is_initialized():
             raise
@@ -50,8 +79,26 @@ def train(size: Size, folder: Path, name: str, clock: Clock) -> None:
             leave_distributed()
     del trainer
     gc.collect()
-    if not is_done(size, folder, name):
+    if not is_done(study, run.name):
         raise OutOfTime
+
+
+def time_steps(trainer: Trainer) -> float:
+    """Seconds of a step that is not logged: the median of a few more, whose weights nobody keeps.
+
+    Each step of a run is logged, and records its attention, which takes longer.
+    """
+    trainer.metrics.section = dataclasses.replace(
+        trainer.metrics.section, log_every=sys.maxsize, recall_every=0
+    )
+    seconds = []
+    for _ in range(1 + TIMED_STEPS):
+        began = time.perf_counter()
+        trainer.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
 
 
 @contextlib.contextmanager
@@ -67,73 +114,128 @@ def stopped_in_time(trainer: Trainer, clock: Clock) -> Iterator[None]:
         timer.cancel()
 
 
-def evaluate(size: Size, folder: Path, weights: str, mode: str, clock: Clock) -> None:
-    """A run's weights in the attention of method `mode`, over text that is held out.
+def evaluate(study: Study, evaluation: Evaluation, clock: Clock) -> None:
+    """Weights in an attention, over text that is held out: each question of questions().
 
-    As scripts.evaluate does it; writes OUT/evaluation/WEIGHTS--MODE/results.json. Raises OutOfTime.
+    Each writes OUT/evaluation/WEIGHTS--MODE/QUESTION.json when it is answered. Raises OutOfTime.
     """
-    out = folder / "evaluation" / f"{weights}--{mode}"
-    if (out / "results.json").is_file():
+    out = folder_of(study, evaluation)
+    missing = {}
+    for name, question in questions(study, evaluation.mode).items():
+        if not (out / f"{name}.json").is_file():
+            missing[name] = question
+    if not missing:
         return
-    check_time(size, clock)
-    save(configuration(size, folder, mode), out)
-    words = [
-        "--config",
-        str(out / "config.toml"),
-        "--checkpoint",
-        str(folder / weights),
-        "--out",
-        str(out),
-        *held_out(size, folder),
-    ]
-    args, config = evaluation.parse(words)
-    work, tokenizer = read_held_out(size.name, folder)
-    began = time.perf_counter()
-    scorer = build_scorer(config, find_checkpoint(args.checkpoint), tokenizer)
+    check_time(study.size, clock)
+    config = evaluation_configuration(study, evaluation.mode)
+    checkpoint = None
+    if evaluation.weights != START:
+        checkpoint = find_checkpoint(str(study.folder / evaluation.weights))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    scorer = build_scorer(config, checkpoint, tokenizer)
     try:
-        results = evaluation.evaluate(work, scorer, args.buckets, generate=False)
+        out.mkdir(parents=True, exist_ok=True)
+        for name, question in missing.items():
+            check_time(study.size, clock)
+            began = time.perf_counter()
+            answers = question(scorer)
+            seconds = time.perf_counter() - began
+            found = json_ready({**evaluation._asdict(), "seconds": seconds, "answers": answers})
+            write_json(out / f"{name}.json", found)
+            print(f"{out.name}: {name} in {seconds:.0f} s", flush=True)
     finally:
         leave_distributed()
-    about = {
-        "weights": weights,
-        "mode": mode,
-        "options": words,
-        "windows": size.windows,
-        "seconds": time.perf_counter() - began,
-    }
-    text = json.dumps(json_ready({"about": about, **results}), indent=1)
-    (out / "results.json").write_text(text + "\n", encoding="utf-8")
-    print(f"{weights}, inference {mode}:\n{evaluation.summary(results)}", flush=True)
 
 
-def held_out(size: Size, folder: Path) -> list[str]:
-    """What is asked, as options of scripts.evaluate: the same of all weights, in any attention."""
-    options = {
-        "tasks": f"position,{size.tasks}",
-        "lengths": ",".join(map(str, size.lengths)),
-        "depths": size.depths,
-        "samples": size.samples,
-        "data.source": folder / "text/validation",
-        "data.min_document_length": size.context,
+def folder_of(study: Study, evaluation: Evaluation) -> Path:
+    """Where the answers lie."""
+    return study.folder / "evaluation" / f"{evaluation.weights}--{evaluation.mode}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """All at once: a file of this name is never half-written."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+Question = Callable[[Scorer], Any]
+
+
+def questions(study: Study, mode: str) -> dict[str, Question]:
+    """What is asked of weights in an attention, by name; the same of all, up to the mode's length."""
+    size = study.size
+    most = longest(size, mode)
+    chosen = [sample for sample in read_prompts(study.text) if sample.length <= most]
+    needles = prompts.needles(chosen, size.asked.needles)
+    ruler = prompts.ruler(chosen, size.asked.tasks, size.asked.samples)
+    found: dict[str, Question] = {
+        "position": functools.partial(position_losses, study, most),
+        "needle_forced": functools.partial(ask, needles, False, needle.by_cell),
+        "needle_generated": functools.partial(ask, needles, True, needle.by_cell),
+        "ruler_forced": functools.partial(ask, ruler, False, ruler_tasks.by_task),
     }
-    return [f"--{key}={value}" for key, value in options.items()]
+    if size.generates_ruler:
+        for task in size.asked.tasks:
+            # By task, as all prompts that are answered together generate as many tokens.
+            name = f"ruler_generated_{task.replace('@', '_')}"
+            of_task = prompts.ruler(ruler, (task,), size.asked.samples)
+            found[name] = functools.partial(ask, of_task, True, ruler_tasks.by_task)
+    return found
 
 
 @functools.cache
-def read_held_out(name: str, folder: Path) -> tuple[evaluation.Work, Tokenizer]:
-    """Windows and prompts, and the tokenizer; name: the size's.
+def read_prompts(text: Path) -> list[Sample]:
+    """All of part 0's prompts, read once in a call."""
+    found = []
+    for sample in prompts.read_prompts(text):
+        new_tokens = min(sample.new_tokens, len(sample.answer) + EXTRA_TOKENS)
+        found.append(dataclasses.replace(sample, new_tokens=new_tokens))
+    return found
 
-    Read once in a call, as prompts of 64K tokens take their time to build.
+
+def ask(
+    samples: list[Sample],
+    generate: bool,
+    averages: Callable[[list[dict[str, Any]]], list[dict[str, Any]]],
+    scorer: Scorer,
+) -> dict[str, Any]:
+    """Answers to prompts, and their averages."""
+    records = score_samples(scorer, samples, generate)
+    return {"cells": averages(records), "records": records}
+
+
+def position_losses(study: Study, length: int, scorer: Scorer) -> dict[str, Any]:
+    """Loss by position in the first `length` tokens of each window, by kind of text.
+
+    Also density, recall and capped of the attention, on the first window of each kind.
     """
-    size = SIZES[name]
-    tokenizer = load_tokenizer(str(folder / "text"))
-    save(configuration(size, folder, "dense"), folder / "evaluation")
-    config_file = folder / "evaluation/config.toml"
-    words = ["--config", str(config_file), "--checkpoint", "", *held_out(size, folder)]
-    args, config = evaluation.parse(words)
-    prompts = evaluation.read(args, config, tokenizer)
-    # There are more windows than prompts.
-    args.tasks = ["position"]
-    args.samples = size.windows
-    windows = evaluation.read(args, config, tokenizer).windows
-    return prompts._replace(windows=windows), tokenizer
+    buckets = max(1, BUCKETS * length // study.size.text.context)
+    losses = {}
+    seen = {}
+    for kind in study.size.text.windows:
+        windows = []
+        for window in read_windows(study, kind):
+            windows.append(Sequence(window.tokens[:length], window.labels[:length]))
+        losses[kind] = position.position_loss(scorer, windows, length, buckets)
+        with recording(recall_rows=64) as recorded:
+            scorer.token_losses(windows[0], length)
+        seen[kind] = attention_averages(recorded)
+        if recorded.capped:
+            seen[kind]["capped"] = torch.stack(recorded.capped).double().mean().item()
+    return {"losses": losses, "attention": seen}
+
+
+def read_windows(study: Study, kind: str) -> list[Sequence]:
+    """Held-out windows of a whole context each."""
+    context = study.size.text.context
+    config = evaluation_configuration(study, PUBLISHED)
+    config.data.source = str(study.text / kind)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    documents = position.long_documents(open_documents(config.data, tokenizer), context)
+    found = []
+    # The first window of each document: as many documents as there are windows.
+    for document in documents:
+        if len(found) < study.size.windows:
+            found.append(next(position.windows([document], context, context)))
+    return found

@@ -19,7 +19,7 @@ from scripts.study.density.patterns import SPECS, Spec
 from scripts.study.density.report import at_recall, means, table
 from scripts.study.density.texts import CHATS, KINDS, Text, read_chats, text_of
 from scripts.study.save_attention import queries_and_keys
-from scripts.study.text import train_tokenizer
+from scripts.study.toy import train_tokenizer
 from tests.models.test_huggingface import save_reference
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention

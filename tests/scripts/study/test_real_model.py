@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.study import real_model, save_attention
-from scripts.study.text import train_tokenizer
+from scripts.study.toy import train_tokenizer
 from tests.models.test_huggingface import save_reference
 
 

@@ -1,0 +1,176 @@
+"""The study's text: packages, what is held out, documents, prompts."""
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.study import packages, text
+from scripts.study.prompts import needles, read_prompts, ruler, write_prompts
+from scripts.study.sizes import Asked, TextSize
+from scripts.study.toy import train_tokenizer
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.tokenizer import load_tokenizer
+
+ASKED = Asked((768, 1024), depths=3, needles=2, tasks=("fwe",), samples=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = "One of the special magic numbers for the grass is green. VAR = Question: Answer: "
+    train_tokenizer(iter([words * 20]), 512, folder / "tokenizer.json")
+    return folder
+
+
+def sdist_of(folder: Path, files: dict[str, str]) -> Path:
+    path = folder / "thing-1.0.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"thing-1.0/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content.encode()))
+    return path
+
+
+FILES = {
+    "docs/a.rst": "a" * 100,
+    "docs/LICENSE.txt": "no",
+    "docs/changelog.rst": "no",
+    "thing.egg-info/SOURCES.txt": "no",
+    "thing/b.py": "b" * 100,
+    "thing/c.py": "c" * 5000,
+    "thing/tests/d.py": "no",
+    "docs/e.md": "e" * 100,
+}
+
+
+def test_an_sdist_gives_its_documentation_and_as_much_code(tmp_path):
+    path = sdist_of(tmp_path, FILES)
+    prose = packages.sdist_texts(path, "prose")
+    assert [text.split("\n")[0] for text in prose] == ["# docs/a.rst", "# docs/e.md"]
+    mixed = packages.sdist_texts(path, "mixed")
+    names = [text.split("\n")[0].removeprefix("# ") for text in mixed]
+    assert names == ["docs/a.rst", "thing/b.py", "docs/e.md", "thing/c.py"]
+
+
+def test_two_kinds_come_in_turns_until_one_ends():
+    assert packages.interleave(["a" * 4, "b"], ["x" * 3, "y", "z" * 9]) == [
+        *("aaaa", "xxx", "y", "b", "z" * 9)
+    ]
+    assert packages.interleave(["a"], []) == ["a"]
+
+
+def test_debian_documentation_is_unpacked_and_licenses_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "_DEBIAN_DOCS", tmp_path)
+    folder = tmp_path / "thing"
+    folder.mkdir()
+    (folder / "README.md.gz").write_bytes(gzip.compress(b"read me"))
+    (folder / "copyright.txt").write_text("no")
+    (folder / "long.txt").write_text("x" * 1000)
+    assert packages.installed_prose(100)["debian"] == ["# thing/README.md.gz\nread me\n"]
+
+
+def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same.py").write_text("x = 1\n")
+    (tmp_path / "two/other.py").write_text("y = 2\n")
+    monkeypatch.setattr(packages, "_installed_roots", lambda: [tmp_path])
+    found = packages.installed_code(1000)
+    assert found == {
+        "one": ["# one/same.py\nx = 1\n\n"],
+        "two": ["# two/other.py\ny = 2\n\n"],
+    }
+
+
+SDIST = packages.Sdist("thing-1.0.tar.gz", "0" * 64, "prose", is_held_out=False)
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match="cannot fetch thing==1.0 .* put thing-1.0.tar.gz") as e:
+        packages.fetch(SDIST, tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_another_file_of_that_name_is_refused(tmp_path):
+    (tmp_path / SDIST.file).write_bytes(b"something else")
+    with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
+        packages.fetch(SDIST, tmp_path)
+
+
+def test_sdists_are_of_both_sides_and_named_once():
+    sides = {(sdist.kind, sdist.is_held_out) for sdist in packages.SDISTS}
+    assert sides == {(kind, side) for kind in ("prose", "mixed") for side in (True, False)}
+    names = [sdist.name for sdist in packages.SDISTS]
+    assert len(set(names)) == len(names)
+    assert packages.SDISTS[0].requirement == packages.SDISTS[0].file[:-7].replace("-", "==")
+
+
+def test_documents_are_joined_and_none_is_lost():
+    texts = [letter * length for letter, length in zip("abcdef", (3, 4, 9, 1, 1, 1))]
+    assert list(text.documents(texts, 6)) == ["aaabbbb", "ccccccccc", "def"]
+
+
+def test_documents_are_written_up_to_a_limit(tmp_path):
+    found = {name: ["x" * 100] for name in "abcdef"}
+    text.write_documents(tmp_path, found, "code", least=50, most=250)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_first_documents_of_all_packages_come_first(tmp_path):
+    found = {"many": ["x" * 100] * 5, "one": ["y" * 100]}
+    text.write_documents(tmp_path, found, "code", least=50, most=200)
+    assert {path.name.split("-", 2)[2] for path in tmp_path.iterdir()} == {"code-many", "code-one"}
+
+
+def test_held_out_packages_are_neither_small_nor_large():
+    found = {"large": ["x" * 50_000], "small": ["x" * 10]}
+    found |= {f"p{number}": ["x" * 900] for number in range(20)}
+    chosen = text.choose_held_out(found, 100)
+    assert len(chosen) == 4 and not chosen & {"large", "small"}  # 3,600 of 68,010
+    with pytest.raises(ValueError, match="none of the 2 packages"):
+        text.choose_held_out({"large": ["x" * 50_000], "small": ["x"]}, 100)
+
+
+def test_text_that_was_stopped_goes_on(tmp_path, monkeypatch, tokenizer_folder):
+    code = {}
+    for number in range(12):
+        line = f"def f{number}(): return the special magic numbers\n"
+        code[f"p{number}"] = [f"# {file}\n{line * 60}" for file in range(3)]
+    prose = {"large": ["The grass is green. " * 400], "small": ["The sky is blue. " * 100]}
+    monkeypatch.setattr(text, "installed_code", lambda most: code)
+    monkeypatch.setattr(text, "installed_prose", lambda most: dict(prose))
+    size = TextSize(64, {"code": 50, "prose": 50}, 4, 1, has_sdists=False, asked=ASKED)
+    about = text.prepare_text(tmp_path, tokenizer_folder, size)
+    assert about["held_out"]["prose"] == ["large"] and about["train"]["tokens"] > 1000
+    prompts = (tmp_path / "text/prompts.json").read_bytes()
+    for name in ("text.json", "prose/meta.json", "train/shard_00000.json", "prompts.json"):
+        (tmp_path / "text" / name).unlink()
+    assert text.prepare_text(tmp_path, tokenizer_folder, size) == about
+    assert (tmp_path / "text/prompts.json").read_bytes() == prompts
+
+
+def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
+    (tmp_path / "texts/only").mkdir(parents=True)
+    (tmp_path / "texts/only/text").write_text("The grass is green. The sky is blue. " * 200)
+    recipe = Recipe(str(tmp_path / "texts"), str(tokenizer_folder), document="folder")
+    prepare(recipe, str(tmp_path / "prose"), 1, lambda done, shards: None)
+    write_prompts(tmp_path, ASKED)
+    samples = read_prompts(tmp_path)
+    assert len(samples) == 2 * 3 * 2 + 2 * 2
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    for sample in samples:
+        shown = tokenizer.decode(sample.prompt)
+        assert all(reference in shown for reference in sample.references)
+        assert sample.prompt.dtype == sample.answer.dtype == np.int64
+        assert len(sample.prompt) + len(sample.answer) <= sample.length
+    one = needles(samples, 1)
+    places = [(sample.about["length"], sample.about["depth"]) for sample in one]
+    assert len(places) == len(set(places)) == 6
+    assert {sample.about["task"] for sample in ruler(samples, ("fwe",), 9)} == {"fwe"}
+    assert len(ruler(samples, ("fwe", "vt"), 1)) == 2 and ruler(samples, ("vt",), 1) == []
