@@ -132,7 +132,7 @@ def diagonal_masses(tiles: Tensor, tile: Tensor) -> Tensor:
     batch, heads, local, touching, groups = tiles.shape
     entries = tile.shape[2]
     masses = tiles.new_empty(batch, heads, entries)
-    chunk = 128
+    chunk = 64
     _sum_kernel[(triton.cdiv(entries, chunk), batch * heads)](
         tiles,
         tile,
@@ -141,21 +141,35 @@ def diagonal_masses(tiles: Tensor, tile: Tensor) -> Tensor:
         entries,
         local * touching * groups,
         U=groups,
+        GROUPS=min(triton.next_power_of_2(groups), 32),
         CHUNK=chunk,
-        num_warps=2,
+        num_warps=4,
     )
     return masses
 
 
 @triton.jit
-def _sum_kernel(tiles, tile, masses, heads, entries, count, U: tl.constexpr, CHUNK: tl.constexpr):
-    """count: tiles of a head."""
+def _sum_kernel(
+    tiles,
+    tile,
+    masses,
+    heads,
+    entries,
+    count,
+    U: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """count: tiles of a head. GROUPS: a power of two."""
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     i_bh = tl.program_id(1).to(tl.int64)
-    inside = o < entries
-    mass = tl.zeros([CHUNK], tl.float32)
-    for u in range(U):
-        at = ((i_bh // heads) * U + u) * entries + o
+    o_u = tl.arange(0, GROUPS)
+    # [GROUPS, CHUNK]: many at a time, as each has to be looked for.
+    mass = tl.zeros([GROUPS, CHUNK], tl.float32)
+    for first in range(0, U, GROUPS):
+        u = first + o_u
+        at = ((i_bh // heads) * U + u[:, None]) * entries + o[None, :]
+        inside = (u < U)[:, None] & (o < entries)[None, :]
         number = tl.load(tile + at, mask=inside, other=-1)
         mass += tl.load(tiles + i_bh * count + number, mask=number >= 0, other=0.0)
-    tl.store(masses + i_bh * entries + o, mass, mask=inside)
+    tl.store(masses + i_bh * entries + o, tl.sum(mass, 0), mask=o < entries)
