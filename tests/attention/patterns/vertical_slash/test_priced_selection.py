@@ -52,7 +52,7 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
     return synthetic.queries(heads, 0, seq_len), synthetic.keys(heads, 0, seq_len)
 
 
-@pytest.mark.parametrize("mask", [Causal(), Documents([[1200, 40, 500, 308]])], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), Documents([[1200, 40, 500, 308]])], ids=["causal", "packed"])
 @pytest.mark.parametrize("kind", ["bands and outliers", "noisy"])
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
     """Means over seeds of the probe and heads, of all rows of long documents.
