@@ -81,6 +81,8 @@ RULES = {
     "scripts.plan": Rule(FEW_RANKS),
     "scripts.prepare_data": Rule(("--processes", "1")),
     "scripts.study": Rule(("--list",)),
+    "scripts.study.density": PARSED,
+    "scripts.study.real_model": PARSED,
     "scripts.summarize_trace": Rule(),
 }
 

@@ -175,14 +175,10 @@ def masks() -> list[Claim]:
 def patterns() -> list[Claim]:
     claims = []
     independent = "vertical_slash, independent"
-    joint = "vertical_slash, joint"
     for label, name, chosen, value, digits, mark in (
         ("vertical_slash, independent, 0.8", BUDGETS, independent, 0.8, ".1f", ""),
         ("independent, 0.9", BUDGETS, independent, 0.9, ".1f", ""),
         ("independent, 0.95", BUDGETS, independent, 0.95, ".1f", ""),
-        ("joint, 0.85", BUDGETS, joint, 0.85, ".1f", "**"),
-        ("joint, 0.9", BUDGETS, joint, 0.9, ".1f", ""),
-        ("joint, 0.98", BUDGETS, joint, 0.98, ".1f", ""),
         ("xattention, 0.9", PATTERNS, "xattention", 0.9, ".0f", ""),
         ("xattention, 0.999", PATTERNS, "xattention", 0.999, ".0f", ""),
         ("moba, top 12", PATTERNS, "moba", 12, ".0f", ""),
@@ -205,11 +201,9 @@ def patterns() -> list[Claim]:
             )
         )
     at_recall = [
-        row(BUDGETS, name=name, at_recall=recall)["step_ms"]
-        for recall in (0.9, 0.95)
-        for name in (independent, joint)
+        row(BUDGETS, name=independent, at_recall=recall)["step_ms"] for recall in (0.9, 0.95)
     ]
-    text = "independent {:.0f} ms, joint {:.0f}. At 0.95: {:.0f} and {:,.0f}."
+    text = "independent {:.0f} ms. At 0.95: {:.0f}."
     claims.append(Claim(BENCHMARKS, text, tuple(at_recall)))
     dense = row(BUDGETS, name="cudnn")["step_ms"]
     text = "| {:.0f} ms with selection; dense cuDNN {:,.0f} ms |"

@@ -16,6 +16,7 @@ from tests.docs.numbers_of_attention import (
     masks,
     patterns,
 )
+from tests.docs.numbers_of_real_model import real_model
 from tests.docs.numbers_of_steps import scaling_of_steps, whole_steps
 from tests.docs.pages import ROOT
 
@@ -27,6 +28,7 @@ CLAIMS = [
     *masks(),
     *many_gpus(),
     *patterns(),
+    *real_model(),
     *whole_steps(),
     *scaling_of_steps(),
     *loss(),

@@ -67,7 +67,8 @@ def draw(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
         panel.yaxis.set_minor_locator(NullLocator())
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("density: pairs computed, of the causal ones")
-    panels[0].legend(fontsize="small")
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside upper center", ncols=len(names))
     return figure
 
 
