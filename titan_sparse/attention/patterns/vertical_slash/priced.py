@@ -215,7 +215,7 @@ def _codes(
     # Integers, so that no order of additions shows. Local diagonals hold no mass here.
     units = (on_diagonals.double() * _MASS_UNITS).round().long()
     of_diagonals = _sums_by_code(units, diagonal_codes, priced.span_of_entry, n)
-    return diagonal_codes, final.codes, mass + of_diagonals / _MASS_UNITS, count
+    return diagonal_codes, final.codes, mass + of_diagonals.double() / _MASS_UNITS, count
 
 
 def _of_all_ranks(
