@@ -171,7 +171,9 @@ def choose_priced(
             limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
         )
 
-    # [B, Hq, S] and [B, Hq, E]
+    # [B, Hq, S] and [B, Hq, E]. Verticals of code 0 are not counted, so no cap would hold them. They
+    # are not missed: where the limit is 0, all diagonals are on.
+    vertical_limit = vertical_limit.clamp(min=1)
     is_vertical = codes >= _by_span(vertical_limit, priced.span_of_token)
     is_vertical = is_vertical | priced.is_sink[:, None]
     slashes = diagonal_codes >= _by_span(diagonal_limit, priced.span_of_entry)
