@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -12,10 +13,13 @@ from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns.spans import Spans, find_spans
-from titan_sparse.attention.patterns.vertical_slash.priced import Priced, _codes, priced_geometry
+from titan_sparse.attention.patterns.vertical_slash import priced
+from titan_sparse.attention.patterns.vertical_slash.priced import Priced
 from titan_sparse.attention.patterns.vertical_slash.probe import Geometry, look, probe_geometry
 from titan_sparse.attention.patterns.vertical_slash.rows import last_rows, spread_rows
 from titan_sparse.kernels import prices
+from titan_sparse.kernels.prices import naive
+from titan_sparse.kernels.probe import KeyBlocks
 
 BLOCK = 8
 HEADS, KV_HEADS = 4, 2
@@ -97,9 +101,7 @@ def _first_prices(of: Known) -> dict[int, float]:
     return prices
 
 
-def _levels(seq_len: int) -> list[float]:
-    octaves = math.log2(seq_len) + 2
-    return [2 ** (-1 - octaves * level / 15) for level in range(16)]
+LEVEL_PRICES = [2 ** (-1 - 1.6 * level) for level in range(16)]
 
 
 def _gain(of: Known, distance: int, level: float, first: dict[int, float]) -> float:
@@ -126,7 +128,7 @@ def _diagonal_price(of: Known, distance: int, first: dict[int, float]) -> float:
     meet = [row for row in of.rows if of.rows[row] // BLOCK - distance >= of.start // BLOCK]
     cost = (len(meet) + prices.PSEUDO_ROWS) * BLOCK
     before = None
-    for level in _levels(of.case.seq_len):
+    for level in LEVEL_PRICES:
         gain = _gain(of, distance, level, first)
         worth = math.log2(max(gain / (level * cost), 1e-20))
         if worth >= 0:
@@ -145,6 +147,7 @@ class Final(NamedTuple):
 
 
 def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
+    """A mass is 2/3 where the other half of the rows puts it, and 1/3 where all rows do."""
     codes, mass, count = {}, Counter(), Counter()
     for key in of.keys():
         free = [row for row in of.rows if of.meets(row, key)]
@@ -155,13 +158,13 @@ def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
             _per_pair(of.column(key, rows), len(rows)) for rows in (paid, even, odd)
         )
         codes[key] = _code(price)
-        if of.column(key, paid) > 0:
+        if codes[key] > 0:
             count[codes[key]] += 1
-        # Each row is asked what the other half chose.
         for row in free:
             of_others = of_even if row % 2 else of_odd
             of_diagonal = diagonals[of.distance(row, key)]
-            mass[_code(max(of_diagonal, of_others))] += of.held[row][key]
+            mass[_code(max(of_diagonal, of_others))] += of.held[row][key] * 2 / 3
+            mass[_code(max(of_diagonal, price))] += of.held[row][key] / 3
     return Final(codes, mass, count)
 
 
@@ -170,7 +173,7 @@ class Made(NamedTuple):
 
     spans: Spans
     geometry: Geometry
-    priced: Priced
+    needed: Priced
     first: Tensor
     gains: Tensor
     diagonal: Tensor
@@ -195,15 +198,15 @@ def _made(case: Case) -> Made:
     else:
         rows = last_rows(spans, case.queries, case.seq_len, BLOCK)
     geometry = probe_geometry(ranges, spans, rows, cp)
-    priced = priced_geometry(spans, geometry, case.seq_len, BLOCK, case.sinks, case.local)
+    needed = priced.priced_geometry(spans, geometry, case.seq_len, BLOCK, case.sinks, case.local)
     probe, keys, lse = look(q, k, geometry, cp, SCALE)
 
-    free = probe._replace(start=priced.free_start, stop=priced.free_stop)
-    first, *table = prices.first_prices_naive(free, keys, lse, case.seq_len)
-    gains = prices.diagonal_gains_naive(*table, priced.tile, priced.rows)
-    diagonal = prices.diagonal_prices_naive(gains, priced.cost, case.seq_len)
-    by_span = _codes(q, k, geometry, priced, cp, SCALE)
-    return Made(spans, geometry, priced, first, gains, diagonal, *by_span)
+    free = probe._replace(start=needed.free_start, stop=needed.free_stop)
+    first, *table = prices.first_prices_naive(free, keys, lse)
+    gains = prices.diagonal_gains_naive(*table, needed.tile, needed.rows)
+    diagonal = prices.diagonal_prices_naive(gains, needed.cost)
+    by_span = priced._codes(q, k, geometry, needed, cp, SCALE)
+    return Made(spans, geometry, needed, first, gains, diagonal, *by_span)
 
 
 def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
@@ -229,9 +232,8 @@ def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
     return Known(case, start, stop, rows, free, held)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_prices_are_those_of_the_definition(name):
-    case = CASES[name]
+def _check(case: Case) -> None:
+    """Everything that is made from a case's masses, by hand."""
     made = _made(case)
     codes, mass, count = made.codes, made.mass, made.count
     assert mass.dtype == torch.float64
@@ -250,7 +252,7 @@ def test_prices_are_those_of_the_definition(name):
                 checked += 1
             outside = [key for key in range(case.seq_len) if key not in in_a_span]
             assert not codes[b, h].flatten()[outside].any()
-            assert not made.priced.is_sink[b, outside].any()
+            assert not made.needed.is_sink[b, outside].any()
     assert checked >= 4
 
 
@@ -267,7 +269,7 @@ def _check_span(made: Made, of: Known, at: tuple[int, int, int]) -> None:
     got_diagonals = made.diagonal[b, h, offset : offset + count].tolist()
     assert got_diagonals == pytest.approx(diagonals, rel=1e-6)
     for distance in range(of.case.local, count):
-        for number, level in enumerate(_levels(of.case.seq_len)):
+        for number, level in enumerate(LEVEL_PRICES):
             got = made.gains[b, h, offset + distance, number].item()
             assert got == pytest.approx(_gain(of, distance, level, first), rel=1e-9, abs=1e-12)
 
@@ -283,8 +285,126 @@ def _check_span(made: Made, of: Known, at: tuple[int, int, int]) -> None:
         assert got_mass[code] == pytest.approx(want.mass[code], abs=1e-9)
         assert made.count[b, h, span, code] == want.count[code]
 
-    is_sink = made.priced.is_sink[b].tolist()
+    is_sink = made.needed.is_sink[b].tolist()
     assert [key for key in of.keys() if is_sink[key]] == list(of.keys())[: of.case.sinks]
-    assert made.priced.probed[b, span] == len(of.rows)
+    assert made.needed.probed[b, span] == len(of.rows)
     tokens = of.stop - of.start
-    assert made.priced.weight[b, span].item() * len(of.rows) == pytest.approx(tokens)
+    assert made.needed.weight[b, span].item() * len(of.rows) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prices_are_those_of_the_definition(name):
+    _check(CASES[name])
+
+
+# Planted faults.
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def _in_geometry(change: Callable[[Priced], Priced]) -> Fault:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = priced.priced_geometry
+        patch.setattr(priced, "priced_geometry", lambda *args: change(right(*args)))
+
+    return plant
+
+
+def _in_results(twin: str, change: Callable) -> Fault:
+    """change(what the twin returns)"""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = getattr(prices, twin)
+        patch.setattr(prices, twin, lambda *args: change(right(*args)))
+
+    return plant
+
+
+def _in_arguments(twin: str, change: Callable) -> Fault:
+    """change(what the twin is given)"""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = getattr(prices, twin)
+        patch.setattr(prices, twin, lambda *args: right(*change(*args)))
+
+    return plant
+
+
+def _in_constant(name: str, value: float) -> Fault:
+    return lambda patch: patch.setattr(naive, name, value)
+
+
+def _stops_later(blocks: int) -> Fault:
+    def change(right: Priced) -> Priced:
+        return right._replace(free_stop=right.free_stop + blocks * BLOCK)
+
+    return _in_geometry(change)
+
+
+def _of_the_other_slot(right: Priced) -> Priced:
+    """Two spans may touch a block: the tiles of the first one for the second, and back."""
+    groups = right.tile.shape[1]
+    slot = right.tile // groups
+    other = (slot ^ 1) * groups + right.tile % groups
+    return right._replace(tile=other.where(right.tile >= 0, right.tile))
+
+
+def _own_codes(right: prices.FinalPrices) -> prices.FinalPrices:
+    return right._replace(held_codes=right.held_codes[..., [1, 0, 2], :])
+
+
+def _whole_sequence(
+    final: prices.FinalPrices, keys: KeyBlocks, spans: prices.SpanTokens
+) -> tuple[prices.FinalPrices, KeyBlocks, prices.SpanTokens]:
+    start, stop = spans
+    return (
+        final,
+        keys,
+        prices.SpanTokens(torch.zeros_like(start), stop.amax(1, True).expand_as(stop)),
+    )
+
+
+def _priced_at_least(
+    final: prices.FinalPrices, keys: KeyBlocks, spans: prices.SpanTokens
+) -> tuple[prices.FinalPrices, KeyBlocks, prices.SpanTokens]:
+    return final._replace(codes=final.codes.clamp(min=1)), keys, spans
+
+
+FAULTS = {
+    "halves weigh 1/3, all rows 2/3": ("causal", _in_constant("HELD_OUT", 1 / 3)),
+    "halves alone": ("causal", _in_constant("HELD_OUT", 1.0)),
+    "a half asked for its own choice": ("causal", _in_results("final_prices_naive", _own_codes)),
+    "levels an octave apart": ("causal", _in_constant("OCTAVES_BETWEEN_LEVELS", 1.0)),
+    "no pseudo rows": ("causal", _in_constant("PSEUDO_ROWS", 0.0)),
+    "sinks that are not on": (
+        "causal",
+        _in_geometry(lambda right: right._replace(is_sink=torch.zeros_like(right.is_sink))),
+    ),
+    "a block too much is seen": ("last rows", _stops_later(1)),
+    "a block too few is seen": ("causal", _stops_later(-1)),
+    "tiles of the other span": ("documents", _in_geometry(_of_the_other_slot)),
+    "codes of one span in another": (
+        "documents",
+        _in_arguments("mass_by_code_naive", _whole_sequence),
+    ),
+    "what has no price is counted": (
+        "documents",
+        _in_arguments("mass_by_code_naive", _priced_at_least),
+    ),
+    "masses of the next block's diagonals": (
+        "causal",
+        _in_arguments("diagonal_masses_naive", lambda tiles, tile: (tiles.roll(1, 2), tile)),
+    ),
+    "masses in fp32": (
+        "causal",
+        _in_results("diagonal_masses_naive", lambda masses: masses.float()),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, monkeypatch):
+    name, plant = FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        _check(CASES[name])

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
+from titan_sparse.attention.patterns.spans import find_spans
+from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed, spread_rows
 from titan_sparse.estimate import synthetic
 
 BLOCK = 16
@@ -52,13 +53,14 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
     return synthetic.queries(heads, 0, seq_len), synthetic.keys(heads, 0, seq_len)
 
 
-@pytest.mark.parametrize("mask", [Causal(), Documents([[1200, 40, 500, 308]])], ids=["causal", "packed"])
+@pytest.mark.parametrize(
+    "mask", [Causal(), Documents([[1200, 40, 500, 308]])], ids=["causal", "packed"]
+)
 @pytest.mark.parametrize("kind", ["bands and outliers", "noisy"])
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
     """Means over seeds of the probe and heads, of all rows of long documents.
 
-    With 128 rows of a span a single draw is off by up to 0.03. Half of them choose a little worse
-    than all, so that more is kept than was asked for.
+    With 128 rows of a span a single draw is off by up to 0.02.
     """
     seq_len, block = 2048, 32
     q, k = _generated(kind, seq_len)
@@ -78,8 +80,8 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
             kept.append((mass * chosen).sum(-1)[..., rows].mean().item())
         mean = sum(kept) / len(kept)
         print(f"{kind}, asked {recall}: {mean:.4f}, {min(kept):.4f} to {max(kept):.4f}")
-        assert recall - 0.01 <= mean <= recall + 0.02
-        assert max(abs(one - recall) for one in kept) < 0.035
+        assert abs(mean - recall) <= 0.01
+        assert max(abs(one - recall) for one in kept) < 0.025
 
 
 def test_one_price_for_all_heads_needs_less_than_a_recall_of_each():
@@ -108,6 +110,9 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
     def choose(mask: Mask, **bounds) -> tuple[Tensor, Tensor, Tensor]:
         """How many verticals and how many slashes each head has, and what was capped."""
         index = _select(_pattern(dense_below=16, budget=budget, **bounds), mask)
+        seen = mask.dense(SEQ_LEN).any(-2).expand(2, -1).tolist()
+        for sequence, heads in enumerate(_verticals(index)):
+            assert all(seen[sequence][v] for head in heads for v in head)
         return (index.verticals < SEQ_LEN).sum(-1), index.slashes.sum(-1), index.capped
 
     free_verticals, free_slashes, capped = choose(Causal())
@@ -125,10 +130,17 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
     verticals, slashes, capped = choose(Causal(), recall=0.01, min_columns=40, min_slashes=3)
     assert (verticals >= 42).all() and (verticals < 60).all()
     assert (slashes >= 4).all() and (slashes < 8).all() and not capped.any()
-    # Floors take nothing from the padding.
+    # Nor what has no price, which would not count for a cap.
+    verticals, _, capped = choose(Causal(), min_columns=180, max_columns=180)
+    assert (verticals > 120).all() and (verticals < 180).all() and not capped[..., 0].any()
+    # Two documents, with a floor of their own each.
+    documents = Documents([[128, 128]])
+    verticals, _, _ = choose(documents, min_columns=60, max_columns=60)
+    assert (verticals <= 2 * (60 + 2)).all()
+    # Floors take no more than there is.
     padded = Causal(valid=(30, 30))
     verticals, slashes, _ = choose(padded, recall=0.01, min_columns=40, min_slashes=3)
-    assert (verticals == 30).all() and (slashes == 2).all()
+    assert (verticals > 5).all() and (slashes == 2).all()
 
 
 def test_documents_have_their_shares_of_a_cap():
@@ -159,11 +171,20 @@ def test_sinks_and_local_diagonals_are_always_on(budget):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_recall_of_one_takes_all_that_is_seen_and_nothing_else(budget):
+def test_a_recall_of_one_takes_all_that_the_probe_sees_and_nothing_else(budget):
     """Not padding, and no verticals of short documents, which are computed whole."""
     mask = Documents([[100, 30, 90], [60, 150]])
     index = _select(_pattern(budget=budget, recall=1.0), mask)
-    assert torch.equal(index.dense(mask), mask.dense(SEQ_LEN)[:, None].expand(-1, 4, -1, -1))
+    chosen, seen = index.dense(mask), mask.dense(SEQ_LEN)[:, None].expand(-1, 4, -1, -1)
+    assert not (chosen & ~seen).any()
+    spans = find_spans(mask.rows(SEQ_LEN), 2, 48, BLOCK)
+    rows = spread_rows(spans, BLOCK, SEQ_LEN, BLOCK, seed=0)
+    for b in range(2):
+        looked = rows.position[b][rows.exists[b]]
+        assert len(looked) == 2 * BLOCK
+        assert torch.equal(chosen[b][:, looked], seen[b][:, looked])
+    # Other rows may miss a few pairs.
+    assert (seen & ~chosen).sum() < 0.001 * seen.sum()
     short, whole = _verticals(index)
     for head in short:
         assert not any(100 <= v < 130 or v >= 220 for v in head)

@@ -171,7 +171,9 @@ def choose_priced(
             limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
         )
 
-    # [B, Hq, S] and [B, Hq, E]
+    # [B, Hq, S] and [B, Hq, E]. Verticals of code 0 are not counted, so no cap would hold them. They
+    # are not missed: where the limit is 0, all diagonals are on.
+    vertical_limit = vertical_limit.clamp(min=1)
     is_vertical = codes >= _by_span(vertical_limit, priced.span_of_token)
     is_vertical = is_vertical | priced.is_sink[:, None]
     slashes = diagonal_codes >= _by_span(diagonal_limit, priced.span_of_entry)
@@ -215,7 +217,7 @@ def _codes(
     # Integers, so that no order of additions shows. Local diagonals hold no mass here.
     units = (on_diagonals.double() * _MASS_UNITS).round().long()
     of_diagonals = _sums_by_code(units, diagonal_codes, priced.span_of_entry, n)
-    return diagonal_codes, final.codes, mass + of_diagonals / _MASS_UNITS, count
+    return diagonal_codes, final.codes, mass + of_diagonals.double() / _MASS_UNITS, count
 
 
 def _of_all_ranks(
@@ -256,12 +258,14 @@ def price_limits(
     # [B, Hq, n]
     may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
     if not shared:
-        return (lost <= may_be_lost[..., None]).sum(-1) - 1
+        limit = (lost <= may_be_lost[..., None]).sum(-1) - 1
+        # Masses that are NaN are below nothing.
+        return limit.clamp(min=0)
 
     # [B, CODES] and [B, 1]
     lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
     allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
-    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
+    limit = ((lost_by_all <= allowed).sum(-1, keepdim=True) - 1).clamp(min=0)
     # [B, Hq n]: what each head would lose more with the code above.
     at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
     more = (mass.gather(-1, at_limit)[..., 0] * weight[:, None]).flatten(1)
