@@ -37,7 +37,7 @@ def test_sums_over_diagonals():
     [
         ("layer", "spread", 0.8),
         ("joint", "spread", 0.8),
-        ("joint", "last", 0.7),
+        ("joint", "last", 0.6),
         ("independent", "last", 0.5),
     ],
 )

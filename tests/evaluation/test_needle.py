@@ -174,7 +174,14 @@ def _windowed(folder) -> None:
 
 def _memorised(folder) -> None:
     """A model that was trained on one answer gives it, forced and generated, with sparse attention too."""
-    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="vertical_slash"))
+    scorer, _ = scorer_of(
+        tiny_config(
+            folder,
+            "run",
+            attention__pattern="vertical_slash",
+            attention__vertical_slash__recall=0.99,
+        )
+    )
     sample = _samples()[0]
     _teach(scorer.model, sample)
     forced, generated = (score_samples(scorer, [sample], generate)[0] for generate in (False, True))

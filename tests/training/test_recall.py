@@ -94,6 +94,9 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
         budget,
         caplog,
         attention__vertical_slash__budget=budget,
+        attention__vertical_slash__probe_rows="last",
+        attention__vertical_slash__sinks=30,
+        attention__vertical_slash__local_diagonals=2,
         attention__vertical_slash__recall=0.8,
         attention__vertical_slash__max_columns=max_columns,
         attention__vertical_slash__max_slashes=max_slashes,
@@ -336,7 +339,7 @@ def test_caps_are_told_of_once_and_again_when_they_cut_twice_as_much():
 
 
 def test_one_independent_budget_without_its_cap_is_enough():
-    warnings = RecallWarnings(0.95, Budgets(max_columns=64, max_slashes=9))
+    warnings = RecallWarnings(0.95, Budgets(budget="independent", max_columns=64, max_slashes=9))
     assert warnings.lines(_capped([1, 1], [0, 0]), []) == []
     [line] = warnings.lines(_capped([1, 1], [0, 0.5]), [])
     assert line.startswith("caps keep 50.0 % of the heads in layer 1 below recall = 0.95: raise ")

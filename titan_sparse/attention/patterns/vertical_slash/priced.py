@@ -227,8 +227,10 @@ def _of_all_ranks(
 
     codes: uint8 [B, Hq, n_local, b]. mass, count: [B, Hq, n, CODES].
     """
+    # No wider than they are known.
+    mass = mass.to(count.dtype)
     if cp.size == 1:
-        return codes[:, :, order].flatten(2), mass, count
+        return codes[:, :, order].flatten(2), mass.double(), count
     parts = [part.flatten().view(torch.int32) for part in (codes, mass, count)]
     lengths = [len(part) for part in parts]
     # [ranks, elements]
@@ -239,7 +241,7 @@ def _of_all_ranks(
     all_codes = all_codes.permute(1, 2, 0, 3, 4).flatten(2, 3)
     all_mass = all_mass.contiguous().view(mass.dtype).view(cp.size, *mass.shape)
     all_count = all_count.contiguous().view(count.dtype).view(cp.size, *count.shape)
-    return all_codes[:, :, order].flatten(2), all_mass.sum(0), all_count.sum(0)
+    return all_codes[:, :, order].flatten(2), all_mass.double().sum(0), all_count.sum(0)
 
 
 def price_limits(
