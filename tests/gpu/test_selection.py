@@ -84,6 +84,7 @@ def test_kernels_choose_what_the_twins_do(pattern, mask, dtype, seq_len):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_all_rows_keep_the_recall_that_was_asked_for(mask):
+    """And little more: one diagonal may hold 0.02 of the mass of four heads."""
     seq_len = 8192
     q, k = _generated(seq_len)
     of_length = MASKS[mask](seq_len)
@@ -103,7 +104,7 @@ def test_all_rows_keep_the_recall_that_was_asked_for(mask):
                 mass = scores.masked_fill(~seen[0], -torch.inf).softmax(-1)
                 kept.append((mass * chosen[0, head]).sum(-1)[rows].mean())
         mean = torch.stack(kept).mean().item()
-        assert recall - 0.01 < mean < recall + 0.02
+        assert recall - 0.01 < mean < recall + 0.03
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

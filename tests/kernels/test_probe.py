@@ -116,8 +116,10 @@ def test_prices(mask, kind, queries):
         assert differ.double().mean() < 0.02 and differ.max() <= prices.CODES_PER_OCTAVE
     for name in ("held", "tiles"):
         got_masses = getattr(got_final, name)
-        is_close = torch.isclose(got_masses, getattr(final, name), atol=2e-3, rtol=2e-3)
-        assert is_close.double().mean() > 0.98
+        want_masses = getattr(final, name)
+        is_close = torch.isclose(got_masses, want_masses, atol=1e-5, rtol=5e-3)
+        # Of those that are not 0, too.
+        assert is_close[want_masses > 0].double().mean() > 0.98
     assert final.held.sum() > 0.5 and final.tiles.sum() > 0.5
 
     table = (final.tiles, priced.tile)

@@ -102,8 +102,8 @@ def test_a_recall_of_one_takes_all_that_holds_mass():
 
 
 def _count(*heads: dict[int, int]) -> Tensor:
-    """int32 [1, Hq, 1, CODES]."""
-    count = torch.zeros(1, len(heads), 1, CODES, dtype=torch.int32)
+    """fp32 [1, Hq, 1, CODES], as sums of products are."""
+    count = torch.zeros(1, len(heads), 1, CODES)
     for h, by_code in enumerate(heads):
         for code, elements in by_code.items():
             count[0, h, 0, code] = elements
