@@ -26,8 +26,7 @@ def final_prices(
     A row's mass at a key counts for the diagonal, if that has the higher price, else for the
     vertical. Most of it is of rows that did not choose: the probe's even rows are asked what its odd
     ones hold, and the other way round. Some is of all rows and their own choice (HELD_OUT). A row
-    counts for all keys of a block of which it sees
-    some.
+    counts for all keys of a block of which it sees some.
     first: of first_prices(). diagonal: fp32 [B, Hq, E], of diagonal_prices(). offset: int32 [B, n],
     where each span's diagonals begin.
     """
