@@ -1,6 +1,8 @@
 """Needle In A Haystack: samples are exact; answers, teacher-forced and generated, are those of a plain
 forward on any mesh."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
+from titan_sparse.evaluation import answers
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all, text_of
 from titan_sparse.evaluation.generation import greedy
 from titan_sparse.evaluation.haystack import Haystack
@@ -73,6 +76,21 @@ def test_scorer_of_ruler():
     assert string_match_all("the ALPHA, and betas", references) == 0.5
     assert string_match_all("none", references) == 0
     assert text_of(TOKENIZER, np.array([104, 105, TOKENIZER.end_of_document, 106])) == "hi"
+
+
+def test_an_answer_that_comes_a_token_late_scores_nothing():
+    """A model that repeats what it reads says the number, but no token in its place."""
+    sample = _samples()[0]
+    late = np.concatenate([sample.prompt[-1:], sample.answer[:-1]])
+    almost = sample.answer.copy()
+    almost[3] += 1
+    for predicted, score in ((late, 0), (almost, 0), (sample.answer, 1)):
+        answered = torch.ones(len(predicted)), torch.from_numpy(predicted)
+        scorer = SimpleNamespace(tokenizer=TOKENIZER, answer=lambda *_: answered)
+        result = answers._forced(scorer, sample, sample.length)
+        assert string_match_all(result["right_text"], sample.references) == score
+        if predicted is not almost:
+            assert string_match_all(result["prediction"], sample.references) == 1
 
 
 def test_cells_are_means():

@@ -47,7 +47,8 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
     A record holds the sample's `about`, "prediction" (text) and "score" (string_match_all).
     Teacher-forced also "loss" (mean cross-entropy of the answer's tokens), "correct" (share of them
     that are the most likely token) and "exact" (whether all are). The prediction is then made of the
-    most likely tokens, each after the right ones before it.
+    most likely tokens, each after the right ones before it. Only right tokens score: a model that
+    repeats what it reads would else be given the answer, a token late.
 
     Collective: all ranks bring the same samples. Raises ValueError for generation over several
     context-parallel ranks.
@@ -67,7 +68,8 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
         else:
             result = _forced(scorer, sample, lengths[number // scorer.dp_size])
         if sample is not None:
-            score = string_match_all(result["prediction"], sample.references)
+            text = result.pop("right_text", result["prediction"])
+            score = string_match_all(text, sample.references)
             records[number] = {**sample.about, "score": score, **result}
     scorer.release()
 
@@ -90,10 +92,21 @@ def _forced(scorer: Scorer, sample: Sample | None, length: int) -> dict[str, Any
     right = predicted == sample.answer
     return {
         "prediction": scorer.tokenizer.decode(predicted),
+        "right_text": _text_of_runs(scorer.tokenizer, sample.answer, right),
         "loss": losses.mean().item(),
         "correct": float(right.mean()),
         "exact": float(right.all()),
     }
+
+
+def _text_of_runs(tokenizer: Tokenizer, tokens: np.ndarray, kept: np.ndarray) -> str:
+    """The text of each run of tokens that are kept, a line each. kept: bool, like tokens."""
+    # Where runs begin, and the end.
+    edges = np.flatnonzero(np.diff(kept, prepend=False, append=False))
+    lines = []
+    for begin, end in edges.reshape(-1, 2):
+        lines.append(tokenizer.decode(tokens[begin:end]))
+    return "\n".join(lines)
 
 
 def _sequence(sample: Sample) -> Sequence:
