@@ -2,6 +2,7 @@
 forward on any mesh."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_an_answer_that_comes_a_token_late_scores_nothing():
     almost[3] += 1
     for predicted, score in ((late, 0), (almost, 0), (sample.answer, 1)):
         answered = torch.ones(len(predicted)), torch.from_numpy(predicted)
-        scorer = SimpleNamespace(tokenizer=TOKENIZER, answer=lambda *_: answered)
+        scorer = SimpleNamespace(tokenizer=TOKENIZER, answer=Mock(return_value=answered))
         result = answers._forced(scorer, sample, sample.length)
         assert string_match_all(result["right_text"], sample.references) == score
         if predicted is not almost:
