@@ -56,7 +56,7 @@ CASES = pytest.mark.parametrize(
     [
         ("causal", "spread", 16),
         ("documents", "last", 24),
-        ("documents", "spread", 13),
+        pytest.param("documents", "spread", 13, marks=pytest.mark.slow),
         pytest.param("window", "last", 9, marks=pytest.mark.slow),
         pytest.param("window", "spread", 9, marks=pytest.mark.slow),
         pytest.param("long and short", "spread", 16, marks=pytest.mark.slow),

@@ -57,7 +57,7 @@ def text_of(kind: str, number: int) -> Text:
     if kind == "code":
         return Text(kind, number, CODE[number], standard_library_text(CODE[number]))
     if kind == "prose":
-        return Text(kind, number, "pydoc_data/topics.py", _prose(number))
+        return Text(kind, number, "pydoc_data.topics", _prose(number))
     return Text(kind, number, CHATS.name, _chat(number))
 
 
