@@ -43,7 +43,7 @@ STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
         (0.59, ALWAYS),
         (0.01, ALWAYS),
         # What holds no mass comes with it.
-        (1.0, 10),
+        (1.0, 0),
     ],
 )
 def test_a_head_of_its_own(recall, limit):
@@ -95,10 +95,11 @@ def test_rows_weigh_what_they_stand_for():
     assert _limits(mass, [10, 10], [50.0, 50.0], 0.951, shared=True) == [[10, 10]]
 
 
-def test_a_recall_of_one_takes_all_that_holds_mass():
+def test_a_recall_of_one_takes_everything():
+    """Also what holds no mass in the rows that were looked at."""
     mass = _mass({0: 0.1, 30: 1.0}, {77: 1.0})
     assert _limits(mass, [10], [1.0], 1.0, shared=True) == [[0], [0]]
-    assert _limits(mass, [10], [1.0], 1.0, shared=False) == [[0], [77]]
+    assert _limits(mass, [10], [1.0], 1.0, shared=False) == [[0], [0]]
 
 
 def _count(*heads: dict[int, int]) -> Tensor:

@@ -255,6 +255,9 @@ def price_limits(
     the first heads give up its elements, as far as the recall allows.
     """
     heads = mass.shape[1]
+    if recall == 1:
+        # Everything, not only what the probe's rows give mass to.
+        return torch.zeros_like(mass[..., 0], dtype=torch.int64)
     # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
     lost = mass.cumsum(-1) - mass
     # [B, Hq, n]
