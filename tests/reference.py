@@ -31,6 +31,14 @@ def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Te
     return out.detach(), list(torch.autograd.grad(out, leaves, d_out))
 
 
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted, in fp64."""
+    want = want.double()
+    difference = got.double() - want
+    # Of what has to be 0, any other number is a large error.
+    return (difference.norm() / want.norm().clamp(min=1e-30)).item()
+
+
 def tiles_of(pairs: Tensor, size: int) -> Tensor:
     """[..., S, S] cut into tiles: [..., blocks, blocks, size, size]."""
     # [..., blocks, size, blocks, size]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import dense_attention, gradients
+from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -131,16 +131,12 @@ def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
     )
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm().clamp(min=1e-9)).item()
-
-
 def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
     assert torch.equal(got[1].isinf(), want[1].isinf())
     assert bool((got[0][want[1].isinf()] == 0).all())
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and not a.isnan().any()
-        assert _relative(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
+        assert relative_error(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
 
 
 DOCUMENTS = Documents([[130, 70, 3, 100], [20, 290]])
@@ -194,8 +190,8 @@ def test_pieces_alone(name):
         _assert_close(list(triton.forward(case.q, [piece], None, case.scale)), alone, 2e-5)
         dq_piece, [d_piece] = triton.backward(queries, [piece], None, case.scale)
         total += dq_piece
-        assert all(_relative(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
-    assert _relative(total, dq) < 2e-5
+        assert all(relative_error(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
+    assert relative_error(total, dq) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "head_dim 96", "fp16"])
@@ -232,7 +228,8 @@ def test_going_on_from_a_total(name):
     assert torch.equal(again.to(case.q.dtype), rounded)
     assert all(x.dtype == torch.float32 for x in (d_total, *gradients))
     assert all(
-        _relative(a, b) < tolerance for a, b in zip((d_total, *gradients), (dq, *rest), strict=True)
+        relative_error(a, b) < tolerance
+        for a, b in zip((d_total, *gradients), (dq, *rest), strict=True)
     )
 
 
@@ -263,10 +260,10 @@ def test_verticals_go_home(heads, dim, size, dtype):
     for add in (add_verticals, add_verticals_naive):
         got, other = total.clone(), total.clone()
         add([got, other], [parts, -parts], verticals, blocks.to(DEVICE), size)
-        assert got.dtype == dtype and _relative(got, want) < (
+        assert got.dtype == dtype and relative_error(got, want) < (
             1e-6 if dtype == torch.float32 else 1e-3
         )
-        assert _relative(other, 2 * total.double() - want) < (
+        assert relative_error(other, 2 * total.double() - want) < (
             1e-6 if dtype == torch.float32 else 1e-3
         )
 
@@ -339,7 +336,7 @@ def test_bf16_against_flash(dim, heads, size):
         dtype=torch.bfloat16,
     )
     errors = [
-        _relative(a, b)
+        relative_error(a, b)
         for a, b in zip(case.fused(), case.truth(case.pieces()))
         if not b.isinf().any()
     ]
@@ -363,7 +360,7 @@ def test_bf16_against_flash(dim, heads, size):
             v,
         )
     allowed = 2 * max(
-        _relative(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1]))
+        relative_error(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1]))
     )
     assert len(errors) >= 6 and max(errors) <= min(5e-3, allowed), (errors, allowed)
 

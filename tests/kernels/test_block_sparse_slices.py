@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import base, triton
@@ -34,10 +34,6 @@ WRITTEN: dict[str, list[Slice]] = {
 }
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item()
-
-
 def _problem(batch: int, seq_len: int = S) -> tuple[list[Tensor], Tensor]:
     qkv = [x.to(DEVICE, DTYPE) for x in structured_qkv(batch, 2, 1, seq_len, 16)]
     return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(
@@ -53,7 +49,7 @@ def _check(got: list[Tensor], qkv: list[Tensor], d_out: Tensor, seen: Tensor) ->
     assert torch.equal(got[1].isneginf(), lse.isneginf()) and not got[0][lse.isneginf()].any()
     pairs = zip(("out", "lse", "dq", "dk", "dv"), got, (want, lse, *want_grads), strict=True)
     for name, a, b in pairs:
-        assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE, name
+        assert relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE, name
 
 
 def _attend(
@@ -125,7 +121,7 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), want, want_lse, [piece], *rest)
     assert want.any() and torch.equal(lse.isneginf(), want_lse.isneginf())
     for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, dq, dk, dv), strict=True):
-        assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
+        assert relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
 
 
 def _over_ranks() -> None:

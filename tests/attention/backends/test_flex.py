@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import relative_error
 from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import eager, flash, flex
 from titan_sparse.attention.backends.base import Piece, Queries
@@ -85,10 +86,6 @@ def _inputs(
     return draw(heads, seq_len // 2), draw(heads, seq_len // 2), kv
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
-
-
 def _flat(gradients: tuple[Tensor, list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
     """dq, and dk and dv of each piece, from what backward() returns."""
     dq, d_pieces = gradients
@@ -113,7 +110,7 @@ def _check_piece(
     assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), (
         "rows that see nothing"
     )
-    assert _relative(out, want_out) <= tolerance, "out"
+    assert relative_error(out, want_out) <= tolerance, "out"
     assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
     out, lse = whole[0].to(q.dtype), whole[1]
     queries = Queries(q, d_out, out, lse)
@@ -123,7 +120,7 @@ def _check_piece(
         ("dq", "dk", "dv"), got, want, (blind, unseen, unseen), strict=True
     ):
         assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
-        assert _relative(x, y) <= tolerance, (name, _relative(x, y))
+        assert relative_error(x, y) <= tolerance, (name, relative_error(x, y))
         assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
 
 
@@ -307,11 +304,11 @@ def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
         pieces, scale = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)], head_dim**-0.5
         want_out, lse = eager.forward(q, pieces, None, scale)
         out, got_lse = flex.forward(q, pieces, None, scale)
-        assert _relative(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
+        assert relative_error(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
         queries = Queries(q, d_out, want_out.bfloat16(), lse)
         got, want = (_flat(b.backward(queries, pieces, None, scale)) for b in (flex, eager))
         assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
-        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+        assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
@@ -328,7 +325,7 @@ def test_dense_causal_as_a_whole(head_dim):
         got, want = (
             _with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager")
         )
-        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+        assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 
 
 def _with_gradients(
@@ -383,6 +380,6 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
             out = step(*leaves, Documents([lengths]).rows(2048, "cuda"), backend)
             results.append([out, *torch.autograd.grad(out, leaves, d_out)])
         for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
-            assert _relative(got, want) <= 1e-2, name
+            assert relative_error(got, want) <= 1e-2, name
         count = len(flex._compiled)
     assert count == 2
