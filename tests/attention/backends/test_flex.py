@@ -38,7 +38,10 @@ class Chosen(BlockIndex):
         self.pairs = (torch.rand(batch, heads, blocks, blocks, generator=g) < 0.4).to(device)
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        return self.pairs[:, :, q_blocks][..., k_blocks] | (q_blocks[:, None] == k_blocks)
+        # [B, Hq, nq, nk]
+        chosen = self.pairs[:, :, q_blocks][..., k_blocks]
+        is_own = q_blocks[:, None] == k_blocks
+        return chosen | is_own
 
 
 def _ragged(seq_len: int) -> list[Mask]:
@@ -54,10 +57,11 @@ def _ragged(seq_len: int) -> list[Mask]:
 
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
-    ranges, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
-    q_blocks, k_blocks = (
-        torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0)
-    )
+    device = index.verticals.device
+    ranges = mask.rows(index.seq_len, device)
+    numbers = torch.arange(index.seq_len // index.block_size, device=device)
+    k_blocks = numbers[0::2]
+    q_blocks = numbers[1::2]
     blocks = block_tiles(ranges, index, q_blocks, k_blocks, len(index.verticals), True)
     return [blocks, vertical_tiles(ranges, index, q_blocks, True)]
 
@@ -105,23 +109,29 @@ def _check_piece(
     pieces = [Piece(*kv, tiles)]
     out, lse = flex.forward(q, pieces, None, scale)
     want_out, want_lse = eager.forward(q, pieces, None, scale)
-    blind = want_lse == -torch.inf
-    assert out.dtype == q.dtype and lse.shape == want_lse.shape
-    assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), (
-        "rows that see nothing"
-    )
+    assert out.dtype == q.dtype
+    assert lse.shape == want_lse.shape
+    is_blind = want_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, is_blind), "rows that see nothing"
+    assert (out[is_blind] == 0).all(), "rows that see nothing"
     assert relative_error(out, want_out) <= tolerance, "out"
-    assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
-    out, lse = whole[0].to(q.dtype), whole[1]
-    queries = Queries(q, d_out, out, lse)
-    got, want = (_flat(backend.backward(queries, pieces, None, scale)) for backend in (flex, eager))
-    unseen = (want[2] == 0).all(-1)
-    for name, x, y, nothing in zip(
-        ("dq", "dk", "dv"), got, want, (blind, unseen, unseen), strict=True
-    ):
-        assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
-        assert relative_error(x, y) <= tolerance, (name, relative_error(x, y))
-        assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
+    assert (lse - want_lse)[~is_blind].abs().max() <= 10 * tolerance * scale, "lse"
+
+    whole_out, whole_lse = whole
+    queries = Queries(q, d_out, whole_out.to(q.dtype), whole_lse)
+    got = _flat(flex.backward(queries, pieces, None, scale))
+    want = _flat(eager.backward(queries, pieces, None, scale))
+    # Keys whose dv is 0 are seen by nothing.
+    is_unseen = (want[2] == 0).all(-1)
+    names = ("dq", "dk", "dv")
+    is_nothing = (is_blind, is_unseen, is_unseen)
+    for name, a, b, nothing in zip(names, got, want, is_nothing, strict=True):
+        assert a.shape == b.shape, name
+        assert a.dtype == q.dtype, name
+        assert a.isfinite().all(), name
+        error = relative_error(a, b)
+        assert error <= tolerance, (name, error)
+        assert (a[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
 
 
 def _check(
