@@ -93,14 +93,21 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     heads = [f"at {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"layers {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"ms {recall:.2f}" for recall in TIMED_RECALLS]
-    lines = [title, "  ".join([f"{'density, %':{width}}", *(f"{head:>11}" for head in heads)])]
+    lines = [title, _line("density, %", heads, width)]
     for name in dict.fromkeys(row["name"] for row in rows):
         of_name = [row for row in rows if row["name"] == name]
         cells = [_percent(row["density"]) for row in of_name]
         cells += [_percent(row["density_each_layer"]) for row in of_name]
         cells += [_least(row["kernel_ms"]) for row in of_name if "kernel_ms" in row]
-        lines.append("  ".join([f"{name:{width}}", *(f"{cell:>11}" for cell in cells)]))
+        lines.append(_line(name, cells, width))
     return "\n".join(lines)
+
+
+def _line(name: str, cells: list[str], width: int) -> str:
+    """Of a table whose first column is `width` wide."""
+    columns = [name.ljust(width)]
+    columns += [cell.rjust(11) for cell in cells]
+    return "  ".join(columns)
 
 
 def asked_and_kept(measured: dict[str, Any]) -> str:
