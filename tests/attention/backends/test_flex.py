@@ -26,12 +26,8 @@ class Chosen(BlockIndex):
     ):
         g = torch.Generator().manual_seed(heads + seq_len)
         capacity = -(-verticals // block_size) * block_size
-        picked = (
-            torch.rand(batch, heads, seq_len, generator=g)
-            .argsort(-1)[..., :verticals]
-            .sort(-1)
-            .values
-        )
+        order = torch.rand(batch, heads, seq_len, generator=g).argsort(-1)
+        picked = order[..., :verticals].sort(-1).values
         picked = torch.nn.functional.pad(picked, (0, capacity - verticals), value=seq_len).int()
         super().__init__(heads, seq_len, block_size, picked.to(device))
         blocks = seq_len // block_size
@@ -220,10 +216,13 @@ def test_table_widths(width, blocks, want):
     count = torch.full((1, 3, 4), width, dtype=torch.int32)
     lists = BlockLists(count, numbers[0], count + 1, numbers[1])
     partial_count, partial, full_count, full = flex._tables(lists, blocks)
-    assert (partial_count == width + 1).all() and (full_count == width).all()
-    for got, numbers_in in ((full, numbers[0]), (partial, numbers[1])):
-        assert got.shape == (1, 3, 4, want) and got.dtype == torch.int32
-        assert torch.equal(got[..., :width], numbers_in) and (got[..., width:] == 0).all()
+    assert (full_count == width).all()
+    assert (partial_count == width + 1).all()
+    for got, given in ((full, numbers[0]), (partial, numbers[1])):
+        assert got.shape == (1, 3, 4, want)
+        assert got.dtype == torch.int32
+        assert torch.equal(got[..., :width], given)
+        assert (got[..., width:] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -309,16 +308,22 @@ def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
     q, d_out, kv = _inputs(
         2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda"
     )
+    scale = head_dim**-0.5
     for mask in _ragged(2048):
         blocks, verticals = _pieces(mask, index)
-        pieces, scale = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)], head_dim**-0.5
-        want_out, lse = eager.forward(q, pieces, None, scale)
-        out, got_lse = flex.forward(q, pieces, None, scale)
-        assert relative_error(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
-        queries = Queries(q, d_out, want_out.bfloat16(), lse)
-        got, want = (_flat(b.backward(queries, pieces, None, scale)) for b in (flex, eager))
+        pieces = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)]
+        want_out, want_lse = eager.forward(q, pieces, None, scale)
+        out, lse = flex.forward(q, pieces, None, scale)
+        assert relative_error(out, want_out) <= 5e-3
+        assert torch.equal(lse.isinf(), want_lse.isinf())
+
+        queries = Queries(q, d_out, want_out.bfloat16(), want_lse)
+        got = _flat(flex.backward(queries, pieces, None, scale))
+        want = _flat(eager.backward(queries, pieces, None, scale))
+        # dq, dk and dv of blocks, dk and dv of verticals.
         assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
-        assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+        for a, b in zip(got, want, strict=True):
+            assert relative_error(a, b) <= 5e-3
 
 
 @pytest.mark.gpu
