@@ -31,6 +31,21 @@ def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Te
     return out.detach(), list(torch.autograd.grad(out, leaves, d_out))
 
 
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted, in fp64."""
+    want = want.double()
+    difference = got.double() - want
+    # Of what has to be 0, any other number is a large error.
+    return (difference.norm() / want.norm().clamp(min=1e-30)).item()
+
+
+def tiles_of(pairs: Tensor, size: int) -> Tensor:
+    """[..., S, S] cut into tiles: [..., blocks, blocks, size, size]."""
+    # [..., blocks, size, blocks, size]
+    cut = pairs.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return cut.transpose(-2, -3)
+
+
 def structured_qkv(
     batch: int,
     heads: int,
@@ -71,5 +86,10 @@ def _rotate(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def attention_bytes(config: DecoderConfig, tokens: int, dtype: torch.dtype) -> int:
-    """What one layer's attention keeps of `tokens` local tokens: out in `dtype`, lse in fp32 (fp64 for fp64)."""
-    return tokens * config.heads * (config.head_dim * dtype.itemsize + max(dtype.itemsize, 4))
+    """What one layer's attention keeps of `tokens` local tokens.
+
+    That is out in `dtype`, and lse in fp32 (fp64 for fp64).
+    """
+    out_bytes = config.head_dim * dtype.itemsize
+    lse_bytes = max(dtype.itemsize, 4)
+    return tokens * config.heads * (out_bytes + lse_bytes)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed import run_processes
+from tests.reference import relative_error
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse import loss as loss_module
 from titan_sparse.config import ActivationCheckpoint, Compile
@@ -53,10 +54,6 @@ def _reference(
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     loss = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     return loss.detach(), *torch.autograd.grad(loss * upstream, (hidden, weight))
-
-
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 16, 1000])
@@ -101,7 +98,7 @@ def test_error_does_not_grow_with_the_number_of_chunks(
         gradients = torch.autograd.grad(loss, (hidden, weight))
         assert loss.dtype == torch.float32 and all(g.dtype == dtype for g in gradients)
         errors.append(
-            [_relative_error(a, e) for a, e in zip((loss, *gradients), expected, strict=True)]
+            [relative_error(a, e) for a, e in zip((loss, *gradients), expected, strict=True)]
         )
     for by_chunks, tolerance in zip(zip(*errors), (1e-6, gradient_tolerance, gradient_tolerance)):
         assert max(by_chunks) < tolerance
@@ -156,7 +153,7 @@ def test_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         for actual, reference in zip(
             (loss, *torch.autograd.grad(loss, leaves)), expected, strict=True
         ):
-            assert _relative_error(actual, reference) < 1e-6
+            assert relative_error(actual, reference) < 1e-6
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import site
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from scripts.study.download import fetch
 from titan_sparse.data.sources import NOT_STDLIB
 
 Packages = dict[str, list[str]]
@@ -194,29 +194,13 @@ def _headed(name: str, content: bytes) -> str:
     return f"# {name}\n{text}\n"
 
 
-def fetch(sdist: Sdist, cache: Path) -> Path:
+def fetch_sdist(sdist: Sdist, cache: Path) -> Path:
     """The file of an sdist in the folder `cache`, by pip unless it is there.
 
     Raises ValueError, one line, without a network, and for a file that is not the known one.
     """
     path = cache / sdist.file
-    if not path.is_file():
-        options = ["--no-deps", "--quiet", "--no-binary", sdist.name, "--dest", str(cache)]
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, sdist.requirement],
-            capture_output=True,
-            text=True,
-        )
-        if not path.is_file():
-            reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
-            raise ValueError(
-                f"pip cannot fetch {sdist.requirement} ({reason[0]}); "
-                f"connect to a network, or put {sdist.file} into {cache}"
-            )
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sdist.sha256:
-        raise ValueError(f"{path} has sha256 {digest}, not {sdist.sha256}; delete it and run again")
+    fetch(sdist.requirement, path, sdist.sha256, "--no-binary", sdist.name)
     return path
 
 

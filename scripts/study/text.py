@@ -18,7 +18,7 @@ from typing import Any
 from scripts.study.packages import (
     SDISTS,
     Packages,
-    fetch,
+    fetch_sdist,
     installed_code,
     installed_prose,
     sdist_texts,
@@ -78,7 +78,8 @@ def split(cache: Path, size: TextSize) -> tuple[dict[str, Packages], dict[str, P
     held_out |= {"prose": {}, "mixed": {}}
     for sdist in SDISTS:
         side = held_out if sdist.is_held_out else training
-        side[sdist.kind][sdist.name] = sdist_texts(fetch(sdist, cache), sdist.kind)
+        path = fetch_sdist(sdist, cache)
+        side[sdist.kind][sdist.name] = sdist_texts(path, sdist.kind)
     return training, held_out
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -31,23 +32,36 @@ from titan_sparse.data.tokenizer import ByteTokenizer
 def test_pieces_of_the_stream_are_the_documents_in_order(seq_len, multiple):
     source = random_documents([5, 40, 1, 15, 16, 17, 0, 3])
     loader = make_loader(source, seq_len=seq_len, shuffle=False, padding_multiple=multiple)
-    whole = [[*text.encode(), END] for text in source if text]
-    expected = [token for document in whole for token in document]
-    expected_labels = [label for document in whole for label in [*document[1:], -100]]
-    tokens, labels = [], []
-    while len(tokens) < 2 * len(expected):
+    expected_tokens = []
+    expected_labels = []
+    for text in source:
+        if not text:
+            continue
+        document = [*text.encode(), END]
+        expected_tokens += document
+        expected_labels += [*document[1:], -100]
+
+    padded_length = math.ceil(seq_len / multiple) * multiple
+    tokens = []
+    labels = []
+    # Two epochs and more.
+    while len(tokens) < 2 * len(expected_tokens):
         batch = next(loader)
-        used = sum(batch.lengths[0])
-        assert used == seq_len and batch.tokens.shape == (1, -(-seq_len // multiple) * multiple)
-        assert batch.positions[0, :used].tolist() == [
-            i for length in batch.lengths[0] for i in range(length)
-        ]
-        assert (batch.tokens[0, used:] == PADDING).all() and (batch.labels[0, used:] == -100).all()
-        assert (batch.positions[0, used:] == 0).all()
-        tokens += batch.tokens[0, :used].tolist()
-        labels += batch.labels[0, :used].tolist()
-    assert tokens == (expected * (len(tokens) // len(expected) + 1))[: len(tokens)]
-    assert labels == (expected_labels * (len(labels) // len(expected) + 1))[: len(labels)]
+        lengths = batch.lengths[0]
+        assert sum(lengths) == seq_len
+        assert batch.tokens.shape == (1, padded_length)
+
+        positions = batch.positions[0, :seq_len].tolist()
+        assert positions == [position for length in lengths for position in range(length)]
+        assert (batch.tokens[0, seq_len:] == PADDING).all()
+        assert (batch.labels[0, seq_len:] == -100).all()
+        assert (batch.positions[0, seq_len:] == 0).all()
+
+        tokens += batch.tokens[0, :seq_len].tolist()
+        labels += batch.labels[0, :seq_len].tolist()
+    epochs = len(tokens) // len(expected_tokens) + 1
+    assert tokens == (epochs * expected_tokens)[: len(tokens)]
+    assert labels == (epochs * expected_labels)[: len(labels)]
 
 
 def test_pieces_end_where_documents_or_sequences_end():

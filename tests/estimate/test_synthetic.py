@@ -35,20 +35,33 @@ def test_any_part_of_a_sequence_is_a_part_of_the_whole():
 
 def test_logits_depend_on_the_distance_and_on_outliers_as_the_formula_says():
     heads = _heads()
-    q, k = queries(heads, SEQ_LEN - 512, SEQ_LEN), keys(heads, 0, SEQ_LEN)
-    ordinary = torch.ones(KV_HEADS, SEQ_LEN, dtype=torch.bool).scatter_(1, heads.outliers, False)
-    distances = torch.arange(512, SEQ_LEN - 512, 37)
+    first = SEQ_LEN - 512
+    q = queries(heads, first, SEQ_LEN)
+    k = keys(heads, 0, SEQ_LEN)
+    distances = torch.arange(512, first, 37)
+    # [512, distances]: the key that lies so far before each of the last 512 queries.
+    key = torch.arange(first, SEQ_LEN)[:, None] - distances
+    # [Hq, distances]
     wanted = expected_logits(heads, distances)
+    is_ordinary = torch.ones(KV_HEADS, SEQ_LEN, dtype=torch.bool)
+    is_ordinary.scatter_(1, heads.outliers, False)
     for head in range(HEADS):
-        group = head // (HEADS // KV_HEADS)
-        position = torch.arange(SEQ_LEN - 512, SEQ_LEN)[:, None]
-        logits = (q[0, head] @ k[0, group].T) * 64**-0.5
-        near = logits.gather(1, position - distances)
-        mean = torch.where(ordinary[group][position - distances], near, torch.nan).nanmean(0)
-        assert (mean - wanted[head]).abs().max() < 0.5  # 512 noisy pairs a distance
-        assert torch.corrcoef(torch.stack([mean.double(), wanted[head]]))[0, 1] > 0.995
-        vertical = logits[:, heads.outliers[group]]  # the same from everywhere
-        assert vertical.mean(0).std() < 1.2 and vertical.mean() > wanted[head].median() + 2
+        kv_head = head // (HEADS // KV_HEADS)
+        # [512, S]
+        logits = (q[0, head] @ k[0, kv_head].T) * 64**-0.5
+
+        by_distance = logits.gather(1, key)
+        of_ordinary = by_distance.where(is_ordinary[kv_head][key], torch.nan)
+        mean = of_ordinary.nanmean(0).double()
+        # 512 noisy pairs a distance.
+        assert (mean - wanted[head]).abs().max() < 0.5
+        correlation = torch.corrcoef(torch.stack([mean, wanted[head]]))[0, 1]
+        assert correlation > 0.995
+
+        # Outliers are the same from everywhere.
+        of_outliers = logits[:, heads.outliers[kv_head]]
+        assert of_outliers.mean(0).std() < 1.2
+        assert of_outliers.mean() > wanted[head].median() + 2
 
 
 def test_selection_finds_slashes_and_planted_verticals():
@@ -56,18 +69,25 @@ def test_selection_finds_slashes_and_planted_verticals():
     q = queries(heads, 0, SEQ_LEN)
     k = keys(heads, 0, SEQ_LEN)
     slashes, verticals, _ = PATTERN.select(q, k, Causal(), block_size=BLOCK).tensors()
+    # [Hq, blocks]
+    slashes = slashes[0]
     blocks = SEQ_LEN // BLOCK
-    density = slashes[0].float() @ torch.arange(blocks, 0, -1.0) / (blocks * (blocks + 1) / 2)
-    assert (density < 0.5).all() and density.mean() < 0.25  # few diagonals carry the recall
-    gaps = slashes[0, :, 1:] & ~slashes[0, :, :-1]
-    assert (slashes[0, :, :3].any(-1)).all() and (
-        gaps.sum(-1) >= 2
-    ).all()  # near ones, and runs of far ones
-    assert (slashes[0, :, blocks // 4 :].sum(-1) >= 2).all()
+    length_of_diagonal = torch.arange(blocks, 0, -1.0)
+    density = slashes.float() @ length_of_diagonal / length_of_diagonal.sum()
+    # Few diagonals carry the recall,
+    assert (density < 0.5).all()
+    assert density.mean() < 0.25
+    # near ones, and runs of far ones.
+    assert slashes[:, :3].any(-1).all()
+    run_begins = slashes[:, 1:] & ~slashes[:, :-1]
+    assert (run_begins.sum(-1) >= 2).all()
+    assert (slashes[:, blocks // 4 :].sum(-1) >= 2).all()
     for head in range(HEADS):
-        chosen = verticals[0, head][verticals[0, head] < SEQ_LEN]
+        positions = verticals[0, head]
+        chosen = positions[positions < SEQ_LEN]
         assert len(chosen) <= PATTERN.max_columns + PATTERN.sinks
-        assert torch.isin(heads.outliers[head // 2], chosen).float().mean() > 0.8
+        is_chosen = torch.isin(heads.outliers[head // 2], chosen)
+        assert is_chosen.float().mean() > 0.8
 
 
 def test_verticals_hold_the_share_that_was_drawn():
@@ -75,7 +95,8 @@ def test_verticals_hold_the_share_that_was_drawn():
     k = keys(heads, 0, SEQ_LEN)
     last = queries(heads, SEQ_LEN - 64, SEQ_LEN)
     for head in range(HEADS):
-        mass = ((last[0, head] @ k[0, head // 2].T) / math.sqrt(64)).softmax(-1).mean(0)
+        logits = last[0, head] @ k[0, head // 2].T / math.sqrt(64)
+        mass = logits.softmax(-1).mean(0)
         assert 0.03 < mass[heads.outliers[head // 2]].sum() < 0.93
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.patterns.helpers import published
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
@@ -33,10 +33,6 @@ PATTERNS = {
 
 def _qkv(seq_len: int, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     return [x.to("cuda", dtype) for x in structured_qkv(1, 4, 2, seq_len, dim, seed=1)]
-
-
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def test_tensors_of_two_devices_are_refused():
@@ -89,7 +85,7 @@ def test_fp32(pattern, backend):
         lambda *x: dense_attention(*x, seen)[0], *(x.double() for x in (d_out, q, k, v))
     )
     for a, b in zip((got, *grads), (want, *wanted), strict=True):
-        assert _relative(a, b) < 1e-4
+        assert relative_error(a, b) < 1e-4
 
 
 def test_flex_leaves_chosen_pairs_to_triton():

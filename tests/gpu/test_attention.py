@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed import torchrun
-from tests.reference import attention_bytes, dense_attention, gradients, structured_qkv
+from tests.reference import (
+    attention_bytes,
+    dense_attention,
+    gradients,
+    relative_error,
+    structured_qkv,
+)
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -29,10 +35,6 @@ SEQ_LEN = 2048
 PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def inputs(seq_len: int = SEQ_LEN, device: str = "cuda", seed: int = 0) -> list[torch.Tensor]:
@@ -57,7 +59,7 @@ def errors(cp, mask, pattern, q, k, v, d_out, backend="auto") -> list[float]:
         *local,
     )
     return [
-        _relative(cp.unshard(x, 2, ranges.table), want)
+        relative_error(cp.unshard(x, 2, ranges.table), want)
         for x, want in zip((got, *grads), (wanted, *wanted_grads))
     ]
 
@@ -79,7 +81,7 @@ def flash_errors(mask, q, k, v, d_out) -> list[float]:
         lambda *x: dense_attention(*x, seen)[0], d_out.double(), *(x.double() for x in (q, k, v))
     )
     got, grads = gradients(flash, d_out, q, k, v)
-    return [_relative(x, want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
+    return [relative_error(x, want) for x, want in zip((got, *grads), (wanted, *wanted_grads))]
 
 
 def _sdpa(q, k, v):
@@ -143,7 +145,7 @@ def test_recomputed_attention(pattern, backend, compiled):
         torch.bfloat16,
     )
     assert 0.99 * promised < kept[0] - kept[1] < 1.01 * promised
-    errors = [_relative(a, b) for a, b in zip(*results)]
+    errors = [relative_error(a, b) for a, b in zip(*results)]
     assert errors[0] < 1e-3 and max(errors) < 3e-3, errors
 
 

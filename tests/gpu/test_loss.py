@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.reference import relative_error
 from titan_sparse.loss import linear_cross_entropy, token_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -25,10 +26,6 @@ def _inputs(
     return hidden, weight, labels
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize(
     "dtype, tolerance", [(torch.bfloat16, 3e-3), (torch.float32, 1e-5), (torch.float64, 1e-12)]
 )
@@ -45,7 +42,7 @@ def test_errors_for_any_number_of_chunks(dtype: torch.dtype, tolerance: float, v
         for chunk_tokens in (1024, 128, 16):
             loss = function(hidden, weight, labels, chunk_tokens, z_loss=1e-3).sum()
             found = (loss.detach(), *torch.autograd.grad(loss / 800, (hidden, weight)))
-            errors.append([_relative(a, b) for a, b in zip(found, wanted, strict=True)])
+            errors.append([relative_error(a, b) for a, b in zip(found, wanted, strict=True)])
         for by_chunks in zip(*errors, strict=True):
             assert max(by_chunks) < tolerance and max(by_chunks) < 1.1 * by_chunks[0] + 1e-7
         assert errors[0][0] < 1e-6  # the loss itself: logits are not rounded to bf16
@@ -78,9 +75,9 @@ def test_chunk_of_more_than_two_to_the_31_elements() -> None:
         loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
         results.append((loss.detach(), *torch.autograd.grad(loss / 6000, (hidden, weight))))
     for whole, parts in zip(*results, strict=True):
-        assert _relative(whole, parts.double()) < 1e-3
+        assert relative_error(whole, parts.double()) < 1e-3
     whole, parts = (d_hidden[0, -100:] for _, d_hidden, _ in results)  # the last rows lie farthest
-    assert _relative(whole, parts.double()) < 1e-3
+    assert relative_error(whole, parts.double()) < 1e-3
 
 
 def test_no_wait_for_the_gpu() -> None:

@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
 """
 
+import itertools
 import math
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference import dense_attention, gradients
+from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
@@ -34,16 +35,15 @@ class RandomIndex(BlockIndex):
         self, heads: int, blocks: int, block_size: int, batch: int, verticals: int, seed: int = 0
     ):
         g = torch.Generator().manual_seed(seed)
-        seq_len, wanted = blocks * block_size, max(1, verticals - 5)
-        picked = torch.stack(
-            [torch.randperm(seq_len, generator=g)[:wanted] for _ in range(batch * heads)]
-        )
-        padded = torch.nn.functional.pad(
-            picked.sort(-1).values, (0, verticals - wanted), value=seq_len
-        )
-        super().__init__(
-            heads, seq_len, block_size, padded.int().view(batch, heads, verticals).to(DEVICE)
-        )
+        seq_len = blocks * block_size
+        # Some places are left for the filling.
+        count = max(1, verticals - 5)
+        orders = [torch.randperm(seq_len, generator=g) for _ in range(batch * heads)]
+        picked = torch.stack([order[:count] for order in orders]).sort(-1).values
+        picked = torch.nn.functional.pad(picked, (0, verticals - count), value=seq_len)
+        # [B, Hq, verticals]
+        picked = picked.int().view(batch, heads, verticals)
+        super().__init__(heads, seq_len, block_size, picked.to(DEVICE))
         self.table = torch.rand(batch, heads, blocks, blocks, generator=g).to(DEVICE) < 0.4
         self.table[:, :, -1] = False
 
@@ -131,16 +131,15 @@ def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
     )
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm().clamp(min=1e-9)).item()
-
-
 def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    assert torch.equal(got[1].isinf(), want[1].isinf())
-    assert bool((got[0][want[1].isinf()] == 0).all())
+    """out, lse and what follows. Rows that see nothing have an lse of -inf."""
+    is_blind = want[1].isinf()
+    assert torch.equal(got[1].isinf(), is_blind)
+    assert (got[0][is_blind] == 0).all()
     for a, b in zip(got, want, strict=True):
-        assert a.shape == b.shape and not a.isnan().any()
-        assert _relative(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
+        assert a.shape == b.shape
+        assert not a.isnan().any()
+        assert relative_error(a.double().clamp(min=-1e9), b.clamp(min=-1e9)) < tolerance
 
 
 DOCUMENTS = Documents([[130, 70, 3, 100], [20, 290]])
@@ -194,13 +193,16 @@ def test_pieces_alone(name):
         _assert_close(list(triton.forward(case.q, [piece], None, case.scale)), alone, 2e-5)
         dq_piece, [d_piece] = triton.backward(queries, [piece], None, case.scale)
         total += dq_piece
-        assert all(_relative(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
-    assert _relative(total, dq) < 2e-5
+        assert all(relative_error(a, b) < 2e-5 for a, b in zip(d_piece, rest[2 * number :]))
+    assert relative_error(total, dq) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["window", "documents", "head_dim 96", "fp16"])
 def test_going_on_from_a_total(name):
-    """Piece after piece into one total, out and dq in fp32, is both pieces at once; the total's memory is used."""
+    """Piece after piece into one total is both pieces at once.
+
+    out and dq of the total are fp32, and its memory is used.
+    """
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
     tolerance = 2e-3 if case.q.dtype == torch.float16 else 2e-5
@@ -211,8 +213,11 @@ def test_going_on_from_a_total(name):
 
     total = over_blocks()
     got = triton.forward(case.q, [verticals], total, case.scale, torch.float32)
-    assert got.out.data_ptr() == total.out.data_ptr() and got.out.dtype == torch.float32
+    assert got.out.data_ptr() == total.out.data_ptr()
+    assert got.out.dtype == torch.float32
     _assert_close(list(got), [out, lse], tolerance)
+
+    # The last piece may write into a tensor of the inputs' dtype.
     into = case.q.new_empty(case.q.shape)
     other = triton.forward(case.q, [verticals], over_blocks(), case.scale, torch.float32, into)
     assert other.out is into
@@ -223,52 +228,59 @@ def test_going_on_from_a_total(name):
     def backward(piece: base.Piece, d_total: Tensor | None, into: Tensor | None = None):
         return triton.backward(queries, [piece], d_total, case.scale, torch.float32, into)
 
-    d_total, d_blocks = backward(blocks, None)
-    d_total, d_verticals = backward(verticals, d_total)
-    gradients = [*d_blocks[0], *d_verticals[0]]
+    d_total, [d_blocks] = backward(blocks, None)
+    d_total, [d_verticals] = backward(verticals, d_total)
+    gradients = [d_total, *d_blocks, *d_verticals]
+    for gradient, want in zip(gradients, [dq, *rest], strict=True):
+        assert gradient.dtype == torch.float32
+        assert relative_error(gradient, want) < tolerance
+
     rounded, [(dk, dv)] = backward(blocks, d_total.clone(), case.q.new_empty(case.q.shape))
+    assert rounded.dtype == case.q.dtype
+    assert dk.dtype == dv.dtype == torch.float32
     again, _ = backward(blocks, d_total.clone())
-    assert rounded.dtype == case.q.dtype and dk.dtype == dv.dtype == torch.float32
     assert torch.equal(again.to(case.q.dtype), rounded)
-    assert all(x.dtype == torch.float32 for x in (d_total, *gradients))
-    assert all(
-        _relative(a, b) < tolerance for a, b in zip((d_total, *gradients), (dq, *rest), strict=True)
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads, dim, size", [((4, 2), 16, 16), ((3, 3), 24, 32), ((5, 1), 32, 16)])
 def test_verticals_go_home(heads, dim, size, dtype):
     """Each vertical's row is added where its key is, if this rank has it; several heads of a group in one place too."""
+    q_heads, kv_heads = heads
+    count = 2 * size
     g = torch.Generator().manual_seed(dim)
-    blocks = torch.tensor([1, 2, 6], dtype=torch.int32)
-    picked = (
-        torch.stack(
-            [torch.randperm(7 * size, generator=g)[: 2 * size] for _ in range(2 * heads[0])]
-        )
-        .sort(-1)
-        .values
-    )
-    picked[:, -7:] = 8 * size  # the filling behind the last vertical
-    verticals = picked.int().view(2, heads[0], -1).to(DEVICE)
-    parts = torch.randn(2, heads[0], 2 * size, dim, generator=g).to(DEVICE)
-    total = torch.randn(2, heads[1], 3 * size, dim, generator=g).to(DEVICE, dtype)
+    # This rank's, of eight.
+    blocks = [1, 2, 6]
+    orders = [torch.randperm(7 * size, generator=g) for _ in range(2 * q_heads)]
+    picked = torch.stack([order[:count] for order in orders]).sort(-1).values
+    # The filling behind the last vertical.
+    picked[:, -7:] = 8 * size
+    # [2, Hq, count]
+    verticals = picked.view(2, q_heads, count)
+    parts = torch.randn(2, q_heads, count, dim, generator=g).to(DEVICE)
+    total = torch.randn(2, kv_heads, len(blocks) * size, dim, generator=g).to(DEVICE, dtype)
+
     want = total.double()
-    for b, h, c in ((b, h, c) for b in range(2) for h in range(heads[0]) for c in range(2 * size)):
-        block, row = divmod(int(verticals[b, h, c]), size)
-        if block in blocks.tolist():
-            want[b, h // (heads[0] // heads[1]), blocks.tolist().index(block) * size + row] += (
-                parts[b, h, c].double()
-            )
+    for sequence, head, number in itertools.product(range(2), range(q_heads), range(count)):
+        block, in_block = divmod(int(verticals[sequence, head, number]), size)
+        if block not in blocks:
+            continue
+        kv_head = head // (q_heads // kv_heads)
+        row = blocks.index(block) * size + in_block
+        want[sequence, kv_head, row] += parts[sequence, head, number].double()
+    # What is added once is taken off once.
+    want_other = 2 * total.double() - want
+
+    verticals = verticals.int().to(DEVICE)
+    local_blocks = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
     for add in (add_verticals, add_verticals_naive):
-        got, other = total.clone(), total.clone()
-        add([got, other], [parts, -parts], verticals, blocks.to(DEVICE), size)
-        assert got.dtype == dtype and _relative(got, want) < (
-            1e-6 if dtype == torch.float32 else 1e-3
-        )
-        assert _relative(other, 2 * total.double() - want) < (
-            1e-6 if dtype == torch.float32 else 1e-3
-        )
+        got = total.clone()
+        other = total.clone()
+        add([got, other], [parts, -parts], verticals, local_blocks, size)
+        assert got.dtype == dtype
+        assert relative_error(got, want) < tolerance
+        assert relative_error(other, want_other) < tolerance
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -339,7 +351,7 @@ def test_bf16_against_flash(dim, heads, size):
         dtype=torch.bfloat16,
     )
     errors = [
-        _relative(a, b)
+        relative_error(a, b)
         for a, b in zip(case.fused(), case.truth(case.pieces()))
         if not b.isinf().any()
     ]
@@ -363,7 +375,7 @@ def test_bf16_against_flash(dim, heads, size):
             v,
         )
     allowed = 2 * max(
-        _relative(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1]))
+        relative_error(a, b) for a, b in zip((flash[0], *flash[1]), (wanted[0], *wanted[1]))
     )
     assert len(errors) >= 6 and max(errors) <= min(5e-3, allowed), (errors, allowed)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import base, triton
@@ -34,26 +34,29 @@ WRITTEN: dict[str, list[Slice]] = {
 }
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b).norm() / b.norm().clamp(min=1e-9)).item()
-
-
 def _problem(batch: int, seq_len: int = S) -> tuple[list[Tensor], Tensor]:
+    """q, k, v of two heads in one group, and the upstream gradient."""
     qkv = [x.to(DEVICE, DTYPE) for x in structured_qkv(batch, 2, 1, seq_len, 16)]
-    return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(
-        DEVICE, DTYPE
-    )
+    generator = torch.Generator().manual_seed(2)
+    d_out = torch.randn(qkv[0].shape, generator=generator)
+    return qkv, d_out.to(DEVICE, DTYPE)
 
 
 def _check(got: list[Tensor], qkv: list[Tensor], d_out: Tensor, seen: Tensor) -> None:
     """out, lse, dq, dk, dv against dense attention over bool [B, S, S]."""
-    seen, exact = seen[:, None].expand(-1, 2, -1, -1).to(DEVICE), [x.double() for x in qkv]
-    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *exact)
-    lse = dense_attention(*exact, seen)[1]
-    assert torch.equal(got[1].isneginf(), lse.isneginf()) and not got[0][lse.isneginf()].any()
-    pairs = zip(("out", "lse", "dq", "dk", "dv"), got, (want, lse, *want_grads), strict=True)
-    for name, a, b in pairs:
-        assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE, name
+    # [B, Hq, S, S]
+    seen = seen[:, None].expand(-1, 2, -1, -1).to(DEVICE)
+    exact = [x.double() for x in qkv]
+    out, grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out.double(), *exact)
+    _, lse = dense_attention(*exact, seen)
+
+    is_blind = lse.isneginf()
+    assert torch.equal(got[1].isneginf(), is_blind)
+    assert not got[0][is_blind].any()
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, a, b in zip(names, got, (out, lse, *grads), strict=True):
+        error = relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0))
+        assert error < TOLERANCE, name
 
 
 def _attend(
@@ -125,7 +128,7 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
     dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), want, want_lse, [piece], *rest)
     assert want.any() and torch.equal(lse.isneginf(), want_lse.isneginf())
     for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, dq, dk, dv), strict=True):
-        assert _relative(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
+        assert relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
 
 
 def _over_ranks() -> None:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.reference import structured_qkv
 from titan_sparse.attention.context_parallel.group import one_rank
@@ -91,47 +92,59 @@ def test_prices(mask, kind, queries):
 
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
 
-    want = prices.first_prices_naive(free, keys, lse)
-    got = prices.first_prices(free, keys, lse)
-    first, tiles, left, saved = want
-    torch.testing.assert_close(got[0], first, atol=1e-4, rtol=2e-3)
-    torch.testing.assert_close(got[1], tiles, atol=2e-3, rtol=2e-3)
-    # A price beside a level may fall to either side.
-    assert (got[2] - left).abs().gt(2e-3).double().mean() < 5e-3
-    assert torch.isclose(got[3], saved, rtol=1e-4).double().mean() > 0.995
-    assert 0 < float(first.max()) < 1 and float(tiles.max()) > 0.1
+    first, *table = _check_first(free, keys, lse)
 
-    table = (tiles, left, saved, priced.tile, priced.rows)
-    gains = prices.diagonal_gains_naive(*table)
-    torch.testing.assert_close(prices.diagonal_gains(*table), gains, atol=1e-4, rtol=1e-4)
+    gains = prices.diagonal_gains_naive(*table, priced.tile, priced.rows)
+    got_gains = prices.diagonal_gains(*table, priced.tile, priced.rows)
+    torch.testing.assert_close(got_gains, gains, atol=1e-4, rtol=1e-4)
 
     diagonal = prices.diagonal_prices_naive(gains, priced.cost)
     got_diagonal = prices.diagonal_prices(gains, priced.cost)
     torch.testing.assert_close(got_diagonal, diagonal, atol=1e-6, rtol=1e-3)
     assert (diagonal > 0).double().mean() > 0.1
 
-    rest = (free, keys, lse, first, diagonal, priced.offset)
-    final = prices.final_prices_naive(*rest)
-    got_final = prices.final_prices(*rest)
+    final = prices.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
+    got_final = prices.final_prices(free, keys, lse, first, diagonal, priced.offset)
+    _check_final(got_final, final)
+
+    masses = prices.diagonal_masses_naive(final.tiles, priced.tile)
+    got_masses = prices.diagonal_masses(final.tiles, priced.tile)
+    torch.testing.assert_close(got_masses, masses, atol=1e-4, rtol=1e-4)
+
+    mass, count = prices.mass_by_code_naive(final, keys, priced.span_tokens)
+    got_mass, got_count = prices.mass_by_code(final, keys, priced.span_tokens)
+    torch.testing.assert_close(got_mass, mass, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(got_count, count, atol=1e-3, rtol=2e-3)
+    torch.testing.assert_close(mass.sum(), final.held.sum())
+    assert count.sum() == (final.codes > 0).sum() > 50
+
+
+def _check_first(free: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, ...]:
+    """Returns the twin's."""
+    wanted = prices.first_prices_naive(free, keys, lse)
+    first, tiles, left, saved = wanted
+    got_first, got_tiles, got_left, got_saved = prices.first_prices(free, keys, lse)
+    torch.testing.assert_close(got_first, first, atol=1e-4, rtol=2e-3)
+    torch.testing.assert_close(got_tiles, tiles, atol=2e-3, rtol=2e-3)
+    # A price beside a level may fall to either side.
+    is_far = (got_left - left).abs() > 2e-3
+    assert is_far.double().mean() < 5e-3
+    is_close = torch.isclose(got_saved, saved, rtol=1e-4)
+    assert is_close.double().mean() > 0.995
+    assert 0 < first.max() < 1
+    assert tiles.max() > 0.1
+    return wanted
+
+
+def _check_final(got: prices.FinalPrices, want: prices.FinalPrices) -> None:
     for name in ("codes", "held_codes"):
-        differ = (getattr(got_final, name).int() - getattr(final, name).int()).abs()
-        assert differ.double().mean() < 0.02 and differ.max() <= prices.CODES_PER_OCTAVE
+        difference = getattr(got, name).int() - getattr(want, name).int()
+        assert difference.abs().double().mean() < 0.02
+        assert difference.abs().max() <= prices.CODES_PER_OCTAVE
     for name in ("held", "tiles"):
-        got_masses = getattr(got_final, name)
-        want_masses = getattr(final, name)
+        got_masses = getattr(got, name)
+        want_masses = getattr(want, name)
         is_close = torch.isclose(got_masses, want_masses, atol=1e-5, rtol=5e-3)
-        # Of those that are not 0, too.
+        # Of those that are not 0.
         assert is_close[want_masses > 0].double().mean() > 0.98
-    assert final.held.sum() > 0.5 and final.tiles.sum() > 0.5
-
-    table = (final.tiles, priced.tile)
-    masses = prices.diagonal_masses_naive(*table)
-    torch.testing.assert_close(prices.diagonal_masses(*table), masses, atol=1e-4, rtol=1e-4)
-
-    sums = (final, keys, priced.span_tokens)
-    want = prices.mass_by_code_naive(*sums)
-    got = prices.mass_by_code(*sums)
-    for got_sum, want_sum in zip(got, want, strict=True):
-        torch.testing.assert_close(got_sum, want_sum, atol=1e-3, rtol=2e-3)
-    torch.testing.assert_close(want[0].sum(), final.held.sum())
-    assert want[1].sum() == (final.codes > 0).sum() > 50
+        assert want_masses.sum() > 0.5

@@ -79,25 +79,29 @@ def wanted() -> dict[int, tuple[Tensor, list[Tensor]]]:
 
 
 def _assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_steps_are_the_same_to_the_bit_and_the_pool_stays(wanted):
-    blocks, counter = OffloadedBlocks(CPU), CompileCounterWithBackend("aot_eager")
-    model, sizes = _decoder(counter, blocks=blocks), set()
+    blocks = OffloadedBlocks(CPU)
+    counter = CompileCounterWithBackend("aot_eager")
+    model = _decoder(counter, blocks=blocks)
+    sizes = set()
     for seed in (0, 1, 0):
         loss = _loss(model, seed)
         loss.backward()
-        assert torch.equal(loss, wanted[seed][0])
-        _assert_equal(_gradients(model), wanted[seed][1])
+        wanted_loss, wanted_gradients = wanted[seed]
+        assert torch.equal(loss, wanted_loss)
+        _assert_equal(_gradients(model), wanted_gradients)
         sizes.add((blocks.pool.count, blocks.pool.nbytes))
-        assert sum(map(len, blocks.pool.free.values())) == blocks.pool.count, (
-            "buffers were not given back"
-        )
+        given_back = sum(len(buffers) for buffers in blocks.pool.free.values())
+        assert given_back == blocks.pool.count, "buffers were not given back"
         with torch.no_grad():
             _loss(model, 1 - seed)
     assert len(sizes) == 1, "the pool grew"
-    assert counter.frame_count <= 2, "compiled anew"  # with gradients and without
+    # With gradients and without.
+    assert counter.frame_count <= 2, "compiled anew"
     buffers = {nbytes: len(free) for nbytes, free in blocks.pool.free.items()}
     # Input and out of each block, and its LSE.
     wide = TOKENS * HIDDEN * 4
@@ -212,24 +216,32 @@ class _Keeps(nn.Module):
         self.weight = nn.Parameter(torch.randn(64, 64))
 
     def forward(self, x: Tensor, shared: Tensor, rows: tuple) -> Tensor:
-        return (x * x) @ self.weight.T * shared + x[:, ::2].square().sum() * rows[0]
+        product = (x * x) @ self.weight.T
+        # Of every second column: a view with gaps.
+        gaps = x[:, ::2].square().sum()
+        return product * shared + gaps * rows[0]
 
 
 def test_neither_parameters_nor_shared_nor_small_tensors_nor_anything_twice():
-    model, blocks = nn.ModuleList(_Keeps() for _ in range(3)), OffloadedBlocks(CPU)
-    x, shared, row = (
-        torch.randn(32, 64, requires_grad=True),
-        torch.randn(32, 64),
-        torch.randn(32, 64),
-    )
-    want = torch.autograd.grad(
-        functools.reduce(lambda y, b: b(y, shared, (row,)), model, x).sum(), x
-    )[0]
+    model = nn.ModuleList(_Keeps() for _ in range(3))
+    x = torch.randn(32, 64, requires_grad=True)
+    shared = torch.randn(32, 64)
+    row = torch.randn(32, 64)
+    plain = x
+    for block in model:
+        plain = block(plain, shared, (row,))
+    (want,) = torch.autograd.grad(plain.sum(), x)
+
+    blocks = OffloadedBlocks(CPU)
     out = blocks(model, x, shared, (row,))
-    # Of two blocks (the third one's stay) the input, and the product before `shared`: x * x saves its input twice.
-    assert blocks.pool.count == 2 * 2 and set(blocks.pool.free) == {32 * 64 * 4}
-    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want, rtol=0, atol=0)
-    assert blocks.pool.count == len(blocks.pool.free[32 * 64 * 4]) == 4
+    # Of two blocks, as the third one's stay: the input, which x * x saves twice, and the product
+    # before `shared`.
+    nbytes = 32 * 64 * 4
+    assert blocks.pool.count == 2 * 2
+    assert set(blocks.pool.free) == {nbytes}
+    (got,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert blocks.pool.count == len(blocks.pool.free[nbytes]) == 4
 
 
 def test_a_dropped_graph_gives_its_buffers_back():

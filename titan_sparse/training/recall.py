@@ -16,7 +16,7 @@ from titan_sparse.config.sections import VerticalSlash
 _TABLE = "attention.vertical_slash"
 
 _SLACK = 0.02
-"""A layer's measured recall may lie so far below what was asked: it is measured on a few rows."""
+"""A layer's recall may be measured so far below what was asked, since few rows are looked at."""
 
 _WORSE = 2.0
 """A warning is repeated once things are this many times as bad as when it was given."""
@@ -47,7 +47,7 @@ class Capped(NamedTuple):
 
 
 class CapCount:
-    """What caps cut in all selections since they were last read. Until then it stays on the device.
+    """What caps cut in all selections since the last read(). Until then it stays on the device.
 
     Each forward selects once a layer, in the order of the layers.
     """
@@ -100,8 +100,10 @@ def asked_recall(attention: Attention) -> float | None:
 
 
 class RecallWarnings:
-    """Why attention keeps less than was asked for. Each reason is given once, and again when it is
-    twice as bad."""
+    """Why attention keeps less than was asked for.
+
+    Each reason is given once, and again when it is twice as bad.
+    """
 
     def __init__(self, asked: float | None, budgets: VerticalSlash) -> None:
         self.asked = asked
@@ -129,7 +131,7 @@ class RecallWarnings:
         return lines
 
     def _of_caps(self, capped: Capped, cut: Tensor) -> str:
-        """cut: [layers], shares of heads that caps keep below the recall."""
+        """Which caps keep heads below the recall. cut: [layers], shares of such heads."""
         where = cut > 0
         keys = []
         for what, shares, name in (
@@ -145,8 +147,11 @@ class RecallWarnings:
         )
 
     def _of_recall(self, by_layer: Tensor, is_low: Tensor, is_cut: Tensor) -> str:
-        """by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little,
-        and whether caps cut."""
+        """Layers that keep too little, and why.
+
+        by_layer: [layers], measured. is_low, is_cut: bool [layers], whether that is too little, and
+        whether caps cut.
+        """
         reasons = []
         by_caps = is_low & is_cut
         by_probe = is_low & ~is_cut
@@ -163,7 +168,7 @@ class RecallWarnings:
         )
 
     def _is_news(self, reason: str, badness: float) -> bool:
-        """Whether to tell it, which is then noted."""
+        """Whether to tell it. If so, it counts as told."""
         is_news = badness > _WORSE * self.said.get(reason, 0.0)
         if is_news:
             self.said[reason] = badness
@@ -171,7 +176,7 @@ class RecallWarnings:
 
 
 def percent(share: Tensor | float) -> str:
-    """A share in percent with one decimal. What is not nothing never looks like it."""
+    """A share in percent with one decimal. What is above 0 never looks like 0."""
     share = float(share)
     if 0 < share < 0.001:
         return "< 0.1 %"

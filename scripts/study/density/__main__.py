@@ -148,18 +148,22 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def report_means(result: dict[str, Any]) -> None:
     """Print a table for each length, the mean over its texts."""
-    for length in sorted({text["tokens"] for text in result["texts"].values()}):
-        of_length = [text for text in result["texts"].values() if text["tokens"] == length]
-        print(table(f"{length} tokens, mean of {len(of_length)} texts", means(of_length)))
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    for text in result["texts"].values():
+        by_length.setdefault(text["tokens"], []).append(text)
+    for length, of_length in sorted(by_length.items()):
+        title = f"{length} tokens, mean of {len(of_length)} texts"
+        print(table(title, means(of_length)))
 
 
 def chosen_specs(args: argparse.Namespace) -> list[Spec]:
-    """Those of --patterns, then those of --also. ValueError for what is no pattern."""
+    """Those of --patterns, then those of --also. Raises ValueError for what is no pattern."""
     specs = [spec for spec in SPECS if spec.name in args.patterns]
-    for name, *settings in args.also:
-        spec = Spec(name, VerticalSlash, dict(map(setting, settings)))
-        if name in [known.name for known in SPECS]:
+    known = [spec.name for spec in SPECS]
+    for name, *words in args.also:
+        if name in known:
             raise ValueError(f"--also {name} is in the table; write another name")
+        spec = Spec(name, VerticalSlash, dict(setting(word) for word in words))
         try:
             spec.pattern(spec.values[0])
         except TypeError as error:

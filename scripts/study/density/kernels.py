@@ -19,7 +19,9 @@ _WARM_UPS = 2
 
 def names_of_backends() -> list[str]:
     """Those of ours that are fast here: flex is where FlashAttention-4 is installed."""
-    return ["triton", "flex"] if backends.has_flash_attention_4() else ["triton"]
+    if backends.has_flash_attention_4():
+        return ["triton", "flex"]
+    return ["triton"]
 
 
 def draw(q: Tensor, k: Tensor) -> list[Tensor]:
@@ -30,7 +32,10 @@ def draw(q: Tensor, k: Tensor) -> list[Tensor]:
     """
     torch.manual_seed(0)
     leaves = [q.detach().clone(), k.detach().clone(), torch.randn_like(k)]
-    return [*(leaf.requires_grad_() for leaf in leaves), torch.randn_like(q)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    d_out = torch.randn_like(q)
+    return [*leaves, d_out]
 
 
 def dense_times(tensors: list[Tensor], repeats: int) -> dict[str, dict[str, float]]:

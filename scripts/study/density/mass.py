@@ -80,8 +80,9 @@ def causal_mask(seq_len: int, device: torch.device) -> MaskRanges:
 def pairs_by_key(seq_len: int, device: torch.device) -> Tensor:
     """fp32 [Q, S]: queries of each block that see each key."""
     key = torch.arange(seq_len, device=device)
-    # [Q, 1]
-    stop = (torch.arange(seq_len // BLOCK, device=device)[:, None] + 1) * BLOCK
+    # [Q, 1]: behind the last query of each block.
+    block = torch.arange(seq_len // BLOCK, device=device)
+    stop = (block[:, None] + 1) * BLOCK
     return (stop - key).clamp(0, BLOCK).float()
 
 
@@ -122,8 +123,10 @@ def keys_of_blocks(index: BlockIndex) -> Tensor:
 
 
 def _kept(chosen: Tensor, mass: Tensor, pairs: Tensor) -> Kept:
-    """chosen: bool [H, n, m]. mass: [H, n, m], pairs: [n, m]."""
+    """chosen: bool [H, n, m]. mass: [H, n, m], pairs: [n, m]. One of n and m is S."""
     seq_len = max(pairs.shape)
-    recall = (mass * chosen).sum((1, 2), dtype=torch.float64) / seq_len
+    held = (mass * chosen).sum((1, 2), dtype=torch.float64)
     visited = (pairs * chosen).sum((1, 2), dtype=torch.float64)
-    return Kept(recall, visited / pairs.sum(dtype=torch.float64))
+    causal = pairs.sum(dtype=torch.float64)
+    # Every row has a mass of 1.
+    return Kept(recall=held / seq_len, density=visited / causal)

@@ -18,7 +18,10 @@ from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 
 
 class Timing(NamedTuple):
-    """recalls: at which times are wanted. repeats: timed calls, of which the median counts."""
+    """What is timed.
+
+    recalls: at which times are wanted. repeats: timed calls, of which the median counts.
+    """
 
     recalls: tuple[float, ...]
     repeats: int
@@ -34,9 +37,10 @@ class Choice(NamedTuple):
 
     def of_layer(self, layer: int) -> BlockIndex:
         """What it chose in one layer."""
-        tensors = [tensor[layer : layer + 1] for tensor in self.index.tensors()]
-        mask = causal_mask(self.index.seq_len, self.index.verticals.device)
-        return self.pattern.index(tensors, mask, 1, self.index.heads, BLOCK)
+        index = self.index
+        tensors = [tensor[layer : layer + 1] for tensor in index.tensors()]
+        mask = causal_mask(index.seq_len, index.verticals.device)
+        return self.pattern.index(tensors, mask, 1, index.heads, BLOCK)
 
 
 def choices(specs: Iterable[Spec], inputs: Inputs) -> list[Choice]:
@@ -78,17 +82,21 @@ def measure(inputs: Inputs, specs: Iterable[Spec], timing: Timing | None) -> dic
 def _add_times(
     rows: list[dict[str, Any]], chosen: list[Choice], tensors: list[Tensor], timing: Timing
 ) -> None:
-    """Put times into the rows next to the recalls at which they are wanted."""
+    """Put times into the rows next to the recalls at which they are wanted.
+
+    rows: a row for each of `chosen`. tensors: of kernels.draw().
+    """
+    q = tensors[0].detach()
+    k = tensors[1].detach()
     for name in dict.fromkeys(row["name"] for row in rows):
         numbers = [number for number, row in enumerate(rows) if row["name"] == name]
         recalls = [rows[number]["recall"] for number in numbers]
         for place in sorted(kernels.worth_timing(recalls, timing.recalls)):
-            number = numbers[place]
-            pattern, index = chosen[number].pattern, chosen[number].index
-            q, k = tensors[0].detach(), tensors[1].detach()
-            rows[number]["selection_ms"] = kernels.selection_time(pattern, q, k, timing.repeats)
-            rows[number]["kernel_ms"] = kernels.pattern_times(
-                pattern, index.tensors(), tensors, timing.repeats
+            row = rows[numbers[place]]
+            choice = chosen[numbers[place]]
+            row["selection_ms"] = kernels.selection_time(choice.pattern, q, k, timing.repeats)
+            row["kernel_ms"] = kernels.pattern_times(
+                choice.pattern, choice.index.tensors(), tensors, timing.repeats
             )
 
 
@@ -109,7 +117,10 @@ def _row(choice: Choice, of_layers: list[Kept]) -> dict[str, Any]:
 
 
 def _budgets(index: BlockIndex) -> dict[str, float]:
-    """Means over layers and heads, of what the index has. capped: share of budgets cut by a cap."""
+    """Means over layers and heads of the counts that the index has.
+
+    capped: share of budgets that a cap cut.
+    """
     found = {}
     if index.verticals.shape[-1]:
         is_vertical = index.verticals < index.seq_len

@@ -36,8 +36,12 @@ Curve = list[Point]
 
 
 def prices(seq_len: int) -> list[float]:
-    """Of a pair, in mass, from dear to cheap. A row's mass is shared by more keys in a longer one."""
-    return (torch.logspace(-1, -4.5, 22, dtype=torch.float64) * 4096 / seq_len).tolist()
+    """The mass that a pair of tokens must hold, from most to least.
+
+    In a longer row more keys share the mass, so that prices are lower.
+    """
+    at_4096_tokens = torch.logspace(-1, -4.5, 22, dtype=torch.float64)
+    return (at_4096_tokens * 4096 / seq_len).tolist()
 
 
 def value_at(recall: float, recalls: Sequence[float], values: Sequence[float]) -> float | None:
@@ -49,8 +53,9 @@ def value_at(recall: float, recalls: Sequence[float], values: Sequence[float]) -
     if not len(recalls) or recall > max(recalls):
         return None
     order = np.argsort(recalls)
-    sorted_recalls = np.asarray(recalls, dtype=np.float64)[order]
-    return float(np.interp(recall, sorted_recalls, np.asarray(values, dtype=np.float64)[order]))
+    ascending = np.asarray(recalls, dtype=np.float64)[order]
+    values_of_them = np.asarray(values, dtype=np.float64)[order]
+    return float(np.interp(recall, ascending, values_of_them))
 
 
 def oracles(q: Tensor, k: Tensor, by_key: Tensor) -> dict[str, Curve]:
@@ -68,9 +73,9 @@ def oracles(q: Tensor, k: Tensor, by_key: Tensor) -> dict[str, Curve]:
 
 
 def best_keys(q: Tensor, k: Tensor, at: Sequence[float]) -> Curve:
-    """Single keys of single rows. No kernel can. q: [Hq, S, D], k: [Hkv, S, D].
+    """Single keys of single rows, which no kernel computes alone.
 
-    at: prices.
+    q: [Hq, S, D], k: [Hkv, S, D]. at: prices.
     """
     held = torch.zeros(len(at), dtype=torch.float64, device=q.device)
     taken = torch.zeros_like(held)
@@ -93,12 +98,13 @@ def best_static(by_key: Tensor, at: Sequence[float]) -> Curve:
 
 
 def best_tiles(by_key: Tensor, at: Sequence[float]) -> Curve:
-    """Pairs of blocks."""
-    return _bought(by_key, pairs_by_key(by_key.shape[2], by_key.device), at, _tiles)
+    """Pairs of blocks. by_key: [H, Q, S] of mass.Mass."""
+    pairs = pairs_by_key(by_key.shape[2], by_key.device)
+    return _bought(by_key, pairs, at, _tiles)
 
 
 def best_verticals_and_tiles(by_key: Tensor, at: Sequence[float]) -> Curve:
-    """Verticals, and pairs of blocks beside them."""
+    """Verticals, and pairs of blocks beside them. by_key: [H, Q, S] of mass.Mass."""
     pairs = pairs_by_key(by_key.shape[2], by_key.device)
     return _bought(by_key, pairs, at, _verticals_and_tiles)
 
@@ -128,11 +134,15 @@ def _bought(
         held.append((mass * kept).sum(dtype=torch.float64))
         taken.append((pairs * kept).sum(dtype=torch.float64))
     causal = pairs.sum(dtype=torch.float64)
-    return _curve(torch.stack(held) / (heads * seq_len), torch.stack(taken) / (heads * causal))
+    recall = torch.stack(held) / (heads * seq_len)
+    density = torch.stack(taken) / (heads * causal)
+    return _curve(recall, density)
 
 
 def _curve(recall: Tensor, density: Tensor) -> Curve:
-    return [Point(*point) for point in zip(recall.tolist(), density.tolist())]
+    """From fp64 [prices] each."""
+    points = zip(recall.tolist(), density.tolist(), strict=True)
+    return [Point(*point) for point in points]
 
 
 def _verticals_and_diagonals(gain: Tensor) -> Tensor:
@@ -154,8 +164,11 @@ def _verticals_and_diagonals(gain: Tensor) -> Tensor:
 
 def _tiles(gain: Tensor) -> Tensor:
     """bool, like gain [H, Q, S]: tiles of a gain, and each block's own."""
-    own = torch.eye(gain.shape[1], dtype=torch.bool, device=gain.device)
-    tiles = (gain.unflatten(2, (-1, BLOCK)).sum(3) > 0) | own
+    blocks = gain.shape[1]
+    own = torch.eye(blocks, dtype=torch.bool, device=gain.device)
+    # [H, Q, K]
+    by_tile = gain.unflatten(2, (blocks, BLOCK)).sum(3)
+    tiles = (by_tile > 0) | own
     return tiles.repeat_interleave(BLOCK, dim=2)
 
 

@@ -41,8 +41,10 @@ def _curves(measured: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _each_layer(recall: float, points: list[dict[str, Any]]) -> float | None:
+    """The mean over layers of what each takes for this recall; None where one never keeps it."""
+    layers = len(points[0]["recall_by_layer"])
     densities = []
-    for layer in range(len(points[0]["recall_by_layer"])):
+    for layer in range(layers):
         recalls = [point["recall_by_layer"][layer] for point in points]
         values = [point["density_by_layer"][layer] for point in points]
         densities.append(value_at(recall, recalls, values))
@@ -91,30 +93,37 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     heads = [f"at {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"layers {recall:.2f}" for recall in AT_RECALLS]
     heads += [f"ms {recall:.2f}" for recall in TIMED_RECALLS]
-    lines = [title, "  ".join([f"{'density, %':{width}}", *(f"{head:>11}" for head in heads)])]
+    lines = [title, _line("density, %", heads, width)]
     for name in dict.fromkeys(row["name"] for row in rows):
         of_name = [row for row in rows if row["name"] == name]
         cells = [_percent(row["density"]) for row in of_name]
         cells += [_percent(row["density_each_layer"]) for row in of_name]
-        for row in of_name:
-            if "kernel_ms" in row:
-                spent = [value for value in row["kernel_ms"].values() if value is not None]
-                cells.append(f"{min(spent):.2f}" if spent else "-")
-        lines.append("  ".join([f"{name:{width}}", *(f"{cell:>11}" for cell in cells)]))
+        cells += [_least(row["kernel_ms"]) for row in of_name if "kernel_ms" in row]
+        lines.append(_line(name, cells, width))
     return "\n".join(lines)
+
+
+def _line(name: str, cells: list[str], width: int) -> str:
+    """Of a table whose first column is `width` wide."""
+    columns = [name.ljust(width)]
+    columns += [cell.rjust(11) for cell in cells]
+    return "  ".join(columns)
 
 
 def asked_and_kept(measured: dict[str, Any]) -> str:
     """What each pattern that is asked for a recall keeps: mean, and least and most by layer."""
     lines = []
     for row in measured["rows"]:
-        if "capped" in row and row["value"] in TIMED_RECALLS:
-            by_layer = row["recall_by_layer"]
-            lines.append(
-                f"{row['name']}: asked {row['value']}, kept {row['recall']:.3f}, "
-                f"{min(by_layer):.3f} to {max(by_layer):.3f} by layer, "
-                f"worst head {row['recall_of_worst_head']:.3f}, capped {row['capped']:.1%}"
-            )
+        # Only VerticalSlash counts caps, and only it is asked for a recall.
+        is_asked = "capped" in row
+        if not is_asked or row["value"] not in TIMED_RECALLS:
+            continue
+        by_layer = row["recall_by_layer"]
+        lines.append(
+            f"{row['name']}: asked {row['value']}, kept {row['recall']:.3f}, "
+            f"{min(by_layer):.3f} to {max(by_layer):.3f} by layer, "
+            f"worst head {row['recall_of_worst_head']:.3f}, capped {row['capped']:.1%}"
+        )
     return "\n".join(lines)
 
 
@@ -127,8 +136,17 @@ def dense_lines(measured: dict[str, Any]) -> str:
 
 
 def _mean(values: list[float | None]) -> float | None:
+    """None where one of them is."""
     known = [value for value in values if value is not None]
-    return _rounded(sum(known) / len(known)) if len(known) == len(values) else None
+    if len(known) < len(values):
+        return None
+    return _rounded(sum(known) / len(known))
+
+
+def _least(kernel_ms: dict[str, float | None]) -> str:
+    """Of the best backend."""
+    known = [value for value in kernel_ms.values() if value is not None]
+    return f"{min(known):.2f}" if known else "-"
 
 
 def _percent(density: float | None) -> str:

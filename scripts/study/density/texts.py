@@ -82,4 +82,5 @@ def _chat(number: int) -> str:
 
 def read_chats() -> list[Chat]:
     """What the file holds, a chat a line."""
-    return [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    lines = CHATS.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.reference import relative_error
 from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import eager, flash, flex
 from titan_sparse.attention.backends.base import Piece, Queries
@@ -25,19 +26,18 @@ class Chosen(BlockIndex):
     ):
         g = torch.Generator().manual_seed(heads + seq_len)
         capacity = -(-verticals // block_size) * block_size
-        picked = (
-            torch.rand(batch, heads, seq_len, generator=g)
-            .argsort(-1)[..., :verticals]
-            .sort(-1)
-            .values
-        )
+        order = torch.rand(batch, heads, seq_len, generator=g).argsort(-1)
+        picked = order[..., :verticals].sort(-1).values
         picked = torch.nn.functional.pad(picked, (0, capacity - verticals), value=seq_len).int()
         super().__init__(heads, seq_len, block_size, picked.to(device))
         blocks = seq_len // block_size
         self.pairs = (torch.rand(batch, heads, blocks, blocks, generator=g) < 0.4).to(device)
 
     def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
-        return self.pairs[:, :, q_blocks][..., k_blocks] | (q_blocks[:, None] == k_blocks)
+        # [B, Hq, nq, nk]
+        chosen = self.pairs[:, :, q_blocks][..., k_blocks]
+        is_own = q_blocks[:, None] == k_blocks
+        return chosen | is_own
 
 
 def _ragged(seq_len: int) -> list[Mask]:
@@ -53,10 +53,11 @@ def _ragged(seq_len: int) -> list[Mask]:
 
 def _pieces(mask: Mask, index: Chosen) -> list[Tiles]:
     """A rank's tiles with another rank's chunk, and with the verticals. Tiles of blocks, then of verticals."""
-    ranges, device = mask.rows(index.seq_len, index.verticals.device), index.verticals.device
-    q_blocks, k_blocks = (
-        torch.arange(first, index.seq_len // index.block_size, 2, device=device) for first in (1, 0)
-    )
+    device = index.verticals.device
+    ranges = mask.rows(index.seq_len, device)
+    numbers = torch.arange(index.seq_len // index.block_size, device=device)
+    k_blocks = numbers[0::2]
+    q_blocks = numbers[1::2]
     blocks = block_tiles(ranges, index, q_blocks, k_blocks, len(index.verticals), True)
     return [blocks, vertical_tiles(ranges, index, q_blocks, True)]
 
@@ -85,10 +86,6 @@ def _inputs(
     return draw(heads, seq_len // 2), draw(heads, seq_len // 2), kv
 
 
-def _relative(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
-
-
 def _flat(gradients: tuple[Tensor, list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
     """dq, and dk and dv of each piece, from what backward() returns."""
     dq, d_pieces = gradients
@@ -108,23 +105,29 @@ def _check_piece(
     pieces = [Piece(*kv, tiles)]
     out, lse = flex.forward(q, pieces, None, scale)
     want_out, want_lse = eager.forward(q, pieces, None, scale)
-    blind = want_lse == -torch.inf
-    assert out.dtype == q.dtype and lse.shape == want_lse.shape
-    assert torch.equal(lse == -torch.inf, blind) and (out[blind] == 0).all(), (
-        "rows that see nothing"
-    )
-    assert _relative(out, want_out) <= tolerance, "out"
-    assert (lse - want_lse)[~blind].abs().max() <= 10 * tolerance * scale, "lse"
-    out, lse = whole[0].to(q.dtype), whole[1]
-    queries = Queries(q, d_out, out, lse)
-    got, want = (_flat(backend.backward(queries, pieces, None, scale)) for backend in (flex, eager))
-    unseen = (want[2] == 0).all(-1)
-    for name, x, y, nothing in zip(
-        ("dq", "dk", "dv"), got, want, (blind, unseen, unseen), strict=True
-    ):
-        assert x.shape == y.shape and x.dtype == q.dtype and x.isfinite().all(), name
-        assert _relative(x, y) <= tolerance, (name, _relative(x, y))
-        assert (x[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
+    assert out.dtype == q.dtype
+    assert lse.shape == want_lse.shape
+    is_blind = want_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, is_blind), "rows that see nothing"
+    assert (out[is_blind] == 0).all(), "rows that see nothing"
+    assert relative_error(out, want_out) <= tolerance, "out"
+    assert (lse - want_lse)[~is_blind].abs().max() <= 10 * tolerance * scale, "lse"
+
+    whole_out, whole_lse = whole
+    queries = Queries(q, d_out, whole_out.to(q.dtype), whole_lse)
+    got = _flat(flex.backward(queries, pieces, None, scale))
+    want = _flat(eager.backward(queries, pieces, None, scale))
+    # Keys whose dv is 0 are seen by nothing.
+    is_unseen = (want[2] == 0).all(-1)
+    names = ("dq", "dk", "dv")
+    is_nothing = (is_blind, is_unseen, is_unseen)
+    for name, a, b, nothing in zip(names, got, want, is_nothing, strict=True):
+        assert a.shape == b.shape, name
+        assert a.dtype == q.dtype, name
+        assert a.isfinite().all(), name
+        error = relative_error(a, b)
+        assert error <= tolerance, (name, error)
+        assert (a[nothing] == 0).all(), f"{name} of what sees or is seen by nothing"
 
 
 def _check(
@@ -213,10 +216,13 @@ def test_table_widths(width, blocks, want):
     count = torch.full((1, 3, 4), width, dtype=torch.int32)
     lists = BlockLists(count, numbers[0], count + 1, numbers[1])
     partial_count, partial, full_count, full = flex._tables(lists, blocks)
-    assert (partial_count == width + 1).all() and (full_count == width).all()
-    for got, numbers_in in ((full, numbers[0]), (partial, numbers[1])):
-        assert got.shape == (1, 3, 4, want) and got.dtype == torch.int32
-        assert torch.equal(got[..., :width], numbers_in) and (got[..., width:] == 0).all()
+    assert (full_count == width).all()
+    assert (partial_count == width + 1).all()
+    for got, given in ((full, numbers[0]), (partial, numbers[1])):
+        assert got.shape == (1, 3, 4, want)
+        assert got.dtype == torch.int32
+        assert torch.equal(got[..., :width], given)
+        assert (got[..., width:] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -302,16 +308,22 @@ def test_verticals_by_our_kernels(kernel, heads, kv_heads, head_dim):
     q, d_out, kv = _inputs(
         2, heads, kv_heads, 2048, index.verticals.shape[-1], head_dim, torch.bfloat16, "cuda"
     )
+    scale = head_dim**-0.5
     for mask in _ragged(2048):
         blocks, verticals = _pieces(mask, index)
-        pieces, scale = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)], head_dim**-0.5
-        want_out, lse = eager.forward(q, pieces, None, scale)
-        out, got_lse = flex.forward(q, pieces, None, scale)
-        assert _relative(out, want_out) <= 5e-3 and torch.equal(got_lse.isinf(), lse.isinf())
-        queries = Queries(q, d_out, want_out.bfloat16(), lse)
-        got, want = (_flat(b.backward(queries, pieces, None, scale)) for b in (flex, eager))
+        pieces = [Piece(*kv[0], blocks), Piece(*kv[1], verticals)]
+        want_out, want_lse = eager.forward(q, pieces, None, scale)
+        out, lse = flex.forward(q, pieces, None, scale)
+        assert relative_error(out, want_out) <= 5e-3
+        assert torch.equal(lse.isinf(), want_lse.isinf())
+
+        queries = Queries(q, d_out, want_out.bfloat16(), want_lse)
+        got = _flat(flex.backward(queries, pieces, None, scale))
+        want = _flat(eager.backward(queries, pieces, None, scale))
+        # dq, dk and dv of blocks, dk and dv of verticals.
         assert [x.dtype for x in got] == [torch.bfloat16] * 3 + [torch.float32] * 2
-        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+        for a, b in zip(got, want, strict=True):
+            assert relative_error(a, b) <= 5e-3
 
 
 @pytest.mark.gpu
@@ -328,7 +340,7 @@ def test_dense_causal_as_a_whole(head_dim):
         got, want = (
             _with_gradients(mask, backend, q, k, v, d_out) for backend in ("flex", "eager")
         )
-        assert all(_relative(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
+        assert all(relative_error(x, y) <= 5e-3 for x, y in zip(got, want, strict=True))
 
 
 def _with_gradients(
@@ -383,6 +395,6 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
             out = step(*leaves, Documents([lengths]).rows(2048, "cuda"), backend)
             results.append([out, *torch.autograd.grad(out, leaves, d_out)])
         for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
-            assert _relative(got, want) <= 1e-2, name
+            assert relative_error(got, want) <= 1e-2, name
         count = len(flex._compiled)
     assert count == 2

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scripts import plan as script
+from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.balanced import Costs, block_table, cut_into_chunks
@@ -50,7 +51,9 @@ def incoming_blocks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
 
 def pairs_of_ranks(ranges: MaskRanges, table: Tensor, size: int) -> Tensor:
     """float64 [ranks]: pairs of tokens that the mask allows the queries of each rank."""
-    return (ranges.stop - ranges.start).view(-1, size).sum(1)[table].sum(1).double()
+    # [blocks], over all sequences
+    by_block = (ranges.stop - ranges.start).view(-1, size).sum(1)
+    return by_block[table].sum(1).double()
 
 
 def degree(work: Tensor) -> float:
@@ -73,43 +76,47 @@ def _truth(
     seen: Tensor, size: int, costs: Costs, partial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Work of each block and bool [Bm, blocks, blocks] of what it needs, from a dense mask [Bm, S, S]."""
-    tiles = seen.unflatten(1, (-1, size)).unflatten(3, (-1, size)).transpose(2, 3)
-    some, whole = tiles.any(-1).any(-1), tiles.all(-1).all(-1)
-    partial = some & ~whole if partial is None else partial
-    return (100 * whole + costs.partial * partial).sum((0, 2)), some
+    tiles = tiles_of(seen, size)
+    # [Bm, blocks, blocks]
+    some = tiles.any(-1).any(-1)
+    whole = tiles.all(-1).all(-1)
+    if partial is None:
+        partial = some & ~whole
+    work = 100 * whole + costs.partial * partial
+    return work.sum((0, 2)), some
 
 
 def _check_cut(
     ranges: MaskRanges, seen: Tensor, size: int, ranks: int, partial: Tensor | None = None
 ) -> None:
-    costs, sequences = Costs(partial=130), len(seen)
+    """Chunks, their work and what they need, against a dense mask [Bm, S, S]."""
+    costs = Costs(partial=130)
     chunks = cut_into_chunks(ranges, ranks, size, costs)
+    # [blocks] and [Bm, blocks, blocks]
     work, needs = _truth(seen, size, costs, partial)
-    bounds, count = torch.from_numpy(chunks.bounds), len(chunks.work)
-    assert (
-        count % ranks == 0
-        and bounds[0] == 0
-        and bounds[-1] == len(work)
-        and bounds.diff().max() - bounds.diff().min() <= 1
-    )
-    owner = torch.repeat_interleave(torch.arange(count), bounds.diff())
-    assert torch.equal(
-        torch.from_numpy(chunks.work),
-        torch.zeros(count, dtype=torch.int64).index_add_(0, owner, work),
-    )
-    by_chunk = (
-        torch.zeros(sequences, count, count, dtype=torch.int64).index_put_(
-            (torch.arange(sequences)[:, None, None], owner[:, None], owner),
-            needs.long(),
-            accumulate=True,
-        )
-        > 0
-    )
-    bits = [
-        [[bits >> s * count + key & 1 for key in range(count)] for bits in chunks.needs]
-        for s in range(sequences)
-    ]
-    assert torch.equal(torch.tensor(bits) > 0, by_chunk) and chunks.sequences == sequences
+
+    count = len(chunks.work)
+    assert count % ranks == 0
+    bounds = torch.from_numpy(chunks.bounds)
+    assert bounds[0] == 0
+    assert bounds[-1] == len(work)
+    lengths = bounds.diff()
+    assert lengths.max() - lengths.min() <= 1
+
+    # [blocks]: the chunk of each block.
+    owner = torch.repeat_interleave(torch.arange(count), lengths)
+    work_of_chunks = torch.zeros(count, dtype=torch.int64).index_add_(0, owner, work)
+    assert torch.equal(torch.from_numpy(chunks.work), work_of_chunks)
+
+    assert chunks.sequences == len(seen)
+    for sequence, needs_of_blocks in enumerate(needs):
+        wanted = torch.zeros(count, count, dtype=torch.bool)
+        for q_block, k_block in needs_of_blocks.nonzero().tolist():
+            wanted[owner[q_block], owner[k_block]] = True
+        for number, bits in enumerate(chunks.needs):
+            first_bit = sequence * count
+            got = [bool(bits >> (first_bit + key) & 1) for key in range(count)]
+            assert got == wanted[number].tolist()
 
 
 @pytest.mark.parametrize("mask", RANGES, ids=range(len(RANGES)))

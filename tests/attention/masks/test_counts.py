@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.masks.dense_cases import MASKS, SLICES
+from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.masks.counts import pairs_by_block, tile_weights, visible_pairs
@@ -16,7 +17,7 @@ Q_BLOCKS = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(0))[:1
 
 def _pairs(dense: Tensor, size: int) -> Tensor:
     """int64 [Bm, blocks, blocks]: visible pairs of each tile, from bool [Bm, S, S]."""
-    return dense.unflatten(1, (-1, size)).unflatten(3, (-1, size)).sum((2, 4))
+    return tiles_of(dense, size).sum((-1, -2))
 
 
 def test_tiles_of_a_causal_mask():

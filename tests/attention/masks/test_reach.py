@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.attention.masks.dense_cases import MASKS, RANGES
+from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.masks import Causal, Documents
@@ -24,7 +25,7 @@ BLOCKS = SEQ_LEN // SIZE
 
 def _tiles(dense: Tensor) -> Tensor:
     """bool [Bm, blocks, blocks]: some pair of the tile is seen, from bool [Bm, S, S]."""
-    return dense.unflatten(1, (-1, SIZE)).unflatten(3, (-1, SIZE)).any(4).any(2)
+    return tiles_of(dense, SIZE).any(-1).any(-1)
 
 
 def test_reach_of_blocks_of_documents():

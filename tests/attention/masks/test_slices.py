@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.calls import op_arguments
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, counts, mask_and_truth, random_legal
 from titan_sparse.attention import attend
 from titan_sparse.attention.context_parallel.group import one_rank
@@ -31,21 +31,27 @@ BLOCK = 16
 
 
 def _by_tile(seen: Tensor, size: int) -> Tensor:
-    """Visible pairs of each tile of bool [B, S, S]."""
-    padded = torch.nn.functional.pad(seen, (0, -seen.shape[2] % size, 0, -seen.shape[1] % size))
-    return padded.unflatten(1, (-1, size)).unflatten(3, (-1, size)).sum((2, 4))
+    """Visible pairs of each tile of bool [B, S, S], int64 [B, blocks, blocks]."""
+    # Up to whole blocks.
+    more = -seen.shape[-1] % size
+    padded = torch.nn.functional.pad(seen, (0, more, 0, more))
+    return tiles_of(padded, size).sum((-1, -2))
 
 
 def _check_tiles(mask: Slices, truth: Tensor, size: int) -> None:
-    ranges, want = mask.rows(truth.shape[-1]), _by_tile(truth, size)
-    blocks = torch.arange(want.shape[-1]).flip(0)
+    """Weights of tiles against bool [B, S, S]."""
+    ranges = mask.rows(truth.shape[-1])
+    visible = _by_tile(truth, size)
+    # In another order than the sequence's.
+    blocks = torch.arange(visible.shape[-1]).flip(0)
+    visible = visible[:, blocks][:, :, blocks]
     whole, partial, pairs = classification.tile_weights(ranges, blocks, blocks, size)
-    want = want[:, blocks][:, :, blocks]
-    assert torch.equal(pairs.long(), want)
-    assert torch.equal(whole == 1, want == size * size), (
+    assert torch.equal(pairs.long(), visible)
+    is_covered = visible == size * size
+    assert torch.equal(whole == 1, is_covered), (
         "a tile that is covered counts as full, and no other"
     )
-    assert torch.equal(partial > 0, (want > 0) & (want < size * size))
+    assert torch.equal(partial > 0, (visible > 0) & ~is_covered)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -223,18 +229,24 @@ def test_attention_over_2500_slices():
 def _check_attention(mask: Mask, truth: Tensor) -> None:
     """out, lse and gradients of two sequences against dense attention over bool [Bm, S, S]."""
     qkv = structured_qkv(2, 4, 2, truth.shape[-1], 8)
+    generator = torch.Generator().manual_seed(1)
+    d_out = torch.randn(qkv[0].shape, dtype=torch.float64, generator=generator)
+    # [2, Hq, S, S]
     seen = truth[:, None].expand(2, 4, -1, -1)
-    d_out = torch.randn(
-        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-    )
-    want, want_grads = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
-    want_lse = dense_attention(*qkv, seen)[1]
+    want, wanted_gradients = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+    _, want_lse = dense_attention(*qkv, seen)
+
     leaves = [x.clone().requires_grad_() for x in qkv]
     out, aux = attend(*leaves, mask, block_size=BLOCK, return_aux=True)
-    grads = torch.autograd.grad(out, leaves, d_out)
-    assert torch.equal(aux.lse.isneginf(), ~seen.any(-1)) and (out[~seen.any(-1)] == 0).all()
-    names, got = ("lse", "out", "dq", "dk", "dv"), (aux.lse, out, *grads)
-    for name, a, b in zip(names, got, (want_lse, want, *want_grads), strict=True):
+    dq, dk, dv = torch.autograd.grad(out, leaves, d_out)
+
+    # [2, Hq, S]
+    is_blind = ~seen.any(-1)
+    assert torch.equal(aux.lse.isneginf(), is_blind)
+    assert (out[is_blind] == 0).all()
+    got = {"lse": aux.lse, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    wanted = [want_lse, want, *wanted_gradients]
+    for (name, a), b in zip(got.items(), wanted, strict=True):
         gap = (a.nan_to_num(neginf=0) - b.nan_to_num(neginf=0)).abs().max().item()
         assert gap < 1e-9, f"{name} off by {gap}"
 

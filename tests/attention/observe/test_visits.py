@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.reference import structured_qkv
+from tests.reference import structured_qkv, tiles_of
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
@@ -56,13 +56,9 @@ def _by_rank(seen: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     rows = []
     for q_tokens in tokens:
         of_queries = seen[:, :, q_tokens]
-        rows.append(torch.stack([of_queries[..., k].sum((-1, -2)) for k in tokens], -1))
+        by_keys = [of_queries[..., k_tokens].sum((-1, -2)) for k_tokens in tokens]
+        rows.append(torch.stack(by_keys, -1))
     return torch.stack(rows, -2)
-
-
-def _tiles(pairs: torch.Tensor) -> torch.Tensor:
-    """[..., S, S] cut into tiles: [..., blocks, blocks, BLOCK, BLOCK]."""
-    return pairs.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-2, -3)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,16 +70,18 @@ def test_visits_are_what_the_dense_mask_says(case, layout, ranks):
     visits = count_visits(index, ranges, table)
     tokens = torch.stack([token_positions(blocks, BLOCK) for blocks in table])
 
+    # [B, H, S, S], then [B, H, ranks]
     computed_pairs = index.dense(mask)
-    total = torch.stack([computed_pairs[:, :, own].sum((-1, -2)) for own in tokens], -1)
-    assert torch.equal(visits.total(), total)
+    by_rank = [computed_pairs[:, :, own].sum((-1, -2)) for own in tokens]
+    assert torch.equal(visits.total(), torch.stack(by_rank, -1))
 
     index.verticals = index.verticals[..., :0]
     pairs_in_tiles = index.dense(mask)
     assert torch.equal(visits.pairs, _by_rank(pairs_in_tiles, tokens))
 
-    allowed = _tiles(mask.dense(SEQ_LEN)).all((-1, -2))[:, None]
-    computed = _tiles(pairs_in_tiles).any((-1, -2))
+    # [B or 1, 1, blocks, blocks] and [B, H, blocks, blocks]
+    allowed = tiles_of(mask.dense(SEQ_LEN), BLOCK).all((-1, -2))[:, None]
+    computed = tiles_of(pairs_in_tiles, BLOCK).any((-1, -2))
     assert torch.equal(visits.full, _by_rank(computed & allowed, table))
     assert torch.equal(visits.partial, _by_rank(computed & ~allowed, table))
     assert visits.partial.sum() > 0 or case == "full"

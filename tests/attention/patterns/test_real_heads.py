@@ -144,11 +144,16 @@ def test_sums_by_diagonal_are_those_of_the_selection(heads, known):
     """Against the mask of all pairs, on the first head."""
     q, k = (x[:, :1] for x in heads)
     index = _pattern("joint", 0.8).select(q, k, Causal())
-    pairs = index.dense(Causal())[0, 0]
+    # bool [S, S]
+    chosen = index.dense(Causal())[0, 0]
     scores = q[0, 0] @ k[0, 0].T * q.shape[-1] ** -0.5
-    hidden = torch.ones_like(pairs).triu(1)
-    held = scores.masked_fill(hidden, -torch.inf).softmax(-1)[pairs].sum().item()
+    is_later = torch.ones_like(chosen).triu(1)
+    attention = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+    rows = len(chosen)
+    causal_pairs = rows * (rows + 1) / 2
+    want = Point(
+        recall=attention[chosen].sum().item() / rows,
+        density=chosen.sum().item() / causal_pairs,
+    )
     first = Known(known.by_key[:1], known.masses[:1], known.pairs)
-    rows = len(pairs)
-    want = Point(held / rows, pairs.sum().item() / (rows * (rows + 1) / 2))
     assert first.point(_kept(index)) == pytest.approx(want, rel=1e-5)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from tests.attention.calls import bound_call
 from tests.distributed import run_processes
-from tests.reference import dense_attention, gradients, structured_qkv
+from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.backends import eager
@@ -75,54 +75,60 @@ def _exchange(plans, kind: str, stage: int, members: list[int], memory: list) ->
 
 
 def _play(needed: Tensor, table: Tensor, inter: int, intra: int, stages: int) -> int:
-    size, needs = inter * intra, [set(row.nonzero().flatten().tolist()) for row in needed]
+    """Carry out the plans of all ranks, and check what goes where. Returns the blocks received.
+
+    needed: bool [W, blocks]. table: [W, n_local], each rank's own blocks.
+    """
+    size = inter * intra
+    needs = [set(row.nonzero().flatten().tolist()) for row in needed]
     plans = [plan(needed, table, inter, intra, rank, stages) for rank in range(size)]
-    memory, got, crossings = [own.tolist() for own in table], [[] for _ in range(size)], []
+    # Of each rank: what it holds, in order, and what it is given to compute with.
+    memory = [own.tolist() for own in table]
+    got = [[] for _ in range(size)]
+    # (block, node) of each block that goes to another node.
+    crossings = []
+    # Of each rank: blocks sent inside its node and to others, and those received.
     inside, across = torch.zeros(2, size, dtype=torch.int64)
     back_inside, back_across = torch.zeros(2, size, dtype=torch.int64)
     for stage in range(stages):
         for local in range(intra):
-            for rank, came in _exchange(
-                plans, "outer", stage, list(range(local, size, intra)), memory
-            ).items():
-                assert plans[rank].stages[stage].relayed == (
-                    len(memory[rank]),
-                    len(memory[rank]) + len(came),
-                )
+            members = list(range(local, size, intra))
+            for rank, came in _exchange(plans, "outer", stage, members, memory).items():
+                held = len(memory[rank])
+                assert plans[rank].stages[stage].relayed == (held, held + len(came))
                 for sender, block in came:
                     across[sender] += 1
                     back_across[rank] += 1
                     crossings.append((block, rank // intra))
                     memory[rank].append(block)
         for node in range(inter):
-            members = list(range(node * intra, node * intra + intra))
+            members = list(range(node * intra, (node + 1) * intra))
             for rank, came in _exchange(plans, "inner", stage, members, memory).items():
-                assert plans[rank].stages[stage].k_blocks.tolist() == [block for _, block in came]
-                got[rank] += [block for _, block in came]
+                blocks = [block for _, block in came]
+                assert plans[rank].stages[stage].k_blocks.tolist() == blocks
+                got[rank] += blocks
                 for sender, _ in came:
                     inside[sender] += sender != rank
                     back_inside[rank] += sender != rank
+
     owned = [set(own.tolist()) for own in table]
     for rank in range(size):
         assert len(memory[rank]) == plans[rank].memory
         assert sorted(got[rank]) == sorted(needs[rank] - owned[rank])
+
     # Each block that some rank of a node needs crosses to that node once, and nothing else crosses.
+    wanted_crossings = []
+    for node in range(inter):
+        ranks = slice(node * intra, (node + 1) * intra)
+        missing = set().union(*needs[ranks]) - set().union(*owned[ranks])
+        wanted_crossings += [(block, node) for block in missing]
+    assert sorted(crossings) == sorted(wanted_crossings)
 
-    def of_node(sets: list[set[int]], node: int) -> set[int]:
-        return set().union(*sets[node * intra : node * intra + intra])
-
-    assert sorted(crossings) == sorted(
-        (block, node)
-        for node in range(inter)
-        for block in of_node(needs, node) - of_node(owned, node)
-    )
     wanted = wanted_blocks(needed, table, inter, intra)
     for back, sums in ((False, (inside, across)), (True, (back_inside, back_across))):
-        assert all(
-            torch.equal(a.sum(1), b)
-            for a, b in zip(traffic(wanted, stages, back), sums, strict=True)
-        )
-    return sum(map(len, got))
+        for counted, blocks in zip(traffic(wanted, stages, back), sums, strict=True):
+            assert torch.equal(counted.sum(1), blocks)
+    return sum(len(blocks) for blocks in got)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -167,10 +173,11 @@ def test_blocks_that_ranks_need_by_ranges_of_keys(layout):
     )
     keys, table = torch.arange(SEQ_LEN), block_ids(layout, 3, SEQ_LEN, BLOCK)
     seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
-    want = (
-        seen.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2).any(0)[table].any(1)
-    )
-    assert want.any() and (layout == "striped" or not want.all())
+    # [blocks, blocks], of any sequence, then [W, blocks]
+    needs = tiles_of(seen, BLOCK).any(-1).any(-1).any(0)
+    want = needs[table].any(1)
+    assert want.any()
+    assert layout == "striped" or not want.all()
     assert torch.equal(seen_blocks(ranges, table, BLOCK), want)
     met = met_blocks(ranges, Dense().index([], ranges, 2, 1, BLOCK), table)
     assert (want <= met).all()  # a tile may have a hole that the mask empties
@@ -258,32 +265,42 @@ def _check(cp: ContextParallel, mask: str, pattern: str, recomputed: float = 0.0
         out, aux = attend(
             *leaves, MASKS[mask], PATTERNS[pattern], cp, return_aux=True, recomputed=recomputed
         )
-        forward = dict(cp.sent)
-        got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, cp.shard(d_out, 2))]
+        sent_forward = dict(cp.sent)
+        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
     case = f"{mask}, {pattern}, {cp.key}, {cp.overlap_stages}, rank {dist.get_rank()}"
-    whole, names = [cp.unshard(x, 2) for x in got], ("out", "lse", "dq", "dk", "dv")
-    for what, a, b in zip(names, whole, _wanted(mask, pattern), strict=True):
-        assert torch.equal(a.isfinite(), b.isfinite()), (what, case)
-        gap = (a - b).nan_to_num(0).abs().max().item()
-        assert gap < 1e-9, f"{what} off by {gap}: {case}"
+
+    names = ("out", "lse", "dq", "dk", "dv")
+    results = (out.detach(), aux.lse, *grads)
+    for name, result, want in zip(names, results, _wanted(mask, pattern), strict=True):
+        got = cp.unshard(result, 2)
+        assert torch.equal(got.isfinite(), want.isfinite()), (name, case)
+        gap = (got - want).nan_to_num(0).abs().max().item()
+        assert gap < 1e-9, f"{name} off by {gap}: {case}"
+
+    # [2, Hq, S, S]
     dense = aux.index.dense(MASKS[mask]).expand(2, 4, -1, -1)
-    assert torch.equal(seen.visited[0].double(), dense.sum((2, 3)).double().mean(0)), case
-    if cp.size > 1 and not recomputed:
+    pairs_by_head = dense.sum((2, 3)).double().mean(0)
+    assert torch.equal(seen.visited[0].double(), pairs_by_head), case
+    if recomputed:
+        return
+    if cp.size > 1:
         measured = seen.by_rank()
-        assert (
-            measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0])
-            and measured.work.sum() == dense.sum()
-        ), case
+        assert measured.work.shape == (1, cp.size, 1 + cp.overlap_stages[0]), case
+        assert measured.work.sum() == dense.sum(), case
         assert (measured.compute > 0)[measured.work > 0].all(), case
-    if not recomputed:
-        _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), forward, case)
+    _check_bytes(cp, _needed(cp, aux.index, MASKS[mask]), sent_forward, case)
 
 
 def _needed(cp: ContextParallel, index, mask: Mask) -> Tensor:
     """bool [W, blocks]: by the pairs of blocks that are computed, verticals left out."""
-    blocks, table = torch.arange(SEQ_LEN // BLOCK), cp.block_table(SEQ_LEN)
-    pairs = mask.dense(SEQ_LEN).unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK)).any(4).any(2)
-    return (index.selects(blocks, blocks) & pairs[:, None]).any(1).any(0)[table].any(1)
+    blocks = torch.arange(SEQ_LEN // BLOCK)
+    # [Bm, 1, blocks, blocks]
+    is_seen = tiles_of(mask.dense(SEQ_LEN), BLOCK).any(-1).any(-1)[:, None]
+    # [B, H, blocks, blocks]
+    is_computed = index.selects(blocks, blocks) & is_seen
+    of_any_head = is_computed.any(1).any(0)
+    table = cp.block_table(SEQ_LEN)
+    return of_any_head[table].any(1)
 
 
 def _check_bytes(cp: ContextParallel, needed: Tensor, forward: dict[str, int], case: str) -> None:
@@ -385,14 +402,21 @@ def _check_lengths_that_are_compiled_for() -> None:
 
 
 def _check_calls_with_other_heads() -> None:
-    """Under one mask, backwards that begin with other parts of the own blocks, as gradients of more heads go home."""
-    cp, ranges = _context((1, 1, 3), "contiguous", (1, 1)), MASKS["window"].rows(SEQ_LEN)
+    """Backwards under one mask that begin with other parts of the own blocks.
+
+    They do, since gradients of more heads go home.
+    """
+    cp = _context((1, 1, 3), "contiguous", (1, 1))
+    ranges = MASKS["window"].rows(SEQ_LEN)
     seen = MASKS["window"].dense(SEQ_LEN)[:, None].expand(2, 4, -1, -1)
+    _, d_out = _inputs()
     for kv_heads in (1, 4):
-        qkv, d_out = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3), _inputs()[1]
-        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
-        got = torch.autograd.grad(attend(*leaves, ranges, Dense(), cp), leaves, cp.shard(d_out, 2))
+        qkv = structured_qkv(2, 4, kv_heads, SEQ_LEN, 8, seed=3)
         _, wanted = gradients(lambda *x: dense_attention(*x, seen)[0], d_out, *qkv)
+
+        leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
+        out = attend(*leaves, ranges, Dense(), cp)
+        got = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
         for a, b in zip(got, wanted, strict=True):
             assert (cp.unshard(a, 2) - b).abs().max() < 1e-9, kv_heads
 
@@ -427,19 +451,27 @@ def _check_compiled_and_recomputed() -> None:
 
 
 def _check_half_precision() -> None:
-    """bf16, and gradients on the wire in bf16: half the bytes, and the same up to a rounding at each hop."""
-    qkv, d_out = [x.bfloat16() for x in _inputs()[0]], _inputs()[1].bfloat16()
-    found = []
+    """bf16, and gradients on the wire in bf16.
+
+    They are half the bytes, and the same up to a rounding at each hop.
+    """
+    qkv, d_out = _inputs()
+    qkv = [x.bfloat16() for x in qkv]
+    results = []
+    sent = []
     for dtype in (None, torch.bfloat16):
         cp = _context((1, 2, 2), "zigzag", dtype=dtype)
         leaves = [cp.shard(x, 2).requires_grad_() for x in qkv]
         out = attend(*leaves, MASKS["window"], cp=cp)
-        grads = torch.autograd.grad(out, leaves, cp.shard(d_out, 2))
-        found.append(([cp.unshard(x, 2).float() for x in (out.detach(), *grads)], dict(cp.sent)))
-    for a, b in zip(*(x for x, _ in found)):
+        grads = torch.autograd.grad(out, leaves, cp.shard(d_out.bfloat16(), 2))
+        results.append([cp.unshard(x, 2).float() for x in (out.detach(), *grads)])
+        sent.append(dict(cp.sent))
+    for a, b in zip(*results, strict=True):
         assert (a - b).norm() < 0.01 * a.norm()
-    for axis, sent in found[0][1].items():
-        assert found[1][1][axis] == (sent / 2 if "gradient" in axis else sent), axis
+    in_fp32, in_bf16 = sent
+    for axis, sent_bytes in in_fp32.items():
+        wanted = sent_bytes / 2 if "gradient" in axis else sent_bytes
+        assert in_bf16[axis] == wanted, axis
 
 
 @pytest.mark.parametrize("world", MESHES)

@@ -97,7 +97,10 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_peers_are_called_as_they_want_to_be(monkeypatch):
-    """FlashAttention-4's interface in plain torch: [B, S, H, D], packed [S, H, D]; the window without its query."""
+    """FlashAttention-4's interface in plain torch: [B, S, H, D], packed [S, H, D].
+
+    A window does not count its query.
+    """
 
     def dense(q, k, v, seen):
         q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
@@ -107,21 +110,31 @@ def test_peers_are_called_as_they_want_to_be(monkeypatch):
         return out.transpose(-3, -2), None
 
     def flash_attn_func(q, k, v, causal, window_size):
-        i, j = torch.arange(q.shape[1])[:, None], torch.arange(q.shape[1])
-        return dense(q, k, v, (j >= i - window_size[0]) & (j <= i + window_size[1]))
+        left, right = window_size
+        key = torch.arange(q.shape[1])
+        query = key[:, None]
+        seen = (key >= query - left) & (key <= query + right)
+        return dense(q, k, v, seen)
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal
     ):
-        assert cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.equal(cu_seqlens_k) and causal
-        assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
-        parts = (x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v))
-        return torch.cat(
-            [dense(*x, torch.ones(len(x[0]), len(x[0])).tril().bool())[0] for x in zip(*parts)]
-        )
+        assert causal
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q.equal(cu_seqlens_k)
+        lengths = cu_seqlens_q.diff().tolist()
+        assert max_seqlen_q == max_seqlen_k == max(lengths)
+        outs = []
+        parts = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        for length, *qkv in parts:
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            out, _ = dense(*qkv, seen)
+            outs.append(out)
+        return torch.cat(outs)
 
     cute = ModuleType("flash_attn.cute")
-    cute.flash_attn_func, cute.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    cute.flash_attn_func = flash_attn_func
+    cute.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     shape = Shape(4, 2, 32, 128, 512, "cpu")
@@ -232,14 +245,18 @@ def test_patterns_keep_what_the_rows_say(alone):
     q, k = realistic(bench, Shape(2, 1, 32, 128, 2048, "cpu"))
     dist.destroy_process_group()
     causal = Causal().dense(2048)
-    weights = (q.float() @ k.float().mT * 32**-0.5).masked_fill(~causal, -torch.inf).softmax(-1)
-    for row, threshold in zip(
-        _rows(alone[0], case="patterns", knob="threshold"), (0.5, 0.95), strict=True
-    ):
+    # [1, Hq, S, S]
+    scores = q.float() @ k.float().mT * 32**-0.5
+    weights = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+    rows = _rows(alone[0], case="patterns", knob="threshold")
+    for row, threshold in zip(rows, (0.5, 0.95), strict=True):
         chosen = XAttention(threshold=threshold).select(q, k, Causal()).dense(Causal())
+        # [Hq]
         kept = (weights * chosen).sum(-1).mean(-1)[0]
+        heads = len(kept)
+        density = chosen.sum() / (heads * causal.sum())
         assert row["value"] == threshold
-        assert row["density"] == pytest.approx((chosen.sum() / causal.sum() / 2).item(), rel=1e-3)
+        assert row["density"] == pytest.approx(density.item(), rel=1e-3)
         assert row["recall"] == pytest.approx(kept.mean().item(), abs=1e-3)
         assert row["recall_of_worst_head"] == pytest.approx(kept.min().item(), abs=1e-3)
 

@@ -19,22 +19,12 @@ from scripts.study.density.patterns import SPECS, Spec
 from scripts.study.density.report import at_recall, means, table
 from scripts.study.density.texts import CHATS, KINDS, Text, read_chats, text_of
 from scripts.study.save_attention import queries_and_keys
-from scripts.study.toy import train_tokenizer
-from tests.models.test_huggingface import save_reference
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
 
 SEQ_LEN = 512
+CAUSAL_PAIRS = SEQ_LEN * (SEQ_LEN + 1) / 2
 JOINT = Spec("joint", VerticalSlash, {"budget": "joint", "local_diagonals": 1, "sinks": 1})
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    """A Llama of random weights for 256 tokens, with a tokenizer."""
-    save_reference(tmp_path, "LlamaForCausalLM")
-    text = real_model.standard_library_text("this.py")
-    train_tokenizer(iter([text]), 331, tmp_path / "tokenizer.json")
-    return tmp_path
 
 
 def _random(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
@@ -46,11 +36,15 @@ def _random(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
-    """fp64 [Hq, S, S]."""
-    k = k[0].repeat_interleave(q.shape[1] // k.shape[1], dim=0)
-    scores = q[0].double() @ k.double().mT * q.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    """fp64 [Hq, S, S], causal. q: [1, Hq, S, D], k: [1, Hkv, S, D]."""
+    heads, seq_len, head_dim = q.shape[1:]
+    group = heads // k.shape[1]
+    # [Hq, S, D]
+    queries = q[0].double()
+    keys = k[0].double().repeat_interleave(group, dim=0)
+    scores = queries @ keys.mT * head_dim**-0.5
+    is_later = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+    return scores.masked_fill(is_later, -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +62,11 @@ def test_recall_and_density_are_those_of_the_dense_mask(pattern):
     q, k = _random()
     index = pattern.select(q, k, Causal(), block_size=BLOCK)
     found = kept(index, attention_mass(q[0], k[0]))
+    # [Hq, S, S]
     chosen = index.dense(Causal())[0]
-    assert 0 < chosen.sum() < chosen.shape[0] * SEQ_LEN * (SEQ_LEN + 1) / 2
+    density = chosen.sum((1, 2)).double() / CAUSAL_PAIRS
+    assert 0 < density.mean() < 1
     recall = (_softmax(q, k) * chosen).sum((1, 2)) / SEQ_LEN
-    density = chosen.sum((1, 2)).double() / (SEQ_LEN * (SEQ_LEN + 1) / 2)
     torch.testing.assert_close(found.recall, recall, rtol=1e-5, atol=0)
     torch.testing.assert_close(found.density, density, rtol=1e-9, atol=0)
 
@@ -82,9 +77,12 @@ def test_best_keys_are_those_above_the_price():
     # Every eighth row is looked at.
     rows = torch.arange(7, SEQ_LEN, 8)
     attention = _softmax(q, k)[:, rows]
-    worth = attention > 0.01
-    assert point.recall == pytest.approx((attention * worth).sum().item() / (4 * len(rows)))
-    assert point.density == pytest.approx(worth.sum().item() / (4 * (rows + 1).sum().item()))
+    is_worth = attention > 0.01
+    held = (attention * is_worth).sum().item()
+    heads = 4
+    assert point.recall == pytest.approx(held / (heads * len(rows)))
+    pairs = (rows + 1).sum().item()
+    assert point.density == pytest.approx(is_worth.sum().item() / (heads * pairs))
 
 
 def _planted() -> tuple[Tensor, Tensor]:
@@ -103,12 +101,12 @@ def _planted() -> tuple[Tensor, Tensor]:
 def test_the_best_static_choice_finds_verticals_and_diagonals():
     by_key, pairs = _planted()
     (point,) = oracles.best_static(by_key, [0.5])
-    assert point.density == pytest.approx(pairs.sum().item() / (SEQ_LEN * (SEQ_LEN + 1) / 2))
+    assert point.density == pytest.approx(pairs.sum().item() / CAUSAL_PAIRS)
     assert point.recall == pytest.approx(by_key.sum().item() / SEQ_LEN)
     # At a high price nothing but each block's own tokens.
     (dear,) = oracles.best_static(by_key, [2.0])
     own = (SEQ_LEN // BLOCK) * BLOCK * (BLOCK + 1) / 2
-    assert dear.density == pytest.approx(own / (SEQ_LEN * (SEQ_LEN + 1) / 2))
+    assert dear.density == pytest.approx(own / CAUSAL_PAIRS)
 
 
 def test_the_best_tiles_are_single_ones_with_verticals_beside_them():
@@ -119,7 +117,7 @@ def test_the_best_tiles_are_single_ones_with_verticals_beside_them():
     by_key[0, 2, :BLOCK] *= 1 - keys[:BLOCK]
     (point,) = oracles.best_verticals_and_tiles(by_key, [0.5])
     taken = pairs.sum() - pairs[2, :BLOCK].sum() + pairs[2, 5]
-    assert point.density == pytest.approx(taken.item() / (SEQ_LEN * (SEQ_LEN + 1) / 2))
+    assert point.density == pytest.approx(taken.item() / CAUSAL_PAIRS)
     assert point.recall == pytest.approx(by_key.sum().item() / SEQ_LEN)
     # Without verticals the key at 200 is lost, and that at 5 where its tile is not on.
     (tiles,) = oracles.best_tiles(by_key, [0.5])
@@ -169,26 +167,36 @@ def test_inputs_are_those_of_the_layers_asked_for(tiny):
 def test_layers_are_measured_apart():
     """A batch of layers gives the rows that each gives alone."""
     q, k = _random()
-    other_q, other_k = q.flip(2), k.flip(2)
-    both = Inputs(torch.cat([q, other_q]), torch.cat([k, other_k]), 0.0)
+    layers = [Inputs(q, k, 0.0), Inputs(q.flip(2), k.flip(2), 0.0)]
+    both = Inputs(
+        q=torch.cat([layer.q for layer in layers]),
+        k=torch.cat([layer.k for layer in layers]),
+        cross_entropy=0.0,
+    )
     rows = measure.measure(both, [JOINT], None)["rows"]
-    for layer, inputs in enumerate((Inputs(q, k, 0.0), Inputs(other_q, other_k, 0.0))):
-        for row, alone in zip(rows, measure.measure(inputs, [JOINT], None)["rows"], strict=True):
-            assert row["recall_by_layer"][layer] == alone["recall_by_layer"][0]
-            assert row["density_by_layer"][layer] == alone["density_by_layer"][0]
-    assert rows[0]["recall_by_layer"][0] != rows[0]["recall_by_layer"][1]
-    assert rows[0]["verticals"] >= 1 and rows[0]["diagonals"] >= 1
+    for number, layer in enumerate(layers):
+        rows_alone = measure.measure(layer, [JOINT], None)["rows"]
+        for row, alone in zip(rows, rows_alone, strict=True):
+            assert row["recall_by_layer"][number] == alone["recall_by_layer"][0]
+            assert row["density_by_layer"][number] == alone["density_by_layer"][0]
+    first, second = rows[0]["recall_by_layer"]
+    assert first != second
+    assert rows[0]["verticals"] >= 1
+    assert rows[0]["diagonals"] >= 1
 
 
 def test_a_row_tells_means_and_the_worst_head():
-    def layer(*recall: float) -> Kept:
-        return Kept(torch.tensor(recall).double(), torch.tensor([0.1, 0.3]).double())
-
+    # Two layers of two heads.
+    density = torch.tensor([0.1, 0.3], dtype=torch.float64)
+    first = Kept(torch.tensor([0.9, 0.5], dtype=torch.float64), density)
+    second = Kept(torch.tensor([0.7, 0.9], dtype=torch.float64), density)
     q, k = _random()
-    (choice, *_) = measure.choices([JOINT], Inputs(q, k, 0.0))
-    row = measure._row(choice, [layer(0.9, 0.5), layer(0.7, 0.9)])
-    assert row["recall"] == 0.75 and row["density"] == 0.2
-    assert row["recall_by_layer"] == [0.7, 0.8] and row["density_by_layer"] == [0.2, 0.2]
+    choice = measure.choices([JOINT], Inputs(q, k, 0.0))[0]
+    row = measure._row(choice, [first, second])
+    assert row["recall"] == 0.75
+    assert row["density"] == 0.2
+    assert row["recall_by_layer"] == [0.7, 0.8]
+    assert row["density_by_layer"] == [0.2, 0.2]
     assert row["recall_of_worst_head"] == 0.5
     assert row["recall_of_5_percent_of_heads"] == pytest.approx(0.53)
 
@@ -233,10 +241,12 @@ def test_attention_is_timed_with_the_index_given(clock):
     # Not what it would choose for these queries.
     index = pattern.select(q.flip(1), k.flip(1), Causal(), block_size=BLOCK)
     kernels.pattern_times(pattern, index.tensors(), tensors, 1)
+    # Softmax over what was chosen: [Hq, S, S].
     attention = _softmax(q, k) * index.dense(Causal())[0]
     attention /= attention.sum(-1, keepdim=True)
-    v = tensors[2][0].detach().repeat_interleave(2, dim=0)
-    torch.testing.assert_close(clock[-1][0].double(), attention @ v.double(), rtol=1e-4, atol=1e-4)
+    values = tensors[2][0].detach().double().repeat_interleave(2, dim=0)
+    out = clock[-1][0].double()
+    torch.testing.assert_close(out, attention @ values, rtol=1e-4, atol=1e-4)
 
 
 def test_times_are_read_off_between_two_settings(clock):
@@ -372,10 +382,11 @@ def test_the_picture_has_a_curve_for_each_pattern():
 
 def test_two_texts_of_each_kind_are_there():
     for kind in KINDS:
-        first, second = text_of(kind, 0), text_of(kind, 1)
-        assert first.content[:1000] != second.content[:1000]
+        first = text_of(kind, 0).content
+        second = text_of(kind, 1).content
+        assert first[:1000] != second[:1000]
         # About three characters make a token of code, more one of prose.
-        assert min(len(first.content), len(second.content)) > 3.5 * 16384
+        assert min(len(first), len(second)) > 3.5 * 16384
 
 
 def test_a_text_that_is_too_short_is_named():
@@ -392,17 +403,22 @@ def test_a_text_that_is_too_short_is_named():
 def test_chats_are_small_and_answered():
     assert CHATS.stat().st_size < 100_000
     for chat in read_chats():
-        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        roles = [message["role"] for message in chat]
+        assert roles == ["user", "assistant"] * (len(chat) // 2)
         assert all(message["content"].strip() for message in chat)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_times_on_a_gpu():
-    q, k = (x.cuda().bfloat16() for x in _random(1024))
-    inputs = Inputs(F.pad(q, (0, 48)), F.pad(k, (0, 48)), 0.0)
-    measured = measure.measure(inputs, SPECS, measure.Timing((0.9, 0.95), 1))
-    assert {"cudnn", "flash", "ours, triton"} <= set(measured["dense_ms"])
+    q, k = _random(1024)
+    # Heads of 64, as the real model has.
+    q = F.pad(q, (0, 48)).cuda().bfloat16()
+    k = F.pad(k, (0, 48)).cuda().bfloat16()
+    measured = measure.measure(Inputs(q, k, 0.0), SPECS, measure.Timing((0.9, 0.95), 1))
+    assert set(measured["dense_ms"]) >= {"cudnn", "flash", "ours, triton"}
     timed = [row for row in measured["rows"] if "kernel_ms" in row]
-    assert {"joint", "xattention, stride 16", "moba, chunk 128"} <= {row["name"] for row in timed}
-    assert all(row["kernel_ms"]["triton"]["backward_ms"] > 0 for row in timed)
+    names = {row["name"] for row in timed}
+    assert names >= {"joint", "xattention, stride 16", "moba, chunk 128"}
+    for row in timed:
+        assert row["kernel_ms"]["triton"]["backward_ms"] > 0

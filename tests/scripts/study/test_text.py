@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import tarfile
 from pathlib import Path
 
@@ -93,26 +94,26 @@ SDIST = packages.Sdist("thing-1.0.tar.gz", "0" * 64, "prose", is_held_out=False)
 def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ValueError, match="cannot fetch thing==1.0 .* put thing-1.0.tar.gz") as e:
-        packages.fetch(SDIST, tmp_path)
+        packages.fetch_sdist(SDIST, tmp_path)
     assert "\n" not in str(e.value)
 
 
 def test_another_file_of_that_name_is_refused(tmp_path):
     (tmp_path / SDIST.file).write_bytes(b"something else")
     with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
-        packages.fetch(SDIST, tmp_path)
+        packages.fetch_sdist(SDIST, tmp_path)
 
 
 def test_sdists_are_of_both_sides_and_named_once():
     sides = {(sdist.kind, sdist.is_held_out) for sdist in packages.SDISTS}
-    assert sides == {(kind, side) for kind in ("prose", "mixed") for side in (True, False)}
+    assert sides == set(itertools.product(("prose", "mixed"), (True, False)))
     names = [sdist.name for sdist in packages.SDISTS]
     assert len(set(names)) == len(names)
-    assert packages.SDISTS[0].requirement == packages.SDISTS[0].file[:-7].replace("-", "==")
+    assert SDIST.requirement == "thing==1.0"
 
 
 def test_documents_are_joined_and_none_is_lost():
-    texts = [letter * length for letter, length in zip("abcdef", (3, 4, 9, 1, 1, 1))]
+    texts = ["aaa", "bbbb", "ccccccccc", "d", "e", "f"]
     assert list(text.documents(texts, 6)) == ["aaabbbb", "ccccccccc", "def"]
 
 
@@ -125,14 +126,18 @@ def test_documents_are_written_up_to_a_limit(tmp_path):
 def test_the_first_documents_of_all_packages_come_first(tmp_path):
     found = {"many": ["x" * 100] * 5, "one": ["y" * 100]}
     text.write_documents(tmp_path, found, "code", least=50, most=200)
-    assert {path.name.split("-", 2)[2] for path in tmp_path.iterdir()} == {"code-many", "code-one"}
+    # NUMBER-HASH-KIND-PACKAGE
+    written = {path.name.split("-", 2)[2] for path in tmp_path.iterdir()}
+    assert written == {"code-many", "code-one"}
 
 
 def test_held_out_packages_are_neither_small_nor_large():
     found = {"large": ["x" * 50_000], "small": ["x" * 10]}
     found |= {f"p{number}": ["x" * 900] for number in range(20)}
     chosen = text.choose_held_out(found, 100)
-    assert len(chosen) == 4 and not chosen & {"large", "small"}  # 3,600 of 68,010
+    # 3,600 of 68,010.
+    assert len(chosen) == 4
+    assert not chosen & {"large", "small"}
     with pytest.raises(ValueError, match="none of the 2 packages"):
         text.choose_held_out({"large": ["x" * 50_000], "small": ["x"]}, 100)
 

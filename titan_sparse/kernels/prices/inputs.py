@@ -14,13 +14,17 @@ At 131,072 tokens on an H200 (docs/benchmarks.md, where the time goes): 1.5 with
 """
 
 PSEUDO_ROWS = 4.0
-"""Rows without mass that each element is seen by besides. Few rows see the last keys of a span, and
-a single one may give a key much mass by chance."""
+"""Rows without mass that are counted for each element besides those that see it. Few rows see the
+last keys of a span, and a single one may give a key much mass by chance."""
 
 HELD_OUT = 2 / 3
-"""Weight of what half of the rows choose, tried on the other half. It loses more than the choice of
-all rows loses on rows that nobody looked at, by as much again as that loses more than the best. All
-rows, tried on themselves, lose less by as much. So the rest of the weight is theirs."""
+"""Weight of what half of the rows choose, tried on the other half. The rest is the weight of what
+all rows choose, tried on themselves.
+
+The loss that is wanted is that of all rows' choice on rows that nobody looked at. Say it is L + d,
+where the best choice loses L. Half of the rows, tried on the others, lose about L + 2 d. All rows,
+tried on themselves, lose about L - d. Two thirds of the one and one third of the other are L + d.
+"""
 
 LEVELS = 16
 OCTAVES_BETWEEN_LEVELS = 1.6

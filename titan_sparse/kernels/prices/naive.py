@@ -35,7 +35,7 @@ def first_prices_naive(
         # [B, Hq, m, T, b] and [B, 1, m, T, b]
         vertical = chunk.mass.sum(4)
         rows = chunk.sees.sum(-1)[:, None, ..., None]
-        price = vertical / (VERTICAL_COST * (rows + PSEUDO_ROWS))
+        price = _per_pair(vertical, rows)
         # A key is in one span at most, the others hold no mass of it.
         prices.append(price.sum(3))
 
@@ -119,36 +119,41 @@ def final_prices_naive(
         entry = entry.clamp(0, last_entry).flatten(1)
         on_diagonal = diagonal.gather(2, entry[:, None].expand(-1, heads, -1))
         on_diagonal = on_diagonal.view(batch, heads, *chunk.back.shape[1:])
+        # [B, Hq, m, T, P, 1]
+        on_diagonal = on_diagonal[..., None]
+        # [B, Hq, m, 1, 1, b]
+        first_price = first[:, :, chunk.first : chunk.last, None, None]
         # [B, Hq, m, T, P, b]: what the vertical pays for, and not the diagonal.
-        price = first[:, :, chunk.first : chunk.last, None, None]
-        is_left = chunk.sees[:, None, ..., None] & (on_diagonal[..., None] < price)
-
-        # Of the even rows, the odd ones and all: masses and rows [B, Hq, m, T, b].
+        is_left = chunk.sees[:, None, ..., None] & (on_diagonal < first_price)
         left = chunk.mass * is_left
-        even_mass = left[..., ~is_odd, :].sum(4)
-        odd_mass = left[..., is_odd, :].sum(4)
-        even_rows = is_left[..., ~is_odd, :].sum(4)
-        odd_rows = is_left[..., is_odd, :].sum(4)
-        rows = even_rows + odd_rows
-        even_price = even_mass / (VERTICAL_COST * (even_rows + PSEUDO_ROWS))
-        odd_price = odd_mass / (VERTICAL_COST * (odd_rows + PSEUDO_ROWS))
-        price = (even_mass + odd_mass) / (VERTICAL_COST * (rows + PSEUDO_ROWS))
+
+        # Masses, rows and prices of the even rows, of the odd ones and of all: [B, Hq, m, T, 1, b].
+        even_mass = left[..., ~is_odd, :].sum(4, keepdim=True)
+        odd_mass = left[..., is_odd, :].sum(4, keepdim=True)
+        even_rows = is_left[..., ~is_odd, :].sum(4, keepdim=True)
+        odd_rows = is_left[..., is_odd, :].sum(4, keepdim=True)
+        even_price = _per_pair(even_mass, even_rows)
+        odd_price = _per_pair(odd_mass, odd_rows)
+        price = _per_pair(even_mass + odd_mass, even_rows + odd_rows)
 
         # Each half of the rows is asked what the other half chose: [B, Hq, m, T, P, b].
-        others = torch.where(is_odd[:, None], even_price[..., None, :], odd_price[..., None, :])
-        by_vertical = chunk.mass * (on_diagonal[..., None] < others) * HELD_OUT
+        others_price = torch.where(is_odd[:, None], even_price, odd_price)
+        by_vertical = HELD_OUT * chunk.mass * (on_diagonal < others_price)
+        by_all = (1 - HELD_OUT) * chunk.mass * (on_diagonal < price)
+        of_diagonals = (chunk.mass - by_vertical - by_all).sum(-1)
+
+        # [B, Hq, m, T, 3, b]
+        prices = torch.cat([odd_price, even_price, price], dim=4)
         of_even = by_vertical[..., ~is_odd, :].sum(4)
         of_odd = by_vertical[..., is_odd, :].sum(4)
-        by_all = chunk.mass * (on_diagonal[..., None] < price[..., None, :]) * (1 - HELD_OUT)
-        prices = torch.stack([odd_price, even_price, price], dim=-2)
-        held = torch.stack([of_even, of_odd, by_all.sum(4)], dim=-2)
-        of_diagonals = (chunk.mass - by_vertical - by_all).sum(-1)
+        held = torch.stack([of_even, of_odd, by_all.sum(4)], dim=4)
         # A key is in one span at most, and has code 0 and no mass for the others.
+        held_codes = codes_of(prices).amax(3)
         chunks.append(
             FinalPrices(
-                codes=codes_of(price).amax(3),
+                codes=held_codes[..., 2, :],
                 held=held.sum(3),
-                held_codes=codes_of(prices).amax(3),
+                held_codes=held_codes,
                 tiles=_by_group(chunk, of_diagonals, free),
             )
         )
@@ -161,20 +166,27 @@ def mass_by_code_naive(
     """The twin of mass_by_code()."""
     sequence = torch.arange(len(keys.slot), device=keys.slot.device)[:, None, None]
     span = keys.slot.clamp(min=0).long()
-    # [n_local, 1, b], and [B, 1, n_local, T, b]: whether a key is in the span of a slot.
+    # [B, n_local, T, 1]
+    start = spans.start[sequence, span][..., None]
+    stop = spans.stop[sequence, span][..., None]
+    has_span = (keys.slot >= 0)[..., None]
+    # [n_local, 1, b]
     in_block = torch.arange(keys.block_size, device=span.device)
-    position = (keys.blocks[:, None] * keys.block_size + in_block)[:, None]
-    mine = position >= spans.start[sequence, span][..., None]
-    mine = mine & (position < spans.stop[sequence, span][..., None])
-    mine = (mine & (keys.slot >= 0)[..., None])[:, None]
+    position = keys.blocks[:, None, None] * keys.block_size + in_block
+    # [B, 1, n_local, T, b]: whether a key is in the span of a slot.
+    in_span = has_span & (position >= start) & (position < stop)
+    in_span = in_span[:, None]
 
     # [B, Hq, n_local, T, b]
-    codes = final.codes[:, :, :, None].expand(-1, -1, -1, mine.shape[3], -1)
-    is_counted = (mine & (codes > 0)).to(final.held.dtype)
-    # [B, Hq, n_local, T, 3 b]
-    held = final.held[:, :, :, None] * mine[..., None, :]
+    codes = final.codes[:, :, :, None].expand(-1, -1, -1, in_span.shape[3], -1)
+    is_counted = in_span & (codes > 0)
+    count = _by_code(codes, is_counted.to(final.held.dtype))
+
+    # [B, Hq, n_local, T, 3, b]
+    held = final.held[:, :, :, None] * in_span[..., None, :]
     held_codes = final.held_codes[:, :, :, None].expand(held.shape)
-    return _by_code(held_codes.flatten(4), held.flatten(4)), _by_code(codes, is_counted)
+    mass = _by_code(held_codes.flatten(4), held.flatten(4))
+    return mass, count
 
 
 def diagonal_masses_naive(tiles: Tensor, tile: Tensor) -> Tensor:
@@ -189,9 +201,18 @@ def diagonal_masses_naive(tiles: Tensor, tile: Tensor) -> Tensor:
 
 def _by_group(chunk: "_Chunk", row_mass: Tensor, free: Probe) -> Tensor:
     """Sums of rows' masses [B, Hq, m, T, P] by group of rows, [B, Hq, m, T, U]."""
-    # One-hot [B, 1, m, T, P, U], then [B, Hq, m, T, 1, P] @ it.
-    group = F.one_hot(free.group[chunk.sequence, chunk.span].long(), free.groups)
-    return (row_mass[..., None, :] @ group[:, None].to(row_mass.dtype)).squeeze(-2)
+    # [B, m, T, P]
+    group = free.group[chunk.sequence, chunk.span].long()
+    # [B, 1, m, T, P, U]
+    in_group = F.one_hot(group, free.groups)[:, None].to(row_mass.dtype)
+    # [B, Hq, m, T, 1, P] @ [B, 1, m, T, P, U]
+    sums = row_mass[..., None, :] @ in_group
+    return sums.squeeze(-2)
+
+
+def _per_pair(mass: Tensor, rows: Tensor) -> Tensor:
+    """The price of a vertical: its mass in some rows, for the cost of its pairs with them."""
+    return mass / (VERTICAL_COST * (rows + PSEUDO_ROWS))
 
 
 def _by_code(codes: Tensor, values: Tensor) -> Tensor:

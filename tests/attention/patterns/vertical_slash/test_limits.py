@@ -1,5 +1,7 @@
 """From masses by code to the codes that reach a recall, by hand."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,16 +13,20 @@ from titan_sparse.kernels.prices import ALWAYS, CODES, codes_of
 
 def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
     """[1, Hq, n, CODES], from {code: mass} of each head, or of each span of a head."""
-    rows = [head if isinstance(head, list) else [head] for head in heads]
-    mass = torch.zeros(1, len(rows), len(rows[0]), CODES, dtype=torch.float64)
-    for h, spans in enumerate(rows):
+    spans_of_heads = [head if isinstance(head, list) else [head] for head in heads]
+    n = len(spans_of_heads[0])
+    mass = torch.zeros(1, len(heads), n, CODES, dtype=torch.float64)
+    for head, spans in enumerate(spans_of_heads):
         for span, by_code in enumerate(spans):
             for code, held in by_code.items():
-                mass[0, h, span, code] = held
+                mass[0, head, span, code] = held
     return mass
 
 
-def _limits(mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool):
+def _limits(
+    mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool
+) -> list[list[int]]:
+    """Of each head, of each span. probed, weight: of each span."""
     rows = torch.tensor([probed])
     weights = torch.tensor([weight], dtype=torch.float64)
     return price_limits(mass, rows, weights, recall, shared)[0].tolist()
@@ -47,14 +53,23 @@ STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
     ],
 )
 def test_a_head_of_its_own(recall, limit):
-    assert _limits(_mass(STEPS), [10], [3.0], recall, shared=False) == [[limit]]
+    mass = _mass(STEPS)
+    got = _limits(mass, [10], [3.0], recall, shared=False)
+    assert got == [[limit]]
 
 
 def test_heads_and_spans_of_their_own():
     """Each of its own rows; a span without rows loses nothing."""
-    mass = _mass([STEPS, {40: 1.0}], [{5: 0.5, 200: 9.0}, {}])
-    assert _limits(mass, [10, 5], [1.0, 9.0], 0.9, shared=False) == [[20, 40], [200, ALWAYS]]
-    assert _limits(mass, [10, 0], [1.0, 1.0], 0.9, shared=False)[0][1] == 40
+    first_head = [STEPS, {40: 1.0}]
+    second_head = [{5: 0.5, 200: 9.0}, {}]
+    mass = _mass(first_head, second_head)
+
+    first, second = _limits(mass, [10, 5], [1.0, 9.0], 0.9, shared=False)
+    assert first == [20, 40]
+    assert second == [200, ALWAYS]
+
+    first, _ = _limits(mass, [10, 0], [1.0, 1.0], 0.9, shared=False)
+    assert first[1] == 40
 
 
 def test_all_heads_share_a_limit():
@@ -159,9 +174,19 @@ def test_bounds_are_those_of_each_span():
 
 def test_codes_of_prices():
     """255 - 10 for each halving, rounded down; and nothing lies outside 0 to 254 but inf."""
-    prices = torch.tensor([1.0, 0.99, 0.5, 2.0**-1.05, 2.0**-25.45, 2.0**-25.6, 0.0, 3.0])
-    assert codes_of(prices.double()).tolist() == [254, 254, 245, 244, 0, 0, 0, 254]
-    assert codes_of(torch.tensor([torch.inf])).tolist() == [ALWAYS]
+    code_of_price = {
+        3.0: 254,
+        1.0: 254,
+        0.99: 254,
+        0.5: 245,
+        2**-1.05: 244,
+        2**-25.45: 0,
+        2**-25.6: 0,
+        0.0: 0,
+        math.inf: ALWAYS,
+    }
+    prices = torch.tensor(list(code_of_price), dtype=torch.float64)
+    assert codes_of(prices).tolist() == list(code_of_price.values())
 
 
 def test_unknown_budget_is_refused():

@@ -63,7 +63,10 @@ class Known(NamedTuple):
     held: dict[int, list[float]]
 
     def distance(self, row: int, key: int) -> int:
-        return self.rows[row] // BLOCK - key // BLOCK
+        """Which diagonal a row meets a key on: the blocks from the key's to the row's."""
+        row_block = self.rows[row] // BLOCK
+        key_block = key // BLOCK
+        return row_block - key_block
 
     def meets(self, row: int, key: int) -> bool:
         """Whether a row sees anything of the key's block: it counts for all of it."""
@@ -72,20 +75,25 @@ class Known(NamedTuple):
 
     def column(self, key: int, rows: list[int] | None = None) -> float:
         """The mass of a key, in all rows or in these."""
-        return sum(self.held[row][key] for row in (self.rows if rows is None else rows))
+        if rows is None:
+            rows = list(self.rows)
+        return sum(self.held[row][key] for row in rows)
 
     def keys(self, block: int | None = None) -> range:
         """Those of the span, or of a block of it."""
         if block is None:
             return range(self.start, self.stop)
-        return range(max(self.start, block * BLOCK), min(self.stop, (block + 1) * BLOCK))
+        first = block * BLOCK
+        return range(max(self.start, first), min(self.stop, first + BLOCK))
 
 
 def _code(price: float) -> int:
     """A byte: 255 - 10 a halving, down to 0."""
     if price <= 0:
         return 0
-    return min(max(math.floor(10 * math.log2(price)) + 255, 0), 254)
+    code = 255 + math.floor(10 * math.log2(price))
+    # 255 itself is for what is on in any case.
+    return min(max(code, 0), 254)
 
 
 def _per_pair(mass: float, rows: int) -> float:
@@ -93,50 +101,57 @@ def _per_pair(mass: float, rows: int) -> float:
     return mass / (prices.VERTICAL_COST * (rows + prices.PSEUDO_ROWS))
 
 
-def _first_prices(of: Known) -> dict[int, float]:
+def _first_prices(known: Known) -> dict[int, float]:
     prices = {}
-    for key in of.keys():
-        rows = sum(of.meets(row, key) for row in of.rows)
-        prices[key] = _per_pair(of.column(key), rows)
+    for key in known.keys():
+        rows = sum(known.meets(row, key) for row in known.rows)
+        prices[key] = _per_pair(known.column(key), rows)
     return prices
 
 
 LEVEL_PRICES = [2 ** (-1 - 1.6 * level) for level in range(16)]
 
 
-def _gain(of: Known, distance: int, level: float, first: dict[int, float]) -> float:
+def _gain(known: Known, distance: int, level: float, first: dict[int, float]) -> float:
     """The mass that a diagonal has besides the verticals of this price, and their cost on it."""
+    first_block = known.start // BLOCK
     gain = 0.0
-    for row, position in of.rows.items():
+    for row, position in known.rows.items():
         block = position // BLOCK - distance
-        if block < of.start // BLOCK:
+        if block < first_block:
             continue
-        keys = of.keys(block)
-        total = sum(of.column(key) for key in keys)
-        below = sum(of.column(key) for key in keys if first[key] < level)
-        chosen = sum(first[key] >= level for key in keys)
+        keys = known.keys(block)
+        total = sum(known.column(key) for key in keys)
+        below = sum(known.column(key) for key in keys if first[key] < level)
         if total:
-            gain += sum(of.held[row][key] for key in keys) * below / total
+            tile = sum(known.held[row][key] for key in keys)
+            gain += tile * below / total
+        chosen = sum(first[key] >= level for key in keys)
         gain += prices.VERTICAL_COST * chosen * level
     return gain
 
 
-def _diagonal_price(of: Known, distance: int, first: dict[int, float]) -> float:
+def _diagonal_price(known: Known, distance: int, first: dict[int, float]) -> float:
     """The first level at which a diagonal is worth its cost, and a part of the step to it."""
-    if distance < of.case.local:
+    if distance < known.case.local:
         return 0.0
-    meet = [row for row in of.rows if of.rows[row] // BLOCK - distance >= of.start // BLOCK]
-    cost = (len(meet) + prices.PSEUDO_ROWS) * BLOCK
+    # A row meets the diagonal if its block is that far behind the span's first one.
+    nearest = known.start // BLOCK + distance
+    rows = sum(position // BLOCK >= nearest for position in known.rows.values())
+    cost = (rows + prices.PSEUDO_ROWS) * BLOCK
     before = None
     for level in LEVEL_PRICES:
-        gain = _gain(of, distance, level, first)
+        gain = _gain(known, distance, level, first)
+        # In octaves.
         worth = math.log2(max(gain / (level * cost), 1e-20))
-        if worth >= 0:
-            if before is None:
-                return level
-            old_level, old_worth = before
-            return old_level * (level / old_level) ** (-old_worth / (worth - old_worth))
-        before = (level, worth)
+        if worth < 0:
+            before = (level, worth)
+            continue
+        if before is None:
+            return level
+        old_level, old_worth = before
+        part = -old_worth / (worth - old_worth)
+        return old_level * (level / old_level) ** part
     return 0.0
 
 
@@ -146,25 +161,30 @@ class Final(NamedTuple):
     count: Counter
 
 
-def _final(of: Known, first: dict[int, float], diagonals: list[float]) -> Final:
+def _final(known: Known, first: dict[int, float], diagonals: list[float]) -> Final:
     """A mass is 2/3 where the other half of the rows puts it, and 1/3 where all rows do."""
-    codes, mass, count = {}, Counter(), Counter()
-    for key in of.keys():
-        free = [row for row in of.rows if of.meets(row, key)]
-        paid = [row for row in free if diagonals[of.distance(row, key)] < first[key]]
+    codes = {}
+    mass = Counter()
+    count = Counter()
+    for key in known.keys():
+        free = [row for row in known.rows if known.meets(row, key)]
+        on_diagonal = {row: diagonals[known.distance(row, key)] for row in free}
+        paid = [row for row in free if on_diagonal[row] < first[key]]
         even = [row for row in paid if row % 2 == 0]
         odd = [row for row in paid if row % 2 == 1]
-        price, of_even, of_odd = (
-            _per_pair(of.column(key, rows), len(rows)) for rows in (paid, even, odd)
-        )
+        price = _per_pair(known.column(key, paid), len(paid))
+        of_even = _per_pair(known.column(key, even), len(even))
+        of_odd = _per_pair(known.column(key, odd), len(odd))
+
         codes[key] = _code(price)
         if codes[key] > 0:
             count[codes[key]] += 1
+
         for row in free:
             of_others = of_even if row % 2 else of_odd
-            of_diagonal = diagonals[of.distance(row, key)]
-            mass[_code(max(of_diagonal, of_others))] += of.held[row][key] * 2 / 3
-            mass[_code(max(of_diagonal, price))] += of.held[row][key] / 3
+            held = known.held[row][key]
+            mass[_code(max(on_diagonal[row], of_others))] += held * 2 / 3
+            mass[_code(max(on_diagonal[row], price))] += held / 3
     return Final(codes, mass, count)
 
 
@@ -209,87 +229,129 @@ def _made(case: Case) -> Made:
     return Made(spans, geometry, needed, first, gains, diagonal, *by_span)
 
 
-def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
+def _softmax(case: Case, seen: Tensor, b: int, h: int) -> list[list[float]]:
+    """[S][S], of a head of a sequence; 0 for rows that see nothing. seen: bool [S, S]."""
     q, k = _inputs(case)
-    seen = case.mask.dense(case.seq_len).expand(2, -1, -1)[b]
-    scores = q[b, h] @ k[b, h // (HEADS // KV_HEADS)].T * SCALE
-    mass = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).tolist()
+    kv_head = h // (HEADS // KV_HEADS)
+    scores = q[b, h] @ k[b, kv_head].T * SCALE
+    scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1).nan_to_num(0).tolist()
 
-    start, stop = int(made.spans.start[b, span]), int(made.spans.stop[b, span])
-    first_free = start + case.sinks
+
+def _known(case: Case, made: Made, b: int, h: int, span: int) -> Known:
+    # [S, S]
+    seen = case.mask.dense(case.seq_len).expand(2, -1, -1)[b]
+    mass = _softmax(case, seen, b, h)
+    sees = seen.tolist()
+
+    start = int(made.spans.start[b, span])
+    stop = int(made.spans.stop[b, span])
     positions = made.geometry.rows.position[b, span].tolist()
-    rows, free, held = {}, {}, {}
-    for number, exists in enumerate(made.geometry.rows.exists[b, span].tolist()):
-        if not exists:
+    exists = made.geometry.rows.exists[b, span].tolist()
+
+    # What lies between the sinks and the local diagonals may be chosen.
+    first_free = start + case.sinks
+    rows = {}
+    free = {}
+    held = {}
+    for number, row in enumerate(positions):
+        if not exists[number]:
             continue
-        row = positions[number]
         behind_free = (row // BLOCK - case.local + 1) * BLOCK
         rows[number] = row
-        free[number] = [
-            bool(seen[row, key]) and first_free <= key < behind_free for key in range(case.seq_len)
-        ]
-        held[number] = [m if is_free else 0.0 for m, is_free in zip(mass[row], free[number])]
+        free[number] = []
+        held[number] = []
+        for key in range(case.seq_len):
+            is_free = sees[row][key] and first_free <= key < behind_free
+            free[number].append(is_free)
+            held[number].append(mass[row][key] if is_free else 0.0)
     return Known(case, start, stop, rows, free, held)
 
 
 def _check(case: Case) -> None:
     """Everything that is made from a case's masses, by hand."""
     made = _made(case)
-    codes, mass, count = made.codes, made.mass, made.count
-    assert mass.dtype == torch.float64
+    assert made.mass.dtype == torch.float64
     checked = 0
     for b in range(2):
         # Heads of both KV heads.
         for h in (0, 3):
             in_a_span = set()
             for span in range(made.spans.start.shape[1]):
-                of = _known(case, made, b, h, span)
-                if of.start == of.stop:
-                    assert not mass[b, h, span].any() and not count[b, h, span].any()
+                known = _known(case, made, b, h, span)
+                if known.start == known.stop:
+                    assert not made.mass[b, h, span].any()
+                    assert not made.count[b, h, span].any()
                     continue
-                _check_span(made, of, (b, h, span))
-                in_a_span |= set(of.keys())
+                _check_span(made, known, Place(b, h, span))
+                in_a_span |= set(known.keys())
                 checked += 1
             outside = [key for key in range(case.seq_len) if key not in in_a_span]
-            assert not codes[b, h].flatten()[outside].any()
+            assert not made.codes[b, h].flatten()[outside].any()
             assert not made.needed.is_sink[b, outside].any()
     assert checked >= 4
 
 
-def _check_span(made: Made, of: Known, at: tuple[int, int, int]) -> None:
-    b, h, span = at
-    first = _first_prices(of)
-    got_first = made.first[b, h].flatten().tolist()
-    assert [got_first[key] for key in of.keys()] == pytest.approx(list(first.values()), rel=1e-9)
+class Place(NamedTuple):
+    """A span of a head of a sequence."""
 
-    offset = int(made.spans.offset[b, span])
-    count = int(made.spans.diagonals[b, span])
-    assert count == (of.stop - 1) // BLOCK - of.start // BLOCK + 1
-    diagonals = [_diagonal_price(of, distance, first) for distance in range(count)]
-    got_diagonals = made.diagonal[b, h, offset : offset + count].tolist()
-    assert got_diagonals == pytest.approx(diagonals, rel=1e-6)
-    for distance in range(of.case.local, count):
+    sequence: int
+    head: int
+    span: int
+
+
+def _check_span(made: Made, known: Known, at: Place) -> None:
+    first = _first_prices(known)
+    got_first = made.first[at.sequence, at.head].flatten()[known.start : known.stop]
+    assert got_first.tolist() == pytest.approx(list(first.values()), rel=1e-9)
+
+    diagonals = _check_diagonals(made, known, at, first)
+    _check_final(made, known, at, _final(known, first, diagonals))
+
+    is_sink = made.needed.is_sink[at.sequence, known.start : known.stop]
+    wanted_sinks = torch.arange(known.stop - known.start) < known.case.sinks
+    assert torch.equal(is_sink, wanted_sinks)
+
+    assert made.needed.probed[at.sequence, at.span] == len(known.rows)
+    # Each row stands for its share of the span's tokens.
+    weight = made.needed.weight[at.sequence, at.span].item()
+    assert weight * len(known.rows) == pytest.approx(known.stop - known.start)
+
+
+def _check_diagonals(made: Made, known: Known, at: Place, first: dict[int, float]) -> list[float]:
+    """Gains, prices and codes of a span's diagonals. Returns the prices."""
+    offset = int(made.spans.offset[at.sequence, at.span])
+    count = int(made.spans.diagonals[at.sequence, at.span])
+    assert count == (known.stop - 1) // BLOCK - known.start // BLOCK + 1
+
+    # [count, levels]
+    gains = made.gains[at.sequence, at.head, offset : offset + count].tolist()
+    for distance in range(known.case.local, count):
         for number, level in enumerate(LEVEL_PRICES):
-            got = made.gains[b, h, offset + distance, number].item()
-            assert got == pytest.approx(_gain(of, distance, level, first), rel=1e-9, abs=1e-12)
+            want = _gain(known, distance, level, first)
+            assert gains[distance][number] == pytest.approx(want, rel=1e-9, abs=1e-12)
 
-    want_codes = [_code(price) for price in diagonals]
-    want_codes[: of.case.local] = [255] * min(of.case.local, count)
-    assert made.diagonal_codes[b, h, offset : offset + count].tolist() == want_codes
+    diagonals = [_diagonal_price(known, distance, first) for distance in range(count)]
+    got = made.diagonal[at.sequence, at.head, offset : offset + count]
+    assert got.tolist() == pytest.approx(diagonals, rel=1e-6)
 
-    want = _final(of, first, diagonals)
-    got_codes = made.codes[b, h].flatten().tolist()
-    assert {key: got_codes[key] for key in of.keys()} == want.codes
-    got_mass = made.mass[b, h, span].tolist()
+    wanted_codes = [_code(price) for price in diagonals]
+    wanted_codes[: known.case.local] = [255] * min(known.case.local, count)
+    got_codes = made.diagonal_codes[at.sequence, at.head, offset : offset + count]
+    assert got_codes.tolist() == wanted_codes
+    return diagonals
+
+
+def _check_final(made: Made, known: Known, at: Place, want: Final) -> None:
+    """Codes of a span's keys, masses and numbers of elements by code."""
+    codes = made.codes[at.sequence, at.head].flatten()[known.start : known.stop]
+    assert codes.tolist() == list(want.codes.values())
+    # [256]
+    mass = made.mass[at.sequence, at.head, at.span].tolist()
+    count = made.count[at.sequence, at.head, at.span].tolist()
     for code in range(256):
-        assert got_mass[code] == pytest.approx(want.mass[code], abs=1e-9)
-        assert made.count[b, h, span, code] == want.count[code]
-
-    is_sink = made.needed.is_sink[b].tolist()
-    assert [key for key in of.keys() if is_sink[key]] == list(of.keys())[: of.case.sinks]
-    assert made.needed.probed[b, span] == len(of.rows)
-    tokens = of.stop - of.start
-    assert made.needed.weight[b, span].item() * len(of.rows) == pytest.approx(tokens)
+        assert mass[code] == pytest.approx(want.mass[code], abs=1e-9)
+        assert count[code] == want.count[code]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -350,24 +412,27 @@ def _of_the_other_slot(right: Priced) -> Priced:
 
 
 def _own_codes(right: prices.FinalPrices) -> prices.FinalPrices:
-    return right._replace(held_codes=right.held_codes[..., [1, 0, 2], :])
+    """The even rows' masses with the code that the even rows chose, not the odd ones."""
+    # [B, Hq, n_local, 3, b]
+    swapped = right.held_codes[..., [1, 0, 2], :]
+    return right._replace(held_codes=swapped)
 
 
 def _whole_sequence(
     final: prices.FinalPrices, keys: KeyBlocks, spans: prices.SpanTokens
 ) -> tuple[prices.FinalPrices, KeyBlocks, prices.SpanTokens]:
-    start, stop = spans
-    return (
-        final,
-        keys,
-        prices.SpanTokens(torch.zeros_like(start), stop.amax(1, True).expand_as(stop)),
-    )
+    """Each span, as if it were the whole sequence."""
+    start = torch.zeros_like(spans.start)
+    stop = spans.stop.amax(1, keepdim=True).expand_as(spans.stop)
+    return final, keys, prices.SpanTokens(start, stop)
 
 
 def _priced_at_least(
     final: prices.FinalPrices, keys: KeyBlocks, spans: prices.SpanTokens
 ) -> tuple[prices.FinalPrices, KeyBlocks, prices.SpanTokens]:
-    return final._replace(codes=final.codes.clamp(min=1)), keys, spans
+    """What has no price, as if it had the lowest one."""
+    codes = final.codes.clamp(min=1)
+    return final._replace(codes=codes), keys, spans
 
 
 FAULTS = {

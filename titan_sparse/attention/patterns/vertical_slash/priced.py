@@ -24,6 +24,7 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
     diagonals_of_entries,
     look,
 )
+from titan_sparse.attention.patterns.vertical_slash.rows import ProbedRows
 from titan_sparse.kernels import prices as kernels
 from titan_sparse.kernels.prices import ALWAYS, CODES, PSEUDO_ROWS, SpanTokens
 
@@ -85,56 +86,96 @@ class Priced(NamedTuple):
 def priced_geometry(
     spans: Spans, geometry: Geometry, seq_len: int, block_size: int, sinks: int, local: int
 ) -> Priced:
-    """sinks, local: tokens of each span, and nearest diagonals, that are always on."""
+    """The Priced of a probe's Geometry.
+
+    sinks, local: tokens of each span, and nearest diagonals, that are always on.
+    """
     device = spans.start.device
     n = spans.start.shape[1]
     blocks = seq_len // block_size
-    group_rows = geometry.rows.group_rows
-    groups = group_rows.shape[-1]
 
-    # [B, E], then [B, U, E]: the block of keys that each group of rows meets on a diagonal.
+    # [B, E]
     span, distance = diagonals_of_entries(spans, blocks, block_size)
-    known = span.clamp(max=n - 1)
-    by_group = known[:, None].expand(-1, groups, -1)
-    block = geometry.rows.group_block.mT.gather(2, by_group) - distance[:, None]
-    rows = group_rows.mT.gather(2, by_group)
-    first_block = lookup(spans.first_block, known)[:, None]
-    priced = (span < n) & (distance >= local)
-    rows = rows.where(priced[:, None] & (block >= first_block), 0)
+    is_local = (span < n) & (distance < local)
+    # [B, U, E]
+    block, rows = _blocks_and_rows(spans, geometry.rows, span, distance)
+    rows = rows.masked_fill(is_local[:, None], 0)
+    tile = _tiles_of_blocks(geometry, block, span, blocks)
+    tile = tile.masked_fill(rows == 0, -1)
 
-    # This rank's block of that number, and the span's place among those that touch it: they are
-    # consecutive.
-    local_number = torch.full((blocks,), -1, device=device)
-    local_number[geometry.blocks.long()] = torch.arange(len(geometry.blocks), device=device)
-    number = local_number[block.clamp(0, blocks - 1)]
-    touching = geometry.slot.shape[-1]
-    first_slot = lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
-    tile = number * touching + known[:, None] - first_slot
-    tile = tile * groups + torch.arange(groups, device=device)[:, None]
-
-    # A row's nearest diagonals are all keys from some block's first on.
+    # [B, n]
     sink_stop = torch.minimum(spans.start + sinks, spans.stop)
+    # [B, n, P]: a row's nearest diagonals are all keys from some block's first on.
     first_local = (geometry.row_block - local + 1) * block_size
+    # [B, S]
     span_of_token = span_of_tokens(spans.start, spans.stop, seq_len)
     stop_of_token = lookup(sink_stop, span_of_token.clamp(max=n - 1))
+    is_sink = (span_of_token < n) & (torch.arange(seq_len, device=device) < stop_of_token)
+
+    # [B, 1, n_local T] and [n, 1]
+    slots = geometry.slot.flatten(1)[:, None]
     numbers = torch.arange(n, device=device)[:, None]
-    probed = group_rows.sum(-1)
+    # [B, n]
+    probed = geometry.rows.group_rows.sum(-1)
+    length = spans.stop - spans.start
     return Priced(
         free_start=torch.maximum(geometry.start, sink_stop[..., None]).int(),
         free_stop=torch.minimum(geometry.stop, first_local).int(),
-        is_sink=(span_of_token < n) & (torch.arange(seq_len, device=device) < stop_of_token),
+        is_sink=is_sink,
         span_tokens=SpanTokens(spans.start.int(), spans.stop.int()),
-        spans_of_slots=(geometry.slot.flatten(1)[:, None] == numbers).double(),
+        spans_of_slots=(slots == numbers).double(),
         offset=spans.offset.int(),
-        tile=tile.where((rows > 0) & (number >= 0), -1).int().contiguous(),
+        tile=tile.int().contiguous(),
         rows=rows.int().contiguous(),
         cost=(rows.sum(1) + PSEUDO_ROWS) * block_size,
-        is_local=(span < n) & (distance < local),
+        is_local=is_local,
         span_of_entry=span,
         span_of_token=span_of_token,
         probed=probed,
-        weight=(spans.stop - spans.start) / probed.clamp(min=1).double(),
+        weight=length / probed.clamp(min=1).double(),
     )
+
+
+def _blocks_and_rows(
+    spans: Spans, rows: ProbedRows, span: Tensor, distance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The block of keys that each group of rows meets on a diagonal, and how many rows do.
+
+    span, distance: int64 [B, E], of diagonals_of_entries(). Returns int64 [B, U, E] each, with no
+    rows where there is no such block.
+    """
+    n, groups = rows.group_rows.shape[1:]
+    known = span.clamp(max=n - 1)
+    # [B, U, E]
+    by_group = known[:, None].expand(-1, groups, -1)
+    block = rows.group_block.mT.gather(2, by_group) - distance[:, None]
+    count = rows.group_rows.mT.gather(2, by_group)
+    # [B, 1, E]
+    first_block = lookup(spans.first_block, known)[:, None]
+    is_used = (span < n)[:, None]
+    return block, count.where(is_used & (block >= first_block), 0)
+
+
+def _tiles_of_blocks(geometry: Geometry, block: Tensor, span: Tensor, blocks: int) -> Tensor:
+    """int64 [B, U, E]: this rank's tile of a block, a span and a group, negative for none.
+
+    Tiles are numbered (local block, span touching it, group of rows).
+    block: int64 [B, U, E]. span: int64 [B, E]. blocks: K, of the sequence.
+    """
+    device = block.device
+    n_local, touching = geometry.slot.shape[1:]
+    n, groups = geometry.rows.group_rows.shape[1:]
+    # [K]
+    local_number = torch.full((blocks,), -1, device=device)
+    local_number[geometry.blocks.long()] = torch.arange(n_local, device=device)
+    # [B, U, E]
+    number = local_number[block.clamp(0, blocks - 1)]
+    # Spans that touch a block are consecutive, so that the span's place among them is a difference.
+    first_slot = lookup(geometry.slot[..., 0].long(), number.clamp(min=0))
+    slot = span.clamp(max=n - 1)[:, None] - first_slot
+    group = torch.arange(groups, device=device)[:, None]
+    tile = (number * touching + slot) * groups + group
+    return tile.where(number >= 0, -1)
 
 
 def choose_priced(
@@ -185,10 +226,10 @@ def choose_priced(
 def _codes(
     q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of all diagonals uint8 [B, Hq, E]; and of this rank's keys codes, masses and counts.
+    """Codes of all diagonals; and of this rank's keys codes, masses and counts.
 
-    Codes are uint8 [B, Hq, n_local, b]. Masses that are held from each code down, float64, and
-    counts of verticals are [B, Hq, n, CODES].
+    Codes are uint8, [B, Hq, E] and [B, Hq, n_local, b]. Masses that are held from each code down
+    (float64) and counts of verticals are [B, Hq, n, CODES].
     """
     probe, keys, lse = look(q, k, geometry, cp, scale)
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
@@ -209,15 +250,17 @@ def _codes(
         on_diagonals = kernels.diagonal_masses_naive(final.tiles, tile)
     diagonal_codes = kernels.codes_of(diagonal).masked_fill(priced.is_local[:, None], ALWAYS)
 
-    # [B, 1, n, slots] @ [B, Hq, slots, CODES]
+    # [B, 1, n, n_local T] @ [B, Hq, n_local T, CODES]
     of_spans = priced.spans_of_slots[:, None].to(mass.dtype)
     count = of_spans @ count.flatten(2, 3)
-    mass = (of_spans @ mass.flatten(2, 3)).double()
-    n = mass.shape[2]
-    # Integers, so that no order of additions shows. Local diagonals hold no mass here.
+    of_verticals = (of_spans @ mass.flatten(2, 3)).double()
+
+    # [B, Hq, E]: integers, so that no order of additions shows. Local diagonals hold no mass here.
     units = (on_diagonals.double() * _MASS_UNITS).round().long()
+    n = of_spans.shape[2]
     of_diagonals = _sums_by_code(units, diagonal_codes, priced.span_of_entry, n)
-    return diagonal_codes, final.codes, mass + of_diagonals.double() / _MASS_UNITS, count
+    of_diagonals = of_diagonals.double() / _MASS_UNITS
+    return diagonal_codes, final.codes, of_verticals + of_diagonals, count
 
 
 def _of_all_ranks(
@@ -270,12 +313,16 @@ def price_limits(
     # [B, CODES] and [B, 1]
     lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
     allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
-    limit = ((lost_by_all <= allowed).sum(-1, keepdim=True) - 1).clamp(min=0)
-    # [B, Hq n]: what each head would lose more with the code above.
-    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
-    more = (mass.gather(-1, at_limit)[..., 0] * weight[:, None]).flatten(1)
+    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
+    limit = limit.clamp(min=0)
     spare = allowed - lost_by_all.gather(-1, limit)
-    gives_up = (more.cumsum(-1) <= spare) & (limit < CODES - 1)
+
+    # [B, Hq, n]: what a head and span would lose more with the code above.
+    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
+    more = mass.gather(-1, at_limit)[..., 0] * weight[:, None]
+    # [B, Hq n], in the order of heads.
+    more_so_far = more.flatten(1).cumsum(-1)
+    gives_up = (more_so_far <= spare) & (limit < CODES - 1)
     return (limit + gives_up).view(mass.shape[:3])
 
 

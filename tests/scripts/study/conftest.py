@@ -1,0 +1,18 @@
+"""A model small enough for tests, in place of the real one."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.study import real_model
+from scripts.study.toy import train_tokenizer
+from tests.models.test_huggingface import save_reference
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    """A Llama of random weights for 256 tokens, with a tokenizer."""
+    save_reference(tmp_path, "LlamaForCausalLM")
+    text = real_model.standard_library_text("this.py")
+    train_tokenizer(iter([text]), 331, tmp_path / "tokenizer.json")
+    return tmp_path
