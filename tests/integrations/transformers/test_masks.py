@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.integrations.transformers.families import (
     BLOCK,
+    CHUNK,
     WINDOW,
     assert_close,
     family,
@@ -33,6 +34,8 @@ from titan_sparse.integrations.transformers import (
     layer_masks,
     register,
 )
+from titan_sparse.integrations.transformers.layer_masks import LayerMask
+from titan_sparse.integrations.transformers.mask_rules import MaskRule
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]
@@ -212,6 +215,27 @@ def test_rows_of_a_mask_in_a_dict_are_worked_out_once():
     model.set_attn_implementation("titan_sparse")
     model(tokens(1, SEQ_LEN), attention_mask={"full_attention": mask})
     assert Counted.calls == 1
+
+
+def test_positions_are_looked_at_anew():
+    mask = LayerMask(MaskRule(), None, None, SEQ_LEN)
+    q = torch.zeros(1, 1, SEQ_LEN, 16)
+    settings = AttentionSettings()
+    packed, plain = positions(*LENGTHS), positions(SEQ_LEN)
+    assert mask.ranges(packed, q, settings).document_start is not None
+    assert mask.ranges(plain, q, settings).plain
+    assert mask.ranges(packed, q, settings) is not mask.ranges(plain, q, settings)
+
+
+def test_patterns_are_for_layers_without_chunks():
+    register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
+    model = family("llama4")
+    model.set_attn_implementation("titan_sparse")
+    with recording() as seen:
+        model(tokens(1, 8 * BLOCK))
+    chunked, full = (visited.mean().item() for visited in seen.visited)
+    assert chunked == Documents([CHUNK] * 8).dense(8 * CHUNK).sum()
+    assert full < 0.9 * Causal().dense(8 * BLOCK).sum()
 
 
 @pytest.mark.parametrize("masks", ["positions", "dict"])

@@ -34,11 +34,11 @@ def attention_forward(
     Raises ValueError for what attend() does not compute.
     """
     check_arguments(query, key, value, kwargs)
-    check_mask(module, attention_mask, query, key, kwargs.get("is_causal"))
+    check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):
         out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
         return out, None
-    mask = _for_layers(attention_mask)
+    mask = _for_layers(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
     sees_far = not mask.is_local and sliding_window is None
     # A static cache has room behind the prompt.
@@ -61,13 +61,13 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _for_layers(mask: AttentionMask | Mask | MaskRanges) -> LayerMask:
+def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
     """The mask as layers read it. What a user gave for one kind of layer is taken as it is."""
     if isinstance(mask, LayerMask):
         return mask
     if isinstance(mask, AttentionMask):
         mask = mask.mask
-    return LayerMask(MaskRule(), padding=None, own=mask)
+    return LayerMask(MaskRule(), padding=None, own=mask, keys=keys)
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
