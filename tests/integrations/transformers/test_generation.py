@@ -125,9 +125,9 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
     attend = attention.attend
     beside_cache = attention.attention_beside_cache
 
-    def prefill(q, k, v, ranges, pattern, *args, **kwargs):
+    def prefill(q, *others, pattern, **kwargs):
         calls.append((q.shape[2], pattern))
-        return attend(q, k, v, ranges, pattern, *args, **kwargs)
+        return attend(q, *others, pattern=pattern, **kwargs)
 
     def decode(module, query, *args):
         calls.append((query.shape[2], None))

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from tests.integrations.transformers.families import (
     BLOCK,
-    CHUNK,
     WINDOW,
     assert_close,
     family,
@@ -167,9 +166,9 @@ def plain_masks(inputs: dict) -> list[bool]:
     seen = []
     attend = attention.attend
 
-    def kept(q, k, v, ranges, *args, **kwargs):
-        seen.append(ranges.plain)
-        return attend(q, k, v, ranges, *args, **kwargs)
+    def kept(*tensors, mask, **kwargs):
+        seen.append(mask.plain)
+        return attend(*tensors, mask=mask, **kwargs)
 
     model = family("llama")
     model.set_attn_implementation("titan_sparse")
@@ -229,13 +228,14 @@ def test_positions_are_looked_at_anew():
 
 def test_patterns_are_for_layers_without_chunks():
     register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
-    model = family("llama4")
+    chunk = 5 * BLOCK
+    model = family("llama4", attention_chunk_size=chunk)
     model.set_attn_implementation("titan_sparse")
     with recording() as seen:
-        model(tokens(1, 8 * BLOCK))
+        model(tokens(1, 2 * chunk))
     chunked, full = (visited.mean().item() for visited in seen.visited)
-    assert chunked == Documents([CHUNK] * 8).dense(8 * CHUNK).sum()
-    assert full < 0.9 * Causal().dense(8 * BLOCK).sum()
+    assert chunked == Documents([chunk, chunk]).dense(2 * chunk).sum()
+    assert full < 0.9 * Causal().dense(2 * chunk).sum()
 
 
 @pytest.mark.parametrize("masks", ["positions", "dict"])
@@ -317,6 +317,22 @@ def test_autocast_computes_in_its_dtype(monkeypatch):
         wanted = model(input_ids).logits
     assert dtypes == {torch.bfloat16}
     assert (ours - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_sinks_may_have_another_dtype():
+    """Those of weights in bf16 where autocast makes queries fp16."""
+    q = torch.randn(1, 4, SEQ_LEN, 16)
+    sinks = torch.randn(4).bfloat16()
+    layer = torch.nn.Module()
+    outs = []
+    for s_aux in (sinks, sinks.float()):
+        out, _ = attention.attention_forward(
+            AttentionSettings(), layer, q, q, q, Causal(), s_aux=s_aux
+        )
+        outs.append(out)
+    assert torch.equal(*outs)
+    without, _ = attention.attention_forward(AttentionSettings(), layer, q, q, q, Causal())
+    assert not torch.allclose(without, outs[0])
 
 
 @pytest.mark.parametrize(

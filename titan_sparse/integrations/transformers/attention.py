@@ -44,19 +44,18 @@ def attention_forward(
     # A static cache has room behind the prompt.
     seq_len = query.shape[2]
     q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
-    sinks = {} if s_aux is None else {"sinks": s_aux}
     out = attend(
         q,
         k,
         v,
-        ranges,
-        settings.pattern if sees_far else Dense(),
-        settings.cp,
-        settings.backend,
-        scaling,
-        settings.block_size,
+        mask=ranges,
+        pattern=settings.pattern if sees_far else Dense(),
+        cp=settings.cp,
+        backend=settings.backend,
+        scale=scaling,
+        block_size=settings.block_size,
         recomputed=settings.recomputed,
-        **sinks,
+        sinks=_sinks(s_aux, q),
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -80,3 +79,10 @@ def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [tensor.to(dtype) for tensor in tensors]
+
+
+def _sinks(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
+    """Learned sinks [Hq] in a dtype that attend() takes, also where autocast has changed q's."""
+    if s_aux is None or s_aux.dtype == q.dtype:
+        return s_aux
+    return s_aux.float()

@@ -12,6 +12,7 @@ _REFUSED = {
     "alibi": f"a bias of scores (alibi) is not computed; {_OTHERS}",
     "indices": f"a model's own choice of keys (indices) is not computed; {_OTHERS}",
     "block_indices": f"a model's own choice of keys (block_indices) is not computed; {_OTHERS}",
+    "sinks": f"sinks that depend on tokens (sinks) are not computed; {_OTHERS}",
     "cache": 'paged caches are not read; write attn_implementation="sdpa" for generate_batch()',
     "output_attentions": f"attention weights never exist; write output_attentions=False, or {_OTHERS}",
     "cu_seq_lens_q": (
