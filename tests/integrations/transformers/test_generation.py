@@ -91,7 +91,7 @@ def test_one_token_beside_a_static_cache_waits_for_nothing():
     sizes = {"batch_size": 1, "q_length": 1, "kv_length": 9, "q_offset": torch.tensor(3)}
     mask = layer_mask(AttentionSettings(), mask_function=causal, **sizes)
     assert mask.flatten().tolist() == [True] * 4 + [False] * 5
-    assert follows_cache(1, 9, OnDevice(), False)
+    assert follows_cache(1, 9, OnDevice())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

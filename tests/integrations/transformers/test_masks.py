@@ -212,8 +212,19 @@ def test_rows_of_a_mask_in_a_dict_are_worked_out_once():
     mask = Counted(LENGTHS)
     model = family("qwen3", num_hidden_layers=4)
     model.set_attn_implementation("titan_sparse")
-    model(tokens(1, SEQ_LEN), attention_mask={"full_attention": mask})
+    masks = {"full_attention": mask}
+    model(tokens(1, SEQ_LEN), attention_mask=masks)
     assert Counted.calls == 1
+    model(tokens(1, SEQ_LEN + 10), attention_mask=masks)
+    assert Counted.calls == 2
+
+
+def test_a_mask_of_ours_on_one_token():
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    input_ids = tokens(1, 1)
+    with_mask = model(input_ids, attention_mask=AttentionMask(Causal()), use_cache=False).logits
+    assert_close([with_mask], [model(input_ids).logits])
 
 
 def test_positions_are_looked_at_anew():

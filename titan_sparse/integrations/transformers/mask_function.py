@@ -36,7 +36,7 @@ def layer_mask(
     is_own = isinstance(attention_mask, AttentionMask)
     if not is_own:
         _check(attention_mask, rule)
-    if follows_cache(q_length, kv_length, q_offset, is_own):
+    if follows_cache(q_length, kv_length, q_offset):
         if is_own:
             raise ValueError(BESIDE_CACHE)
         if settings.ranks > 1:
@@ -64,16 +64,13 @@ def layer_mask(
     return LayerMask(rule, padding, own=None, keys=kv_length)
 
 
-def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor, is_own: bool) -> bool:
+def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool:
     """Whether these tokens see cached ones, or are a single one beside a static cache.
 
     The host waits for the device if several tokens meet a static cache.
     """
-    if kv_length == q_length:
-        # No cache, an empty one, or a window of a single token.
-        return False
-    if is_own and kv_length == 0:
-        # Without a cache, transformers takes the number of keys from the mask.
+    if kv_length <= q_length:
+        # No cache, or an empty one. Beside an AttentionMask, no cache means a kv_length of 0.
         return False
     if q_length == 1:
         return True
