@@ -68,7 +68,7 @@ def test_patterns():
 CHOICES = {
     "vertical_slash": {
         "recall": 0.6,
-        "budget": "joint",
+        "budget": "layer",
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
