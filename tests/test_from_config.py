@@ -72,6 +72,7 @@ CHOICES = {
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
+        "count_sinks": False,
         "local_diagonals": 3,
         "min_columns": 7,
         "max_columns": 11,
