@@ -1,0 +1,141 @@
+"""Tiny models of transformers' families, with random weights, and what two of them are compared by."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_sparse.attention import attend
+
+transformers = pytest.importorskip("transformers")
+
+WINDOW = 8
+CHUNK = 16
+VOCAB = 64
+BLOCK = 16
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TWO_KINDS = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+# Family -> its configuration's class, and what differs from the above.
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"use_sliding_window": True, **_TWO_KINDS}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", _TWO_KINDS),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 256, "query_pre_attn_scalar": 256, **_TWO_KINDS},
+    ),
+    "gpt_oss": ("GptOssConfig", {**_TWO_KINDS, **_EXPERTS}),
+    "phi3": ("Phi3Config", {}),
+    "granite": ("GraniteConfig", {"attention_multiplier": 0.1}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mixtral": ("MixtralConfig", _EXPERTS),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": CHUNK,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+        },
+    ),
+}
+
+_NEEDS_SINKS = pytest.mark.skipif(
+    "sinks" not in inspect.signature(attend).parameters, reason="attend() has no sinks yet"
+)
+ALL_FAMILIES = [
+    pytest.param(name, marks=_NEEDS_SINKS if name == "gpt_oss" else ()) for name in FAMILIES
+]
+
+
+def family(name: str, **changes) -> nn.Module:
+    """A tiny model in fp32 and in training mode; its weights follow from the family."""
+    class_name, differences = FAMILIES[name]
+    config = getattr(transformers, class_name)(**{**_SMALL, **differences, **changes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            # Left empty by its model; some large enough to matter.
+            nn.init.normal_(parameter, std=2.0)
+    return model
+
+
+def tokens(batch: int, seq_len: int, seed: int = 0) -> Tensor:
+    """int64 [batch, seq_len], none of them padding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (batch, seq_len), generator=generator)
+
+
+def positions(*lengths: int) -> Tensor:
+    """int64 [1, S] of packed documents."""
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def logits_and_gradients(model: nn.Module, counted: Tensor | None = None, **inputs) -> list[Tensor]:
+    """The logits [B, S, V], and gradients of their weighted sum in every parameter.
+
+    counted: bool [B, S], which tokens' logits are compared and weighted; None for all.
+    """
+    logits = model(use_cache=False, **inputs).logits
+    return _with_gradients(model, logits, counted)
+
+
+def one_by_one(model: nn.Module, input_ids: Tensor, lengths: list[int]) -> list[Tensor]:
+    """The same of documents packed in input_ids [1, S], each run alone."""
+    logits = [model(part, use_cache=False).logits for part in input_ids.split(lengths, dim=1)]
+    return _with_gradients(model, torch.cat(logits, dim=1), None)
+
+
+def _with_gradients(model: nn.Module, logits: Tensor, counted: Tensor | None) -> list[Tensor]:
+    if counted is not None:
+        logits = logits * counted[..., None]
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    gradients = torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True)
+    return [logits.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+
+def assert_close(got: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-5) -> None:
+    """Each tensor to `tolerance`, relative by norm."""
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted):
+        assert a.isfinite().all()
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-6
+
+
+def both(model: nn.Module, compute: Callable[[], object], name: str = "titan_sparse") -> tuple:
+    """What compute() returns with our attention, and with transformers' eager attention."""
+    model.set_attn_implementation(name)
+    ours = compute()
+    model.set_attn_implementation("eager")
+    return ours, compute()

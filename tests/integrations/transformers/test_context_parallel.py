@@ -1,0 +1,130 @@
+"""transformers' models over two processes against one: each holds its blocks of the sequence."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.distributed import run_processes
+from tests.integrations.transformers.families import (
+    BLOCK,
+    WINDOW,
+    assert_close,
+    family,
+    logits_and_gradients,
+    positions,
+    tokens,
+)
+from titan_sparse import ContextParallel
+from titan_sparse.attention.masks import Documents, SlidingWindow
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
+
+SEQ_LEN = 8 * BLOCK
+LENGTHS = [50, 13, 65]
+SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2, dense_below=16)
+
+
+def over_ranks(model: nn.Module, cp: ContextParallel, table: Tensor | None, **inputs) -> list:
+    """logits_and_gradients() of the whole sequence, of which each rank computes its blocks."""
+    local = {}
+    for name, value in inputs.items():
+        local[name] = cp.shard(value, 1, table) if isinstance(value, Tensor) else value
+    logits = model(use_cache=False, **local).logits
+    shape = (*inputs["input_ids"].shape, logits.shape[-1])
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+    weighted = logits * cp.shard(weights, 1, table)
+    gradients = torch.autograd.grad(weighted.sum(), parameters, allow_unused=True)
+    summed = []
+    for gradient in gradients:
+        if gradient is not None:
+            dist.all_reduce(gradient)
+            summed.append(gradient)
+    return [cp.unshard(logits.detach(), 1, table), *summed]
+
+
+def one_and_two_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    for name, pattern, layout in [
+        ("llama", VerticalSlash(recall=1.0), "striped"),
+        ("qwen3", SPARSE, "zigzag"),
+        ("gpt_oss", SPARSE, "striped"),
+    ]:
+        cp = ContextParallel(mesh, layout, block_size=BLOCK)
+        register(AttentionSettings(pattern=pattern, block_size=BLOCK), name="one_rank")
+        register(AttentionSettings(pattern=pattern, cp=cp), name="two_ranks")
+        model = family(name)
+        inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
+        model.set_attn_implementation("one_rank")
+        wanted = logits_and_gradients(model, **inputs)
+        model.set_attn_implementation("two_ranks")
+        assert_close(over_ranks(model, cp, None, **inputs), wanted)
+
+    _padding_over_ranks(cp)
+    _balanced(mesh)
+
+
+def _padding_over_ranks(cp: ContextParallel) -> None:
+    """A 2D mask of which each rank holds its blocks, on a batch."""
+    register(AttentionSettings(block_size=BLOCK), name="one_rank")
+    register(AttentionSettings(cp=cp), name="two_ranks")
+    model = family("mistral")
+    attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)
+    attention_mask[0, :20] = 0
+    attention_mask[1, 100:] = 0
+    inputs = {
+        "input_ids": tokens(2, SEQ_LEN),
+        "attention_mask": attention_mask,
+        "position_ids": positions(SEQ_LEN),
+    }
+    model.set_attn_implementation("one_rank")
+    wanted = logits_and_gradients(model, **inputs)
+    model.set_attn_implementation("two_ranks")
+    got = over_ranks(model, cp, None, **inputs)
+    assert_close(got, wanted)
+
+
+def _balanced(mesh) -> None:
+    """Its table follows from the mask, so that the mask is given."""
+    cp = ContextParallel(mesh, "balanced", "group_cast", BLOCK)
+    register(AttentionSettings(block_size=BLOCK), name="one_rank")
+    register(AttentionSettings(cp=cp), name="two_ranks")
+    model = family("olmo3")
+    inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
+    model.set_attn_implementation("one_rank")
+    wanted = logits_and_gradients(model, **inputs)
+    model.set_attn_implementation("two_ranks")
+    with pytest.raises(ValueError, match="cp.balance"):
+        model(input_ids=torch.ones(1, SEQ_LEN // 2, dtype=torch.int64))
+    ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
+    masks = AttentionMask(ranges)
+    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
+    window = (Documents(LENGTHS) & SlidingWindow(WINDOW)).rows(SEQ_LEN)
+    masks = {
+        "full_attention": ranges,
+        "sliding_attention": window._replace(table=ranges.table),
+    }
+    assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
+
+
+def test_two_ranks_compute_what_one_does():
+    run_processes(2, one_and_two_ranks)
+
+
+def test_what_context_parallelism_needs_is_said():
+    cp = ContextParallel(None, block_size=BLOCK)
+    cp.size = 2  # Pretended: what is refused is refused before anything is sent.
+    register(AttentionSettings(cp=cp), name="two_ranks")
+    model = family("llama4")
+    model.set_attn_implementation("two_ranks")
+    with pytest.raises(ValueError, match="does not hand position_ids"):
+        model(tokens(1, SEQ_LEN))
+
+    model = family("llama").eval()
+    model.set_attn_implementation("eager")
+    cache = model(tokens(1, 1), use_cache=True).past_key_values
+    model.set_attn_implementation("two_ranks")
+    with pytest.raises(ValueError, match="write use_cache=False"):
+        model(tokens(1, 1), past_key_values=cache)

@@ -1,0 +1,82 @@
+"""Every family with our attention against transformers' eager attention: logits and every gradient."""
+
+import pytest
+import torch
+
+from tests.integrations.transformers.families import (
+    ALL_FAMILIES,
+    BLOCK,
+    assert_close,
+    both,
+    family,
+    logits_and_gradients,
+    one_by_one,
+    positions,
+    tokens,
+)
+from titan_sparse.integrations.transformers import AttentionSettings, register
+
+SEQ_LEN = 50
+LENGTHS = [17, 30, 3]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register(AttentionSettings(block_size=BLOCK))
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_unpacked(name):
+    model = family(name)
+    input_ids = tokens(2, SEQ_LEN)
+    assert_close(*both(model, lambda: logits_and_gradients(model, input_ids=input_ids)))
+    ours, eager = both(model, lambda: model(input_ids, labels=input_ids).loss.item())
+    assert ours == pytest.approx(eager, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_packed_documents_are_those_run_alone(name):
+    model = family(name)
+    input_ids = tokens(1, SEQ_LEN)
+    model.set_attn_implementation("eager")
+    wanted = one_by_one(model, input_ids, LENGTHS)
+    model.set_attn_implementation("titan_sparse")
+    packed = {"input_ids": input_ids, "position_ids": positions(*LENGTHS)}
+    assert_close(logits_and_gradients(model, **packed), wanted)
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_padding_on_both_sides(name):
+    model = family(name)
+    input_ids = tokens(3, SEQ_LEN)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :11] = 0
+    attention_mask[1, 37:] = 0
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    counted = attention_mask.bool()
+    assert_close(*both(model, lambda: logits_and_gradients(model, counted, **inputs)))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_greedy_answers_of_a_padded_batch(name, cache):
+    model = family(name).eval()
+    input_ids = tokens(2, 13)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :6] = 0
+
+    def generate():
+        return model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=2 * BLOCK,
+            do_sample=False,
+            cache_implementation=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+            disable_compile=True,
+        )
+
+    ours, eager = both(model, generate)
+    assert torch.equal(ours.sequences, eager.sequences)
+    assert_close(list(ours.logits), list(eager.logits))

@@ -1,0 +1,129 @@
+"""Tokens that follow cached ones: whatever the cache and however many, transformers' own answers."""
+
+import pytest
+import torch
+
+from tests.integrations.transformers.families import (
+    BLOCK,
+    assert_close,
+    both,
+    family,
+    tokens,
+    transformers,
+)
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.integrations.transformers import AttentionSettings, attention, cached, register
+
+NAMES = ["llama", "olmo3", "gpt_oss"]
+SEQ_LEN = 50
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register(AttentionSettings(block_size=BLOCK))
+
+
+@pytest.mark.parametrize("chunks", [[1] * 20, [20, 1, 1, 20, 8], [1, 49], [9, 9, 9, 23]], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
+    """Shorter and longer than the window, one token and several, after a cache of either."""
+    model = family(name).eval()
+    input_ids = tokens(2, sum(chunks))
+    model.set_attn_implementation("eager")
+    wanted = model(input_ids).logits
+    model.set_attn_implementation("titan_sparse")
+    past = None
+    found = []
+    for part in input_ids.split(chunks, dim=1):
+        answer = model(part, past_key_values=past, use_cache=True)
+        past = answer.past_key_values
+        found.append(answer.logits)
+    assert_close([torch.cat(found, dim=1)], [wanted])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_prefill_and_beams(name, cache):
+    model = family(name).eval()
+    input_ids = tokens(2, 20)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, :5] = 0
+
+    def generate(**options):
+        return model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=10,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+            **options,
+        )
+
+    assert torch.equal(*both(model, lambda: generate(prefill_chunk_size=6)))
+    assert torch.equal(*both(model, lambda: generate(num_beams=3)))
+
+
+def test_assisted_generation():
+    model = family("llama").eval()
+    input_ids = tokens(1, 20).repeat(1, 2)
+
+    def generate():
+        options = {"max_new_tokens": 16, "do_sample": False}
+        return model.generate(input_ids, prompt_lookup_num_tokens=4, **options)
+
+    assert torch.equal(*both(model, generate))
+
+
+def test_the_prompt_is_sparse_and_the_answer_dense(monkeypatch):
+    sparse = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2)
+    register(AttentionSettings(pattern=sparse, block_size=BLOCK))
+    calls = []
+    attend = attention.attend
+    beside_cache = attention.attention_beside_cache
+
+    def prefill(q, k, v, ranges, pattern, *args, **kwargs):
+        calls.append((q.shape[2], pattern))
+        return attend(q, k, v, ranges, pattern, *args, **kwargs)
+
+    def decode(module, query, *args):
+        calls.append((query.shape[2], None))
+        return beside_cache(module, query, *args)
+
+    monkeypatch.setattr(attention, "attend", prefill)
+    monkeypatch.setattr(attention, "attention_beside_cache", decode)
+    model = family("llama").eval()
+    model.set_attn_implementation("titan_sparse")
+    model.generate(tokens(1, SEQ_LEN), max_new_tokens=3, do_sample=False)
+    assert calls == [(SEQ_LEN, sparse)] * 2 + [(1, None)] * 4
+
+
+def test_sinks_beside_a_cache_take_masks_of_both_kinds():
+    """A mask that is added to scores reaches us from users, a bool one from our mask function."""
+    q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    seen = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
+    added = torch.where(seen, 0.0, -torch.inf)
+    sinks = torch.randn(4)
+    outs = [
+        cached.attention_beside_cache(None, q, k, v, mask, None, sinks) for mask in (seen, added)
+    ]
+    assert_close([outs[0]], [outs[1]])
+    # Without the sinks' share, weights sum to 1.
+    ones = torch.ones_like(v)
+    share = cached.attention_beside_cache(None, q, k, ones, seen, None, sinks)
+    assert (share < 1).all()
+
+
+@pytest.mark.slow
+def test_a_static_cache_compiles():
+    """generate() compiles the decoding of a static cache where it can, here by force."""
+    model = family("olmo3").eval()
+    input_ids = tokens(1, 20)
+
+    def generate():
+        config = transformers.CompileConfig(backend="aot_eager", fullgraph=True)
+        config._compile_all_devices = True
+        options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+        return model.generate(input_ids, compile_config=config, **options)
+
+    assert torch.equal(*both(model, generate))

@@ -1,0 +1,289 @@
+"""Masks: our own ones, what padding sees, what is built how often, and who gets a pattern."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.transformers.families import (
+    BLOCK,
+    WINDOW,
+    assert_close,
+    family,
+    logits_and_gradients,
+    one_by_one,
+    positions,
+    tokens,
+)
+from titan_sparse import recording
+from titan_sparse.attention.masks import (
+    Causal,
+    Documents,
+    Mask,
+    SlidingWindow,
+    documents,
+    prefix_lm,
+)
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.integrations.transformers import (
+    AttentionMask,
+    AttentionSettings,
+    attention,
+    layer_masks,
+    register,
+)
+
+SEQ_LEN = 50
+LENGTHS = [17, 30, 3]
+SPARSE = VerticalSlash(recall=0.5, sinks=1, local_diagonals=1, max_columns=8, max_slashes=2)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register(AttentionSettings(block_size=BLOCK))
+
+
+def added_to_scores(mask: Mask) -> Tensor:
+    """[B, 1, S, S], as transformers' eager attention takes a mask."""
+    seen = mask.dense(SEQ_LEN)[:, None]
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def ours_and_eager(model, ours, eager) -> tuple:
+    """Logits and gradients with the mask `ours`, and of eager attention with `eager`."""
+    input_ids = tokens(1, SEQ_LEN)
+    model.set_attn_implementation("titan_sparse")
+    got = logits_and_gradients(model, input_ids=input_ids, attention_mask=ours)
+    model.set_attn_implementation("eager")
+    return got, logits_and_gradients(model, input_ids=input_ids, attention_mask=eager)
+
+
+OWN_MASKS = [Documents(LENGTHS), documents(LENGTHS), Causal() & SlidingWindow(20)]
+
+
+@pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
+@pytest.mark.parametrize("name", ["llama", "granite"])
+def test_a_mask_of_ours_in_a_model_with_one_kind_of_layers(name, mask):
+    ours = AttentionMask(mask)
+    assert_close(*ours_and_eager(family(name), ours, added_to_scores(mask)))
+
+
+def test_a_mask_of_ours_sees_ahead():
+    mask = prefix_lm(LENGTHS, [5, 20, 3])
+    assert_close(*ours_and_eager(family("llama"), AttentionMask(mask), added_to_scores(mask)))
+
+
+@pytest.mark.parametrize("mask", OWN_MASKS, ids=["ranges", "slices", "window"])
+@pytest.mark.parametrize("resolved", [False, True])
+def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved):
+    both = mask & SlidingWindow(WINDOW)
+    ours = AttentionMask(mask.rows(SEQ_LEN) if resolved else mask)
+    wanted = added_to_scores(both)
+    model = family("mistral")
+    if resolved and mask.rows(SEQ_LEN).slices is not None:
+        with pytest.raises(ValueError, match="write the mask unresolved"):
+            ours_and_eager(model, ours, wanted)
+        return
+    assert_close(*ours_and_eager(model, ours, wanted))
+    wanted = {"full_attention": added_to_scores(mask), "sliding_attention": wanted}
+    assert_close(*ours_and_eager(family("olmo3"), ours, wanted))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, AttentionMask, lambda x: x.rows(SEQ_LEN)])
+@pytest.mark.parametrize("name", ["qwen3", "olmo3", "gpt_oss"])
+def test_masks_of_ours_for_each_kind_of_layer(name, wrap):
+    """Taken as they are: the sliding layers' one is wider than the model's window."""
+    masks = {
+        "full_attention": Documents(LENGTHS),
+        "sliding_attention": Documents(LENGTHS) & SlidingWindow(WINDOW + 5),
+    }
+    ours = {kind: wrap(mask) for kind, mask in masks.items()}
+    eager = {kind: added_to_scores(mask) for kind, mask in masks.items()}
+    assert_close(*ours_and_eager(family(name), ours, eager))
+
+
+def test_documents_are_found_beside_a_cache():
+    """transformers itself sees none where a cache is made, which is its default."""
+    model = family("llama").eval()
+    input_ids = tokens(1, SEQ_LEN)
+    model.set_attn_implementation("eager")
+    wanted = one_by_one(model, input_ids, LENGTHS)[0]
+    model.set_attn_implementation("titan_sparse")
+    got = model(input_ids, position_ids=positions(*LENGTHS), use_cache=True).logits
+    assert_close([got], [wanted])
+
+
+def test_documents_are_found_beside_a_2d_mask():
+    """Of ones, as collators add it, and with padding between and behind the documents."""
+    model = family("mistral")
+    input_ids = tokens(1, SEQ_LEN)
+    position_ids = positions(20, 20, 10)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[:, 17:20] = 0
+    attention_mask[:, 36:40] = 0
+    attention_mask[:, 43:] = 0
+    model.set_attn_implementation("titan_sparse")
+    got = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
+    model.set_attn_implementation("eager")
+    for begin, end in [(0, 17), (20, 36), (40, 43)]:
+        alone = model(input_ids[:, begin:end]).logits
+        assert_close([got[:, begin:end]], [alone])
+
+
+def test_padding_sees_nothing(monkeypatch):
+    outputs = []
+    attend = attention.attend
+
+    def kept(*args, **kwargs):
+        outputs.append(attend(*args, **kwargs))
+        return outputs[-1]
+
+    monkeypatch.setattr(attention, "attend", kept)
+    model = family("mistral")
+    attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)
+    attention_mask[0, :11] = 0
+    attention_mask[1, 37:] = 0
+    model.set_attn_implementation("titan_sparse")
+    model(tokens(2, SEQ_LEN), attention_mask=attention_mask)
+    for out in outputs:
+        is_zero = (out == 0).all(-1).all(1)  # [B, S]
+        assert torch.equal(is_zero, attention_mask == 0)
+
+
+def test_all_ones_are_no_padding():
+    """So that the kernels of plain causal attention serve it."""
+    seen = plain_masks({"attention_mask": torch.ones(2, SEQ_LEN, dtype=torch.int64)})
+    assert seen == [True, True]
+    assert plain_masks({}) == [True, True]
+    assert plain_masks({"position_ids": positions(*LENGTHS)}) == [False, False]
+
+
+def plain_masks(inputs: dict) -> list[bool]:
+    """Whether each layer's mask was plain."""
+    seen = []
+    attend = attention.attend
+
+    def kept(q, k, v, ranges, *args, **kwargs):
+        seen.append(ranges.plain)
+        return attend(q, k, v, ranges, *args, **kwargs)
+
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "attend", kept)
+        model(tokens(2, SEQ_LEN), **inputs)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo3", "gpt_oss"])
+def test_a_mask_is_built_once_a_forward_for_each_kind_of_layer(name, monkeypatch):
+    """With activation checkpointing too, whose backward runs the layers again."""
+    built = []
+    ranges_of_tokens = layer_masks.ranges_of_tokens
+
+    def counted(*args):
+        built.append(ranges_of_tokens(*args))
+        return built[-1]
+
+    monkeypatch.setattr(layer_masks, "ranges_of_tokens", counted)
+    kinds = {}
+    if name != "llama":
+        kinds["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    model = family(name, num_hidden_layers=4, **kinds)
+    model.set_attn_implementation("titan_sparse")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    input_ids = tokens(1, SEQ_LEN)
+    model(input_ids, labels=input_ids, position_ids=positions(*LENGTHS)).loss.backward()
+    assert len(built) == (2 if kinds else 1)
+
+
+def test_rows_of_a_mask_in_a_dict_are_worked_out_once():
+    class Counted(Documents):
+        calls = 0
+
+        def rows(self, *args):
+            Counted.calls += 1
+            return super().rows(*args)
+
+    mask = Counted(LENGTHS)
+    model = family("qwen3", num_hidden_layers=4)
+    model.set_attn_implementation("titan_sparse")
+    model(tokens(1, SEQ_LEN), attention_mask={"full_attention": mask})
+    assert Counted.calls == 1
+
+
+@pytest.mark.parametrize("masks", ["positions", "dict"])
+def test_patterns_are_for_layers_that_see_far(masks):
+    register(AttentionSettings(pattern=SPARSE, block_size=BLOCK))
+    model = family("olmo3")
+    model.set_attn_implementation("titan_sparse")
+    inputs = {}
+    if masks == "dict":
+        inputs["attention_mask"] = {
+            "full_attention": Causal(),
+            "sliding_attention": SlidingWindow(WINDOW),
+        }
+    seq_len = 8 * BLOCK
+    with recording(recall_rows=10) as seen:
+        model(tokens(1, seq_len), **inputs)
+    sliding, full = seen.density().mean(1).tolist()
+    # Density is counted of what causal attention would see.
+    whole_window = SlidingWindow(WINDOW).dense(seq_len).sum() / Causal().dense(seq_len).sum()
+    assert sliding == pytest.approx(whole_window.item())
+    assert 0.0 < full < 1.0
+    assert len(seen.recall) == 2
+    assert seen.recall[1].mean() < 1.0
+
+
+def test_activation_checkpointing_changes_nothing():
+    model = family("qwen3")
+    model.set_attn_implementation("titan_sparse")
+    inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*LENGTHS)}
+    wanted = logits_and_gradients(model, **inputs)
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.train()
+        if use_reentrant:
+            model.enable_input_require_grads()
+        logits = model(**inputs, use_cache=False).logits
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+        model.zero_grad()
+        (logits * weights).sum().backward()
+        parameters = sorted(model.named_parameters())
+        assert_close([logits.detach(), *(p.grad for _, p in parameters)], wanted)
+
+
+def test_autocast_computes_in_its_dtype(monkeypatch):
+    """Qwen3's norms of queries and keys, with fp32 weights, leave them in fp32."""
+    dtypes = set()
+    attend = attention.attend
+
+    def kept(q, k, v, *args, **kwargs):
+        dtypes.update({q.dtype, k.dtype, v.dtype})
+        return attend(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "attend", kept)
+    model = family("qwen3")
+    model.set_attn_implementation("titan_sparse")
+    input_ids = tokens(1, SEQ_LEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model(input_ids).logits
+        model.set_attn_implementation("sdpa")
+        wanted = model(input_ids).logits
+    assert dtypes == {torch.bfloat16}
+    assert (ours - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("llama", 1), pytest.param("gpt_oss", 2, marks=pytest.mark.slow)]
+)
+def test_a_compiled_model_computes_the_same(name, layers):
+    model = family(name, num_hidden_layers=layers)
+    model.set_attn_implementation("titan_sparse")
+    compiled = torch.compile(model, backend="aot_eager")
+    for lengths in (LENGTHS, [10, 40], [SEQ_LEN]):
+        inputs = {"input_ids": tokens(1, SEQ_LEN), "position_ids": positions(*lengths)}
+        got = logits_and_gradients(compiled, **inputs)
+        wanted = logits_and_gradients(model, **inputs)
+        # The compiled model's parameters have longer names, in the same order.
+        assert_close(got, wanted)

@@ -1,0 +1,206 @@
+"""register(), the settings, and what is refused by name."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.integrations.transformers.families import (
+    BLOCK,
+    assert_close,
+    family,
+    tokens,
+    transformers,
+)
+from titan_sparse import recording
+from titan_sparse.attention.masks import Causal, Full
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
+from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers.positions import ranges_of_tokens
+
+SEQ_LEN = 50
+SPARSE = VerticalSlash(recall=0.5, sinks=1, local_diagonals=1, max_columns=8, max_slashes=2)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register(AttentionSettings(block_size=BLOCK))
+
+
+def density(model: torch.nn.Module) -> float:
+    with recording() as seen:
+        model(tokens(1, 8 * BLOCK))
+    return seen.density().mean().item()
+
+
+def test_the_last_settings_of_a_name_hold_and_names_live_beside_each_other():
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    register(AttentionSettings(pattern=SPARSE, block_size=BLOCK), name="ours_sparse")
+    assert density(model) == 1.0
+    model.set_attn_implementation("ours_sparse")
+    assert density(model) < 1.0
+    register(AttentionSettings(block_size=BLOCK), name="ours_sparse")
+    assert density(model) == 1.0
+
+
+def test_register_without_settings_is_dense():
+    register()
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    assert density(model) == 1.0
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "my_flash", "a/b", ""])
+def test_names_of_transformers_are_refused(name):
+    with pytest.raises(ValueError, match="write"):
+        register(name=name)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pattern": "dense"}, {"cp": 2}, {"backend": "sdpa"}], ids=str
+)
+def test_settings_are_objects(settings):
+    with pytest.raises(ValueError, match="write"):
+        AttentionSettings(**settings)
+
+
+def test_settings_of_another_kind_are_refused():
+    with pytest.raises(ValueError, match="AttentionSettings"):
+        register({"pattern": SPARSE})
+
+
+def test_one_line_says_that_transformers_is_missing():
+    program = """
+import sys
+sys.modules["transformers"] = None
+import titan_sparse.integrations
+try:
+    import titan_sparse.integrations.transformers
+except ImportError as error:
+    print(error)
+"""
+    words = [sys.executable, "-c", program]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert printed.count("\n") == 1
+    assert 'pip install "titan-sparse[huggingface]"' in printed
+
+
+def run(name: str, differences: dict | None = None, **inputs) -> None:
+    """One forward in training mode, with our attention."""
+    model = family(name, **(differences or {})).train()
+    model.set_attn_implementation("titan_sparse")
+    inputs.setdefault("input_ids", tokens(1, SEQ_LEN))
+    model(**inputs)
+
+
+def test_a_mask_that_was_never_built_is_refused(monkeypatch):
+    mapping = transformers.AttentionMaskInterface._global_mapping
+    monkeypatch.delitem(mapping, "titan_sparse")
+    with pytest.raises(ValueError, match="NoneType for a mask; write register()"):
+        run("llama")
+
+
+def hole() -> torch.Tensor:
+    attention_mask = torch.ones(1, SEQ_LEN, dtype=torch.int64)
+    attention_mask[:, 10:12] = 0
+    return attention_mask
+
+
+@pytest.mark.parametrize(
+    ("inputs", "refusal"),
+    [
+        ({"output_attentions": True}, "write output_attentions=False"),
+        ({"attention_mask": torch.zeros(1, 1, SEQ_LEN, SEQ_LEN)}, "attention_mask with 4 dims"),
+        ({"attention_mask": hole()}, "hides tokens in the middle"),
+        ({"cu_seq_lens_q": torch.tensor([0, 20, SEQ_LEN])}, "return_flash_attn_kwargs=False"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"alibi": torch.zeros(1)}, "alibi"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_inputs_that_are_not_computed(inputs, refusal):
+    with pytest.raises(ValueError, match=refusal):
+        run("llama", **inputs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "refusal"),
+    [((3, 1, SEQ_LEN), "positions of one dimension"), ((3, SEQ_LEN), "hold 3 sequences")],
+)
+def test_positions_of_other_shapes(shape, refusal):
+    """Positions of several dimensions are those of models with pictures."""
+    q = torch.zeros(2, 1, SEQ_LEN, 16)
+    with pytest.raises(ValueError, match=refusal):
+        ranges_of_tokens(torch.zeros(shape), None, MaskRule(), q, AttentionSettings())
+
+
+def test_attention_dropout_is_refused_in_training_only():
+    differences = {"attention_dropout": 0.1}
+    with pytest.raises(ValueError, match="write config.attention_dropout = 0"):
+        run("llama", differences)
+    model = family("llama", **differences).eval()
+    model.set_attn_implementation("titan_sparse")
+    model(tokens(1, SEQ_LEN))
+
+
+def test_capped_scores_are_refused():
+    config = transformers.Gemma2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64, head_dim=16
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="titan_sparse"
+    )
+    with pytest.raises(ValueError, match="softcap"):
+        model(tokens(1, SEQ_LEN))
+
+
+def test_bidirectional_and_cross_attention_are_refused():
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**small, intermediate_size=32, vocab_size=64)
+    bert = transformers.BertModel(config)
+    bert.set_attn_implementation("titan_sparse")
+    with pytest.raises(ValueError, match="bidirectional"):
+        bert(tokens(1, SEQ_LEN))
+    with pytest.raises(ValueError, match="bidirectional"):
+        run("llama", {"is_causal": False})
+
+
+def test_a_mask_of_ours_may_be_bidirectional():
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    input_ids = tokens(1, SEQ_LEN)
+    got = model(input_ids, attention_mask=AttentionMask(Full())).logits
+    model.set_attn_implementation("eager")
+    wanted = model(input_ids, attention_mask=torch.zeros(1, 1, SEQ_LEN, SEQ_LEN)).logits
+    assert_close([got], [wanted])
+
+
+def test_latent_attention_is_refused():
+    config = transformers.DeepseekV3Config(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        vocab_size=64,
+        first_k_dense_replace=1,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="titan_sparse"
+    )
+    with pytest.raises(ValueError, match="MLA"):
+        model(tokens(1, SEQ_LEN))
+
+
+def test_what_is_no_mask_of_ours_is_refused():
+    with pytest.raises(ValueError, match="write one of"):
+        AttentionMask(torch.ones(2, 2))
+    assert isinstance(AttentionMask(Causal()).mask, Causal)

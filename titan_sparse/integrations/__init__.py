@@ -1,0 +1,1 @@
+"""Attention inside other people's models and trainers. Each package needs one library of theirs."""

@@ -1,0 +1,23 @@
+"""attend() as an attn_implementation of any decoder of Hugging Face transformers.
+
+    from titan_sparse.integrations.transformers import AttentionSettings, register
+
+    register(AttentionSettings(pattern=VerticalSlash(recall=0.9)))
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
+
+Raises ImportError, in one line, where transformers is missing.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError:
+    raise ImportError(
+        "titan_sparse.integrations.transformers needs transformers; "
+        'write pip install "titan-sparse[huggingface]"'
+    ) from None
+
+from titan_sparse.integrations.transformers.layer_masks import AttentionMask
+from titan_sparse.integrations.transformers.register import register
+from titan_sparse.integrations.transformers.settings import AttentionSettings
+
+__all__ = ["AttentionMask", "AttentionSettings", "register"]

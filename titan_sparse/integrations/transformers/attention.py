@@ -1,0 +1,82 @@
+"""The attention function that transformers calls in every layer."""
+
+import torch
+from torch import Tensor, nn
+
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks import Mask, MaskRanges
+from titan_sparse.attention.patterns import Dense
+from titan_sparse.integrations.transformers.cached import attention_beside_cache
+from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
+from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers.refusals import check_arguments, check_mask
+from titan_sparse.integrations.transformers.settings import AttentionSettings
+
+
+def attention_forward(
+    settings: AttentionSettings,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: LayerMask | AttentionMask | Mask | MaskRanges | Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, in transformers' terms: out [B, Sq, Hq, D], and no weights.
+
+    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]; Skv differs from Sq beside a cache only.
+    attention_mask: what layer_mask() made, or a mask of ours that the user gave for this kind of
+    layer. sliding_window: the layer's, or None. s_aux: learned sinks [Hq], or None.
+    kwargs: position_ids, and whatever else transformers and the model add.
+    Raises ValueError for what attend() does not compute.
+    """
+    check_arguments(query, key, value, kwargs)
+    check_mask(module, attention_mask, query, key, kwargs.get("is_causal"))
+    if isinstance(attention_mask, Tensor):
+        out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
+        return out, None
+    mask = _for_layers(attention_mask)
+    ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
+    sees_far = not mask.is_local and sliding_window is None
+    # A static cache has room behind the prompt.
+    seq_len = query.shape[2]
+    q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    out = attend(
+        q,
+        k,
+        v,
+        ranges,
+        settings.pattern if sees_far else Dense(),
+        settings.cp,
+        settings.backend,
+        scaling,
+        settings.block_size,
+        recomputed=settings.recomputed,
+        **sinks,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _for_layers(mask: AttentionMask | Mask | MaskRanges) -> LayerMask:
+    """The mask as layers read it. What a user gave for one kind of layer is taken as it is."""
+    if isinstance(mask, LayerMask):
+        return mask
+    if isinstance(mask, AttentionMask):
+        mask = mask.mask
+    return LayerMask(MaskRule(), padding=None, own=mask)
+
+
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in autocast's dtype, where autocast is on, as it treats torch's own attention.
+
+    Norms of queries and keys whose weights are fp32 leave them in fp32, beside values in bf16.
+    """
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [tensor.to(dtype) for tensor in tensors]

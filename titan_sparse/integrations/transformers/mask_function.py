@@ -1,0 +1,83 @@
+"""The mask function that transformers calls once a forward for each kind of layer."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import prepare_padding_mask, sdpa_mask
+
+from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
+from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
+from titan_sparse.integrations.transformers.settings import AttentionSettings
+
+
+@torch.compiler.disable
+def layer_mask(
+    settings: AttentionSettings,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | AttentionMask | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    **kwargs,
+) -> LayerMask | Tensor:
+    """What attention_forward() gets as attention_mask: a LayerMask, or for tokens that follow
+    cached ones a dense mask, bool [B, 1, Sq, Skv], True where a query sees a key.
+
+    attention_mask: what the user gave to the model, the 2D one as bool [B, at most Skv].
+    Raises ValueError for masks that attend() does not compute.
+    """
+    if isinstance(attention_mask, LayerMask):
+        # generate() with a static cache asks us first, and the model asks again.
+        return attention_mask
+    rule = read_rule(mask_function)
+    if isinstance(attention_mask, AttentionMask):
+        return LayerMask(rule, padding=None, own=attention_mask.mask)
+    _check(attention_mask, rule)
+    if _follows_cache(q_length, kv_length, q_offset, kv_offset):
+        if settings.ranks > 1:
+            raise ValueError(
+                "tokens that follow cached ones under context parallelism: "
+                "write use_cache=False, or generate on one rank"
+            )
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        # A static cache has room behind the prompt.
+        padding = padding[:, :q_length]
+    return LayerMask(rule, padding, own=None)
+
+
+def _follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+    """Whether these tokens see cached ones, or are a single one beside a static cache.
+
+    The host waits for the device if several tokens meet a static cache.
+    """
+    if kv_length == q_length and kv_offset == 0:
+        return False
+    if q_length == 1:
+        return True
+    return kv_offset > 0 or int(q_offset) > 0
+
+
+def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:
+    if rule.unknown is not None:
+        raise ValueError(
+            f"titan_sparse does not read {rule.unknown} of transformers; write "
+            'attn_implementation="sdpa", or attention_mask=AttentionMask(mask)'
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask with {attention_mask.ndim} dims is not computed; write "
+            "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+        )

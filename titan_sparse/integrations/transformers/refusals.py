@@ -1,0 +1,75 @@
+"""What attend() does not compute, refused by name before anything is computed."""
+
+from torch import Tensor, nn
+
+from titan_sparse.attention.masks import Mask, MaskRanges
+from titan_sparse.integrations.transformers.layer_masks import AttentionMask
+
+_OTHERS = 'write attn_implementation="eager"'
+_REFUSED = {
+    "softcap": f"capped scores (softcap) are not computed; {_OTHERS}",
+    "position_bias": f"a bias of scores (position_bias) is not computed; {_OTHERS}",
+    "alibi": f"a bias of scores (alibi) is not computed; {_OTHERS}",
+    "indices": f"a model's own choice of keys (indices) is not computed; {_OTHERS}",
+    "block_indices": f"a model's own choice of keys (block_indices) is not computed; {_OTHERS}",
+    "cache": 'paged caches are not read; write attn_implementation="sdpa" for generate_batch()',
+    "output_attentions": f"attention weights never exist; write output_attentions=False, or {_OTHERS}",
+    "cu_seq_lens_q": (
+        "cu_seq_lens_q is for FlashAttention; leave it out (return_flash_attn_kwargs=False) and "
+        "write position_ids that begin at 0 in each document"
+    ),
+}
+"""What transformers hands to attention functions by keyword, and cannot be had here."""
+
+
+def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]) -> None:
+    """Raises ValueError for tensors and keywords that attend() does not compute.
+
+    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. kwargs: what transformers adds.
+    """
+    for name, refusal in _REFUSED.items():
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise ValueError(refusal)
+    # transformers gives the rate in training, and 0 elsewhere.
+    dropout = kwargs.get("dropout", 0.0)
+    if dropout > 0:
+        raise ValueError(
+            f"attention dropout of {dropout} is not computed; write config.attention_dropout = 0"
+        )
+    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"values of {value.shape[-1]} and keys of {key.shape[-1]} dimensions (latent "
+            'attention, MLA) are not computed; write attn_implementation="sdpa"'
+        )
+
+
+def check_mask(
+    module: nn.Module, mask: object, query: Tensor, key: Tensor, is_causal: bool | None
+) -> None:
+    """Raises ValueError for masks that are none of ours, and for layers that need none.
+
+    mask: what the layer was handed as attention_mask. is_causal: what the layer says of itself;
+    None, what its module says.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_own = isinstance(mask, AttentionMask | Mask | MaskRanges)
+    has_cache = key.shape[2] != query.shape[2]
+    if isinstance(mask, Tensor) and not has_cache:
+        raise ValueError(
+            f"attention_mask with {mask.ndim} dims is not computed; write "
+            "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+        )
+    if isinstance(mask, Tensor) or (is_own and is_causal):
+        return
+    name = type(module).__name__
+    if not is_causal:
+        raise ValueError(
+            f"{name} is bidirectional or cross attention, which is not computed; "
+            'write attn_implementation="sdpa" for that part of the model'
+        )
+    raise ValueError(
+        f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks too, "
+        "and let the model build them"
+    )

@@ -1,0 +1,50 @@
+"""What register() is told: how the attention of one name is computed."""
+
+from dataclasses import dataclass, field
+
+from titan_sparse.attention.backends import BACKENDS
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.patterns.base import Pattern
+from titan_sparse.attention.patterns.dense import Dense
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
+
+    pattern: of full-attention layers. Layers with a window or chunks compute all of it.
+    cp: the ranks that share each sequence, with their layout and schedule. Inputs of the model,
+    position_ids among them, are then this rank's blocks of them.
+    backend: "auto", or a name of titan_sparse.attention.backends.
+    block_size: tokens, for cp=None only; default 128.
+    recomputed: as in attend(), for activation checkpointing that keeps SAVED_OPS.
+    Raises ValueError for what is no pattern, no ContextParallel or no backend.
+    """
+
+    pattern: Pattern = field(default_factory=Dense)
+    cp: ContextParallel | None = None
+    backend: str = "auto"
+    block_size: int | None = None
+    recomputed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern):
+            raise ValueError(
+                f"AttentionSettings(pattern={self.pattern!r}) is no pattern; write one of "
+                "titan_sparse.attention.patterns, for example Dense()"
+            )
+        if self.cp is not None and not isinstance(self.cp, ContextParallel):
+            raise ValueError(
+                f"AttentionSettings(cp={self.cp!r}) is no group of ranks; "
+                "write ContextParallel(mesh), or None for one rank"
+            )
+        if self.backend not in ("auto", *BACKENDS):
+            raise ValueError(
+                f"AttentionSettings(backend={self.backend!r}) is unknown; "
+                f'write "auto" or one of {", ".join(BACKENDS)}'
+            )
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a sequence."""
+        return 1 if self.cp is None else self.cp.size
