@@ -14,17 +14,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.context_parallel_checks import (
     check_loss,
     check_model,
     check_same_batch,
     check_trainer,
 )
+from titan_sparse.integrations.transformers.parallelism import ContextParallelConfig
 from titan_sparse.integrations.transformers.sharding import (
     IGNORE_INDEX,
     shard_batch,
     shifted_labels,
 )
+
+__all__ = ["ContextParallelConfig", "ContextParallelTrainer", "chunk_loss", "shard_batch"]
 
 
 class ContextParallelTrainer:

@@ -1,0 +1,136 @@
+"""Supervised fine-tuning by TRL on packed conversations, every sequence spread over the GPUs.
+
+    torchrun --nproc-per-node 2 examples/trl_sft.py --tiny
+    torchrun --nproc-per-node 8 examples/trl_sft.py --model FOLDER --data FILE.jsonl --bf16 \
+        --tokens 262144
+
+A line of FILE is {"messages": [{"role": "user", "content": ...}, ...]}. The first command takes
+seconds, on two CPU processes. What is marked (*) makes a script for one GPU one for long sequences
+on many. TRL itself refuses to pack under context parallelism.
+"""
+
+import argparse
+import random
+
+import torch
+from datasets import Dataset, load_dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from trl import SFTConfig, SFTTrainer
+
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.integrations.transformers import AttentionSettings, register
+from titan_sparse.integrations.transformers.context_parallel import (
+    ContextParallelConfig,
+    ContextParallelTrainer,
+)
+
+
+class LongSFTTrainer(ContextParallelTrainer, SFTTrainer):
+    """(*) An SFTTrainer that gives each process its part of a batch."""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, and one for the end of a turn."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+    )
+    return fast
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="titan_sparse")
+
+
+def sums(count: int) -> Dataset:
+    """Conversations about addition, of one turn to ten."""
+    numbers = random.Random(0)
+    conversations = []
+    for _ in range(count):
+        messages = []
+        for _ in range(numbers.randint(1, 10)):
+            a, b = numbers.randint(0, 99), numbers.randint(0, 99)
+            messages.append({"role": "user", "content": f"{a} + {b}?"})
+            messages.append({"role": "assistant", "content": str(a + b)})
+        conversations.append({"messages": messages})
+    return Dataset.from_list(conversations)
+
+
+def main() -> SFTTrainer:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--tiny", action="store_true", help="a random model of bytes, on CPUs")
+    which.add_argument("--model", help="a folder, or a name of the Hugging Face hub")
+    parser.add_argument("--data", help="a .jsonl file of conversations, for --model")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a packed sequence")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cp", type=int, help="processes that share a sequence (default: all)")
+    parser.add_argument("--layout", default="striped")
+    parser.add_argument("--sparse", action="store_true", help="vertical_slash at a recall of 0.9")
+    parser.add_argument("--out", default="outputs/trl_sft")
+    options = parser.parse_args()
+    if options.model and not options.data:
+        parser.error("--model trains on --data FILE.jsonl; write it")
+
+    block_size = 16 if options.tiny else 128
+    args = SFTConfig(
+        output_dir=options.out,
+        max_steps=options.steps,
+        max_length=options.tokens,
+        packing=True,
+        assistant_only_loss=True,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3 if options.tiny else 1e-5,
+        bf16=options.bf16,
+        use_cpu=options.tiny,
+        fsdp=not options.tiny,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        # (*) Who shares a sequence. FSDP2 shards weights over all processes anyway.
+        parallelism_config=ContextParallelConfig(
+            options.cp, 1, options.layout, block_size=block_size
+        ),
+    )
+    # (*) Attention over the tokens of all of them.
+    pattern = VerticalSlash(recall=0.9) if options.sparse else Dense()
+    register(AttentionSettings(pattern, cp=args.parallelism_config.group()))
+
+    if options.tiny:
+        model, tokenizer, dataset = tiny_model(), tiny_tokenizer(), sums(200)
+    else:
+        name = options.model
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        dataset = load_dataset("json", data_files=options.data, split="train")
+    trainer = LongSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
