@@ -12,13 +12,8 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen3Config,
-    Trainer,
-    TrainingArguments,
-)
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.integrations.transformers import AttentionSettings, register
@@ -53,20 +48,6 @@ def packed_sequences(encode, tokens: int, count: int) -> list[dict]:
     return sequences
 
 
-def tiny_model():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="titan_sparse")
-
-
 def main() -> Trainer:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     which = parser.add_mutually_exclusive_group(required=True)
@@ -97,11 +78,12 @@ def main() -> Trainer:
         report_to=[],
         # (*) Who shares a sequence. FSDP2 shards weights over all processes anyway.
         parallelism_config=ContextParallelConfig(
-            options.cp, 1, options.layout, block_size=block_size
+            cp_size=options.cp, layout=options.layout, block_size=block_size
         ),
     )
     # (*) Attention over the tokens of all of them.
-    pattern = VerticalSlash(recall=0.9) if options.sparse else Dense()
+    shortest = 16 * block_size  # Shorter documents are computed whole.
+    pattern = VerticalSlash(recall=0.9, dense_below=shortest) if options.sparse else Dense()
     register(AttentionSettings(pattern, cp=args.parallelism_config.group()))
 
     if options.tiny:
@@ -115,6 +97,8 @@ def main() -> Trainer:
     sequences = packed_sequences(encode, options.tokens, count=2 * options.steps)
     trainer = LongTrainer(model, args, train_dataset=sequences)
     trainer.train()
+    trainer.save_model()
+    trainer.save_state()
     return trainer
 
 

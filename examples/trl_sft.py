@@ -10,17 +10,10 @@ on many. TRL itself refuses to pack under context parallelism.
 """
 
 import argparse
-import random
 
-import torch
-from datasets import Dataset, load_dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from datasets import load_dataset
+from tiny import tiny_conversations, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -33,49 +26,6 @@ from titan_sparse.integrations.transformers.context_parallel import (
 
 class LongSFTTrainer(ContextParallelTrainer, SFTTrainer):
     """(*) An SFTTrainer that gives each process its part of a batch."""
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for the end of a turn."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: i for i, letter in enumerate([*letters, "<end>"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    fast.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
-    )
-    return fast
-
-
-def tiny_model():
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="titan_sparse")
-
-
-def sums(count: int) -> Dataset:
-    """Conversations about addition, of one turn to ten."""
-    numbers = random.Random(0)
-    conversations = []
-    for _ in range(count):
-        messages = []
-        for _ in range(numbers.randint(1, 10)):
-            a, b = numbers.randint(0, 99), numbers.randint(0, 99)
-            messages.append({"role": "user", "content": f"{a} + {b}?"})
-            messages.append({"role": "assistant", "content": str(a + b)})
-        conversations.append({"messages": messages})
-    return Dataset.from_list(conversations)
 
 
 def main() -> SFTTrainer:
@@ -113,15 +63,16 @@ def main() -> SFTTrainer:
         report_to=[],
         # (*) Who shares a sequence. FSDP2 shards weights over all processes anyway.
         parallelism_config=ContextParallelConfig(
-            options.cp, 1, options.layout, block_size=block_size
+            cp_size=options.cp, layout=options.layout, block_size=block_size
         ),
     )
     # (*) Attention over the tokens of all of them.
-    pattern = VerticalSlash(recall=0.9) if options.sparse else Dense()
+    shortest = 16 * block_size  # Shorter documents are computed whole.
+    pattern = VerticalSlash(recall=0.9, dense_below=shortest) if options.sparse else Dense()
     register(AttentionSettings(pattern, cp=args.parallelism_config.group()))
 
     if options.tiny:
-        model, tokenizer, dataset = tiny_model(), tiny_tokenizer(), sums(200)
+        model, tokenizer, dataset = tiny_model(), tiny_tokenizer(), tiny_conversations(200)
     else:
         name = options.model
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
@@ -129,6 +80,8 @@ def main() -> SFTTrainer:
         dataset = load_dataset("json", data_files=options.data, split="train")
     trainer = LongSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     trainer.train()
+    trainer.save_model()
+    trainer.save_state()
     return trainer
 
 
