@@ -46,12 +46,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_conversations(count: int) -> Dataset:
-    """Conversations about addition, of one turn to ten."""
+    """Conversations about addition, of one turn to forty."""
     numbers = random.Random(0)
     conversations = []
     for _ in range(count):
         messages = []
-        for _ in range(numbers.randint(1, 10)):
+        for _ in range(numbers.randint(1, 40)):
             a, b = numbers.randint(0, 99), numbers.randint(0, 99)
             messages.append({"role": "user", "content": f"{a} + {b}?"})
             messages.append({"role": "assistant", "content": str(a + b)})

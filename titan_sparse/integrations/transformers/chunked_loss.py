@@ -82,6 +82,11 @@ def _check(model: PreTrainedModel) -> None:
                 f"chunk_loss() does not know config.{name} = {getattr(config, name)}; "
                 "leave chunk_loss() out"
             )
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "chunk_loss() leaves out the balancing loss of experts; write "
+            "config.output_router_logits = False, or leave chunk_loss() out"
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(

@@ -13,6 +13,7 @@ its loss is computed, after everything that looks at whole sequences.
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Trainer
 
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.context_parallel_checks import (
@@ -39,6 +40,15 @@ class ContextParallelTrainer:
     one process, it trains like the Trainer that it extends.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        classes = cls.__mro__
+        if Trainer in classes and classes.index(Trainer) < classes.index(ContextParallelTrainer):
+            raise TypeError(
+                f"{cls.__name__} would train whole sequences on every rank; "
+                f"write class {cls.__name__}(ContextParallelTrainer, {cls.__bases__[0].__name__})"
+            )
+
     def __init__(self, *args: Any, **kwargs: Any):
         """As the Trainer. Raises ValueError for what context parallelism would get wrong."""
         super().__init__(*args, **kwargs)
@@ -56,13 +66,13 @@ class ContextParallelTrainer:
     ) -> Tensor | tuple[Tensor, Any]:
         """The loss of this rank's tokens of the whole batch `inputs`: their sum over
         num_items_in_batch, times the number of processes, over which trainers take means."""
+        local = shard_batch(inputs, self.cp)
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)
         if num_items_in_batch is None:
             # TRL's evaluation counts no items: each batch has its own mean.
             sequences = self.accelerator.num_processes // self.cp.size
             num_items_in_batch = (labels != IGNORE_INDEX).sum() * sequences
-        local = shard_batch(inputs, self.cp)
         found = super().compute_loss(
             model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )

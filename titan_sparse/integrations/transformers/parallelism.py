@@ -48,10 +48,14 @@ class ContextParallelConfig(ParallelismConfig):
         self.block_size = block_size
         self._group: ContextParallel | None = None
         super().__init__(
-            dp_replicate_size=dp_replicate_size,
+            dp_replicate_size=1,
             dp_shard_size=processes // unit,
+            tp_size=1,
             cp_size=cp_size,
+            sp_size=1,
         )
+        # accelerate refuses copies without dp_shard, whose weights cp shards.
+        self._set_size("dp_replicate", dp_replicate_size)
 
     def group(self) -> ContextParallel:
         """The processes that share this one's sequences, for AttentionSettings(cp=...).
