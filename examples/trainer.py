@@ -20,6 +20,7 @@ from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
+    checkpoint_layers,
     chunk_loss,
 )
 
@@ -72,7 +73,6 @@ def main() -> Trainer:
         bf16=options.bf16,
         use_cpu=options.tiny,
         fsdp=not options.tiny,
-        fsdp_config={"activation_checkpointing": True},
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -93,7 +93,9 @@ def main() -> Trainer:
         name = options.model
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
         encode = AutoTokenizer.from_pretrained(name).encode
-    chunk_loss(model)  # (*) The logits of a long sequence fit nowhere.
+    # (*) The logits of a long sequence fit nowhere, and attention need not run twice.
+    chunk_loss(model)
+    checkpoint_layers(model)
     sequences = packed_sequences(encode, options.tokens, count=2 * options.steps)
     trainer = LongTrainer(model, args, train_dataset=sequences)
     trainer.train()

@@ -21,6 +21,7 @@ from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
+    checkpoint_layers,
 )
 
 
@@ -56,6 +57,7 @@ def main() -> SFTTrainer:
         gradient_accumulation_steps=2,
         learning_rate=1e-3 if options.tiny else 1e-5,
         bf16=options.bf16,
+        gradient_checkpointing=False,
         use_cpu=options.tiny,
         fsdp=not options.tiny,
         logging_steps=1,
@@ -78,6 +80,7 @@ def main() -> SFTTrainer:
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
         tokenizer = AutoTokenizer.from_pretrained(name)
         dataset = load_dataset("json", data_files=options.data, split="train")
+    checkpoint_layers(model)  # (*) Attention need not run twice.
     trainer = LongSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()

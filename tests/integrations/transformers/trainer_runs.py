@@ -29,6 +29,7 @@ from titan_sparse.integrations.transformers import (
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
+    checkpoint_layers,
     chunk_loss,
     shard_batch,
 )
@@ -186,15 +187,15 @@ def padded(folder: Path) -> list[dict[str, float]]:
 
 
 def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[str, float]]:
-    """FSDP2 by accelerate, with activation checkpointing, clipping, tied weights, and our loss."""
+    """FSDP2 by accelerate, with tied weights, clipping, our checkpointing and our loss."""
     options = {} if changes is None else changes
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    fsdp = {} if is_alone else {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
-    args = arguments(folder, max_grad_norm=0.1, **fsdp, **options)
+    args = arguments(folder, max_grad_norm=0.1, fsdp=not is_alone, **options)
     if not is_alone:
         pretend_gpus()
-    model = parts(args)["model"]
+    model = tiny_model(tied=True)
     chunk_loss(model, chunk_tokens=50)
+    checkpoint_layers(model)
     trainer = LongTrainer(**parts(args, model=model))
     trainer.train()
     if not is_alone:
