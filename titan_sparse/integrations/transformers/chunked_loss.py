@@ -67,10 +67,13 @@ def _summed_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, chunk_tokens:
             "chunk_loss() needs lm_head whole inside of the model's forward; write fully_shard() "
             "for lm_head together with the final norm, as accelerate does"
         )
+    device_type = hidden.device.type
     dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, chunk_tokens)
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    # The loss chooses its own dtypes: sums are fp32.
+    with torch.autocast(device_type, enabled=False):
+        return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, chunk_tokens)
 
 
 def _check(model: PreTrainedModel) -> None:
