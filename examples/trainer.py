@@ -16,11 +16,10 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.integrations.transformers import AttentionSettings, register
+from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
-    checkpoint_layers,
     chunk_loss,
 )
 
@@ -95,7 +94,7 @@ def main() -> Trainer:
         encode = AutoTokenizer.from_pretrained(name).encode
     # (*) The logits of a long sequence fit nowhere, and attention need not run twice.
     chunk_loss(model)
-    checkpoint_layers(model)
+    model.gradient_checkpointing_enable(keep_attention())
     sequences = packed_sequences(encode, options.tokens, count=2 * options.steps)
     trainer = LongTrainer(model, args, train_dataset=sequences)
     trainer.train()

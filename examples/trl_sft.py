@@ -17,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.integrations.transformers import AttentionSettings, register
+from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
-    checkpoint_layers,
 )
 
 
@@ -80,7 +79,7 @@ def main() -> SFTTrainer:
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="titan_sparse")
         tokenizer = AutoTokenizer.from_pretrained(name)
         dataset = load_dataset("json", data_files=options.data, split="train")
-    checkpoint_layers(model)  # (*) Attention need not run twice.
+    model.gradient_checkpointing_enable(keep_attention())  # (*) Attention need not run twice.
     trainer = LongSFTTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()

@@ -44,11 +44,10 @@ from scripts.benchmarks.options import positive
 from scripts.benchmarks.provenance import provenance
 from titan_sparse import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.integrations.transformers import AttentionSettings, register
+from titan_sparse.integrations.transformers import AttentionSettings, keep_attention, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
-    checkpoint_layers,
     chunk_loss,
 )
 
@@ -309,7 +308,7 @@ def make_model(shape: str, implementation: str) -> PreTrainedModel:
     )
     chunk_loss(model)
     # Where attention is not ours, it runs twice, as in transformers' own checkpointing.
-    checkpoint_layers(model)
+    model.gradient_checkpointing_enable(keep_attention())
     return model
 
 

@@ -36,6 +36,7 @@ WORDS = {
         "data": "text -> tokens -> packed sequences",
         "config": "TOML and command line -> checked options; no torch",
         "models": "decoders of published families",
+        "integrations": "attend() inside Hugging Face's models",
         "loss": "LM head and cross-entropy in chunks",
         "attention": "mask, pattern, layout, schedule, backend",
         "kernels": "Triton kernels beside their twins in plain torch",

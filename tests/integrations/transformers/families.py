@@ -1,13 +1,10 @@
 """Tiny models of transformers' families, with random weights, and what two of them are compared by."""
 
-import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-from titan_sparse.attention import attend
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,12 +66,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
 }
 
-_NEEDS_SINKS = pytest.mark.skipif(
-    "sinks" not in inspect.signature(attend).parameters, reason="attend() has no sinks yet"
-)
-ALL_FAMILIES = [
-    pytest.param(name, marks=_NEEDS_SINKS if name == "gpt_oss" else ()) for name in FAMILIES
-]
+ALL_FAMILIES = list(FAMILIES)
 
 
 def family(name: str, **changes) -> nn.Module:

@@ -1,5 +1,7 @@
 """Every family with our attention against transformers' eager attention: logits and every gradient."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -13,11 +15,17 @@ from tests.integrations.transformers.families import (
     one_by_one,
     positions,
     tokens,
+    transformers,
 )
 from titan_sparse.integrations.transformers import AttentionSettings, register
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]
+
+# Not in transformers 5.17.
+CHUNKS_BESIDE_STATIC_CACHES = "block_sequence_ids" in (
+    inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +68,8 @@ def test_padding_on_both_sides(name):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_greedy_answers_of_a_padded_batch(name, cache):
+    if name == "llama4" and cache == "static" and not CHUNKS_BESIDE_STATIC_CACHES:
+        pytest.skip("transformers itself raises")
     model = family(name).eval()
     input_ids = tokens(2, 13)
     attention_mask = torch.ones_like(input_ids)

@@ -11,8 +11,16 @@ from tests.integrations.transformers.families import (
     tokens,
     transformers,
 )
+from titan_sparse.attention.masks import Causal
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.integrations.transformers import AttentionSettings, attention, cached, register
+from titan_sparse.integrations.transformers import (
+    AttentionMask,
+    AttentionSettings,
+    attention,
+    cached,
+    register,
+)
+from titan_sparse.integrations.transformers.mask_function import follows_cache, layer_mask
 
 NAMES = ["llama", "olmo3", "gpt_oss"]
 SEQ_LEN = 50
@@ -64,6 +72,40 @@ def test_chunked_prefill_and_beams(name, cache):
     assert torch.equal(*both(model, lambda: generate(num_beams=3)))
 
 
+def test_a_cache_that_holds_more_than_it_says_is_refused():
+    """transformers' cache of a window of one token drops nothing."""
+    model = family("olmo3", sliding_window=1).eval()
+    model.set_attn_implementation("titan_sparse")
+    with pytest.raises(ValueError, match="keys where transformers announced 1; write"):
+        model.generate(tokens(1, 20), max_new_tokens=2, do_sample=False)
+
+
+def test_one_token_beside_a_static_cache_waits_for_nothing():
+    """Where the cache counts on the device, its count is not read."""
+
+    class OnDevice:
+        def __int__(self):
+            raise AssertionError("the host has waited")
+
+    causal = transformers.masking_utils.causal_mask_function
+    sizes = {"batch_size": 1, "q_length": 1, "kv_length": 9, "q_offset": torch.tensor(3)}
+    mask = layer_mask(AttentionSettings(), mask_function=causal, **sizes)
+    assert mask.flatten().tolist() == [True] * 4 + [False] * 5
+    assert follows_cache(1, 9, OnDevice())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_masks_of_ours_beside_a_cache_are_refused(name):
+    model = family(name).eval()
+    model.set_attn_implementation("titan_sparse")
+    cache = model(tokens(1, 20), use_cache=True).past_key_values
+    masks = AttentionMask(Causal())
+    if name == "qwen3":
+        masks = {"full_attention": Causal()}
+    with pytest.raises(ValueError, match="write use_cache=False"):
+        model(tokens(1, 5), attention_mask=masks, past_key_values=cache)
+
+
 def test_assisted_generation():
     model = family("llama").eval()
     input_ids = tokens(1, 20).repeat(1, 2)
@@ -75,16 +117,17 @@ def test_assisted_generation():
     assert torch.equal(*both(model, generate))
 
 
-def test_the_prompt_is_sparse_and_the_answer_dense(monkeypatch):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
     sparse = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2)
     register(AttentionSettings(pattern=sparse, block_size=BLOCK))
     calls = []
     attend = attention.attend
     beside_cache = attention.attention_beside_cache
 
-    def prefill(q, k, v, ranges, pattern, *args, **kwargs):
+    def prefill(q, *others, pattern, **kwargs):
         calls.append((q.shape[2], pattern))
-        return attend(q, k, v, ranges, pattern, *args, **kwargs)
+        return attend(q, *others, pattern=pattern, **kwargs)
 
     def decode(module, query, *args):
         calls.append((query.shape[2], None))
@@ -94,7 +137,13 @@ def test_the_prompt_is_sparse_and_the_answer_dense(monkeypatch):
     monkeypatch.setattr(attention, "attention_beside_cache", decode)
     model = family("llama").eval()
     model.set_attn_implementation("titan_sparse")
-    model.generate(tokens(1, SEQ_LEN), max_new_tokens=3, do_sample=False)
+    model.generate(
+        tokens(1, SEQ_LEN),
+        max_new_tokens=3,
+        do_sample=False,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
     assert calls == [(SEQ_LEN, sparse)] * 2 + [(1, None)] * 4
 
 

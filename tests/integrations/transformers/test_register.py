@@ -16,9 +16,17 @@ from tests.integrations.transformers.families import (
 from titan_sparse import recording
 from titan_sparse.attention.masks import Causal, Full
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
-from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers import (
+    AttentionMask,
+    AttentionSettings,
+    attention,
+    register,
+)
+from titan_sparse.integrations.transformers.mask_function import layer_mask
+from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
 from titan_sparse.integrations.transformers.positions import ranges_of_tokens
+
+masking_utils = transformers.masking_utils
 
 SEQ_LEN = 50
 SPARSE = VerticalSlash(recall=0.5, sinks=1, local_diagonals=1, max_columns=8, max_slashes=2)
@@ -166,6 +174,42 @@ def test_bidirectional_and_cross_attention_are_refused():
         bert(tokens(1, SEQ_LEN))
     with pytest.raises(ValueError, match="bidirectional"):
         run("llama", {"is_causal": False})
+
+
+def test_attention_without_a_mask_is_refused():
+    """Vision towers and cross attention call for none."""
+    tower = torch.nn.Module()
+    tower.is_causal = False
+    q = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(ValueError, match="Module is bidirectional or cross attention"):
+        attention.attention_forward(AttentionSettings(), tower, q, q, q, None)
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "unknown"),
+    [
+        (masking_utils.bidirectional_mask_function, "bidirectional attention"),
+        (masking_utils.sliding_window_overlay(4), "bidirectional attention"),
+        (
+            masking_utils.or_masks(
+                masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4)
+            ),
+            "the mask function or_masks",
+        ),
+        (
+            masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k > 2),
+            "the mask function <lambda>",
+        ),
+    ],
+    ids=["bidirectional", "window alone", "union", "a user's"],
+)
+def test_mask_functions_that_are_not_read(mask_function, unknown):
+    rule = read_rule(mask_function)
+    assert rule.unknown == unknown
+    settings = AttentionSettings()
+    sizes = {"batch_size": 1, "q_length": 9, "kv_length": 9}
+    with pytest.raises(ValueError, match=f"does not read {unknown}"):
+        layer_mask(settings, **sizes, mask_function=mask_function)
 
 
 def test_a_mask_of_ours_may_be_bidirectional():

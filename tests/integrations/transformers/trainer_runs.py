@@ -24,12 +24,12 @@ from titan_sparse.attention.patterns import Pattern, VerticalSlash
 from titan_sparse.integrations.transformers import (
     AttentionSettings,
     context_parallel,
+    keep_attention,
     register,
 )
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
-    checkpoint_layers,
     chunk_loss,
     shard_batch,
 )
@@ -195,7 +195,7 @@ def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[st
         pretend_gpus()
     model = tiny_model(tied=True)
     chunk_loss(model, chunk_tokens=50)
-    checkpoint_layers(model)
+    model.gradient_checkpointing_enable(keep_attention())
     trainer = LongTrainer(**parts(args, model=model))
     trainer.train()
     if not is_alone:

@@ -16,8 +16,9 @@ except ImportError:
         'write pip install "titan-sparse[huggingface]"'
     ) from None
 
+from titan_sparse.integrations.transformers.checkpointing import keep_attention
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask
 from titan_sparse.integrations.transformers.register import register
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
-__all__ = ["AttentionMask", "AttentionSettings", "register"]
+__all__ = ["AttentionMask", "AttentionSettings", "keep_attention", "register"]

@@ -34,40 +34,39 @@ def attention_forward(
     Raises ValueError for what attend() does not compute.
     """
     check_arguments(query, key, value, kwargs)
-    check_mask(module, attention_mask, query, key, kwargs.get("is_causal"))
+    check_mask(module, attention_mask, query, key)
     if isinstance(attention_mask, Tensor):
         out = attention_beside_cache(module, query, key, value, attention_mask, scaling, s_aux)
         return out, None
-    mask = _for_layers(attention_mask)
+    mask = _for_layers(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
     sees_far = not mask.is_local and sliding_window is None
     # A static cache has room behind the prompt.
     seq_len = query.shape[2]
     q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
-    sinks = {} if s_aux is None else {"sinks": s_aux}
     out = attend(
         q,
         k,
         v,
-        ranges,
-        settings.pattern if sees_far else Dense(),
-        settings.cp,
-        settings.backend,
-        scaling,
-        settings.block_size,
+        mask=ranges,
+        pattern=settings.pattern if sees_far else Dense(),
+        cp=settings.cp,
+        backend=settings.backend,
+        scale=scaling,
+        block_size=settings.block_size,
         recomputed=settings.recomputed,
-        **sinks,
+        sinks=_sinks(s_aux, q),
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def _for_layers(mask: AttentionMask | Mask | MaskRanges) -> LayerMask:
+def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:
     """The mask as layers read it. What a user gave for one kind of layer is taken as it is."""
     if isinstance(mask, LayerMask):
         return mask
     if isinstance(mask, AttentionMask):
         mask = mask.mask
-    return LayerMask(MaskRule(), padding=None, own=mask)
+    return LayerMask(MaskRule(), padding=None, own=mask, keys=keys)
 
 
 def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -80,3 +79,10 @@ def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [tensor.to(dtype) for tensor in tensors]
+
+
+def _sinks(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
+    """Learned sinks [Hq] in a dtype that attend() takes, also where autocast has changed q's."""
+    if s_aux is None or s_aux.dtype == q.dtype:
+        return s_aux
+    return s_aux.float()

@@ -1,31 +1,28 @@
-"""Activation checkpointing of a transformers decoder that keeps what attention computed."""
+"""Activation checkpointing of transformers that does not compute attention twice."""
 
-from typing import Any
+from collections.abc import Callable
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import PreTrainedModel
 
 from titan_sparse.attention import SAVED_OPS
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """From here on, each layer keeps its input and attention's results, and computes the rest again.
+def keep_attention() -> dict[str, object]:
+    """gradient_checkpointing_kwargs with which a backward computes all of a layer again but attention.
 
-    transformers' own checkpointing repeats attention too: the selection, and under context
-    parallelism every collective. Leave `activation_checkpointing` (`gradient_checkpointing`) of
-    TrainingArguments False, which would put its own in place of this.
+        model.gradient_checkpointing_enable(keep_attention())
+
+    Of each layer, attention's output and its LSE are kept besides the input, [B, S, Hq * D] and
+    [B, Hq, S] in fp32. Selections and transfers between ranks are not repeated either.
     """
-    # Renamed in transformers 5.2x, where the older name warns.
-    renamed = getattr(model, "activation_checkpointing_enable", None)
-    enable = renamed or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "context_fn": _contexts})
+    return {"use_reentrant": False, "context_fn": _contexts}
 
 
-def _contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_keep_attention)
+def _contexts():
+    return create_selective_checkpoint_contexts(_policy)
 
 
-def _keep_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: object, op: Callable, *args, **kwargs) -> CheckpointPolicy:
     if op in SAVED_OPS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

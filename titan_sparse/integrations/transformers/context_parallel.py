@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from titan_sparse.integrations.transformers.checkpointing import checkpoint_layers
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.context_parallel_checks import (
     check_loss,
@@ -33,7 +32,6 @@ from titan_sparse.integrations.transformers.sharding import (
 __all__ = [
     "ContextParallelConfig",
     "ContextParallelTrainer",
-    "checkpoint_layers",
     "chunk_loss",
     "shard_batch",
 ]

@@ -45,10 +45,19 @@ class LayerMask(AttentionMask):
     rule: window, chunks and documents, as transformers says.
     padding: bool [B, S], False on padding; None without.
     own: the user's mask, which replaces padding and documents; None without.
+    keys: how many keys the layers have. More than tokens in an empty static cache, whose room
+    lies behind them.
     """
 
-    def __init__(self, rule: MaskRule, padding: Tensor | None, own: Mask | MaskRanges | None):
+    def __init__(
+        self,
+        rule: MaskRule,
+        padding: Tensor | None,
+        own: Mask | MaskRanges | None,
+        keys: int,
+    ):
         self.rule = rule
+        self.keys = keys
         self.padding = padding
         self.own = own
         self._resolved: tuple[object, ...] | None = None

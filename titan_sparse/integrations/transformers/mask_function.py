@@ -8,6 +8,7 @@ from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
 from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
+from titan_sparse.integrations.transformers.refusals import BESIDE_CACHE
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 
@@ -32,10 +33,12 @@ def layer_mask(
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
     rule = read_rule(mask_function)
-    if isinstance(attention_mask, AttentionMask):
-        return LayerMask(rule, padding=None, own=attention_mask.mask)
-    _check(attention_mask, rule)
-    if _follows_cache(q_length, kv_length, q_offset, kv_offset):
+    is_own = isinstance(attention_mask, AttentionMask)
+    if not is_own:
+        _check(attention_mask, rule)
+    if follows_cache(q_length, kv_length, q_offset):
+        if is_own:
+            raise ValueError(BESIDE_CACHE)
         if settings.ranks > 1:
             raise ValueError(
                 "tokens that follow cached ones under context parallelism: "
@@ -51,23 +54,27 @@ def layer_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
+    if is_own:
+        own = attention_mask.mask
+        return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         # A static cache has room behind the prompt.
         padding = padding[:, :q_length]
-    return LayerMask(rule, padding, own=None)
+    return LayerMask(rule, padding, own=None, keys=kv_length)
 
 
-def _follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool:
     """Whether these tokens see cached ones, or are a single one beside a static cache.
 
     The host waits for the device if several tokens meet a static cache.
     """
-    if kv_length == q_length and kv_offset == 0:
+    if kv_length <= q_length:
+        # No cache, or an empty one. Beside an AttentionMask, no cache means a kv_length of 0.
         return False
     if q_length == 1:
         return True
-    return kv_offset > 0 or int(q_offset) > 0
+    return int(q_offset) > 0
 
 
 def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:

@@ -30,8 +30,8 @@ def read_rule(mask_function: Callable) -> MaskRule:
     """The rule that a mask function of transformers computes."""
     found: dict[str, object] = {}
     is_causal = _read(mask_function, found)
-    if not is_causal:
-        found.setdefault("unknown", "bidirectional attention")
+    if not is_causal and "unknown" not in found:
+        found["unknown"] = "bidirectional attention"
     return MaskRule(**found)
 
 
@@ -54,9 +54,7 @@ def _read(function: Callable, found: dict[str, object]) -> bool:
         found["chunk"] = parts["chunk_size"]
     elif name == "packed_sequence_mask_function":
         found["documents"] = parts["packed_sequence_mask"]
-    elif name == "bidirectional_mask_function":
-        found["unknown"] = "bidirectional attention"
-    else:
+    elif name != "bidirectional_mask_function":
         found["unknown"] = f"the mask function {name}"
     return False
 

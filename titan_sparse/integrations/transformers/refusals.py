@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from titan_sparse.attention.masks import Mask, MaskRanges
-from titan_sparse.integrations.transformers.layer_masks import AttentionMask
+from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
 
 _OTHERS = 'write attn_implementation="eager"'
 _REFUSED = {
@@ -12,6 +12,7 @@ _REFUSED = {
     "alibi": f"a bias of scores (alibi) is not computed; {_OTHERS}",
     "indices": f"a model's own choice of keys (indices) is not computed; {_OTHERS}",
     "block_indices": f"a model's own choice of keys (block_indices) is not computed; {_OTHERS}",
+    "sinks": f"sinks that depend on tokens (sinks) are not computed; {_OTHERS}",
     "cache": 'paged caches are not read; write attn_implementation="sdpa" for generate_batch()',
     "output_attentions": f"attention weights never exist; write output_attentions=False, or {_OTHERS}",
     "cu_seq_lens_q": (
@@ -20,6 +21,11 @@ _REFUSED = {
     ),
 }
 """What transformers hands to attention functions by keyword, and cannot be had here."""
+
+BESIDE_CACHE = (
+    "masks of ours are for whole sequences, not for tokens that follow cached ones; "
+    "write use_cache=False, or a 2D attention_mask"
+)
 
 
 def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]) -> None:
@@ -44,27 +50,33 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str,
         )
 
 
-def check_mask(
-    module: nn.Module, mask: object, query: Tensor, key: Tensor, is_causal: bool | None
-) -> None:
-    """Raises ValueError for masks that are none of ours, and for layers that need none.
+def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError for a layer's mask that is none of ours, or does not fit what is cached.
 
-    mask: what the layer was handed as attention_mask. is_causal: what the layer says of itself;
-    None, what its module says.
+    mask: what the layer was handed as attention_mask.
     """
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    is_own = isinstance(mask, AttentionMask | Mask | MaskRanges)
-    has_cache = key.shape[2] != query.shape[2]
-    if isinstance(mask, Tensor) and not has_cache:
-        raise ValueError(
-            f"attention_mask with {mask.ndim} dims is not computed; write "
-            "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
-        )
-    if isinstance(mask, Tensor) or (is_own and is_causal):
+    if isinstance(mask, LayerMask):
+        if key.shape[2] != mask.keys:
+            # transformers' cache of a window of one token, for one, keeps more than it says.
+            raise ValueError(
+                f"the cache holds {key.shape[2]} keys where transformers announced {mask.keys}; "
+                "write use_cache=False"
+            )
+        return
+    has_more_keys = key.shape[2] != query.shape[2]
+    if isinstance(mask, AttentionMask | Mask | MaskRanges):
+        if has_more_keys:
+            raise ValueError(BESIDE_CACHE)
+        return
+    if isinstance(mask, Tensor):
+        if not has_more_keys:
+            raise ValueError(
+                f"attention_mask with {mask.ndim} dims is not computed; write "
+                "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+            )
         return
     name = type(module).__name__
-    if not is_causal:
+    if not getattr(module, "is_causal", True):
         raise ValueError(
             f"{name} is bidirectional or cross attention, which is not computed; "
             'write attn_implementation="sdpa" for that part of the model'

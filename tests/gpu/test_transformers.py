@@ -1,0 +1,93 @@
+"""transformers' models on a GPU: our attention in bf16 against sdpa's errors, and who waits."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.transformers.families import family, positions, tokens
+from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.integrations.transformers import AttentionSettings, register
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+SEQ_LEN = 1000
+LENGTHS = [300, 60, 640]
+
+
+def on_gpu(name: str, **changes) -> nn.Module:
+    sizes = {"head_dim": 64, "max_position_embeddings": SEQ_LEN}
+    return family(name, **sizes, **changes).to("cuda", torch.bfloat16)
+
+
+def logits(model: nn.Module, implementation: str, **inputs: Tensor) -> Tensor:
+    model.set_attn_implementation(implementation)
+    on_device = {name: value.cuda() for name, value in inputs.items()}
+    with torch.no_grad():
+        return model(**on_device, use_cache=False).logits.float()
+
+
+def padded() -> Tensor:
+    attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)
+    attention_mask[0, :200] = 0
+    attention_mask[1, 900:] = 0
+    return attention_mask
+
+
+INPUTS = {
+    "plain": {},
+    "packed": {"position_ids": positions(*LENGTHS)},
+    "padded": {"attention_mask": padded()},
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", ["llama", "olmo3", "gpt_oss"])
+def test_logits_are_as_near_as_those_of_eager_attention(name, inputs):
+    """To those of fp32 weights: at most twice the error of transformers' own bf16.
+
+    GPT-OSS's own attention does not see where documents begin: there, documents run alone.
+    """
+    register()
+    model = on_gpu(name)
+    given = {"input_ids": tokens(2, SEQ_LEN), **INPUTS[inputs]}
+    ours = logits(model, "titan_sparse", **given)
+    theirs = _reference(model, **given)
+    wanted = _reference(model.float(), **given)
+    real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    if inputs == "padded":
+        real = padded().bool()
+    error, bound = (ours - wanted)[real].norm(), (theirs - wanted)[real].norm()
+    assert error <= 2 * bound + 1e-3 * wanted[real].norm()
+
+
+def _reference(model: nn.Module, input_ids: Tensor, **others: Tensor) -> Tensor:
+    if "position_ids" not in others:
+        return logits(model, "eager", input_ids=input_ids, **others)
+    parts = input_ids.split(LENGTHS, dim=1)
+    return torch.cat([logits(model, "eager", input_ids=part) for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("pattern", [None, VerticalSlash(recall=0.8, dense_below=128)])
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_more_layers_wait_no_more(inputs, pattern):
+    """The host waits for the device where the mask is built, and in no layer."""
+    register(AttentionSettings() if pattern is None else AttentionSettings(pattern=pattern))
+    few, many = (waits(on_gpu("llama", num_hidden_layers=n), INPUTS[inputs]) for n in (2, 5))
+    assert few == many
+
+
+def waits(model: nn.Module, inputs: dict[str, Tensor]) -> int:
+    """How often a forward waits for the device, after one to warm up."""
+    given = {"input_ids": tokens(2, SEQ_LEN).cuda()}
+    given |= {name: value.cuda() for name, value in inputs.items()}
+    model.set_attn_implementation("titan_sparse")
+    model(**given, use_cache=False)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(**given, use_cache=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in seen)
