@@ -11,6 +11,7 @@ from tests.integrations.transformers.families import family
 from tests.integrations.transformers.trainer_runs import (
     BLOCK,
     LongTrainer,
+    Stream,
     arguments,
     assert_same,
     numbers,
@@ -23,7 +24,10 @@ from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
 )
-from titan_sparse.integrations.transformers.context_parallel_checks import check_model
+from titan_sparse.integrations.transformers.context_parallel_checks import (
+    check_model,
+    check_trainer,
+)
 
 
 def refused(message: str, folder, kind: type = LongTrainer, changes=None, **options) -> None:
@@ -57,6 +61,20 @@ def test_arguments(options, message, tmp_path):
 )
 def test_functions_of_logits(name, message, tmp_path):
     refused(message, tmp_path, changes={name: lambda *args, **kwargs: {}})
+
+
+def test_streams(tmp_path, monkeypatch):
+    made = parts(arguments(tmp_path), train_dataset=Stream())
+    trainer = LongTrainer(**made)  # One rank to a sequence: whatever it gets is its own.
+    monkeypatch.setattr(trainer.args.parallelism_config, "cp_size", 2)
+    with pytest.raises(ValueError, match='write accelerator_config={"dispatch_batches": False}'):
+        check_trainer(trainer)
+
+
+def test_evaluation_without_labels(tmp_path):
+    trainer = LongTrainer(**parts(arguments(tmp_path)))
+    with pytest.raises(ValueError, match="add labels"):
+        trainer.prediction_step(trainer.model, {"input_ids": torch.ones(1, 5)}, True)
 
 
 def test_a_model_that_takes_no_counts(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedModel,
@@ -37,7 +38,14 @@ from titan_sparse.integrations.transformers.context_parallel import (
 BLOCK = 16
 VOCAB = 97
 SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=16, max_slashes=2, dense_below=64)
-NUMBERS = ("loss", "grad_norm", "eval_loss", "mean_token_accuracy", "num_tokens")
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "mean_token_accuracy",
+    "num_tokens",
+    "num_input_tokens_seen",
+)
 """What is compared, of each line of a Trainer's log."""
 
 
@@ -62,6 +70,13 @@ class Documents(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, list[int]]:
         return self.rows[i]
+
+
+class Stream(IterableDataset):
+    """The same documents, one after the other."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from Documents(37, seed=1).rows
 
 
 def tiny_model(tied: bool = False) -> PreTrainedModel:
@@ -96,6 +111,7 @@ def arguments(folder: Path | str, kind: type = TrainingArguments, **changes: Any
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
+        include_num_input_tokens_seen="all",
         report_to=[],
         parallelism_config=ContextParallelConfig(block_size=BLOCK),
     )
@@ -159,6 +175,13 @@ def balanced(folder: Path) -> list[dict[str, float]]:
 
 def sparse(folder: Path) -> list[dict[str, float]]:
     trainer = LongTrainer(**parts(arguments(folder), SPARSE))
+    trainer.train()
+    return numbers(trainer)
+
+
+def streamed(folder: Path) -> list[dict[str, float]]:
+    args = arguments(folder, accelerator_config={"dispatch_batches": False})
+    trainer = LongTrainer(**parts(args, train_dataset=Stream()))
     trainer.train()
     return numbers(trainer)
 
@@ -303,7 +326,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, zigzag, contiguous, balanced, sparse, padded, sharded, resumed)
+RUNS = (plain, zigzag, contiguous, balanced, sparse, streamed, padded, sharded, resumed)
 
 
 def run_all(folder: str, names: list[str]) -> None:

@@ -100,6 +100,9 @@ class ContextParallelTrainer:
                 "logits of whole sequences never exist under context parallelism; "
                 "write evaluate() in place of predict()"
             )
+        if inputs.get("labels") is None:
+            # Trainers would run the model on the whole batch.
+            raise ValueError("evaluate() wants a loss, and the batch has no labels; add labels")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

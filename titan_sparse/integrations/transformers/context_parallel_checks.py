@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import AttentionInterface, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -47,6 +48,16 @@ def check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             'train_sampling_strategy="batch_rebalance" gives each rank other sequences; '
             'write "random"'
+        )
+    streams = isinstance(trainer.train_dataset, IterableDataset)
+    if (
+        streams
+        and parallelism.cp_size > 1
+        and args.accelerator_config.dispatch_batches is not False
+    ):
+        raise ValueError(
+            "one process deals out an IterableDataset, other sequences to each; "
+            'write accelerator_config={"dispatch_batches": False}'
         )
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
@@ -118,6 +129,6 @@ def check_same_batch(input_ids: Tensor, labels: Tensor, cp: ContextParallel) -> 
     everyone = cp.all_gather(facts)
     if bool((everyone != facts).any()):
         raise ValueError(
-            "ranks of one sequence got different batches; for an IterableDataset write "
-            'accelerator_config={"dispatch_batches": False}, and the same order on all ranks'
+            "ranks of one sequence got different batches; write a dataset and a sampler that give "
+            "the same on all ranks, or leave sharding to accelerate"
         )
