@@ -116,6 +116,20 @@ def test_the_balancing_loss_of_experts():
         check_model(model, cp)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_by_the_length_of_a_sequence(kind):
+    cp = ContextParallel(None, block_size=BLOCK)
+    cp.size = 2  # Pretended
+    register(AttentionSettings(cp=cp))
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    check_model(model, cp)
+    for parameters in ({"rope_type": kind}, {"full_attention": {"rope_type": kind}}):
+        model.config.rope_parameters = parameters
+        with pytest.raises(ValueError, match=f'rope_type "{kind}" .* write rope_type="yarn"'):
+            check_model(model, cp)
+
+
 def test_a_model_without_a_loss_of_next_tokens():
     register()
     model = family("llama")
@@ -151,8 +165,9 @@ def test_sizes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ValueError, match="do not divide 6 processes; start .*-node=4"):
         ContextParallelConfig(cp_size=4)
-    with pytest.raises(ValueError, match="cp_size=0"):
-        ContextParallelConfig(cp_size=0)
+    for sizes in ({"cp_size": 0}, {"dp_replicate_size": 0}):
+        with pytest.raises(ValueError, match="start torchrun"):
+            ContextParallelConfig(**sizes)
     config = ContextParallelConfig(cp_size=3)
     assert (config.dp_shard_size, config.cp_size) == (2, 3)
     config = ContextParallelConfig(dp_replicate_size=2)

@@ -8,7 +8,9 @@ import pytest
 
 trl = pytest.importorskip("trl")
 
+import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
@@ -54,7 +56,7 @@ def texts(count: int, seed: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer(folder: Path, **changes) -> LongSFTTrainer:
+def trainer(folder: Path, peft_config: LoraConfig | None = None, **changes) -> LongSFTTrainer:
     options = dict(
         max_length=250,
         packing=True,
@@ -72,6 +74,7 @@ def trainer(folder: Path, **changes) -> LongSFTTrainer:
         train_dataset=texts(48, 1),
         eval_dataset=texts(20, 2),
         processing_class=tokenizer(),
+        peft_config=peft_config,
     )
 
 
@@ -99,7 +102,18 @@ def without_packing(folder: Path) -> list[dict[str, float]]:
     return numbers(made)
 
 
-RUNS = (packed, sharded, without_packing)
+def with_lora(folder: Path) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    made = trainer(folder, peft_config=lora)
+    made.train()
+    assert len(list(made.model.parameters())) > sum(
+        p.requires_grad for p in made.model.parameters()
+    )
+    return numbers(made)
+
+
+RUNS = (packed, sharded, without_packing, with_lora)
 
 
 def run_all(folder: str) -> None:

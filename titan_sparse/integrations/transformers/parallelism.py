@@ -36,7 +36,7 @@ class ContextParallelConfig(ParallelismConfig):
         """
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if cp_size is None:
-            cp_size = max(1, processes // dp_replicate_size)
+            cp_size = processes // max(1, dp_replicate_size)
         unit = cp_size * dp_replicate_size
         if min(cp_size, dp_replicate_size) < 1 or processes % unit:
             raise ValueError(
