@@ -185,6 +185,11 @@ def test_attention_without_a_mask_is_refused():
         attention.attention_forward(AttentionSettings(), tower, q, q, q, None)
 
 
+def causal_mask_function(batch, head, query, key):
+    """Not transformers', for all its name."""
+    return key <= query + 1
+
+
 @pytest.mark.parametrize(
     ("mask_function", "unknown"),
     [
@@ -198,10 +203,18 @@ def test_attention_without_a_mask_is_refused():
         ),
         (
             masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k > 2),
-            "the mask function <lambda>",
+            "the mask function <lambda> of others",
+        ),
+        (causal_mask_function, "the mask function causal_mask_function of others"),
+        (
+            masking_utils.and_masks(
+                masking_utils.sliding_window_overlay(4),
+                masking_utils.sliding_window_causal_mask_function(9),
+            ),
+            "two mask functions sliding_window_overlay",
         ),
     ],
-    ids=["bidirectional", "window alone", "union", "a user's"],
+    ids=["bidirectional", "window alone", "union", "a user's", "a user's name", "two windows"],
 )
 def test_mask_functions_that_are_not_read(mask_function, unknown):
     rule = read_rule(mask_function)

@@ -26,6 +26,14 @@ class MaskRule(NamedTuple):
     unknown: str | None = None
 
 
+# What makes a mask function -> the field that it sets, and its variable that holds the value.
+_FIELDS = {
+    "sliding_window_overlay": ("window", "sliding_window"),
+    "chunked_overlay": ("chunk", "chunk_size"),
+    "packed_sequence_mask_function": ("documents", "packed_sequence_mask"),
+}
+
+
 def read_rule(mask_function: Callable) -> MaskRule:
     """The rule that a mask function of transformers computes."""
     found: dict[str, object] = {}
@@ -37,8 +45,7 @@ def read_rule(mask_function: Callable) -> MaskRule:
 
 def _read(function: Callable, found: dict[str, object]) -> bool:
     """Adds the fields of MaskRule that `function` sets. Returns whether it is causal."""
-    # An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
-    name = getattr(function, "__qualname__", repr(function)).partition(".")[0]
+    name = _name(function)
     parts = _closure(function)
     if name == "causal_mask_function":
         return True
@@ -48,15 +55,25 @@ def _read(function: Callable, found: dict[str, object]) -> bool:
     if name == "remap_positions_for_packed_sequence":
         # Distances inside a document are the same in its own positions.
         return _read(parts["mask_function"], found)
-    if name == "sliding_window_overlay":
-        found["window"] = parts["sliding_window"]
-    elif name == "chunked_overlay":
-        found["chunk"] = parts["chunk_size"]
-    elif name == "packed_sequence_mask_function":
-        found["documents"] = parts["packed_sequence_mask"]
+    if name in _FIELDS:
+        field, variable = _FIELDS[name]
+        if field in found:
+            found["unknown"] = f"two mask functions {name}"
+        found[field] = parts[variable]
     elif name != "bidirectional_mask_function":
         found["unknown"] = f"the mask function {name}"
     return False
+
+
+def _name(function: Callable) -> str:
+    """The name in transformers.masking_utils; whatever a function of others is called, if it is one.
+
+    An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return f"{name} of others"
+    return name.partition(".")[0]
 
 
 def _closure(function: Callable) -> dict[str, object]:
