@@ -65,7 +65,7 @@ def read_config(folder: str) -> DecoderConfig:
     decoder does not have.
     """
     path = Path(folder).expanduser() / "config.json"
-    values = _read_json(folder)
+    values = read_json(folder)
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -111,7 +111,7 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     tokens; empty: none. Raises ValueError where no family has such a shape.
     """
     name = architecture(config)
-    values: dict[str, Any] = _read_json(source) if source else {}
+    values: dict[str, Any] = read_json(source) if source else {}
     for key in _NOT_KEPT:
         values.pop(key, None)
     values["architectures"] = [name]
@@ -158,7 +158,8 @@ def architecture(config: DecoderConfig) -> str:
     )
 
 
-def _read_json(folder: str) -> dict[str, Any]:
+def read_json(folder: str) -> dict[str, Any]:
+    """The content of `folder`/config.json. Raises ValueError, one line, for what is no JSON object."""
     path = Path(folder).expanduser() / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
