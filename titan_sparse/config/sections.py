@@ -32,6 +32,15 @@ class Model:
     initial_hf: str = ""
     """Hugging Face folder (config.json, *.safetensors) that gives the shape and the first weights,
     in place of the flavour"""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """whose code computes a model of initial_hf: native (faster), or transformers' own; auto: native
+    for the families that it has (docs/huggingface.md)"""
+    random_weights: bool = False
+    """true: of initial_hf only config.json counts, and the first weights are drawn from
+    training.seed"""
+    router_loss: float = -1.0
+    """weight of the load-balancing loss of a mixture of experts; -1: router_aux_loss_coef of
+    config.json where its output_router_logits is true, else 0"""
 
 
 @dataclass

@@ -103,6 +103,18 @@ def read_config(folder: str) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
+def is_native(folder: str) -> bool:
+    """Whether our decoder has the family that `folder`/config.json names.
+
+    Also where neither has it to be told so: no family of transformers, or names that do not fit.
+    """
+    values = read_json(folder)
+    model_types = [family.model_type for family in _FAMILIES.values()]
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    return values.get("model_type") in model_types or name in list(_FAMILIES)
+
+
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
     """The content of config.json for a model whose weights are `dtype` (such as "bfloat16").
 

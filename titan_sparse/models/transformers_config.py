@@ -82,11 +82,14 @@ AS_PUBLISHED = -1.0
 """model.router_loss: as config.json says."""
 
 
-def read_transformers_config(folder: str, router_loss: float = AS_PUBLISHED) -> TransformersConfig:
+def read_transformers_config(
+    folder: str, router_loss: float = AS_PUBLISHED, layers: int = 0
+) -> TransformersConfig:
     """The model that `folder`/config.json describes.
 
-    router_loss: model.router_loss. Raises ValueError, one line, for an unreadable file, a family
-    that is not in FAMILIES, or a setting that cannot be trained.
+    router_loss: model.router_loss. layers: the first ones only; 0 for all. Raises ValueError, one
+    line, for an unreadable file, a family that is not in FAMILIES, or a setting that cannot be
+    trained.
     """
     path = Path(folder).expanduser() / "config.json"
     given = read_json(folder)
@@ -94,10 +97,14 @@ def read_transformers_config(folder: str, router_loss: float = AS_PUBLISHED) -> 
     values = _with_defaults(given, family)
     _check_sizes(path, values, family)
     _refuse_settings(path, values, family)
+    if layers:
+        values["num_hidden_layers"] = layers
+        if "layer_types" in values:
+            values["layer_types"] = values["layer_types"][:layers]
     try:
         tied = bool(values.get("tie_word_embeddings")) and not has_own_head(path.parent)
         rope = RopeConfig(_theta(values), "none", 1.0, values["max_position_embeddings"])
-        layers = parameters_of_layers(values, family)
+        counts = parameters_of_layers(values, family)
         tables = values["vocab_size"] * values["hidden_size"] * (1 if tied else 2)
         final_norm = values["hidden_size"]
         per_token = values["num_experts_per_tok"] if family.experts else 0
@@ -119,8 +126,8 @@ def read_transformers_config(folder: str, router_loss: float = AS_PUBLISHED) -> 
             model_type=values["model_type"],
             windows=_windows(path, values, family),
             sinks=family.sinks,
-            parameters=layers.matrices + layers.vectors + final_norm + tables,
-            linear_weights=layers.of_token,
+            parameters=counts.matrices + counts.vectors + final_norm + tables,
+            linear_weights=counts.of_token,
             experts=values["num_local_experts"] if family.experts else 0,
             experts_per_token=per_token,
             router_loss=_router_loss(values, family, router_loss),

@@ -7,7 +7,7 @@ registered under ATTENTION; that function calls what was attached to the layer's
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,31 +17,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_sparse.loss import linear_cross_entropy
-from titan_sparse.models.decoder import Attend
+from titan_sparse.models.decoder import run_blocks
+from titan_sparse.models.layer_masks import Attends, LayerMasks
 from titan_sparse.models.transformers_config import TransformersConfig
 from titan_sparse.models.transformers_router import RoutedLayer, RouterLoss
 
 ATTENTION = "titan_sparse_models"
 """The name of our attention in transformers' AttentionInterface."""
-
-
-class LayerMasks(NamedTuple):
-    """The masks of a model whose layers differ; opaque to the model, as one mask is.
-
-    full: of layers that see everything. window: of layers with a window. tokens: bool [B, S], which
-    tokens are no padding; None counts all.
-    """
-
-    full: Any
-    window: Any = None
-    tokens: Tensor | None = None
-
-
-class Attends(NamedTuple):
-    """attend(q, k, v, mask, scale=..., sinks=...) of layers that see everything, and of windows."""
-
-    full: Attend
-    window: Attend
 
 
 def attention(
@@ -70,6 +52,34 @@ def attention(
 transformers.AttentionInterface.register(ATTENTION, attention)
 
 
+class _Step(NamedTuple):
+    """One layer, called as models.decoder calls a block, outside of what is compiled."""
+
+    layer: nn.Module
+    has_window: bool
+    router_logits: list[Tensor]
+    """filled by layers that route"""
+
+    def __call__(
+        self, x: Tensor, full_tables: Any, window_tables: Any, masks: LayerMasks, positions: Tensor
+    ) -> Tensor:
+        """x [B, S, hidden_size] -> the same. tables: cos and sin, each [B, S, D]."""
+        out = self.layer(
+            x,
+            attention_mask=masks.window if self.has_window else masks.full,
+            position_embeddings=window_tables if self.has_window else full_tables,
+            position_ids=positions,
+        )
+        if isinstance(out, tuple):
+            out, logits = out
+            self.router_logits.append(logits)
+        return out
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of the layer, for training.offload."""
+        return self.layer.parameters()
+
+
 class TransformersDecoder(nn.Module):
     """The model that `config.folder` describes. Make it on "meta": its code draws weights.
 
@@ -80,11 +90,13 @@ class TransformersDecoder(nn.Module):
 
     def __init__(self, config: TransformersConfig, attends: Attends) -> None:
         super().__init__()
-        theirs = _build(config.folder)
+        theirs = _build(config)
         inner = theirs.model
         self.config = config
         self.embed_tokens = inner.embed_tokens
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(inner.layers)})
+        # As in models.decoder: training.offload takes this place.
+        self.run_blocks = run_blocks
         self.norm = inner.norm
         self.lm_head = None if config.tied_embeddings else theirs.lm_head
         self.embedding_multiplier = getattr(theirs.config, "embedding_multiplier", 1.0)
@@ -120,7 +132,13 @@ class TransformersDecoder(nn.Module):
         x = self.embed_tokens(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
-        x, router_logits = self._run_layers(x, positions, mask)
+        router_logits: list[Tensor] = []
+        steps = [
+            _Step(layer, window > 0, router_logits)
+            for layer, window in zip(self.layers.values(), self.config.windows, strict=True)
+        ]
+        full_tables, window_tables = self.rotary.tables(x, positions)
+        x = self.run_blocks(steps, x, full_tables, window_tables, mask, positions)
         hidden = self.norm(x)
         if self.logits_scaling != 1.0:
             # The same as dividing the logits.
@@ -133,26 +151,6 @@ class TransformersDecoder(nn.Module):
         if self.router_loss is not None and self.training and loss is linear_cross_entropy:
             total = total + self.router_loss(router_logits, labels, mask.tokens)
         return total
-
-    def _run_layers(
-        self, x: Tensor, positions: Tensor, masks: LayerMasks
-    ) -> tuple[Tensor, list[Tensor]]:
-        """x [B, S, hidden_size] through all layers; and the router's logits [B * S, E] of those that
-        give them."""
-        tables = self.rotary.tables(x, positions)
-        router_logits = []
-        for layer, window in zip(self.layers.values(), self.config.windows, strict=True):
-            layer_type = "sliding_attention" if window else "full_attention"
-            x = layer(
-                x,
-                attention_mask=masks.window if window else masks.full,
-                position_embeddings=tables[layer_type],
-                position_ids=positions,
-            )
-            if isinstance(x, tuple):
-                x, logits = x
-                router_logits.append(logits)
-        return x, router_logits
 
     def _keep_scale_of_embedding(self) -> None:
         """Gemma's embedding has its scale as a buffer, which to_empty() would wipe."""
@@ -189,24 +187,27 @@ class _Rotary:
         self.is_by_layer = "layer_type" in inspect.signature(rotary_class.forward).parameters
         self.device = torch.device("cpu")
 
-    def tables(self, x: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """cos and sin [B, S, D] by kind of layer, in fp32 (fp64 for fp64 x)."""
+    def tables(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """cos and sin [B, S, D] in fp32 (fp64 for fp64 x), of layers that see everything and of those
+        with a window."""
         if self.device != x.device:
             self.module.to(x.device)
             self.device = x.device
         # Only its dtype and device are asked for. In bf16 the tables would lose far positions.
         wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        kinds = ("full_attention", "sliding_attention")
         if not self.is_by_layer:
-            return dict.fromkeys(kinds, self.module(wide, positions))
-        there = [kind for kind in kinds if kind in self.module.layer_types]
-        return {kind: self.module(wide, positions, kind) for kind in there}
+            return [self.module(wide, positions)] * 2
+        tables = []
+        for kind in ("full_attention", "sliding_attention"):
+            is_there = kind in self.module.layer_types
+            tables.append(self.module(wide, positions, kind) if is_there else None)
+        return tables
 
 
-def _build(folder: str) -> nn.Module:
-    """transformers' model of `folder`/config.json, with our attention."""
-    path = str(Path(folder).expanduser())
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+def _build(shape: TransformersConfig) -> nn.Module:
+    """transformers' model of `shape.folder`, with our attention."""
+    path = str(Path(shape.folder).expanduser())
+    config = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=shape.layers)
     quiet = logging.getLogger("transformers")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
