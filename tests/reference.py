@@ -24,6 +24,21 @@ def dense_attention(
     return probability @ values, lse
 
 
+def attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """dense_attention() with learned sinks [Hq]: a column of the scores that has no value."""
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    group = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(group, 1)
+    values = v.repeat_interleave(group, 1)
+    scores = (q @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+    column = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ values, scores.logsumexp(-1)
+
+
 def gradients(function, d_out: Tensor, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
     """function(*inputs) and the gradients of its inputs for the upstream gradient d_out."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]

@@ -17,11 +17,14 @@ def op_arguments(
     scale: float | None = None,
     share: str = "whole",
     recomputed: float = 0.0,
-) -> tuple[list[Tensor], list[Tensor], str]:
-    """(index, mask, call), which follow q, k and v. share, recomputed: as options_key() takes them."""
+) -> tuple[None, list[Tensor], list[Tensor], str]:
+    """(sinks, index, mask, call), which follow q, k and v; no sinks.
+
+    share, recomputed: as options_key() takes them.
+    """
     names, tensors = mask_tensors(ranges)
     key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, share, recomputed)
-    return index, tensors, key
+    return None, index, tensors, key
 
 
 def select_arguments(
@@ -38,5 +41,5 @@ def bound_call(
     q: Tensor, ranges: MaskRanges, pattern: Pattern, cp: ContextParallel
 ) -> AttentionCall:
     """The call of a static pattern, as ops bind it."""
-    index, tensors, key = op_arguments([], ranges, pattern, cp)
+    _, index, tensors, key = op_arguments([], ranges, pattern, cp)
     return bind(key, q, index, tensors)

@@ -11,6 +11,7 @@ from titan_sparse.attention.call import options_key, recomputed_blocks
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
     Ranks,
+    check_sinks,
     check_tensors,
     constant,
     mask_tensors,
@@ -26,7 +27,8 @@ from titan_sparse.attention.patterns.selection import check_pattern, select
 class Auxiliary(NamedTuple):
     """What attend() returns besides out.
 
-    lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64). index: what was selected.
+    lse: natural-log normalizer [B, Hq, S_local], fp32 (fp64 for fp64); it counts the sinks, if there
+    are any. index: what was selected.
     """
 
     lse: Tensor
@@ -45,6 +47,7 @@ def attend(
     block_size: int | None = None,
     return_aux: bool = False,
     recomputed: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Auxiliary]:
     """Attention over what `mask` allows and `pattern` selects.
 
@@ -60,9 +63,14 @@ def attend(
     its start, whose out and lse are computed again in the backward rather than kept (BurstEngine's
     sequence-level selective checkpointing), rounded to a block of every rank. A share between 0
     and 1 needs a causal mask, and one rank or the layout "striped".
+    sinks: [Hq], fp32 or the dtype of q. A learned logit of each query head that takes part in the
+    softmax of every row and has no value (GPT-OSS); -inf for a head without one. `scale` does not
+    apply to it. Patterns select, and density and recall count, by the softmax over keys alone. Every
+    rank of `cp` gives the same sinks and gets the gradient through its own rows: their sum over the
+    ranks is the whole, as for any parameter that ranks share.
 
     Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see
-    nothing have out 0, lse -inf and zero gradients. No batch or no tokens give an empty out and
+    nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients. No batch or no tokens give an empty out and
     empty gradients; `meta` tensors give `meta` tensors.
     Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
     forward-mode AD (torch.func.jvp), which attention does not have.
@@ -74,6 +82,8 @@ def attend(
         )
     ranks = ranks_of(cp, block_size)
     check_tensors(q, k, v)
+    if sinks is not None:
+        check_sinks(sinks, q)
     ranges = resolve_mask(mask, q, ranks)
     if scale is not None:
         scale = constant(scale)
@@ -103,12 +113,12 @@ def attend(
         )
 
     if boundary == 0:
-        out, lse, _ = ops.attend_forward(q, k, v, index, tensors, key())
+        out, lse, _ = ops.attend_forward(q, k, v, sinks, index, tensors, key())
     elif boundary == blocks:
-        out, lse, _ = ops.attend_recomputed(q, k, v, index, tensors, key())
+        out, lse, _ = ops.attend_recomputed(q, k, v, sinks, index, tensors, key())
     else:
-        # The two shares are differentiated together, by attend_join.
-        inputs = (q.detach(), k.detach(), v.detach())
+        # The two shares are differentiated together, by attend_join, which also adds the sinks.
+        inputs = (q.detach(), k.detach(), v.detach(), None)
         second_out, second_lse, vertical_kv = ops.attend_forward(
             *inputs, index, tensors, key("second")
         )
@@ -116,7 +126,7 @@ def attend(
             *inputs, [*index, vertical_kv], tensors, key("first")
         )
         shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
-        out, lse = ops.attend_join(q, k, v, index, tensors, key(), shares)
+        out, lse = ops.attend_join(q, k, v, sinks, index, tensors, key(), shares)
     if not return_aux:
         return out
     batch, heads = q.shape[:2]

@@ -81,6 +81,24 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_tangents(q=q, k=k, v=v)
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Raises ValueError for sinks that are not one logit for each head of q [B, Hq, S, D]."""
+    heads = q.shape[1]
+    if sinks.shape != (heads,):
+        raise ValueError(
+            f"sinks has shape {list(sinks.shape)}; write one logit a query head, [{heads}]"
+        )
+    if sinks.dtype not in (torch.float32, q.dtype):
+        raise ValueError(
+            f"sinks is {sinks.dtype}; write sinks.float(), or the dtype of q ({q.dtype})"
+        )
+    if sinks.device != q.device:
+        raise ValueError(
+            f'sinks is on {sinks.device}, q on {q.device}; write sinks.to("{q.device}")'
+        )
+    check_tangents(sinks=sinks)
+
+
 def check_tangents(**tensors: Tensor) -> None:
     """Raises ValueError under forward-mode AD and transforms of torch.func."""
     for name, tensor in tensors.items():

@@ -5,8 +5,10 @@ and attend_forward (SAVED_OPS), so that index, out and lse survive recomputation
 runs twice. What may be computed twice to save memory goes through attend_recomputed, which is
 attend_forward by another name, and attend_join.
 
-Every op takes (q, k, v, index, mask, call): the tensors of the index and of the mask, and the key
-of CallOptions (call.py).
+A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
+and of the mask, and the key of CallOptions (call.py). It adds the sinks at its end, so that out and
+lse, as they are returned and kept for the backward, count them (kernels/sinks.py). Schedules,
+backends and observers know nothing of sinks.
 """
 
 import torch
@@ -18,20 +20,28 @@ from titan_sparse.attention.call import bind
 from titan_sparse.attention.inputs import check_tangents, whole_blocks
 from titan_sparse.attention.merge import accumulation_dtype
 from titan_sparse.attention.schedules import EXECUTORS
+from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], mask: list[Tensor], call: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the gathered verticals' keys and values [2, B, Hq, C, D].
 
-    The verticals are not returned again where they came as the last of `index`.
+    The verticals are not returned again where they came as the last of `index`. A share of a
+    sequence is given no sinks: attend_join adds them.
     """
     # A graph that torch.compile made without tangents may be called with them.
     check_tangents(q=q, k=k, v=v)
     if q.numel() == 0:
         # No batch or no tokens: nothing to compute, and nobody reads the verticals.
-        return _fake_forward(q, k, v, index, mask, call)
+        return _fake_forward(q, k, v, sinks, index, mask, call)
     bound = bind(call, q, index, mask)
     size = bound.cp.block_size
     # Everything below works on whole blocks; [B, H, padded S_local, D].
@@ -55,13 +65,21 @@ def _forward(
     # Without the padding: [B, Hq, length, D] and [B, Hq, length].
     length = q.shape[2] - bound.first * size
     out = out[:, :, :length]
-    out = out.to(q.dtype).contiguous()
     lse = lse[:, :, :length].contiguous()
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    out = out.to(q.dtype).contiguous()
     return out, lse, vertical_kv
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, index: list[Tensor], mask: list[Tensor], call: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of what _forward() returns, for torch.compile."""
     options = registry.lookup(call)
@@ -90,6 +108,7 @@ def _join(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     index: list[Tensor],
     mask: list[Tensor],
     call: str,
@@ -98,7 +117,7 @@ def _join(
     """out and lse of the whole from those of its two shares; differentiated as the whole.
 
     shares: out of the first and of the second share, lse of both, and the verticals' keys and
-    values.
+    values; all without sinks, which are added here.
     """
     first_out, second_out, first_lse, second_lse, _ = shares
     out = torch.cat([first_out, second_out], dim=2)
@@ -113,11 +132,13 @@ def _join(
         k_padded = whole_blocks(k, 2, size)
         lse_padded = whole_blocks(lse, 2, size, -torch.inf)
         observer.layer(bound, q_padded, k_padded, lse_padded)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
     return out, lse
 
 
 @_join.register_fake
-def _fake_join(q, k, v, index, mask, call, shares):
+def _fake_join(q, k, v, sinks, index, mask, call, shares):
     lse_dtype = accumulation_dtype(q.dtype)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
@@ -176,30 +197,43 @@ def _fake_backward(d_out, q, k, v, results, index, mask, call):
     return dq, dk, dv
 
 
+@torch.library.custom_op("titan_sparse::attend_sinks_backward", mutates_args=())
+def _sinks_backward(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks [Hq], over this rank's rows; out and lse as the forward gave them."""
+    if out.is_cuda and lse.dtype == torch.float32:
+        return sinks_gradient(d_out, out, lse, sinks)
+    return sinks_gradient_naive(d_out, out, lse, sinks)
+
+
+@_sinks_backward.register_fake
+def _fake_sinks_backward(d_out, out, lse, sinks):
+    return torch.empty_like(sinks, memory_format=torch.contiguous_format)
+
+
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     """Keep for the backward what the whole attention needs; a share of one has no backward."""
-    q, k, v, index, mask, call = inputs
+    q, k, v, sinks, index, mask, call = inputs
     options = registry.lookup(call)
     if options.share != "whole":
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
         )
-    _save(ctx, q, k, v, index, mask, call, output)
+    _save(ctx, q, k, v, sinks, index, mask, call, output)
     _, lse, vertical_kv = output
     ctx.mark_non_differentiable(lse, vertical_kv)
 
 
 def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     """Keep for the backward what _save_forward() keeps, of the whole."""
-    q, k, v, index, mask, call, shares = inputs
+    q, k, v, sinks, index, mask, call, shares = inputs
     out, lse = output
     vertical_kv = shares[-1]
     results = (out, lse, vertical_kv)
-    _save(ctx, q, k, v, index, mask, call, results)
+    _save(ctx, q, k, v, sinks, index, mask, call, results)
     ctx.mark_non_differentiable(lse)
 
 
-def _save(ctx, q, k, v, index, mask, call, results) -> None:
+def _save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     """results: out, lse and the verticals' keys and values."""
     # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.call = call
@@ -207,23 +241,25 @@ def _save(ctx, q, k, v, index, mask, call, results) -> None:
     ctx.cp = registry.lookup(call).cp()
     ctx.index_count = len(index)
     ctx.mask_count = len(mask)
-    tensors = [q, k, v, *results, *index, *mask]
+    tensors = [q, k, v, sinks, *results, *index, *mask]
     ctx.save_for_backward(*tensors)
     # A missing gradient stays None, instead of becoming a tensor of zeros.
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
-    """Gradients of the six inputs; those of index and mask are lists of None."""
+    """Gradients of the seven inputs; those of index and mask are lists of None."""
     no_index = [None] * ctx.index_count
     no_mask = [None] * ctx.mask_count
     if d_out is None:
-        return None, None, None, no_index, no_mask, None
-    q, k, v, out, lse, vertical_kv, *rest = ctx.saved_tensors
+        return None, None, None, None, no_index, no_mask, None
+    q, k, v, sinks, out, lse, vertical_kv, *rest = ctx.saved_tensors
     index = rest[: ctx.index_count]
     mask = rest[ctx.index_count :]
-    dq, dk, dv = torch.ops.titan_sparse.attend_backward(
-        d_out.contiguous(),
+    d_out = d_out.contiguous()
+    ops = torch.ops.titan_sparse
+    dq, dk, dv = ops.attend_backward(
+        d_out,
         q,
         k,
         v,
@@ -232,11 +268,14 @@ def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
         mask,
         ctx.call,
     )
-    return dq, dk, dv, no_index, no_mask, None
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = ops.attend_sinks_backward(d_out, out, lse, sinks)
+    return dq, dk, dv, d_sinks, no_index, no_mask, None
 
 
 def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
-    """As _differentiate(), with the five shares as a seventh input."""
+    """As _differentiate(), with the five shares as an eighth input."""
     no_shares = [None] * 5
     gradients = _differentiate(ctx, d_out)
     return *gradients, no_shares

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
-from tests.reference import structured_qkv
+from tests.reference import attention_with_sinks, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -53,6 +53,26 @@ def test_equals_eager(mask, pattern):
     _check_close(
         *(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager"))
     )
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+def test_learned_sinks(pattern):
+    """Out, lse and every gradient as by brute force; with padding, whose rows see nothing."""
+    mask = Documents([SEQ_LEN // 2 + 5, 9, SEQ_LEN // 4])
+    qkv, d_out = _problem()
+    sinks = torch.tensor([-4.0, 0.0, 1.5, 9.0], device=DEVICE)
+    leaves = [x.clone().requires_grad_() for x in (*qkv, sinks)]
+    *inputs, leaf = leaves
+    options = dict(backend="triton", block_size=BLOCK, return_aux=True)
+    out, aux = attend(*inputs, mask, pattern, sinks=leaf, **options)
+    got = [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
+
+    seen = aux.index.dense(mask)
+    exact = [x.double() for x in (*qkv, sinks)]
+    want, grads = gradients(lambda *x: attention_with_sinks(*x, seen)[0], d_out.double(), *exact)
+    want_lse = attention_with_sinks(*exact, seen)[1]
+    for a, b in zip(got, [want, want_lse, *grads], strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=2e-4)
 
 
 def _over_ranks() -> None:

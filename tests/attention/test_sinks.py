@@ -1,0 +1,424 @@
+"""Learned sinks on one rank, against a softmax with one more column: out, lse and every gradient."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from tests.attention.calls import op_arguments
+from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.context_parallel.group import one_rank
+from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
+from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
+from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.training.activation_checkpoint import _full_contexts
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+MASKS = {
+    "full": Full(),
+    "causal": Causal(),
+    "valid": Causal(valid=(101, 0)),
+    "window": Causal() & SlidingWindow(45),
+    "documents": Documents([[40, 3, 57, 9], [20, 41, 1, 55]]),
+    "documents, window": Documents([[40, 3, 57, 9], [100]]) & SlidingWindow(30),
+    "slices": prefix_lm([60, 50], [9, 20]),
+    "slices, window": sliding_window([60, 50], 20, sinks=5),
+}
+PATTERNS = {
+    "dense": Dense(),
+    "vertical_slash": VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=40),
+    "xattention": XAttention(4, 0.6, 48),
+    "moba": MoBA(32, 2),
+}
+SPARSE_MASKS = ("causal", "valid", "documents, window")
+COMBINATIONS = [
+    *((mask, "dense") for mask in MASKS),
+    *itertools.product(SPARSE_MASKS, [name for name in PATTERNS if name != "dense"]),
+]
+SHAPES = [(8, 2, 128, 16), (5, 1, 157, 32), (3, 3, 117, 16)]
+"""Query heads, KV heads, tokens, block size."""
+
+
+class Problem(NamedTuple):
+    """Inputs of one attention over two sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor
+    mask: Mask
+    pattern: Pattern
+    block: int
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.sinks
+
+    @property
+    def d_out(self) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(self.q.shape, dtype=torch.float64, generator=generator)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options):
+        return attend(
+            q, k, v, self.mask, self.pattern, block_size=self.block, sinks=sinks, **options
+        )
+
+    def seen(self) -> Tensor:
+        """bool [B, Hq, S, S]: what the mask allows and the pattern selects."""
+        _, aux = self.attend(self.q, self.k, self.v, None, return_aux=True)
+        return aux.index.dense(self.mask)
+
+
+def sink_logits(heads: int) -> Tensor:
+    """From one that hardly counts to one that takes nearly all."""
+    return torch.linspace(-6, 12, heads, dtype=torch.float64)
+
+
+def _problem(
+    mask: str = "documents", pattern: str = "dense", shape: tuple[int, ...] = SHAPES[2]
+) -> Problem:
+    heads, kv_heads, seq_len, block = shape
+    q, k, v = structured_qkv(2, heads, kv_heads, seq_len, 8, seed=heads)
+    return Problem(q * 0.5, k, v, sink_logits(heads), MASKS[mask], PATTERNS[pattern], block)
+
+
+def _results(p: Problem, **options) -> list[Tensor]:
+    """out, lse and gradients of q, k, v and the sinks by attend()."""
+    _, aux = p.attend(*p.inputs, return_aux=True, **options)
+    out, grads = gradients(lambda *x: p.attend(*x, **options), p.d_out, *p.inputs)
+    return [out, aux.lse, *grads]
+
+
+def _wanted(p: Problem) -> list[Tensor]:
+    """The same by brute force."""
+    seen = p.seen()
+    out, grads = gradients(lambda *x: attention_with_sinks(*x, seen)[0], p.d_out, *p.inputs)
+    return [out, attention_with_sinks(*p.inputs, seen)[1], *grads]
+
+
+def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) -> None:
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        assert a.shape == b.shape and a.isfinite().all(), (name, note)
+        assert (a - b).abs().max() < 1e-9, (name, note)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mask, pattern", COMBINATIONS)
+def test_is_a_softmax_with_one_more_column(mask, pattern, shape):
+    p = _problem(mask, pattern, shape)
+    _assert_equal(_results(p), _wanted(p))
+
+
+def test_packed_kernels(monkeypatch):
+    """Dense packed documents by kernels that know documents, padding included."""
+    for mask in ("valid", "documents, window"):
+        p = _problem(mask)
+        want = _wanted(p)
+        with monkeypatch.context() as patch:
+            patch.setattr(eager, "serves_dense", lambda q, shape: shape.is_packed)
+            patch.delattr(eager, "forward")
+            _assert_equal(_results(p), want, mask)
+
+
+def test_scale_does_not_apply_to_sinks():
+    p = _problem()
+    seen = p.mask.dense(117)[:, None].expand(2, 3, -1, -1)
+    got = p.attend(*p.inputs, scale=0.7)
+    assert (got - attention_with_sinks(*p.inputs, seen, 0.7)[0]).abs().max() < 1e-9
+
+
+def test_gradcheck():
+    q, k, v = structured_qkv(1, 3, 1, 11, 4)
+    sinks = torch.tensor([0.3, -1.0, 4.0], dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    mask = Documents([5, 4])  # and two tokens of padding
+
+    def function(q, k, v, sinks):
+        return attend(q, k, v, mask, block_size=4, sinks=sinks)
+
+    assert torch.autograd.gradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_rows_that_see_nothing_leave_all_to_the_sink(pattern):
+    """Padding, and a sequence of nothing else: out 0, lse the sink, no share in any gradient."""
+    p = _problem("valid", pattern)
+    out, lse, dq, dk, dv, d_sinks = _results(p)
+    blind = ~p.mask.dense(117).any(-1)
+    assert blind[1].all() and blind[0].any() and not blind[0].all()
+    rows = out.transpose(1, 2)[blind]
+    assert (rows == 0).all()
+    assert torch.equal(lse.transpose(1, 2)[blind], p.sinks.expand(len(rows), -1))
+    for gradient in (dq, dk, dv):
+        assert (gradient.transpose(1, 2)[blind] == 0).all()
+    assert d_sinks.isfinite().all()
+
+
+def test_padding_adds_nothing_to_the_gradient_of_the_sinks():
+    p = _problem("valid")
+    d_sinks = _results(p)[5]
+    alone = p._replace(q=p.q[:1, :, :101], k=p.k[:1, :, :101], v=p.v[:1, :, :101], mask=Causal())
+    _, grads = gradients(alone.attend, p.d_out[:1, :, :101], *alone.inputs)
+    assert (d_sinks - grads[3]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mask", ["causal", "valid"])
+def test_a_sink_of_minus_infinity_is_none(mask):
+    """Also where a row sees no key either."""
+    p = _problem(mask)
+    p = p._replace(sinks=torch.full((3,), -torch.inf, dtype=torch.float64))
+    got = _results(p)
+    _, aux = p.attend(p.q, p.k, p.v, None, return_aux=True)
+    out, grads = gradients(lambda *x: p.attend(*x, None), p.d_out, p.q, p.k, p.v)
+    for name, a, b in zip(NAMES, got, [out, aux.lse, *grads, torch.zeros(3).double()]):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=name)
+
+
+def test_the_inputs_that_need_no_gradient():
+    p = _problem()
+    want = _wanted(p)
+    sinks = p.sinks.clone().requires_grad_()
+    p.attend(p.q, p.k, p.v, sinks).backward(p.d_out)
+    assert (sinks.grad - want[5]).abs().max() < 1e-9
+    q = p.q.clone().requires_grad_()
+    p.attend(q, p.k, p.v, p.sinks).backward(p.d_out)
+    assert (q.grad - want[2]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_equals_the_attention_of_gpt_oss(window):
+    """The eager attention of transformers, which adds a mask to the scores."""
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    p = _problem("causal", shape=SHAPES[0])
+    if window is not None:
+        p = p._replace(mask=Causal() & SlidingWindow(window))
+    seen = p.mask.dense(128)[:, None]
+    added = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        module = nn.Module()
+        module.sinks, module.num_key_value_groups = sinks, 4
+        out, _ = eager_attention_forward(module.eval(), q, k, v, added, scaling=0.4)
+        return out.transpose(1, 2)
+
+    got, grads = gradients(lambda *x: p.attend(*x, scale=0.4), p.d_out, *p.inputs)
+    want, wanted = gradients(theirs, p.d_out, *p.inputs)
+    for a, b in zip((got, *grads), (want, *wanted), strict=True):
+        assert (a - b).abs().max() < 1e-9
+
+
+# Activation checkpointing, torch.compile and empty inputs
+
+CHECKPOINTS = {
+    "none": lambda function, *inputs: function(*inputs),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=_full_contexts),
+    "plain": functools.partial(checkpoint, use_reentrant=False),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)]
+)
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_recomputed_in_part_or_whole(pattern, how, compiled):
+    p = _problem("documents", pattern)
+    want = _wanted(p)
+    ranges = p.mask.rows(117)
+    for share in (0.0, 0.4, 1.0):
+
+        def block(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, share: float = share) -> Tensor:
+            """Something before and behind the attention that is recomputed too."""
+            out = attend(
+                q * 1.0,
+                k,
+                v,
+                ranges,
+                p.pattern,
+                block_size=p.block,
+                recomputed=share,
+                sinks=sinks * 1.0,
+            )
+            return out * 1.0
+
+        torch._dynamo.reset()
+        function = functools.partial(CHECKPOINTS[how], block)
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        leaves = [x.clone().requires_grad_() for x in p.inputs]
+        out = function(*leaves)
+        out.backward(p.d_out)
+        _, aux = p.attend(*p.inputs, recomputed=share, return_aux=True)
+        got = [out.detach(), aux.lse, *(x.grad for x in leaves)]
+        _assert_equal(got, want, share)
+
+
+class Layer(nn.Module):
+    """Attention with sinks that are a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 3.0], dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ranges) -> Tensor:
+        return attend(q, k, v, ranges, PATTERNS["vertical_slash"], block_size=16, sinks=self.sinks)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_once_for_all_documents():
+    layer = Layer()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    p = _problem()
+    for lengths in ([117], [50, 67], [7, 90]):
+        ranges = Documents(lengths).rows(117)
+        results = []
+        for function in (layer, compiled):
+            layer.zero_grad()
+            out, grads = gradients(lambda *x: function(*x, ranges), p.d_out, p.q, p.k, p.v)
+            leaf = function(p.q, p.k, p.v, ranges)
+            leaf.backward(p.d_out)
+            results.append([out, *grads, layer.sinks.grad])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    # Once with gradients of q, k and v, once with those of the sinks alone.
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize(
+    "dtype, sink_dtype",
+    [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)],
+    ids=["fp64", "bf16, sinks fp32"],
+)
+def test_opcheck(dtype, sink_dtype):
+    p = _problem("documents", "vertical_slash", (4, 2, 125, 16))
+    q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
+    ranges = p.mask.rows(125)
+    index = p.pattern.select(q, k, p.mask, block_size=16).tensors()
+    cp = one_rank(16)
+    _, *whole = op_arguments(index, ranges, p.pattern, cp, 0.3)
+    ops = torch.ops.titan_sparse
+    sinks = p.sinks.to(sink_dtype)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+    for op in (ops.attend_forward, ops.attend_recomputed):
+        torch.library.opcheck(op.default, (*leaves, *whole))
+    out, lse, _ = ops.attend_forward(q, k, v, sinks, *whole)
+    arguments = (torch.ones_like(out), out, lse, sinks)
+    torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
+
+    second = op_arguments(index, ranges, p.pattern, cp, 0.3, "second", 0.4)
+    second_out, second_lse, vertical_kv = ops.attend_forward(q, k, v, *second)
+    first = op_arguments([*index, vertical_kv], ranges, p.pattern, cp, 0.3, "first", 0.4)
+    first_out, first_lse, _ = ops.attend_recomputed(q, k, v, *first)
+    shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
+    result = torch.library.opcheck(ops.attend_join.default, (*leaves, *whole, shares))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+def test_meta_tensors():
+    q, k, sinks = (torch.empty(shape, device="meta") for shape in ((1, 4, 40, 8), (1, 2, 40, 8), 4))
+    leaves = [x.requires_grad_() for x in (q, k, sinks)]
+    out, aux = attend(q, k, k, block_size=16, return_aux=True, sinks=sinks)
+    out.sum().backward()
+    assert out.shape == q.shape and aux.lse.shape == (1, 4, 40)
+    assert all(x.grad.shape == x.shape and x.grad.is_meta for x in leaves)
+
+
+@pytest.mark.parametrize("batch, tokens", [(0, 32), (2, 0)])
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_nothing_to_attend_to(pattern, batch, tokens):
+    """The sinks have a gradient all the same: zeros."""
+    sinks = torch.ones(4, requires_grad=True)
+    q = torch.zeros(batch, 4, tokens, 8, requires_grad=True)
+    out = attend(q, q, q, pattern=PATTERNS[pattern], block_size=16, sinks=sinks)
+    out.sum().backward()
+    assert out.shape == q.shape and torch.equal(sinks.grad, torch.zeros(4))
+
+
+# Dtypes and statistics
+
+
+@pytest.mark.parametrize(
+    "dtype, sink_dtype, bound",
+    [
+        (torch.float64, torch.float32, 1e-6),
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.float32, 1e-2),
+        (torch.bfloat16, torch.bfloat16, 1e-2),
+        (torch.float16, torch.float16, 2e-3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
+def test_lower_precision(pattern, dtype, sink_dtype, bound):
+    p = _problem("documents", pattern)
+    q, k, v = (x.to(dtype) for x in (p.q, p.k, p.v))
+    low = p._replace(q=q, k=k, v=v, sinks=p.sinks.to(sink_dtype))
+    seen = low.seen()
+    exact = [x.double() for x in low.inputs]
+    d_out = p.d_out.to(dtype)
+    got, grads = gradients(low.attend, d_out, *low.inputs)
+    want, wanted = gradients(lambda *x: attention_with_sinks(*x, seen)[0], d_out.double(), *exact)
+    for name, a, b, x in zip(
+        ("out", "dq", "dk", "dv", "dsinks"),
+        (got, *grads),
+        (want, *wanted),
+        (q, *low.inputs),
+        strict=True,
+    ):
+        assert a.dtype == x.dtype, name
+        assert ((a.double() - b).norm() / b.norm()).item() < bound, name
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_selection_and_statistics_are_of_the_keys_alone(pattern, share):
+    """Even beside sinks that leave next to nothing to the keys."""
+    p = _problem("causal", pattern, (4, 2, 128, 16))
+    with recording(recall_rows=128) as want:
+        _, plain = p.attend(p.q, p.k, p.v, None, recomputed=share, return_aux=True)
+    with recording(recall_rows=128) as got:
+        _, aux = p.attend(*p.inputs[:3], p.sinks + 40, recomputed=share, return_aux=True)
+    assert torch.equal(aux.index.dense(p.mask), plain.index.dense(p.mask))
+    assert torch.equal(got.density(), want.density())
+    assert torch.equal(got.recall[0], want.recall[0])
+    visible = p.mask.dense(128)[:, None].expand(2, 4, -1, -1)
+    kept = (plain.lse - dense_attention(p.q, p.k, p.v, visible)[1]).exp()
+    assert (got.recall[0] - kept.mean((0, 2))).abs().max() < 1e-9
+    assert (got.recall[0] - 1).abs().max() < 1e-9 or pattern != "dense"
+
+
+@pytest.mark.parametrize(
+    "sinks, words",
+    [
+        (torch.zeros(2), r"sinks has shape \[2\]; write one logit a query head, \[4\]"),
+        (torch.zeros(1, 4), r"sinks has shape \[1, 4\]"),
+        (torch.tensor(0.0), r"sinks has shape \[\]"),
+        (torch.zeros(4, dtype=torch.float64), r"sinks is torch.float64; write sinks.float\(\)"),
+        (torch.zeros(4, dtype=torch.int64), "sinks is torch.int64"),
+        (torch.zeros(4, device="meta"), 'sinks is on meta, q on cpu; write sinks.to."cpu".'),
+    ],
+)
+def test_sinks_that_do_not_fit(sinks, words):
+    q = torch.zeros(1, 4, 16, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=words):
+        attend(q, q[:, :2], q[:, :2], sinks=sinks)
+
+
+def test_a_tangent_of_the_sinks_is_refused():
+    q = torch.zeros(1, 4, 16, 8)
+    sinks = torch.zeros(4)
+    with pytest.raises(ValueError, match="sinks has a tangent of forward-mode AD"):
+        torch.func.jvp(lambda x: attend(q, q, q, sinks=x), (sinks,), (sinks,))

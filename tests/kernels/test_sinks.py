@@ -1,0 +1,82 @@
+"""The gradient of learned sinks: the kernel against its twin, and both against autograd.
+
+Without a GPU the kernel runs in Triton's interpreter, where bf16 is wrong: fp32 and fp16 there.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_sparse.kernels.sinks import add_sinks, sinks_gradient, sinks_gradient_naive
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+
+
+def _problem(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """d_out, out', L' and sinks: a head without a sink, rows that see nothing."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    d_out, out = torch.randn(2, *shape, generator=generator)
+    lse = 3 * torch.randn(shape[:-1], generator=generator)
+    sinks = 3 * torch.randn(shape[1], generator=generator)
+    sinks[0] = -torch.inf
+    lse[:, :, :5] = -torch.inf
+    out[:, :, :5] = 0
+    d_out, out = d_out.to(DEVICE, dtype), out.to(DEVICE, dtype)
+    sinks = sinks.to(DEVICE)
+    out, lse = add_sinks(out, lse.to(DEVICE), sinks)
+    return [d_out, out, lse, sinks]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 3, 64, 16), (2, 2, 77, 24), (1, 2, 9, 256)], ids=str)
+def test_the_kernel_does_what_its_twin_does(shape, dtype):
+    d_out, out, lse, sinks = _problem(shape, dtype)
+    got = sinks_gradient(d_out, out, lse, sinks)
+    exact = [x.double() for x in (d_out, out, lse, sinks)]
+    want = sinks_gradient_naive(*exact)
+    assert got.dtype == torch.float32 and got[0] == 0 and (got[1:] != 0).all()
+    assert ((got - want).norm() / want.norm()).item() < 1e-5
+    assert torch.equal(got, sinks_gradient(d_out, out, lse, sinks))
+
+
+def test_memory_of_any_layout():
+    """By token instead of by head, and sinks that are a column of something."""
+    d_out, out, lse, sinks = _problem((2, 2, 40, 16), torch.float32)
+    want = sinks_gradient(d_out, out, lse, sinks)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (d_out, out, lse)]
+    column = torch.stack([sinks, sinks + 1], dim=1)[:, 0]
+    assert torch.equal(sinks_gradient(*by_token, column), want)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (2, 2, 0, 16)], ids=str)
+def test_no_rows(shape):
+    out, lse = torch.empty(shape, device=DEVICE), torch.empty(shape[:-1], device=DEVICE)
+    sinks = torch.ones(2, device=DEVICE)
+    assert torch.equal(sinks_gradient(out, out, lse, sinks), torch.zeros(2, device=DEVICE))
+
+
+def test_the_gradient_is_that_of_autograd():
+    """Of out' as a function of the sinks, with out and lse of the keys fixed."""
+    generator = torch.Generator().manual_seed(0)
+    d_out, plain = torch.randn(2, 2, 3, 17, 8, generator=generator, dtype=torch.float64)
+    lse = torch.randn(2, 3, 17, generator=generator, dtype=torch.float64)
+    lse[0, :, :4] = -torch.inf
+    plain[0, :, :4] = 0
+    sinks = torch.tensor([-2.0, 0.5, 9.0], dtype=torch.float64, requires_grad=True)
+    kept = (lse - torch.logaddexp(lse, sinks[:, None])).exp()
+    [want] = torch.autograd.grad(plain * kept[..., None], sinks, d_out)
+    out, lse = add_sinks(plain.clone(), lse, sinks.detach())
+    got = sinks_gradient_naive(d_out, out, lse, sinks.detach())
+    assert (got - want).abs().max() < 1e-12
+
+
+def test_out_is_written_in_place_and_rounded_once():
+    out = torch.randn(1, 1, 64, 16, device=DEVICE).bfloat16()
+    lse = torch.randn(1, 1, 64, device=DEVICE)
+    sinks = torch.zeros(1, device=DEVICE)
+    want = (out.double() * (lse - torch.logaddexp(lse, sinks)).exp().double()[..., None]).bfloat16()
+    got, _ = add_sinks(out, lse, sinks)
+    assert got is out
+    assert (got == want).float().mean() > 0.99
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=0)
