@@ -1,6 +1,5 @@
 """Learned sinks over 2, 3 and 4 processes against one: every schedule and layout."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from titan_sparse.loss import linear_cross_entropy
 from titan_sparse.models.decoder import run_blocks
@@ -104,7 +104,7 @@ class TransformersDecoder(nn.Module):
         self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
         self.router_loss = RouterLoss(config) if config.router_loss else None
         self._keep_scale_of_embedding()
-        self._check(config)
+        self._check(config, theirs.config)
         for layer, window in zip(self.layers.values(), config.windows, strict=True):
             layer.self_attn.attend = attends.window if window else attends.full
         if self.router_loss is not None:
@@ -159,8 +159,15 @@ class TransformersDecoder(nn.Module):
             del self.embed_tokens.embed_scale
             self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
 
-    def _check(self, config: TransformersConfig) -> None:
+    def _check(self, config: TransformersConfig, their_config: PreTrainedConfig) -> None:
         """Raises ValueError where config.json has been read in two ways."""
+        windows = _windows_of(their_config)
+        if windows != config.windows:
+            raise ValueError(
+                f"model.initial_hf: transformers {transformers.__version__} reads the windows "
+                f"{windows} of a {config.model_type}, not {config.windows}; write layer_types and "
+                "sliding_window in its config.json"
+            )
         counted = sum(parameter.numel() for parameter in self.parameters())
         if counted != config.parameters:
             raise ValueError(
@@ -204,10 +211,24 @@ class _Rotary:
         return tables
 
 
+def _windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Tokens that a query of each layer sees, as transformers has read them; 0 for all."""
+    window = getattr(config, "sliding_window", None) or 0
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
 def _build(shape: TransformersConfig) -> nn.Module:
     """transformers' model of `shape.folder`, with our attention."""
     path = str(Path(shape.folder).expanduser())
-    config = AutoConfig.from_pretrained(path, local_files_only=True, num_hidden_layers=shape.layers)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config.num_hidden_layers = shape.layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: shape.layers]
+    # transformers keeps a head whose weights differ, whatever the file says.
+    config.tie_word_embeddings = shape.tied_embeddings
     quiet = logging.getLogger("transformers")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
