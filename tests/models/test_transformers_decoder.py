@@ -14,12 +14,21 @@ from tests.models.transformers_models import (
     masks_of,
     save_model,
 )
+from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.config import Attention
+from titan_sparse.from_config import build_attends
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface import load_weights
+from titan_sparse.training import offload
+from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.offload import OffloadedBlocks
 
 pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
-EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss"]
+ROUTED = ["mixtral", "qwen3_moe", "gpt_oss"]
 
 
 def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +89,7 @@ def test_packed_documents_are_those_run_alone(tmp_path: Path, name: str) -> None
     assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", ROUTED)
 def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
     ours, config = decoder_of(tmp_path)
@@ -98,7 +107,7 @@ def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", ROUTED)
 def test_router_loss_counts_no_padding(tmp_path: Path, name: str) -> None:
     theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
     ours, config = decoder_of(tmp_path)
@@ -113,3 +122,61 @@ def test_router_loss_counts_no_padding(tmp_path: Path, name: str) -> None:
     without = ours(tokens, positions, masks, labels)
     found = (with_router - without) / (labels != -100).sum()
     torch.testing.assert_close(found, 0.5 * outputs.aux_loss, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_both_implementations_agree(tmp_path: Path, name: str) -> None:
+    """The same weights, loss and gradients through our decoder and through transformers' code."""
+    save_model(tmp_path, name)
+    tokens, positions, labels = batch_of_tokens()
+    attends = build_attends(Attention(pattern="dense", block_size=16), None)
+    models = {}
+    losses = {}
+    for implementation in ("native", "transformers"):
+        config = resolve("debug", initial_hf=str(tmp_path), implementation=implementation)
+        with torch.device("meta"):
+            model = build_decoder(config, attends)
+        models[implementation] = model.to_empty(device="cpu")
+        load_weights(model, str(tmp_path), config)
+        loss = model(tokens, positions, Causal().rows(LENGTH), labels)
+        loss.backward()
+        losses[implementation] = loss
+    assert type(models["native"]) is not type(models["transformers"])
+    torch.testing.assert_close(losses["native"], losses["transformers"], rtol=1e-5, atol=0)
+    assert_same_gradients(models["native"], models["transformers"])
+
+
+def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -> None:
+    save_model(tmp_path, "mistral", num_hidden_layers=4)
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
+    batch = batch_of_tokens()
+    found = []
+    for is_offloaded in (False, True):
+        model, config = decoder_of(tmp_path)
+        for number, layer in model.layers.items():
+            model.layers[number] = checkpointed(layer, "full")
+            model.layers[number].compile(backend="aot_eager", fullgraph=True)
+        if is_offloaded:
+            model.run_blocks = OffloadedBlocks(torch.device("cpu"))
+        tokens, positions, labels = batch
+        loss = model(tokens, positions, masks_of(config, None, 2), labels)
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+        if is_offloaded:
+            assert model.run_blocks.pool.count >= 6
+        torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
+    """bf16 models have tables of fp32, of frequencies that nothing has cast."""
+    save_model(tmp_path, name)
+    model, _ = decoder_of(tmp_path)
+    positions = torch.tensor([[200_001]])
+    x = torch.zeros(1, 1, 32)
+    full, _ = model.rotary.tables(x, positions)
+    rounded, _ = model.bfloat16().rotary.tables(x.bfloat16(), positions)
+    assert rounded[0].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(full, rounded, strict=True))
+    assert not torch.equal(full[0], full[0].bfloat16().float())

@@ -155,11 +155,6 @@ def _check_transformers(config: Config, model: TransformersConfig) -> None:
     """What transformers' own code cannot do."""
     name = f"{config.model.initial_hf} runs through transformers' own code"
     require(
-        not config.activation_checkpoint.offload,
-        f"activation_checkpoint.offload = true, but {name}, whose layers are not offloaded; "
-        "write activation_checkpoint.offload = false",
-    )
-    require(
         config.training.mlp_chunk_tokens == 0,
         f"training.mlp_chunk_tokens = {config.training.mlp_chunk_tokens}, but {name}, which computes "
         "an MLP at once; write training.mlp_chunk_tokens = 0",
