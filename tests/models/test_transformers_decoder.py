@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.models.transformers_models import (
     LENGTH,
@@ -20,6 +21,7 @@ from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import load_weights
+from titan_sparse.models.initialization import initialize
 from titan_sparse.training import offload
 from titan_sparse.training.activation_checkpoint import checkpointed
 from titan_sparse.training.offload import OffloadedBlocks
@@ -180,3 +182,37 @@ def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
     assert rounded[0].dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(full, rounded, strict=True))
     assert not torch.equal(full[0], full[0].bfloat16().float())
+
+
+def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
+    """Windows and full layers are two kinds, however many layers there are."""
+    save_model(tmp_path, "olmo3", num_hidden_layers=10, layer_types=None)
+    model, config = decoder_of(tmp_path)
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.layers.values():
+        layer.compile(backend=counter, fullgraph=True)
+    tokens, positions, labels = batch_of_tokens()
+    for _ in range(2):
+        model(tokens, positions, masks_of(config, None, 2), labels).backward()
+    assert counter.frame_count == 2
+
+
+# First weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_weights_leave_the_scale_of_hidden_states(tmp_path: Path, name: str) -> None:
+    """Norms scale nothing, also those that start at 0; biases are nothing."""
+    save_model(tmp_path, name)
+    model, config = decoder_of(tmp_path)
+    initialize(model, 0, config)
+    for parameter_name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if parameter_name.endswith("bias"):
+            assert (values == 0).all(), parameter_name
+        elif "norm" in parameter_name:
+            assert values.unique().tolist() == [0.0 if name == "gemma3" else 1.0], parameter_name
+        else:
+            assert 0.005 < values.std() < 0.03, parameter_name
+    x = 3 * torch.randn(1, 5, config.hidden_size)
+    torch.testing.assert_close(model.norm(x).pow(2).mean(-1), torch.ones(1, 5), atol=1e-3, rtol=0)

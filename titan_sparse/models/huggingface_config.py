@@ -50,6 +50,10 @@ _ONLY = {
     "transformers_weights": None,
 }
 
+# Of these, what transformers' own code computes.
+_ELSEWHERE = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window")
+_INSTEAD = ' by our decoder; write model.implementation = "transformers"'
+
 # Keys of config.json that need not be integers.
 _FLOATS = ("rms_norm_eps", "rope_theta")
 
@@ -103,16 +107,20 @@ def read_config(folder: str) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
+def native_types() -> list[str]:
+    """The model_type of each family that our decoder has."""
+    return [family.model_type for family in _FAMILIES.values()]
+
+
 def is_native(folder: str) -> bool:
     """Whether our decoder has the family that `folder`/config.json names.
 
     Also where neither has it to be told so: no family of transformers, or names that do not fit.
     """
     values = read_json(folder)
-    model_types = [family.model_type for family in _FAMILIES.values()]
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    return values.get("model_type") in model_types or name in list(_FAMILIES)
+    return values.get("model_type") in native_types() or name in list(_FAMILIES)
 
 
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
@@ -212,12 +220,12 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
         if values.get(key, accepted) not in (accepted, None):
             raise ValueError(
                 f"model.initial_hf: {path} has {key} = {values[key]}; "
-                f"only {accepted} can be trained"
+                f"only {accepted} can be trained{_INSTEAD if key in _ELSEWHERE else ''}"
             )
     layer_types = set(values.get("layer_types") or ())
     others = layer_types - {"full_attention"}
     if others:
         raise ValueError(
             f"model.initial_hf: {path} has layer_types with {sorted(others)}; "
-            "only full_attention can be trained"
+            f"only full_attention can be trained{_INSTEAD if others <= {'sliding_attention'} else ''}"
         )

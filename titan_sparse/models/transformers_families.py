@@ -43,20 +43,20 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", notes="also with attention_bias and mlp_bias"),
+    "llama": Family("LlamaForCausalLM", notes="transformers: also with biases"),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {"sliding_window": 4096, "max_window_layers": 28},
         windows="by layer",
         qkv_bias=True,
-        notes="windows where use_sliding_window is true",
+        notes="transformers: also with windows",
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
         windows="by layer",
         qk_norm="head",
-        notes="windows where use_sliding_window is true",
+        notes="transformers: also with windows",
     ),
     "mistral": Family(
         "MistralForCausalLM", {"sliding_window": 4096}, windows="every layer", notes="windows"
