@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.evaluate import main as evaluate
 from tests.distributed import run_processes
 from tests.models.transformers_models import save_model
 from tests.training.wired_run import lines_of, run, write_shard
@@ -185,3 +186,44 @@ def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
         if not out.is_dir():
             pytest.skip("needs the runs of the test before it")
         assert _tensors_on_disk(out) == _tensors_on_disk(folder / name), name
+
+
+def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
+    """The losses by position of scripts.evaluate."""
+    common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
+    rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
+    assert evaluate([*common, *words, *rest]) == 0
+    return json.loads((folder / out / "results.json").read_text())["position"]
+
+
+def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    train(folder, "gemma3", "evaluated", {**saves, "optimizer.lr": 0.5})
+    run_folder = folder / "gemma3-evaluated"
+    words = ["--tasks", "position"]
+    found = _evaluate(folder, "of-run", *words, "--checkpoint", str(run_folder))
+    exported = str(run_folder / "huggingface" / f"step-{STEPS}")
+    assert _evaluate(folder, "of-export", *words, "--hf", exported) == found
+    assert _evaluate(folder, "of-first", *words, "--hf", str(folder / "gemma3")) != found
+
+
+def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
+    """Of Gemma's two layers, the second sees everything, and is the one that selects."""
+    sparse = {
+        "attention.pattern": "vertical_slash",
+        "attention.vertical_slash.max_columns": 1,
+        "attention.vertical_slash.sinks": 0,
+        "attention.vertical_slash.max_slashes": 1,
+        "attention.vertical_slash.dense_below": 16,
+        "metrics.recall_every": 1,
+        "metrics.tensorboard": True,
+        "metrics.pictures_every": 1,
+    }
+    train(folder, "gemma3", "sparse", sparse)
+    dense = lines_of(folder / "gemma3-one")[0]
+    line = lines_of(folder / "gemma3-sparse")[0]
+    assert line["density"] < 0.95 and line["recall"] < 0.99
+    # Half of the layers are dense, so at least half of the pairs are visited.
+    assert line["density"] > 0.5
+    assert line["loss"] != dense["loss"]
+    assert dense["density"] == 1.0 and line["heads_capped"] > 0
