@@ -2,6 +2,8 @@
 recomputed and resumed they are the run of one process, and transformers reads what they export."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,36 @@ def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
     assert line["density"] > 0.5
     assert line["loss"] != dense["loss"]
     assert dense["density"] == 1.0 and line["heads_capped"] > 0
+
+
+def test_first_weights_are_random_where_asked(folder: Path) -> None:
+    """A folder with nothing but config.json is a shape."""
+    shape = folder / "shape"
+    shape.mkdir()
+    shutil.copy(folder / "mistral/config.json", shape)
+    with pytest.raises(ValueError, match="neither model.safetensors"):
+        train(folder, "shape", "refused", {})
+    drawn = {"model.random_weights": True}
+    train(folder, "shape", "drawn", {**drawn, "model.layers": 1})
+    train(folder, "mistral", "drawn", drawn)
+    losses = [
+        lines_of(folder / run_name)[0]["loss"] for run_name in ("shape-drawn", "mistral-drawn")
+    ]
+    # That of equal probabilities of 320 tokens.
+    assert losses == pytest.approx([math.log(320)] * 2, abs=0.1)
+    assert losses[0] != losses[1]
+
+
+def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
+    saves = {"checkpoint.enable": True}
+    train(folder, "olmo2", "changed", saves)
+    path = folder / "olmo2/config.json"
+    text = path.read_text()
+    values = json.loads(text)
+    train(folder, "olmo2", "changed", saves)
+    path.write_text(json.dumps(values | {"hidden_act": "gelu"}))
+    try:
+        with pytest.raises(ValueError, match="config.json hidden_act = .gelu., but that of"):
+            train(folder, "olmo2", "changed", saves)
+    finally:
+        path.write_text(text)
