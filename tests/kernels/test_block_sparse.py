@@ -154,6 +154,7 @@ CASES = {
     "head_dim 128": dict(
         mask=Causal(), heads=(2, 1), dim=128, size=128, blocks=3, batch=1, whole=True
     ),
+    "head_dim 256": dict(mask=Causal() & SlidingWindow(90), heads=(2, 1), dim=256, batch=1),
     "fp16": dict(mask=Causal(), heads=(2, 1), batch=1, dtype=torch.float16),
     "all blocks": dict(mask=Causal(), heads=(2, 1), blocks=8, batch=1, whole=True),
 }
@@ -198,7 +199,7 @@ def test_pieces_alone(name):
     assert _relative(total, dq) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "head_dim 96", "fp16"])
+@pytest.mark.parametrize("name", ["window", "documents", "head_dim 96", "head_dim 256", "fp16"])
 def test_going_on_from_a_total(name):
     """Piece after piece into one total, out and dq in fp32, is both pieces at once; the total's memory is used."""
     case = Case(**CASES[name])

@@ -40,6 +40,15 @@ def test_the_kernel_does_what_its_twin_does(shape, dtype):
     assert torch.equal(got, sinks_gradient(d_out, out, lse, sinks))
 
 
+@pytest.mark.parametrize("function", [sinks_gradient, sinks_gradient_naive])
+def test_the_gradient_has_the_dtype_of_the_sinks(function):
+    d_out, out, lse, sinks = _problem((1, 3, 64, 16), torch.float16)
+    low = sinks.half()
+    got = function(d_out, out, lse, low)
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, function(d_out, out, lse, low.float()).half())
+
+
 def test_memory_of_any_layout():
     """By token instead of by head, and sinks that are a column of something."""
     d_out, out, lse, sinks = _problem((2, 2, 40, 16), torch.float32)

@@ -70,8 +70,8 @@ def attend(
     ranks is the whole, as for any parameter that ranks share.
 
     Returns out, shaped and typed like q; with return_aux also Auxiliary(lse, index). Rows that see
-    nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients. No batch or no tokens give an empty out and
-    empty gradients; `meta` tensors give `meta` tensors.
+    nothing, such as padding, have out 0, lse -inf (with sinks: the sink) and zero gradients. No
+    batch or no tokens give an empty out and empty gradients; `meta` tensors give `meta` tensors.
     Raises ValueError for shapes, dtypes, devices or options that do not fit together, and under
     forward-mode AD (torch.func.jvp), which attention does not have.
     """

@@ -23,7 +23,7 @@ class Observer(Protocol):
 
     def layer(self, call: Any, q: Tensor, k: Tensor, lse: Tensor) -> None:
         """Once for each attention, after its forwards, with padded inputs and the lse
-        [B, Hq, S_local] of all rows."""
+        [B, Hq, S_local] of all rows, without learned sinks."""
 
 
 listening: Observer | None = None

@@ -96,6 +96,19 @@ def test_nothing_installed(hopper, monkeypatch):
     assert backends.choose("auto", *CASE) == "triton"
 
 
+def test_head_dim_256_does_without_it(hopper, tmp_path, monkeypatch):
+    """Triton computes, installed or not, and nobody is told to install what would not help."""
+    case = ("cuda", torch.bfloat16, 256, 128)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "would be faster" in backends.explain("auto", *CASE)
+        assert "would be faster" not in backends.explain("auto", *case)
+    _forget()
+    _plant(tmp_path, monkeypatch, "")
+    assert backends.choose("auto", *CASE) == "flex"
+    assert backends.choose("auto", *case) == "triton"
+
+
 def test_another_gpu_is_named(hopper, tmp_path, monkeypatch):
     _plant(tmp_path, monkeypatch, "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))

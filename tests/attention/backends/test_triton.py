@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import attention_with_sinks, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
 BLOCK, SEQ_LEN = 16, 96
@@ -34,8 +34,8 @@ def _gradients(
     return [out.detach(), aux.lse, *torch.autograd.grad(out, leaves, d_out)]
 
 
-def _problem() -> tuple[list[torch.Tensor], torch.Tensor]:
-    qkv = [x.to(DEVICE) for x in structured_qkv(1, 4, 2, SEQ_LEN, 16, dtype=torch.float32)]
+def _problem(dim: int = 16) -> tuple[list[torch.Tensor], torch.Tensor]:
+    qkv = [x.to(DEVICE) for x in structured_qkv(1, 4, 2, SEQ_LEN, dim, dtype=torch.float32)]
     return qkv, torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
 
 
@@ -50,6 +50,15 @@ def _check_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("mask", MASKS, ids=["causal", "documents"])
 def test_equals_eager(mask, pattern):
     qkv, d_out = _problem()
+    _check_close(
+        *(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager"))
+    )
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.name)
+def test_head_dim_256(pattern):
+    qkv, d_out = _problem(256)
+    mask = MASKS[1] & SlidingWindow(SEQ_LEN // 3)
     _check_close(
         *(_gradients(backend, qkv, d_out, mask, pattern) for backend in ("triton", "eager"))
     )

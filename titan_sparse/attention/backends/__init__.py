@@ -74,7 +74,7 @@ def explain(
         description += f"; not {faster}, since {_refusal(faster, case)}"
 
     # Triton comes before flex only where FlashAttention-4 is missing or does not fit the inputs.
-    if chosen == "triton" and not slices:
+    if chosen == "triton" and not slices and head_dim in flash.HEAD_DIMS:
         missing = flash.missing()
         if missing:
             description += f"; flex would be faster, but {missing}"

@@ -56,7 +56,8 @@ class Recording:
     of thumbnails; 0 for none.
     visited: pairs of tokens computed per sequence. visible: pairs that the layer's mask allows (a
     number).
-    recall: share of the full softmax mass that the selection kept, over sampled rows.
+    recall: share of the full softmax mass that the selection kept, over sampled rows. The softmax is
+    the one over keys: what a learned sink takes is in neither, so dense attention has a recall of 1.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without
     budgets.
     blocks_per_query: keys in selected blocks that a query sees on average, in blocks, without
@@ -150,7 +151,8 @@ class Recording:
         self.visited_by_call.append(visited.mean(1))
 
     def layer(self, call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor) -> None:
-        """Once for each attention, with padded inputs and the lse [B, Hq, S_local] of all rows."""
+        """Once for each attention, with padded inputs and the lse [B, Hq, S_local] of all rows,
+        without learned sinks."""
         # [Hq] each, summed over the calls that the attention has made
         visited, in_blocks = torch.stack(self.visited_by_call).sum(0)
         self.visited_by_call.clear()
@@ -298,7 +300,10 @@ def visited_pairs(
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:
     """Mean of exp(lse - lse of all allowed keys) over `samples` evenly spread query rows.
 
-    q: [B, Hq, S_local, D]. k: [B, Hkv, S_local, D]. lse: [B, Hq, S_local].
+    A learned sink takes the same factor from every key of a row. What the kept keys hold of all
+    keys is therefore the same with and without it, and every row counts alike.
+
+    q: [B, Hq, S_local, D]. k: [B, Hkv, S_local, D]. lse: [B, Hq, S_local], of the keys alone.
     Returns fp32 or fp64 [Hq].
     """
     cp = call.cp

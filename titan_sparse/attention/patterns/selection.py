@@ -99,7 +99,13 @@ def select(
     ranks: Ranks,
     scale: float | None,
 ) -> list[Tensor]:
-    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks."""
+    """The tensors of a dynamic pattern's index. No gradient. Collective over the ranks.
+
+    Patterns rank keys by the softmax over keys. Learned sinks are not asked: a sink takes the same
+    factor from every key of a row, so it changes no row's ranking. A head's budget weighs all rows
+    alike, as recall does (observe/statistics.py). With the sinks, rows that leave little to the keys
+    would weigh less.
+    """
     names, tensors = mask_tensors(ranges)
     key = _selection_key(pattern.key, ranks.key, names, scale)
     return torch.ops.titan_sparse.select(q.detach(), k.detach(), tensors, key)

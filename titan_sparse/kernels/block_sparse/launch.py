@@ -15,12 +15,15 @@ _HOPPER_SHARED_MEMORY = 232448
 _VERTICAL_TILE = (128, 32)
 
 
-def _tile(wanted: tuple[int, int], block_size: int, element_size: int) -> tuple[int, int]:
+def _tile(
+    wanted: tuple[int, int], head_dim: int, block_size: int, element_size: int
+) -> tuple[int, int]:
     """Queries and keys of a tile: those wanted, or fewer."""
     largest = block_size
     if element_size == 4 and not INTERPRETED:
-        # fp32 has no tensor cores at full precision: large tiles would only spill registers.
-        largest = min(block_size, 32)
+        # fp32 has no tensor cores at full precision: large tiles would only spill registers. With
+        # tiles of 32 at head_dim 256 a thread spills 13 KB, and compiling takes minutes.
+        largest = 32 if head_dim <= 128 else 16
     queries, keys = wanted
     return min(queries, largest), min(keys, largest)
 
@@ -35,26 +38,26 @@ def forward_tile(
     """
     is_middle_size = 64 < head_dim <= 128
     if verticals_only and is_middle_size:
-        return _tile(_VERTICAL_TILE, block_size, element_size)
+        return _tile(_VERTICAL_TILE, head_dim, block_size, element_size)
     if is_middle_size:
-        return _tile((128, 128), block_size, element_size)
-    return _tile((128, 64), block_size, element_size)
+        return _tile((128, 128), head_dim, block_size, element_size)
+    return _tile((128, 64), head_dim, block_size, element_size)
 
 
 def query_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dq kernel."""
     if head_dim <= 128:
-        return _tile((128, 64), block_size, element_size)
-    return _tile((64, 32), block_size, element_size)
+        return _tile((128, 64), head_dim, block_size, element_size)
+    return _tile((64, 32), head_dim, block_size, element_size)
 
 
 def key_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Queries and keys of a tile of the dk and dv kernel."""
     if head_dim > 128:
-        return _tile((32, 64), block_size, element_size)
+        return _tile((32, 64), head_dim, block_size, element_size)
     if head_dim > 64:
-        return _tile((64, 128), block_size, element_size)
-    return _tile((64, 64), block_size, element_size)
+        return _tile((64, 128), head_dim, block_size, element_size)
+    return _tile((64, 64), head_dim, block_size, element_size)
 
 
 def options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
