@@ -187,6 +187,19 @@ def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
     assert not torch.equal(full[0], full[0].bfloat16().float())
 
 
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo3", "gpt_oss"])
+def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
+    """Queries and keys that wide rotary tables have widened meet values of bf16."""
+    save_model(tmp_path, name)
+    model, config = decoder_of(tmp_path)
+    tokens, positions, labels = batch_of_tokens()
+    masks = masks_of(config, None, 2)
+    expected = model(tokens, positions, masks, labels)
+    found = model.bfloat16()(tokens, positions, masks, labels)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+
+
 def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
     """Windows and full layers are two kinds, however many layers there are."""
     save_model(tmp_path, "olmo3", num_hidden_layers=10, layer_types=None)
