@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from tests.models.transformers_models import MODELS, SHAPE, VOCAB, save_model
 from titan_sparse.config import Config, ConfigError, check
 from titan_sparse.estimate.flops import linear_flops_per_token, windows_of
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.flavours import choose_implementation, number_of_parameters, resolve
+from titan_sparse.models.flavours import (
+    FLAVOURS,
+    choose_implementation,
+    number_of_parameters,
+    resolve,
+)
 from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
 from titan_sparse.models.transformers_families import FAMILIES
 
@@ -226,3 +232,19 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "tanh" in result.stdout
+
+
+SHAPES = Path(__file__).parents[2] / "train_configs/shapes"
+
+
+def test_shapes_of_published_models():
+    moe = read_transformers_config(str(SHAPES / "qwen3_30b_a3b"))
+    # As its card says: 30.5 B parameters, of which 3.3 B are active, the embedding among them.
+    assert round(number_of_parameters(moe) / 1e9, 1) == 30.5
+    tables = 2 * moe.vocab_size * moe.hidden_size
+    assert round((moe.linear_weights + tables) / 1e9, 1) == 3.4
+    native = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"))
+    theirs = resolve("debug", initial_hf=str(SHAPES / "qwen3_0_6b"), implementation="transformers")
+    assert native == replace(FLAVOURS["qwen3-0.6b"], rope=native.rope)
+    assert number_of_parameters(native) == number_of_parameters(theirs)
+    assert linear_flops_per_token(native) == linear_flops_per_token(theirs)

@@ -170,6 +170,9 @@ def test_transformers_reads_what_is_exported(folder: Path) -> None:
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], x) for key, x in expected.items()), name
         assert model.generation_config.max_new_tokens == 7
+        written = json.loads((out / "config.json").read_text())
+        given = json.loads((folder / name / "config.json").read_text())
+        assert written == given | {"dtype": "float32"}
 
 
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
