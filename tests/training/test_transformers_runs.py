@@ -3,6 +3,7 @@ recomputed and resumed they are the run of one process, and transformers reads w
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from scripts.evaluate import main as evaluate
 from tests.distributed import run_processes
 from tests.models.transformers_models import save_model
 from tests.training.wired_run import lines_of, run, write_shard
+from titan_sparse.estimate.flops import flops_per_token
+from titan_sparse.models.transformers_config import read_transformers_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -212,7 +215,7 @@ def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
     assert _evaluate(folder, "of-first", *words, "--hf", str(folder / "gemma3")) != found
 
 
-def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
+def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
     """Of Gemma's two layers, the second sees everything, and is the one that selects."""
     sparse = {
         "attention.pattern": "vertical_slash",
@@ -232,6 +235,20 @@ def test_sparse_patterns_leave_windows_dense(folder: Path) -> None:
     assert line["density"] > 0.5
     assert line["loss"] != dense["loss"]
     assert dense["density"] == 1.0 and line["heads_capped"] > 0
+    # Only one layer has budgets; its number is that of all layers.
+    assert re.search(r"caps keep .* in layer 1 below", caplog.text)
+
+
+def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
+    settings = {"attention.mask": "causal_across_documents", "training.steps": 1}
+    train(folder, "gemma3", "joined", settings)
+    (line,) = lines_of(folder / "gemma3-joined")
+    config = read_transformers_config(str(folder / "gemma3"))
+    # Of 64 tokens: a triangle, and one that ends in full windows of 24.
+    pairs = 64 * 65 / 2 + 24 * 25 / 2 + 40 * 24
+    flops = flops_per_token(config, config.heads * pairs / 64)
+    tokens_per_second = line["tokens_per_second_per_device"]
+    assert line["dense_equivalent_tflops"] * 1e12 == pytest.approx(flops * tokens_per_second)
 
 
 def test_first_weights_are_random_where_asked(folder: Path) -> None:
