@@ -130,7 +130,8 @@ def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None
     compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
     train(folder, name, "kept", {"activation_checkpoint.mode": "none"})
     train(folder, name, "selective", {"activation_checkpoint.mode": "selective", **compiled})
-    for run_name in ("kept", "selective"):
+    train(folder, name, "recomputed", {"activation_checkpoint.attention_recompute": 0.5})
+    for run_name in ("kept", "selective", "recomputed"):
         assert_alike(folder, name, run_name)
 
 
