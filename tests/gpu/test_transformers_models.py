@@ -1,10 +1,11 @@
-"""Models that run through transformers' own code, on one GPU: compiled layers in bf16 are near
-transformers' own in fp32, and experts go through the grouped matmul."""
+"""Models that run through transformers' own code, on one GPU: compiled layers in bf16 are as near
+transformers' own in fp32 as its own bf16 is, and experts go through the grouped matmul."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.models.test_transformers_decoder import cross_entropy, gradients_by_name
 from tests.models.transformers_models import MODELS, VOCAB, save_model
@@ -60,13 +61,8 @@ def test_compiled_bf16_is_near_eager_fp32(tmp_path: Path, name: str) -> None:
 
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(3, VOCAB, (2, 1, LENGTH), generator=generator).cuda()
-    expected = torch.zeros((), device="cuda")
-    start = 0
-    for length in LENGTHS:
-        part = slice(start, start + length)
-        expected = expected + cross_entropy(theirs(tokens[:, part]).logits, labels[:, part])
-        start += length
-    expected.backward()
+    wanted, expected = _by_documents(theirs, tokens, labels)
+    rounded, _ = _by_documents(theirs.bfloat16(), tokens, labels)
 
     mask = Documents([LENGTHS])
     window = (mask & SlidingWindow(config.window)).rows(LENGTH, "cuda") if config.window else None
@@ -75,10 +71,26 @@ def test_compiled_bf16_is_near_eager_fp32(tmp_path: Path, name: str) -> None:
     found = model(tokens, positions, masks, labels)
     found.backward()
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
-    wanted = gradients_by_name(theirs)
     for parameter_name, gradient in gradients_by_name(model).items():
         name_in_memory = parameter_name.replace("_checkpoint_wrapped_module.", "")
-        error = (gradient.float() - wanted[name_in_memory]).norm()
-        # Routers flip between experts that are nearly alike.
-        tolerance = 0.3 if config.experts else 0.08
-        assert error < tolerance * wanted[name_in_memory].norm(), name_in_memory
+        exact = wanted[name_in_memory]
+        error = (gradient.float() - exact).norm()
+        error_of_theirs = (rounded[name_in_memory] - exact).norm()
+        # Routers flip between experts that are nearly alike, in ours and in theirs.
+        assert error < 2 * error_of_theirs + 0.05 * exact.norm(), name_in_memory
+
+
+def _by_documents(
+    model: nn.Module, tokens: Tensor, labels: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients in fp32 by name, and the loss, of documents that are run alone."""
+    model.zero_grad()
+    total = torch.zeros((), device=tokens.device)
+    start = 0
+    for length in LENGTHS:
+        part = slice(start, start + length)
+        total = total + cross_entropy(model(tokens[:, part]).logits.float(), labels[:, part])
+        start += length
+    total.backward()
+    gradients = {name: x.float().clone() for name, x in gradients_by_name(model).items()}
+    return gradients, total.detach()
