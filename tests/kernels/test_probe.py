@@ -134,4 +134,4 @@ def test_prices(mask, kind, queries):
     for got_sum, want_sum in zip(got, want, strict=True):
         torch.testing.assert_close(got_sum, want_sum, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(want[0].sum(), final.held.sum())
-    assert want[1].sum() == (final.codes > 0).sum() > 100
+    assert want[1].sum() == (final.codes > 0).sum() > 50

@@ -7,15 +7,22 @@ from torch import Tensor
 
 from titan_sparse.kernels.prices.inputs import HELD_OUT, FinalPrices
 from titan_sparse.kernels.prices.shared import (
+    by_group,
     code_of,
-    masses_of_half,
+    keys_at,
+    lse_at,
+    masses,
     price_of,
-    store_rows,
+    queries_at,
+    ranges_at,
+    sees_any,
+    span_of,
     tile_arguments,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 _HELD_OUT = tl.constexpr(HELD_OUT)
+_IN_SAMPLE = tl.constexpr(1 - HELD_OUT)
 
 
 def final_prices(
@@ -52,29 +59,14 @@ def final_prices(
 
 
 @triton.jit
-def _met_diagonals(
-    diagonal,
-    row_block,
-    offset,
-    blocks,
-    i_bh,
-    i_c,
-    known,
-    half,
-    heads,
-    n,
-    queries,
-    entries,
-    P: tl.constexpr,
-):
-    """Prices [P] of the diagonals that half of a span's rows meet in a block of keys."""
-    i_b = i_bh // heads
-    o_p = 2 * tl.arange(0, P) + half
-    row = (i_b * n + known) * queries + o_p
-    back = tl.load(row_block + row, mask=o_p < queries, other=0) - tl.load(blocks + i_c)
-    entry = tl.load(offset + i_b * n + known) + back
-    entry = tl.minimum(tl.maximum(entry, 0), entries - 1)
-    return tl.load(diagonal + i_bh * entries + entry)
+def _met_diagonal(diagonal, entry_of, row_block, row, is_row, block, entries):
+    """Prices of the diagonals that rows meet in a block of keys.
+
+    diagonal: of this head. entry_of: entry of the span's first diagonal.
+    """
+    back = tl.load(row_block + row, mask=is_row, other=0) - block
+    entry = tl.minimum(tl.maximum(entry_of + back, 0), entries - 1)
+    return tl.load(diagonal + entry)
 
 
 @triton.jit
@@ -109,141 +101,95 @@ def _final_kernel(
     P: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
+    PART: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """The results of final_prices() for a block of keys."""
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    at = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
-    b_first = tl.load(first + at)
-    # A key is in one span at most, and has code 0 and no mass for the others.
-    b_codes = tl.zeros([SIZE], tl.int32)
-    b_even = tl.zeros([SIZE], tl.float32)
-    b_odd = tl.zeros([SIZE], tl.float32)
-    b_all = tl.zeros([SIZE], tl.float32)
-    even_codes = tl.zeros([SIZE], tl.int32)
-    odd_codes = tl.zeros([SIZE], tl.int32)
+    i_b = i_bh // heads
+    i_kv = i_b * (heads // group) + i_bh % heads // group
+    block = tl.load(blocks + i_c)
+    first_key = block * SIZE
+    o_u = tl.arange(0, U2)
+    o_even = 2 * tl.arange(0, P // 2)
+    is_even = o_even < queries
+    is_odd = o_even + 1 < queries
     for i_t in tl.static_range(T):
-        even, even_sees, known = masses_of_half(
-            q,
-            k,
-            start,
-            stop,
-            slot,
-            blocks,
-            lse,
-            scale,
-            i_bh,
-            i_c,
-            i_t,
-            0,
-            heads,
-            group,
-            n,
-            local,
-            queries,
-            dim,
-            T,
-            P,
-            D,
-            SIZE,
-            UPCAST,
-        )
-        odd, odd_sees, known = masses_of_half(
-            q,
-            k,
-            start,
-            stop,
-            slot,
-            blocks,
-            lse,
-            scale,
-            i_bh,
-            i_c,
-            i_t,
-            1,
-            heads,
-            group,
-            n,
-            local,
-            queries,
-            dim,
-            T,
-            P,
-            D,
-            SIZE,
-            UPCAST,
-        )
-        # [P]: prices of the diagonals that the rows meet.
-        even_diagonal = _met_diagonals(
-            diagonal,
-            row_block,
-            offset,
-            blocks,
-            i_bh,
-            i_c,
-            known,
-            0,
-            heads,
-            n,
-            queries,
-            entries,
-            P,
-        )
-        odd_diagonal = _met_diagonals(
-            diagonal,
-            row_block,
-            offset,
-            blocks,
-            i_bh,
-            i_c,
-            known,
-            1,
-            heads,
-            n,
-            queries,
-            entries,
-            P,
-        )
+        # Rows of the span in this slot, even ones and odd ones: [D, P / 2] and [P / 2].
+        span, is_span = span_of(slot, i_b, i_c, i_t, local, T)
+        row = (i_b * n + span) * queries + o_even
+        q_row = (i_bh * n + span) * queries + o_even
+        even_q = queries_at(q, q_row, is_even, dim, D, UPCAST)
+        odd_q = queries_at(q, q_row + 1, is_odd, dim, D, UPCAST)
+        even_start, even_stop = ranges_at(start, stop, row, is_even, is_span)
+        odd_start, odd_stop = ranges_at(start, stop, row + 1, is_odd, is_span)
+        even_lse = lse_at(lse, q_row, is_even)
+        odd_lse = lse_at(lse, q_row + 1, is_odd)
+        even_sees = sees_any(even_start, even_stop, first_key, SIZE)
+        odd_sees = sees_any(odd_start, odd_stop, first_key, SIZE)
 
-        # [SIZE]: what the vertical pays for, and not the diagonal.
-        even_left = even_sees[None, :] & (even_diagonal[None, :] < b_first[:, None])
-        odd_left = odd_sees[None, :] & (odd_diagonal[None, :] < b_first[:, None])
-        even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
-        odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
-        even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
-        odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
-        price = price_of(even_mass + odd_mass, even_rows + odd_rows)
-        code = code_of(price)
-        b_codes = tl.maximum(b_codes, code)
+        # [P / 2]: prices of the diagonals that the rows meet. No vertical is worth more to a row
+        # that sees nothing of the block.
+        head = diagonal + i_bh * entries
+        entry_of = tl.load(offset + i_b * n + span)
+        even_met = _met_diagonal(head, entry_of, row_block, row, is_even, block, entries)
+        odd_met = _met_diagonal(head, entry_of, row_block, row + 1, is_odd, block, entries)
+        even_met = tl.where(even_sees, even_met, float("inf"))
+        odd_met = tl.where(odd_sees, odd_met, float("inf"))
 
-        # Each half of the rows is asked what the other half chose: [SIZE, P].
-        even_price = price_of(even_mass, even_rows)
-        odd_price = price_of(odd_mass, odd_rows)
-        even_held = tl.where(even_diagonal[None, :] < odd_price[:, None], even, 0.0)
-        odd_held = tl.where(odd_diagonal[None, :] < even_price[:, None], odd, 0.0)
+        of_even = tl.zeros([P // 2], tl.float32)
+        of_odd = tl.zeros([P // 2], tl.float32)
+        for part in range(SIZE // PART):
+            # [PART, P / 2]
+            o_k = part * PART + tl.arange(0, PART)
+            position = first_key + o_k
+            b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
+            even = masses(b_k, even_q, even_start, even_stop, even_lse, position, scale)
+            odd = masses(b_k, odd_q, odd_start, odd_stop, odd_lse, position, scale)
 
-        even_by_all = tl.where(even_diagonal[None, :] < price[:, None], even, 0.0)
-        odd_by_all = tl.where(odd_diagonal[None, :] < price[:, None], odd, 0.0)
-        b_even += tl.sum(even_held, 1) * _HELD_OUT
-        b_odd += tl.sum(odd_held, 1) * _HELD_OUT
-        b_all += (tl.sum(even_by_all, 1) + tl.sum(odd_by_all, 1)) * (1 - _HELD_OUT)
-        even_codes = tl.maximum(even_codes, code_of(odd_price))
-        odd_codes = tl.maximum(odd_codes, code_of(even_price))
+            # What the vertical pays for, and not the diagonal.
+            key_at = (i_bh * local + i_c) * SIZE + o_k
+            b_first = tl.load(first + key_at)
+            even_left = even_met[None, :] < b_first[:, None]
+            odd_left = odd_met[None, :] < b_first[:, None]
+            # [PART]
+            even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
+            odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
+            even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
+            odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
+            price = price_of(even_mass + odd_mass, even_rows + odd_rows)
+            even_price = price_of(even_mass, even_rows)
+            odd_price = price_of(odd_mass, odd_rows)
 
-        tile_at = ((i_bh * local + i_c) * T + i_t) * U
-        row = ((i_bh // heads) * n + known) * queries
-        even_held = even_held * _HELD_OUT + even_by_all * (1 - _HELD_OUT)
-        odd_held = odd_held * _HELD_OUT + odd_by_all * (1 - _HELD_OUT)
-        of_even = tl.sum(even - even_held, 0)
-        of_odd = tl.sum(odd - odd_held, 0)
-        store_rows(tiles, tile_at, of_even, 0, group_of_row, row, queries, U, U2, P)
-        store_rows(tiles, tile_at, of_odd, 1, group_of_row, row, queries, U, U2, P)
-    tl.store(codes + at, b_codes.to(tl.uint8))
-    even_at = (i_bh * local + i_c) * 3 * SIZE + tl.arange(0, SIZE)
-    tl.store(held + even_at, b_even)
-    tl.store(held + even_at + SIZE, b_odd)
-    tl.store(held + even_at + 2 * SIZE, b_all)
-    tl.store(held_codes + even_at, even_codes.to(tl.uint8))
-    tl.store(held_codes + even_at + SIZE, odd_codes.to(tl.uint8))
-    tl.store(held_codes + even_at + 2 * SIZE, b_codes.to(tl.uint8))
+            # [PART, P / 2]: each half of the rows is asked what the other half chose, and what all
+            # did.
+            even_held = tl.where(even_met[None, :] < odd_price[:, None], even, 0.0)
+            odd_held = tl.where(odd_met[None, :] < even_price[:, None], odd, 0.0)
+            even_all = tl.where(even_met[None, :] < price[:, None], even, 0.0)
+            odd_all = tl.where(odd_met[None, :] < price[:, None], odd, 0.0)
+            of_even += tl.sum(even - even_held * _HELD_OUT - even_all * _IN_SAMPLE, 0)
+            of_odd += tl.sum(odd - odd_held * _HELD_OUT - odd_all * _IN_SAMPLE, 0)
+
+            # A key is in one span at most: later ones only say what they see.
+            is_new = o_k >= 0 if i_t == 0 else tl.sum(even, 1) + tl.sum(odd, 1) > 0
+            code = code_of(price).to(tl.uint8)
+            tl.store(codes + key_at, code, mask=is_new)
+            held_at = (i_bh * local + i_c) * 3 * SIZE + o_k
+            all_held = tl.sum(even_all, 1) + tl.sum(odd_all, 1)
+            tl.store(held + held_at, tl.sum(even_held, 1) * _HELD_OUT, mask=is_new)
+            tl.store(held + held_at + SIZE, tl.sum(odd_held, 1) * _HELD_OUT, mask=is_new)
+            tl.store(held + held_at + 2 * SIZE, all_held * _IN_SAMPLE, mask=is_new)
+            tl.store(held_codes + held_at, code_of(odd_price).to(tl.uint8), mask=is_new)
+            tl.store(held_codes + held_at + SIZE, code_of(even_price).to(tl.uint8), mask=is_new)
+            tl.store(held_codes + held_at + 2 * SIZE, code, mask=is_new)
+
+        at = ((i_bh * local + i_c) * T + i_t) * U
+        if U == queries:
+            # Each row is a group.
+            tl.store(tiles + at + o_even, of_even, mask=is_even)
+            tl.store(tiles + at + o_even + 1, of_odd, mask=is_odd)
+        else:
+            of_group = by_group(of_even, group_of_row, row, is_even, U2)
+            of_group += by_group(of_odd, group_of_row, row + 1, is_odd, U2)
+            tl.store(tiles + at + o_u, of_group, mask=o_u < U)

@@ -11,9 +11,15 @@ from titan_sparse.kernels.prices.inputs import (
     VERTICAL_COST,
 )
 from titan_sparse.kernels.prices.shared import (
-    masses_of_half,
+    by_group,
+    keys_at,
+    lse_at,
+    masses,
     price_of,
-    store_rows,
+    queries_at,
+    ranges_at,
+    sees_any,
+    span_of,
     tile_arguments,
 )
 from titan_sparse.kernels.probe import KeyBlocks, Probe
@@ -79,6 +85,7 @@ def _first_kernel(
     P: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
+    PART: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """The results of first_prices() for a block of keys.
@@ -88,55 +95,53 @@ def _first_kernel(
     i_c = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
+    i_kv = i_b * (heads // group) + i_bh % heads // group
+    first_key = tl.load(blocks + i_c) * SIZE
+    o_p = tl.arange(0, P)
+    o_u = tl.arange(0, U2)
     o_l = tl.arange(0, _LEVELS)
+    is_row = o_p < queries
     level = tl.exp2(-1.0 - o_l * _OCTAVES)
-    # A key is in one span at most; over the others' slots it adds up zeros.
-    b_price = tl.zeros([SIZE], tl.float32)
     for i_t in tl.static_range(T):
-        at = (i_bh * local + i_c) * T + i_t
-        # [SIZE], and how many rows see anything of the block.
-        vertical = tl.zeros([SIZE], tl.float32)
-        rows = tl.zeros([], tl.float32)
-        for half in tl.static_range(2):
-            b_mass, sees, known = masses_of_half(
-                q,
-                k,
-                start,
-                stop,
-                slot,
-                blocks,
-                lse,
-                scale,
-                i_bh,
-                i_c,
-                i_t,
-                half,
-                heads,
-                group,
-                n,
-                local,
-                queries,
-                dim,
-                T,
-                P,
-                D,
-                SIZE,
-                UPCAST,
-            )
-            vertical += tl.sum(b_mass, 1)
-            rows += tl.sum(tl.where(sees, 1.0, 0.0), 0)
-            row = (i_b * n + known) * queries
-            of_row = tl.sum(b_mass, 0)
-            store_rows(tile, at * U, of_row, half, group_of_row, row, queries, U, U2, P)
+        # Rows of the span in this slot: [D, P] and [P].
+        span, is_span = span_of(slot, i_b, i_c, i_t, local, T)
+        row = (i_b * n + span) * queries + o_p
+        q_row = (i_bh * n + span) * queries + o_p
+        b_q = queries_at(q, q_row, is_row, dim, D, UPCAST)
+        b_start, b_stop = ranges_at(start, stop, row, is_row, is_span)
+        b_lse = lse_at(lse, q_row, is_row)
+        sees = sees_any(b_start, b_stop, first_key, SIZE)
+        rows = tl.sum(tl.where(sees, 1.0, 0.0), 0)
 
-        prices = price_of(vertical, rows)
-        b_price += prices
-        # [SIZE, L] -> [L]
-        below = prices[:, None] < level[None, :]
-        mass_below = tl.sum(tl.where(below, vertical[:, None], 0.0), 0)
-        share = mass_below / tl.maximum(tl.sum(vertical, 0), 1.18e-38)
-        count = tl.sum(tl.where(below, 0.0, 1.0), 0)
-        tl.store(left + at * _LEVELS + o_l, share)
+        of_row = tl.zeros([P], tl.float32)
+        mass = tl.zeros([], tl.float32)
+        mass_below = tl.zeros([_LEVELS], tl.float32)
+        count = tl.zeros([_LEVELS], tl.float32)
+        for part in range(SIZE // PART):
+            # [PART, P] -> [PART]
+            o_k = part * PART + tl.arange(0, PART)
+            b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
+            b_mass = masses(b_k, b_q, b_start, b_stop, b_lse, first_key + o_k, scale)
+            vertical = tl.sum(b_mass, 1)
+            prices = price_of(vertical, rows)
+            # A key is in one span at most: later ones only say what they see.
+            key_at = (i_bh * local + i_c) * SIZE + o_k
+            is_new = o_k >= 0 if i_t == 0 else vertical > 0
+            tl.store(price + key_at, prices, mask=is_new)
+
+            of_row += tl.sum(b_mass, 0)
+            mass += tl.sum(vertical, 0)
+            # [PART, L] -> [L]
+            below = prices[:, None] < level[None, :]
+            mass_below += tl.sum(tl.where(below, vertical[:, None], 0.0), 0)
+            count += tl.sum(tl.where(below, 0.0, 1.0), 0)
+
+        at = (i_bh * local + i_c) * T + i_t
+        if U == queries:
+            # Each row is a group.
+            tl.store(tile + at * U + o_p, of_row, mask=is_row)
+        else:
+            of_group = by_group(of_row, group_of_row, row, is_row, U2)
+            tl.store(tile + at * U + o_u, of_group, mask=o_u < U)
+        tl.store(left + at * _LEVELS + o_l, mass_below / tl.maximum(mass, 1.18e-38))
         tl.store(saved + at * _LEVELS + o_l, count * level * _VERTICAL_COST)
-    o = (i_bh * local + i_c) * SIZE + tl.arange(0, SIZE)
-    tl.store(price + o, b_price)

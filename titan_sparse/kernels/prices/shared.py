@@ -1,8 +1,10 @@
 """What the kernels share that look at a block of keys: its masses, and prices and codes of them.
 
 In the kernels i_b is a sequence, i_bh a query head of it, i_c a block of keys, i_t one of the spans
-that touch the block, and `group` the query heads of a KV head. P is half of the probe's rows.
+that touch the block, and `group` the query heads of a KV head. P is the probe's rows, padded.
 """
+
+import math
 
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ _ALWAYS = tl.constexpr(ALWAYS)
 _CODES_PER_OCTAVE = tl.constexpr(CODES_PER_OCTAVE)
 _PSEUDO_ROWS = tl.constexpr(PSEUDO_ROWS)
 _VERTICAL_COST = tl.constexpr(VERTICAL_COST)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def tile_arguments(free: Probe, keys: KeyBlocks, lse: Tensor) -> dict:
@@ -51,80 +54,76 @@ def tile_arguments(free: Probe, keys: KeyBlocks, lse: Tensor) -> dict:
 
 
 def _tile_options(q: Tensor, block_size: int) -> dict:
-    """As for the probe's kernels, but half of the rows at a time."""
+    """As for the probe's kernels, but PART keys at a time. With more, the rows' numbers would not
+    fit into registers beside them."""
     options = tile_options(q, block_size)
-    queries = q.shape[3]
-    # tl.dot() wants 16 or more.
-    half = max(16, triton.next_power_of_2(queries) // 2)
+    # tl.dot() wants 16 or more, of half of the rows too.
+    rows = max(32, options["P"])
     # Of a warp are all rows of some keys, so that no sum over rows goes through shared memory.
-    return options | dict(P=half, num_warps=4)
+    return options | dict(P=rows, PART=min(32, block_size), num_warps=2)
 
 
 @triton.jit
-def masses_of_half(
-    q,
-    k,
-    start,
-    stop,
-    slot,
-    blocks,
-    lse,
-    scale,
-    i_bh,
-    i_c,
-    i_t,
-    half,
-    heads,
-    group,
-    n,
-    local,
-    queries,
-    dim,
-    T: tl.constexpr,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Masses [SIZE, P] of a block of keys in half of the rows of the span in its slot i_t.
-
-    Keys come first: sums over rows are what is wanted most, and cost least that way.
-    Also which rows see anything of the block [P], and the span; 0 for none, which is safe to look
-    up. half: 0 for even rows, 1 for odd ones.
-    """
-    i_b = i_bh // heads
-    i_h = i_bh % heads
-    o_p = 2 * tl.arange(0, P) + half
-    o_k = tl.arange(0, SIZE)
-    o_d = tl.arange(0, D)
-    m_p = o_p < queries
-    m_d = o_d < dim
+def span_of(slot, i_b, i_c, i_t, local, T: tl.constexpr):
+    """The span in slot i_t of a block of keys, and whether there is one; 0 for none, which is safe
+    to look up."""
     span = tl.load(slot + (i_b * local + i_c) * T + i_t)
-    known = tl.maximum(span, 0)
+    return tl.maximum(span, 0), span >= 0
 
-    # [D, P] and [SIZE, D]
-    q_row = (i_bh * n + known) * queries + o_p
+
+@triton.jit
+def queries_at(q, q_row, is_row, dim, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Queries [D, rows] of these rows of q. is_row: which are no padding."""
+    o_d = tl.arange(0, D)
     q_at = q + q_row[None, :] * dim + o_d[:, None]
-    b_q = tl.load(q_at, mask=m_p[None, :] & m_d[:, None], other=0.0)
-    k_row = ((i_b * (heads // group) + i_h // group) * local + i_c) * SIZE + o_k
-    b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=m_d[None, :], other=0.0)
+    b_q = tl.load(q_at, mask=is_row[None, :] & (o_d < dim)[:, None], other=0.0)
     if UPCAST:
         b_q = b_q.to(tl.float32)
-        b_k = b_k.to(tl.float32)
-    b_s = tl.dot(b_k, b_q, input_precision="ieee") * scale
+    return b_q
 
-    # [P]; rows that see nothing have lse -inf, and get masses of 0, not NaN.
-    row = (i_b * n + known) * queries + o_p
-    b_start = tl.load(start + row, mask=m_p, other=0)
-    b_stop = tl.load(stop + row, mask=m_p, other=0)
-    b_stop = tl.where(span >= 0, b_stop, b_start)
-    b_lse = tl.load(lse + q_row, mask=m_p, other=0.0)
-    first_key = tl.load(blocks + i_c) * SIZE
-    sees = (b_start < b_stop) & (b_start < first_key + SIZE) & (b_stop > first_key)
-    position = first_key + o_k
+
+@triton.jit
+def ranges_at(start, stop, row, is_row, is_span):
+    """The first key that each of these rows sees, and the one behind the last; empty for padding,
+    and if there is no span."""
+    b_start = tl.load(start + row, mask=is_row, other=0)
+    b_stop = tl.load(stop + row, mask=is_row, other=0)
+    return b_start, tl.where(is_span, b_stop, b_start)
+
+
+@triton.jit
+def lse_at(lse, q_row, is_row):
+    """Base-2 lse of these rows; infinite for padding, so that its masses are 0. Finite for rows that see
+    nothing, whose masses would be NaN."""
+    b_lse = tl.load(lse + q_row, mask=is_row, other=float("inf"))
+    return tl.maximum(b_lse, -1.0e38) * _LOG2_E
+
+
+@triton.jit
+def keys_at(k, k_row, dim, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Keys [keys, D] of these rows of k."""
+    o_d = tl.arange(0, D)
+    b_k = tl.load(k + k_row[:, None] * dim + o_d[None, :], mask=(o_d < dim)[None, :], other=0.0)
+    if UPCAST:
+        b_k = b_k.to(tl.float32)
+    return b_k
+
+
+@triton.jit
+def sees_any(b_start, b_stop, first_key, SIZE: tl.constexpr):
+    """Which rows see anything of the block of keys that begins at first_key."""
+    return (b_start < b_stop) & (b_start < first_key + SIZE) & (b_stop > first_key)
+
+
+@triton.jit
+def masses(b_k, b_q, b_start, b_stop, b_lse, position, scale):
+    """Masses [keys, rows] of keys at these positions.
+
+    Keys come first: sums over rows are what is wanted most, and cost least that way.
+    """
+    b_s = tl.dot(b_k, b_q, input_precision="ieee") * (scale * _LOG2_E)
     seen = (position[:, None] >= b_start[None, :]) & (position[:, None] < b_stop[None, :])
-    b_mass = tl.exp(b_s - tl.maximum(b_lse, -3.0e38)[None, :])
-    return tl.where(seen, b_mass, 0.0), sees, known
+    return tl.where(seen, tl.exp2(b_s - b_lse[None, :]), 0.0)
 
 
 @triton.jit
@@ -141,32 +140,9 @@ def code_of(price):
 
 
 @triton.jit
-def store_rows(
-    tile,
-    at,
-    of_row,
-    half,
-    group_of_row,
-    row,
-    queries,
-    U: tl.constexpr,
-    U2: tl.constexpr,
-    P: tl.constexpr,
-):
-    """Add sums of half of the rows [P] to tile[at .. at + U - 1], by group of rows.
-
-    The even half comes first, and overwrites what is there.
-    row: of the span's first row among all spans.
-    """
-    o_p = 2 * tl.arange(0, P) + half
-    if U == queries:
-        # Each row is a group.
-        tl.store(tile + at + o_p, of_row, mask=o_p < queries)
-    else:
-        o_u = tl.arange(0, U2)
-        b_group = tl.load(group_of_row + row + o_p, mask=o_p < queries, other=-1)
-        in_group = b_group[:, None] == o_u[None, :]
-        of_group = tl.sum(tl.where(in_group, of_row[:, None], 0.0), 0)
-        if half == 1:
-            of_group += tl.load(tile + at + o_u, mask=o_u < U, other=0.0)
-        tl.store(tile + at + o_u, of_group, mask=o_u < U)
+def by_group(of_row, group_of_row, row, is_row, U2: tl.constexpr):
+    """Sums [U2] of what rows have, by group of rows."""
+    o_u = tl.arange(0, U2)
+    b_group = tl.load(group_of_row + row, mask=is_row, other=-1)
+    in_group = b_group[:, None] == o_u[None, :]
+    return tl.sum(tl.where(in_group, of_row[:, None], 0.0), 0)
