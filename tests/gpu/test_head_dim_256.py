@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention.patterns.helpers import published
 from tests.gpu.test_gradient_matrix import _errors, _flash_errors, _problem, _with_gradients
 from tests.reference import dense_attention
 from titan_sparse.attention import attend, backends
@@ -29,13 +30,14 @@ MASKS = {
 PATTERNS = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(recall=0.8, sinks=4, max_columns=200, dense_below=256),
+    "joint": VerticalSlash(recall=0.9, dense_below=256, budget="joint"),
+    "published": published(recall=0.9, dense_below=256),
     "xattention": XAttention(16, 0.7, 256),
     "moba": MoBA(300, 3),
 }
 CELLS = [
     *((mask, pattern) for mask in MASKS for pattern in ("dense", "vertical_slash")),
-    ("documents", "xattention"),
-    ("documents", "moba"),
+    *(("documents", pattern) for pattern in ("joint", "published", "xattention", "moba")),
 ]
 
 
@@ -73,7 +75,8 @@ def test_a_window_with_sinks():
 
 @pytest.mark.parametrize("pattern", ["dense", "vertical_slash"])
 def test_fp32(pattern: str):
-    """Small tiles, which spill nothing: large ones took minutes to compile."""
+    """Small tiles, which spill nothing: large ones took minutes to compile. The probe's kernels, which
+    have no smaller ones, leave the selection to their twins."""
     qkv, d_out = _problem(*HEADS, DIM)
     inputs = [x.float() for x in qkv]
     got, want = _got_and_wanted(inputs, d_out.float(), MASKS["documents"], PATTERNS[pattern], 128)

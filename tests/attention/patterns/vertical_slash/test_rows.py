@@ -1,5 +1,7 @@
 """Which rows the probe looks at: the last ones of a span, or one of each of its equal parts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
+from titan_sparse.attention.patterns.vertical_slash.probe import by_kernels
 from titan_sparse.attention.patterns.vertical_slash.rows import (
     ProbedRows,
     last_rows,
@@ -18,6 +21,7 @@ from titan_sparse.attention.patterns.vertical_slash.rows import (
     set_probe_seed,
     spread_rows,
 )
+from titan_sparse.kernels.probe import KeyBlocks
 
 BLOCK = 4
 
@@ -182,3 +186,19 @@ def test_compiled_attention_follows_the_seed():
 def test_unknown_rows_are_refused():
     with pytest.raises(ValueError, match='probe_rows="first".*"spread" or "last"'):
         VerticalSlash(probe_rows="first")
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, taken",
+    [
+        (torch.bfloat16, 256, True),
+        (torch.float32, 128, True),
+        (torch.float32, 256, False),
+        (torch.float64, 64, False),
+    ],
+)
+def test_keys_that_the_kernels_take(dtype, head_dim, taken):
+    """Blocks of fp32 keys of head_dim 256 do not fit into shared memory."""
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 128, head_dim))
+    assert by_kernels(KeyBlocks(on_gpu, None, None, 128)) == taken
+    assert not by_kernels(KeyBlocks(torch.zeros(1, 2, 128, head_dim, dtype=dtype), None, None, 128))

@@ -169,5 +169,11 @@ def _normalizer(probe: Probe, keys: KeyBlocks, run: Tensor, cp: ContextParallel)
 
 
 def by_kernels(keys: KeyBlocks) -> bool:
-    """Whether Triton's kernels take these keys; they take no fp64."""
-    return keys.k.is_cuda and keys.k.dtype != torch.float64
+    """Whether Triton's kernels take these keys.
+
+    They take no fp64, and of fp32 no more than head_dim 128: a block of larger keys and the probe's
+    rows would need 256 KiB of shared memory.
+    """
+    k = keys.k
+    is_too_large = k.dtype == torch.float32 and k.shape[-1] > 128
+    return k.is_cuda and k.dtype != torch.float64 and not is_too_large
