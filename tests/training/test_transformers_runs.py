@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.evaluate import main as evaluate
+from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
 from tests.models.transformers_models import save_model
 from tests.training.wired_run import lines_of, run, write_shard
@@ -177,6 +178,39 @@ def test_transformers_reads_what_is_exported(folder: Path) -> None:
         written = json.loads((out / "config.json").read_text())
         given = json.loads((folder / name / "config.json").read_text())
         assert written == given | {"dtype": "float32"}
+
+
+def test_export_hf_writes_the_same(folder: Path) -> None:
+    for name in ("qwen3_moe", "gemma3"):
+        run_folder = folder / f"{name}-exported"
+        if not run_folder.is_dir():
+            pytest.skip("needs the runs of the test before it")
+        out = folder / f"{name}-by-script"
+        assert export_hf([str(run_folder), str(out), "--dtype", "float32"]) == 0
+        for file in (run_folder / "huggingface/step-1").iterdir():
+            assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_fewer_layers_are_exported_as_such(folder: Path) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    fewer = {"model.random_weights": True, "model.layers": 1, "training.steps": 1}
+    train(folder, "olmo3", "fewer", {**saves, **fewer})
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "olmo3-fewer/huggingface/step-1", output_loading_info=True
+    )
+    assert len(model.model.layers) == 1 and not any(report.values()), report
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("mistral", "transformers code (our decoder does not have the family)"),
+        ("qwen3", "native code (our decoder has the family)"),
+    ],
+)
+def test_the_banner_says_whose_code_and_why(folder: Path, capsys, name: str, said: str) -> None:
+    train(folder, name, "auto", {"model.implementation": "auto", "training.steps": 1})
+    assert said in capsys.readouterr().out
 
 
 def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:

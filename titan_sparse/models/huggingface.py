@@ -172,7 +172,14 @@ def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str
     values = read_json(config.folder)
     # Two names of one thing, of transformers 4 and 5: the newer one wins.
     values.pop("torch_dtype", None)
-    return values | {"dtype": dtype, "tie_word_embeddings": config.tied_embeddings}
+    # model.layers may have left some out.
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][: config.layers]
+    return values | {
+        "dtype": dtype,
+        "num_hidden_layers": config.layers,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
 
 
 def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
