@@ -1,5 +1,5 @@
-"""Whole runs of models that run through transformers' own code: spread over processes, compiled,
-recomputed and resumed they are the run of one process, and transformers reads what they export."""
+"""Whole runs of models that run through transformers' own code: compiled, recomputed and resumed they
+are alike, and transformers reads what they export."""
 
 import json
 import math
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.evaluate import main as evaluate
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
-from tests.models.transformers_models import save_model
-from tests.training.wired_run import lines_of, run, write_shard
+from tests.models.transformers_models import MODELS
+from tests.training.transformers_runs import STEPS, assert_alike, prepare, train
+from tests.training.wired_run import lines_of
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
 
@@ -23,107 +23,18 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
-STEPS = 3
-SETTINGS: dict[str, object] = {
-    "model.implementation": "transformers",
-    "training.steps": STEPS,
-    "optimizer.name": "SGD",
-    "optimizer.lr": 0.1,
-    "optimizer.weight_decay": 0.0,
-    "lr_scheduler.warmup_steps": 0,
-    "checkpoint.enable": False,
-    "checkpoint.last_save_in_hf": False,
-}
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-ALIKE = 1e-5
-"""Relative error of a loss or a gradient norm: fp32, summed in another order."""
-
-CP = {"parallelism.cp": 2, "parallelism.dp_shard": 1}
-SPREAD: dict[str, dict[str, object]] = {
-    "llama": {**CP, "attention.layout": "zigzag", "attention.schedule": "ring"},
-    "qwen2": {**CP, "attention.layout": "contiguous"},
-    "qwen3": {**CP, "attention.layout": "balanced"},
-    "mistral": {**CP, "attention.layout": "balanced", "attention.schedule": "group_cast"},
-    "smollm3": CP,
-    "olmo2": CP,
-    "olmo3": {**CP, "attention.layout": "balanced", "attention.schedule": "ring"},
-    "gemma3": {**CP, "attention.layout": "zigzag"},
-    "phi3": CP,
-    "granite": CP,
-    "mixtral": CP,
-    "qwen3_moe": CP,
-    "gpt_oss": {**CP, "attention.layout": "balanced"},
-}
-"""What two processes do; three have no use for zigzag."""
+ALL = [name for name in MODELS if "," not in name]
+ONE = ("gemma3", "gpt_oss")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A shard, the models, and runs of one process over one and over two sequences a step."""
+    """A shard, the models, and plain runs of two of them."""
     folder = tmp_path_factory.mktemp("transformers")
-    write_shard(folder)
-    for name in SPREAD:
-        save_model(folder / name, name, **(ROUTED if name in ("mixtral", "gpt_oss") else {}))
+    prepare(folder, ALL)
+    for name in ONE:
         train(folder, name, "one", {})
-    for name in ("gemma3", "mixtral"):
-        train(folder, name, "one-batch-of-2", {"training.local_batch_size": 2})
     return folder
-
-
-def train(folder: Path, name: str, run_name: str, settings: dict[str, object]) -> None:
-    """A run in folder/<name>-<run_name>."""
-    alone = not dist.is_initialized()
-    run(
-        folder,
-        f"{name}-{run_name}",
-        {**SETTINGS, "model.initial_hf": folder / name, **settings},
-    )
-    if alone:
-        dist.destroy_process_group()
-
-
-def assert_alike(folder: Path, name: str, run_name: str, other: str = "one") -> None:
-    """Loss and gradient norm of every step."""
-    found = lines_of(folder / f"{name}-{run_name}")
-    expected = lines_of(folder / f"{name}-{other}")
-    assert len(found) == len(expected) == STEPS
-    for line, wanted in zip(found, expected, strict=True):
-        for field in ("loss", "grad_norm", "density"):
-            assert line[field] == pytest.approx(wanted[field], rel=ALIKE), (
-                name,
-                field,
-                line["step"],
-            )
-
-
-def _train_spread(folder: Path) -> None:
-    ranks = dist.get_world_size()
-    for name, settings in SPREAD.items():
-        if ranks == 3:
-            settings = {**CP, "parallelism.cp": 3}
-        train(folder, name, f"cp-{ranks}", settings)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_context_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
-    """Parameters are sharded over the same ranks."""
-    run_processes(ranks, _train_spread, folder)
-    for name in SPREAD:
-        assert_alike(folder, name, f"cp-{ranks}")
-
-
-def _train_data_parallel(folder: Path) -> None:
-    cp = dist.get_world_size() // 2
-    for name in ("gemma3", "mixtral"):
-        train(folder, name, f"dp-2-cp-{cp}", {"parallelism.cp": cp})
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_data_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
-    """Mixtral's router loss is counted over both sequences, as in one process that has both."""
-    run_processes(ranks, _train_data_parallel, folder)
-    for name in ("gemma3", "mixtral"):
-        assert_alike(folder, name, f"dp-2-cp-{ranks // 2}", "one-batch-of-2")
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
@@ -151,18 +62,18 @@ def test_a_resumed_run_is_the_whole_run(folder: Path, name: str) -> None:
 
 
 def _export(folder: Path) -> None:
-    for name in SPREAD:
+    for name in ALL:
         saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
         train(folder, name, "exported", {**saves, "optimizer.lr": 1e-30, "training.steps": 1})
 
 
 def test_transformers_reads_what_is_exported(folder: Path) -> None:
     """Two ranks read and train with a learning rate of nothing: what comes out is what came in."""
-    for name in SPREAD:
+    for name in ALL:
         generation = {"bos_token_id": 1, "max_new_tokens": 7}
         (folder / name / "generation_config.json").write_text(json.dumps(generation))
     run_processes(2, _export, folder)
-    for name in SPREAD:
+    for name in ALL:
         out = folder / f"{name}-exported/huggingface/step-1"
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             out, output_loading_info=True, dtype=torch.float32
@@ -224,7 +135,7 @@ def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
 
 
 def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
-    for name in SPREAD:
+    for name in ALL:
         out = folder / f"{name}-exported/huggingface/step-1"
         if not out.is_dir():
             pytest.skip("needs the runs of the test before it")
