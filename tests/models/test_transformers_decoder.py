@@ -18,7 +18,7 @@ from tests.models.transformers_models import (
     save_model,
 )
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.config import Attention
+from titan_sparse.config import Attention, Float8
 from titan_sparse.evaluation.generation import greedy
 from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
@@ -27,6 +27,7 @@ from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training import offload
 from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.float8 import convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
 
 pytest.importorskip("transformers")
@@ -239,3 +240,20 @@ def test_generation_is_refused(tmp_path: Path) -> None:
     scorer = SimpleNamespace(model_config=decoder_of(tmp_path)[1])
     with pytest.raises(ValueError, match="a mistral.*; write --answers forced"):
         greedy(scorer, np.array([1, 2]), 3)
+
+
+def test_linear_layers_in_float8_are_near(tmp_path: Path) -> None:
+    """As ours: all linear layers, under the same names."""
+    save_model(tmp_path, "phi3")
+    model, config = decoder_of(tmp_path)
+    model = model.bfloat16()
+    tokens, positions, labels = batch_of_tokens()
+    masks = masks_of(config, None, 2)
+    expected = model(tokens, positions, masks, labels)
+    names = [name for name, _ in model.named_parameters()]
+    assert convert_to_float8(model, Float8(enable=True, filter="o_proj"), emulate=True) == 2 * 3
+    assert [name for name, _ in model.named_parameters()] == names
+    found = model(tokens, positions, masks, labels)
+    found.backward()
+    assert found != expected
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
