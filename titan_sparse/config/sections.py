@@ -30,8 +30,14 @@ class Model:
     rope_theta: float = 0.0
     """base of the rotary frequencies; 0: the flavour's"""
     initial_hf: str = ""
-    """Hugging Face folder (config.json, *.safetensors) that gives the shape and the first weights,
-    in place of the flavour"""
+    """Hugging Face folder (config.json, *.safetensors) of the shape and the first weights"""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """whose code computes initial_hf; auto: native for its families (docs/huggingface.md)"""
+    random_weights: bool = False
+    """true: initial_hf gives the shape alone; first weights are drawn from training.seed"""
+    router_loss: float = -1.0
+    """weight of the load-balancing loss of a mixture of experts; -1: router_aux_loss_coef of
+    config.json where its output_router_logits is true, else 0"""
 
 
 @dataclass
@@ -165,8 +171,7 @@ class VerticalSlash:
     dense_below: int = 4096
     """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
-    """what chooses: the probe, or xattention's scores, which use only the keys of
-    attention.xattention"""
+    """what chooses: the probe, or xattention's scores, with the keys of attention.xattention"""
 
 
 @dataclass
@@ -175,8 +180,7 @@ class XAttention:
     reach the threshold."""
 
     stride: int = 16
-    """tokens of a cell, along whose antidiagonals scores are summed; a divisor of
-    attention.block_size"""
+    """tokens of a cell, along whose antidiagonals scores are summed; divides attention.block_size"""
     threshold: float = 0.9
     """share of a query block's scores that its key blocks must reach, in (0, 1]"""
     dense_below: int = 4096
@@ -221,11 +225,9 @@ class Attention:
     overlap_stages_backward: int = 0
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
-    """what goes round a ring in the backward: keys and values, or queries; auto: whichever sends
-    fewer bytes"""
+    """what goes round a ring in the backward: keys and values, or queries; auto: fewer bytes"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of attention's gradients between ranks; they are summed in float32 (float64 for
-    float64)"""
+    """dtype of attention's gradients between ranks; sums are float32 (float64 for float64)"""
     backend: Literal["auto", "eager", "flex", "triton"] = "auto"
     """which kernel computes; eager is the slow, exact reference"""
     block_size: int = 128
@@ -259,8 +261,7 @@ class Optimizer:
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """how torch.optim runs the update; auto: fused where it exists"""
     offload: bool = False
-    """keep float32 weights, gradients and optimizer states in CPU memory and update there; for
-    GPUs"""
+    """keep float32 weights, gradients and optimizer states on the CPU, update there; for GPUs"""
 
 
 @dataclass
@@ -382,8 +383,7 @@ class Metrics:
 
 @dataclass
 class Validation:
-    """Loss by position and needles, measured while training. Does nothing unless enabled.
-    docs/evaluation.md"""
+    """Loss by position and needles, measured while training, if enabled. docs/evaluation.md"""
 
     enable: bool = False
     """measure every `every` steps and after the last; training goes on as if it had not"""
