@@ -26,7 +26,7 @@ PATTERNS = {
 EDGES = {
     "vertical_slash": {
         "recall": (-0.5, 0.0, 1e-6, 0.5, 1.0, 1.000001),
-        "budget": ("layer", "joint", "independent", "together"),
+        "budget": ("joint", "layer", "independent", "together"),
         "probe": (-1, 0, 64),
         "probe_rows": ("spread", "last", "first"),
         "sinks": (-1, 0, 1),

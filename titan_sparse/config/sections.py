@@ -139,10 +139,10 @@ class VerticalSlash:
 
     recall: float = 0.95
     """share of the attention mass that the verticals and slashes must reach, in (0, 1]"""
-    budget: Literal["layer", "joint", "independent"] = "layer"
-    """layer: the heads of a layer reach recall on average, in the least time; joint: each head
-    reaches it; independent: verticals and slashes each reach it alone in the probe's queries, as
-    published (docs/masks_and_patterns.md)"""
+    budget: Literal["joint", "layer", "independent"] = "joint"
+    """joint: each head reaches recall, in the least time; layer: the heads of a layer do on average;
+    independent: verticals and slashes each reach it alone in the probe's queries, as published
+    (docs/masks_and_patterns.md)"""
     probe: int = 0
     """queries of a document that choose; tokens; 0: attention.block_size"""
     probe_rows: Literal["spread", "last"] = "spread"
@@ -150,7 +150,7 @@ class VerticalSlash:
     last: its last queries, as published"""
     sinks: int = 4
     """first tokens that are always verticals"""
-    local_diagonals: int = 1
+    local_diagonals: int = 2
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
     """fewest verticals per head"""

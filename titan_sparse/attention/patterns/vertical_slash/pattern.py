@@ -140,9 +140,9 @@ class VerticalSlash(Pattern):
     """Parameters of the selection; counts are per query head.
 
     recall: share of the attention mass to reach, in (0, 1].
-    budget: "layer", all heads share one price of a pair of tokens, and their mean over all rows
-        reaches the recall in the least time; "joint", each head reaches it, in the least time of
-        its own (priced.py); "independent", verticals and slashes of each head each have to reach
+    budget: "joint", each head reaches the recall over all rows, in the least time (priced.py);
+        "layer", all heads share one price of a pair of tokens, and their mean reaches it, which
+        takes less mass from heads that spread it; "independent", verticals and slashes of each head each have to reach
         the recall alone, in the probe's rows (the paper; independent.py).
     probe: queries of each span that are looked at; 0 means block_size.
     probe_rows: "spread", one at random in each of as many equal parts of the span; "last", the
@@ -160,13 +160,13 @@ class VerticalSlash(Pattern):
     recall: float = 0.95
     probe: int = 0
     sinks: int = 4
-    local_diagonals: int = 1
+    local_diagonals: int = 2
     min_columns: int = 0
     max_columns: int = 4096
     min_slashes: int = 0
     max_slashes: int = 0
     dense_below: int = 4096
-    budget: str = "layer"
+    budget: str = "joint"
     probe_rows: str = "spread"
     name: ClassVar[str] = "vertical_slash"
 
@@ -180,9 +180,9 @@ class VerticalSlash(Pattern):
             raise ValueError(
                 "VerticalSlash(local_diagonals=0): a query must see its own block, write 1 or more"
             )
-        if self.budget not in ("layer", "joint", "independent"):
+        if self.budget not in ("joint", "layer", "independent"):
             raise ValueError(
-                f'VerticalSlash(budget="{self.budget}"): write "layer", "joint" or "independent"'
+                f'VerticalSlash(budget="{self.budget}"): write "joint", "layer" or "independent"'
             )
         if self.probe_rows not in ("spread", "last"):
             raise ValueError(
