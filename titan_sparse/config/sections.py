@@ -147,6 +147,8 @@ class VerticalSlash:
     last: its last queries, as published"""
     sinks: int = 4
     """first tokens that are always verticals"""
+    count_sinks: bool = True
+    """their mass counts in recall; budget = "independent" needs true"""
     local_diagonals: int = 2
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
