@@ -61,15 +61,14 @@ class Data:
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json"""
     split_special_tokens: bool = False
-    """true: a special token such as <|im_end|> that is spelled out in a text is read as letters;
-    false: it becomes its id"""
+    """true: a special token spelled out in a text, such as <|im_end|>, is read as letters"""
     min_document_length: int = 0
     """shorter documents are skipped; tokens"""
     shuffle: bool = True
     """shuffle the documents anew in every epoch"""
     sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
-    """packed: documents one after the other; fixed: training.seq_len tokens of one document, whose
-    rest is dropped, as are shorter documents, or with fixed_and_rest kept and padded"""
+    """packed: documents one after the other; fixed: training.seq_len tokens of one document;
+    fixed_and_rest: its rest is kept and padded, not dropped"""
 
 
 @dataclass
@@ -97,10 +96,9 @@ class Training:
     loss_chunk_tokens: int = 4096
     """tokens whose logits exist at one time, 4 bytes per logit; more are faster"""
     z_loss: float = 0.0
-    """weight of the mean squared log-sum-exp of the logits in the loss that is trained on and
-    logged; 0: off"""
+    """weight of the mean squared log-sum-exp of the logits in the loss; 0: off"""
     mlp_chunk_tokens: int = 0
-    """tokens that a block's MLP computes at one time, forward and backward; 0: all at once"""
+    """tokens that a block's MLP computes at one time; 0: all"""
     gc_interval: int = 50
     """steps between Python garbage collections"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -108,8 +106,8 @@ class Training:
     deterministic: bool = False
     """deterministic algorithms only; slower"""
     stop_grace_seconds: int = 25
-    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this,
-    else left out; torchrun kills after 30 s; seconds"""
+    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this;
+    torchrun kills after 30 s; seconds"""
 
 
 @dataclass
@@ -125,12 +123,11 @@ class Parallelism:
     cp_intra: int = 0
     """context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"""
     first_step_timeout_seconds: int = 1800
-    """timeout of collectives until the first step is done (compilation, loading), while a
-    checkpoint is saved, and in validation; seconds"""
+    """timeout of collectives until the first step is done, in saves, and in validation; seconds"""
     timeout_seconds: int = 300
     """timeout of collectives after the first step; seconds"""
     reshard_after_forward: bool = True
-    """free gathered parameters between forward and backward: less memory, one more all-gather"""
+    """free gathered parameters after the forward: less memory, one more all-gather"""
 
 
 @dataclass
@@ -220,8 +217,8 @@ class Attention:
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     """in which order keys and values meet the queries"""
     overlap_stages: int = 0
-    """of schedule = group_cast: other ranks' blocks arrive in this many parts in the forward, each
-    while the part before is computed; 0: one inside a node, two between nodes"""
+    """of schedule = group_cast: parts in which other ranks' blocks arrive in the forward, each while
+    the part before is computed; 0: one inside a node, two between nodes"""
     overlap_stages_backward: int = 0
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
@@ -304,8 +301,8 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise"] = "rowwise"
     """one scale for a whole tensor (fastest), or one for each row (more exact)"""
     filter: str = ""
-    """linear layers whose names contain one of these parts, such as "o_proj,layers.0.", stay in
-    training.dtype; separated by commas"""
+    """linear layers with one of these in their names, such as "o_proj,layers.0.", stay in
+    training.dtype"""
 
 
 @dataclass
@@ -323,11 +320,10 @@ class Guard:
     """Steps that would spoil the weights change nothing. docs/reliability.md"""
 
     enable: bool = True
-    """skip updates whose loss or gradient norm is not finite, or whose norm is a spike; save only
-    what is finite"""
+    """skip updates whose loss or gradient norm is not finite or whose norm is a spike"""
     spike_factor: float = 10.0
-    """a gradient norm this many times its running mean is a spike, if it is six standard deviations
-    above it too; 0: none is"""
+    """a gradient norm this many times its running mean, and six standard deviations above it, is a
+    spike; 0: none is"""
     average_steps: int = 100
     """steps over which the running mean and deviation are taken"""
     warmup_steps: int = 20
@@ -336,7 +332,7 @@ class Guard:
     """after so many skipped updates the run goes back to the last good checkpoint, past the batches
     since then"""
     max_rollbacks: int = 5
-    """how often the run may go back; the next time it ends with status 3"""
+    """how often the run may go back before it ends with status 3"""
 
 
 @dataclass
@@ -351,15 +347,13 @@ class Checkpoint:
     """checkpoints kept; 0: all; 1 is refused: a damaged one needs another before it"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """async: write while training goes on; async_with_pinned_mem: from pinned memory, by a process
-    of its own, so that a save costs a step next to nothing; needs GPUs, and host memory for what a
-    GPU saves"""
+    of its own, at next to no cost; needs GPUs, and host memory for what a GPU saves"""
     load_step: int = -1
     """step to go back to; newer checkpoints are moved aside; -1: the newest whole one"""
     initial_load_path: str = ""
     """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False
-    """after the last step, also write <output_dir>/huggingface/step-N for transformers, in
-    training.dtype"""
+    """after the last step, write <output_dir>/huggingface/step-N for transformers"""
 
 
 @dataclass
@@ -375,8 +369,7 @@ class Metrics:
     tensorboard: bool = True
     """write TensorBoard events to the run folder"""
     pictures_every: int = 0
-    """steps between TensorBoard pictures of layers x heads and of what was selected; a multiple of
-    log_every; 0: never"""
+    """steps between TensorBoard pictures of what was selected; a multiple of log_every; 0: never"""
     peak_tflops: float = 0.0
     """peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"""
 
@@ -396,16 +389,16 @@ class Validation:
     """split of a Hugging Face dataset, such as validation; empty: data.split"""
     windows: int = 16
     """number of windows of training.seq_len tokens from the beginning of the source, over all
-    ranks; the same ones at each measurement"""
+    ranks"""
     position_buckets: int = 8
-    """number of equally wide ranges of positions whose loss is measured separately"""
+    """number of equally wide ranges of positions with a loss of their own"""
     needle_lengths: str = ""
     """lengths of Needle In A Haystack, separated by commas, such as "4096,16384"; tokens; empty:
     none"""
     needle_depths: int = 5
-    """number of depths of the needle, evenly spaced from the beginning to the end"""
+    """number of depths of the needle, evenly spaced"""
     needle_samples: int = 2
-    """number of needles of each length and depth; the same ones at each measurement"""
+    """number of needles of each length and depth"""
 
 
 @dataclass
