@@ -72,8 +72,13 @@ def draw(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
         for panel, kind in zip(panels[1], kinds):
             _draw_losses(panel, [text for text in with_losses if text["kind"] == kind], patterns)
         panels[1, 0].set_ylabel("loss above dense, nats a token")
-    lines, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside upper center", ncols=len(names))
+    named = {}
+    for panel in panels[:, 0]:
+        lines, names = panel.get_legend_handles_labels()
+        named |= dict(zip(names, lines))
+    # Names of patterns are long.
+    columns = min(len(named), len(kinds) + 1)
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=columns)
     return figure
 
 

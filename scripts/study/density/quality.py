@@ -105,7 +105,7 @@ def quality(
         "recall": mean_recall,
     }
     if needles is not None:
-        losses, predicted = model.run(needles.tokens, needles.labels, attend_alone, answer_scores)
+        losses, predicted = model.run(*needles, attend_alone, answer_scores)
         answers = needles.labels[needles.labels != IGNORED_LABEL]
         right = predicted.cpu() == answers
         measured["needles"] = right.double().mean().item()

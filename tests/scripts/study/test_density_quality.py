@@ -69,11 +69,13 @@ class BruteForce:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         chosen = self.pattern.select(q, k, Causal(), block_size=BLOCK).dense(Causal())
         group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
         scores = q @ k.mT * q.shape[-1] ** -0.5
         is_later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1)
         attention = scores.masked_fill(is_later, -torch.inf).softmax(-1)
-        self.densities.append(chosen.sum((2, 3)).double().mean().item() / CAUSAL_PAIRS)
+        pairs = chosen.sum((2, 3)).double().mean()
+        self.densities.append(pairs.item() / CAUSAL_PAIRS)
         self.recalls.append((attention * chosen).sum(-1).mean().item())
         return scores.masked_fill(~chosen, -torch.inf).softmax(-1) @ v
 
@@ -288,7 +290,9 @@ def _text(kind: str, loss: float) -> dict:
 
 def _older(text: dict) -> dict:
     """The same, as a version without losses wrote it."""
-    rows = [{key: row[key] for key in ("name", "recall", "density")} for row in text["rows"]]
+    rows = []
+    for row in text["rows"]:
+        rows.append({key: row[key] for key in ("name", "recall", "density")})
     return {"kind": text["kind"], "rows": rows, "oracles": text["oracles"]}
 
 
