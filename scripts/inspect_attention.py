@@ -25,7 +25,7 @@ from titan_sparse.evaluation.inspection import Layer, inspect_layers, summary
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import long_documents, windows
 from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.models.flavours import resolve
+from titan_sparse.models.flavours import TransformersConfig, resolve
 
 
 def main(words: list[str]) -> int:
@@ -94,7 +94,13 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
         "start without torchrun, and leave --parallelism.cp out",
     )
     check(config, 1, 1)
-    args.layers = _layers(args.layers, resolve(**dataclasses.asdict(config.model)).layers)
+    model = resolve(**dataclasses.asdict(config.model))
+    require(
+        not isinstance(model, TransformersConfig),
+        f"{config.model.initial_hf} runs through transformers' own code, which is not looked into; "
+        "write a model of ours",
+    )
+    args.layers = _layers(args.layers, model.layers)
     return args, config
 
 

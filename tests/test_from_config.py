@@ -68,10 +68,11 @@ def test_patterns():
 CHOICES = {
     "vertical_slash": {
         "recall": 0.6,
-        "budget": "joint",
+        "budget": "layer",
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
+        "count_sinks": False,
         "local_diagonals": 3,
         "min_columns": 7,
         "max_columns": 11,

@@ -16,11 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.schedule import choose
 from titan_sparse.attention.masks.packed import sliding_window
-from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.masks.ranges import (
+    Causal,
+    Documents,
+    Mask,
+    MaskRanges,
+    SlidingWindow,
+)
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.config.checking_attention import uses_xattention
+from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.layer_masks import Attends, LayerMasks
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:
@@ -127,6 +135,47 @@ def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextPar
         backward_circulates=attention.backward_circulates,
         gradient_dtype=gradient_dtype(attention),
         overlap_stages=resolve_overlap_stages(attention, inter),
+    )
+
+
+def build_layer_masks(
+    attention: Attention,
+    model: DecoderConfig,
+    lengths: list[list[int]],
+    seq_len: int,
+    cp: ContextParallel,
+    device: torch.device,
+    table: Tensor | None,
+) -> MaskRanges | LayerMasks:
+    """What the decoder is given as a mask, for one batch of sequences of `seq_len` tokens.
+
+    LayerMasks for a model that has windows or routers of its own. lengths: as for build_mask().
+    table: of the layout "balanced", the same for all layers.
+    """
+    mask = build_mask(attention, lengths)
+    if table is not None:
+        table = table.to(device)
+    full = mask.rows(seq_len, device)._replace(table=table)
+    if not isinstance(model, TransformersConfig):
+        return full
+    window = None
+    if model.window:
+        inside = (mask & SlidingWindow(model.window)).rows(seq_len, device)
+        window = inside._replace(table=table)
+    tokens = None
+    if model.router_loss:
+        counts = torch.tensor([sum(sequence) for sequence in lengths])
+        is_token = torch.arange(seq_len) < counts[:, None]
+        tokens = cp.shard(is_token.to(device), 1, table)
+    return LayerMasks(full, window, tokens)
+
+
+def build_attends(attention: Attention, cp: ContextParallel, recomputed: float = 0.0) -> Attends:
+    """What a decoder's layers are given. Patterns apply to layers that see everything: a window is
+    dense."""
+    dense = dataclasses.replace(attention, pattern="dense")
+    return Attends(
+        full=build_attend(attention, cp, recomputed), window=build_attend(dense, cp, recomputed)
     )
 
 

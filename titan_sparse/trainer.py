@@ -35,9 +35,9 @@ from titan_sparse.evaluation.validation import Validation
 from titan_sparse.from_config import (
     backend_case,
     block_table,
-    build_attend,
+    build_attends,
     build_context_parallel,
-    build_mask,
+    build_layer_masks,
 )
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
@@ -132,8 +132,8 @@ class Trainer:
 
         # What is trained.
         self.recomputed = recomputed_share(config, self._step_size, self.device)
-        attend = build_attend(config.attention, self.cp, self.recomputed)
-        self.model = build_model(config, self.model_config, attend, self.meshes.fsdp, self.device)
+        attends = build_attends(config.attention, self.cp, self.recomputed)
+        self.model = build_model(config, self.model_config, attends, self.meshes.fsdp, self.device)
         self.optimizers = build_optimizer(self.model, config.optimizer, self.device.type)
         self.schedule = build_schedule(self.optimizers, config.lr_scheduler, training.steps)
 
@@ -165,6 +165,7 @@ class Trainer:
         self.metrics = MetricsLog(config, self.model_config, self.device, writes=is_first_rank)
         self.scorer = Scorer(
             self.model,
+            self.model_config,
             config,
             self.cp,
             self.device,
@@ -217,7 +218,7 @@ class Trainer:
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
             self._take_up_settings()
-        elif initial_hf:
+        elif initial_hf and not self.config.model.random_weights:
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import load_weights
 
@@ -242,7 +243,7 @@ class Trainer:
             return f"the checkpoint of step {self.progress.step}"
         if self.config.checkpoint.initial_load_path:
             return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
-        if self.config.model.initial_hf:
+        if self.config.model.initial_hf and not self.config.model.random_weights:
             return f"model.initial_hf = {self.config.model.initial_hf}"
         return f"the first weights (training.seed = {self.config.training.seed})"
 
@@ -376,13 +377,19 @@ class Trainer:
         tokens = batch.tokens.to(self.device)
         labels = batch.labels.to(self.device)
         seq_len = tokens.shape[1] * self.cp.size
-        ranges = build_mask(self.config.attention, batch.lengths).rows(seq_len, self.device)
-        table = None if batch.table is None else batch.table.to(self.device)
-        ranges = ranges._replace(table=table)
+        masks = build_layer_masks(
+            self.config.attention,
+            self.model_config,
+            batch.lengths,
+            seq_len,
+            self.cp,
+            self.device,
+            batch.table,
+        )
         total = self.model(
             tokens,
             batch.positions.to(self.device),
-            ranges,
+            masks,
             labels,
             training.loss_chunk_tokens,
             training.z_loss,

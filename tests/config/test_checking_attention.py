@@ -100,6 +100,11 @@ BAD_COMBINATIONS = [
         1,
         "vertical_slash.min_slashes",
     ),
+    (
+        VERTICAL_SLASH + "count_sinks false --attention.vertical_slash.budget independent",
+        1,
+        'attention.vertical_slash.count_sinks = false needs another budget than "independent"',
+    ),
     (VERTICAL_SLASH + "local_diagonals 0", 1, "attention.vertical_slash.local_diagonals = 0"),
     (RECOMPUTE + "1.5", 1, RECOMPUTE[2:-1] + " = 1.5 is neither -1 nor in [0, 1]"),
     (RECOMPUTE + "-0.5", 1, RECOMPUTE[2:-1] + " = -0.5 is neither -1"),

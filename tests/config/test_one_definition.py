@@ -26,10 +26,11 @@ PATTERNS = {
 EDGES = {
     "vertical_slash": {
         "recall": (-0.5, 0.0, 1e-6, 0.5, 1.0, 1.000001),
-        "budget": ("layer", "joint", "independent", "together"),
+        "budget": ("joint", "layer", "independent", "together"),
         "probe": (-1, 0, 64),
         "probe_rows": ("spread", "last", "first"),
         "sinks": (-1, 0, 1),
+        "count_sinks": (False, True),
         "local_diagonals": (-1, 0, 1, 2),
         "min_columns": (-1, 0, 4096, 4097),
         "max_columns": (-1, 1),
@@ -56,6 +57,10 @@ SINGLE_EDGES = [
 PAIRS = [
     ("vertical_slash", {"min_columns": low, "max_columns": high})
     for low, high in product((1, 5, 6), (5, 6))
+]
+PAIRS += [
+    ("vertical_slash", {"budget": budget, "count_sinks": count})
+    for budget, count in product(("joint", "independent"), (True, False))
 ]
 PAIRS += [
     ("vertical_slash", {"min_slashes": low, "max_slashes": high})

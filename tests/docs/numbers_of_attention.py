@@ -234,10 +234,6 @@ def headlines() -> list[Claim]:
     all_gather, ring = (
         row(CP4, case="scaling", schedule=name)["of_alone"] for name in ("all_gather", "ring")
     )
-    shares = [
-        abs(result("study_short_h200")["differences"][f"vertical_slash_{name} to dense"]["final"])
-        for name in ("90", "95", "95_joint")
-    ]
     runs = result("recording_0_5b_h200")["runs"]
     spent = {}
     for name, run in runs.items():
@@ -261,7 +257,6 @@ def headlines() -> list[Claim]:
             "`all_gather`: {:.2f} of one GPU's speed on four H200, against {:.2f}",
             (all_gather, ring),
         ),
-        Claim(README, "| within {:.1f} % |", (100 * max(shares),)),
         Claim(
             EVALUATION,
             "Recording one step took {:.0f} ms with Qwen2.5-0.5B's shape at 65,536 tokens on an "

@@ -18,6 +18,7 @@ from tests.docs.numbers_of_attention import (
 )
 from tests.docs.numbers_of_real_model import real_model
 from tests.docs.numbers_of_steps import scaling_of_steps, whole_steps
+from tests.docs.numbers_of_study import study
 from tests.docs.pages import ROOT
 
 CLAIMS = [
@@ -29,6 +30,7 @@ CLAIMS = [
     *many_gpus(),
     *patterns(),
     *real_model(),
+    *study(),
     *whole_steps(),
     *scaling_of_steps(),
     *loss(),

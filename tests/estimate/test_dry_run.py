@@ -89,7 +89,7 @@ def test_report(monkeypatch, capsys):
     assert (
         "1 sequences, 131,072 tokens, 2.61 PFLOP dense" in printed
     )  # 6 x 494 M x S + 12 D x pairs x 336
-    assert "density 10.9 %" in printed
+    assert "density 11.1 %" in printed
 
 
 def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):

@@ -121,8 +121,8 @@ def test_independent_budgets_are_the_published_ones():
             slashes[name] = pattern
     own = VerticalSlash(0.9, probe=32, sinks=3, max_columns=TOKENS, dense_below=32)
     assert slashes == {
-        "vertical_slash layer": own,
-        "vertical_slash joint": replace(own, budget="joint"),
+        "vertical_slash layer": replace(own, budget="layer"),
+        "vertical_slash joint": own,
         "vertical_slash independent": VerticalSlash(
             0.9,
             probe=32,

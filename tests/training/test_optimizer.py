@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, weights_of, write_texts
+from titan_sparse.training.optimizer import parameter_groups
 
 SETTINGS = {
     "training__steps": 4,
@@ -61,3 +62,21 @@ def _equal_and_resumed(folder: Path) -> None:
 def test_a_run_equals_the_one_without_and_resumes(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _equal_and_resumed, tmp_path)
+
+
+class Experts(torch.nn.Module):
+    """As transformers has them: the biases of all experts are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 3, 4))
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.zeros(2, 4))
+        self.router = torch.nn.Linear(3, 2)
+
+
+def test_biases_of_experts_do_not_decay():
+    experts = Experts()
+    matrices, vectors = parameter_groups(experts, 0.1)
+    assert [len(matrices["params"]), matrices["weight_decay"]] == [2, 0.1]
+    assert [len(vectors["params"]), vectors["weight_decay"]] == [2, 0.0]
+    assert any(parameter is experts.gate_up_proj_bias for parameter in vectors["params"])

@@ -56,7 +56,7 @@ def _speeds(folder) -> None:
     log = MetricsLog(config, TINY, torch.device("cpu"), writes=True)
     values = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
     nothing = Recording()
-    nothing.visited, nothing.visible = [torch.ones(4)], torch.ones(())
+    nothing.visited, nothing.visible = [torch.ones(4)], [torch.ones(())]
 
     def step(number: int) -> None:
         now[0] += 1

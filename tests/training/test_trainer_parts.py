@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.runs import TINY
 from titan_sparse import trainer
 from titan_sparse.config import Config
 from titan_sparse.data import Batch
@@ -148,7 +149,11 @@ def test_a_layout_by_the_batch_reaches_the_model(has_table):
     batch = _batch([[1, 2, 3, -100]], [[8]])
     batch.table = table if has_table else None
     run = SimpleNamespace(
-        config=Config(), device=torch.device("cpu"), cp=SimpleNamespace(size=2), model=model
+        config=Config(),
+        model_config=TINY,
+        device=torch.device("cpu"),
+        cp=SimpleNamespace(size=2),
+        model=model,
     )
     run.config.training.loss_chunk_tokens, run.config.training.z_loss = 5, 0.25
     loss = Trainer._forward_backward(run, batch, 4)

@@ -214,7 +214,11 @@ def _saved_model(saved: Saved) -> dict[str, Any]:
 def _functions(model: dict[str, Any]) -> dict[str, Any]:
     """What decides over a model's shape and functions, by dotted names."""
     # How far positions may go is asked of data, not of weights.
-    fields = {name: model[name] for name in model if name not in ("max_positions", "rope")}
+    elsewhere = ("max_positions", "rope", "folder", "settings")
+    fields = {name: model[name] for name in model if name not in elsewhere}
+    # Tuples, which have become lists in origin.json.
+    fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
+    fields |= {f"config.json {name}": value for name, value in model.get("settings", ())}
     rope = model.get("rope", {})
     used = rope
     if rope.get("scaling") == "none":

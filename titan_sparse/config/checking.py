@@ -23,7 +23,7 @@ from titan_sparse.config.sections import (
     Parallelism,
     Validation,
 )
-from titan_sparse.models.flavours import FLAVOURS, resolve
+from titan_sparse.models.flavours import FLAVOURS, TransformersConfig, resolve
 from titan_sparse.models.huggingface_config import architecture
 
 
@@ -141,10 +141,34 @@ def _check_huggingface(config: Config) -> None:
     )
     try:
         model = resolve(**vars(config.model))
-        if config.checkpoint.last_save_in_hf:
+        if isinstance(model, TransformersConfig):
+            _check_transformers(config, model)
+        elif config.checkpoint.last_save_in_hf:
             architecture(model)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_transformers(config: Config, model: TransformersConfig) -> None:
+    """What transformers' own code cannot do."""
+    name = f"{config.model.initial_hf} runs through transformers' own code"
+    require(
+        config.training.mlp_chunk_tokens == 0,
+        f"training.mlp_chunk_tokens = {config.training.mlp_chunk_tokens}, but {name}, which computes "
+        "an MLP at once; write training.mlp_chunk_tokens = 0",
+    )
+    require(
+        not config.float8.enable or not model.experts,
+        f"float8.enable = true, but {name}, and its experts are no linear layers; "
+        "write float8.enable = false",
+    )
+    require(
+        config.attention.window_sinks == 0 or not model.window,
+        f"attention.window_sinks = {config.attention.window_sinks}, but the layers of "
+        f"{config.model.initial_hf} have windows of their own; write attention.window_sinks = 0",
+    )
 
 
 def _check_data(data: Data) -> None:

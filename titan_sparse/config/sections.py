@@ -30,8 +30,14 @@ class Model:
     rope_theta: float = 0.0
     """base of the rotary frequencies; 0: the flavour's"""
     initial_hf: str = ""
-    """Hugging Face folder (config.json, *.safetensors) that gives the shape and the first weights,
-    in place of the flavour"""
+    """Hugging Face folder (config.json, *.safetensors) of the shape and the first weights"""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """whose code computes initial_hf; auto: native for its families (docs/huggingface.md)"""
+    random_weights: bool = False
+    """true: initial_hf gives the shape alone; first weights are drawn from training.seed"""
+    router_loss: float = -1.0
+    """weight of the load-balancing loss of a mixture of experts; -1: router_aux_loss_coef of
+    config.json where its output_router_logits is true, else 0"""
 
 
 @dataclass
@@ -55,15 +61,14 @@ class Data:
     tokenizer: str = "bytes"
     """bytes, or the path of a tokenizer.json"""
     split_special_tokens: bool = False
-    """true: a special token such as <|im_end|> that is spelled out in a text is read as letters;
-    false: it becomes its id"""
+    """true: a special token spelled out in a text, such as <|im_end|>, is read as letters"""
     min_document_length: int = 0
     """shorter documents are skipped; tokens"""
     shuffle: bool = True
     """shuffle the documents anew in every epoch"""
     sequences: Literal["packed", "fixed", "fixed_and_rest"] = "packed"
-    """packed: documents one after the other; fixed: training.seq_len tokens of one document, whose
-    rest is dropped, as are shorter documents, or with fixed_and_rest kept and padded"""
+    """packed: documents one after the other; fixed: training.seq_len tokens of one document;
+    fixed_and_rest: its rest is kept and padded, not dropped"""
 
 
 @dataclass
@@ -91,10 +96,9 @@ class Training:
     loss_chunk_tokens: int = 4096
     """tokens whose logits exist at one time, 4 bytes per logit; more are faster"""
     z_loss: float = 0.0
-    """weight of the mean squared log-sum-exp of the logits in the loss that is trained on and
-    logged; 0: off"""
+    """weight of the mean squared log-sum-exp of the logits in the loss; 0: off"""
     mlp_chunk_tokens: int = 0
-    """tokens that a block's MLP computes at one time, forward and backward; 0: all at once"""
+    """tokens that a block's MLP computes at one time; 0: all"""
     gc_interval: int = 50
     """steps between Python garbage collections"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -102,8 +106,8 @@ class Training:
     deterministic: bool = False
     """deterministic algorithms only; slower"""
     stop_grace_seconds: int = 25
-    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this,
-    else left out; torchrun kills after 30 s; seconds"""
+    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this;
+    torchrun kills after 30 s; seconds"""
 
 
 @dataclass
@@ -119,12 +123,11 @@ class Parallelism:
     cp_intra: int = 0
     """context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"""
     first_step_timeout_seconds: int = 1800
-    """timeout of collectives until the first step is done (compilation, loading), while a
-    checkpoint is saved, and in validation; seconds"""
+    """timeout of collectives until the first step is done, in saves, and in validation; seconds"""
     timeout_seconds: int = 300
     """timeout of collectives after the first step; seconds"""
     reshard_after_forward: bool = True
-    """free gathered parameters between forward and backward: less memory, one more all-gather"""
+    """free gathered parameters after the forward: less memory, one more all-gather"""
 
 
 @dataclass
@@ -139,10 +142,10 @@ class VerticalSlash:
 
     recall: float = 0.95
     """share of the attention mass that the verticals and slashes must reach, in (0, 1]"""
-    budget: Literal["layer", "joint", "independent"] = "layer"
-    """layer: the heads of a layer reach recall on average, in the least time; joint: each head
-    reaches it; independent: verticals and slashes each reach it alone in the probe's queries, as
-    published (docs/masks_and_patterns.md)"""
+    budget: Literal["joint", "layer", "independent"] = "joint"
+    """joint: each head reaches recall, in the least time; layer: the heads of a layer do on average;
+    independent: verticals and slashes each reach it alone in the probe's queries, as published
+    (docs/masks_and_patterns.md)"""
     probe: int = 0
     """queries of a document that choose; tokens; 0: attention.block_size"""
     probe_rows: Literal["spread", "last"] = "spread"
@@ -150,7 +153,9 @@ class VerticalSlash:
     last: its last queries, as published"""
     sinks: int = 4
     """first tokens that are always verticals"""
-    local_diagonals: int = 1
+    count_sinks: bool = True
+    """their mass counts in recall; budget = "independent" needs true"""
+    local_diagonals: int = 2
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
     """fewest verticals per head"""
@@ -163,8 +168,7 @@ class VerticalSlash:
     dense_below: int = 4096
     """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
-    """what chooses: the probe, or xattention's scores, which use only the keys of
-    attention.xattention"""
+    """what chooses: the probe, or xattention's scores, with the keys of attention.xattention"""
 
 
 @dataclass
@@ -173,8 +177,7 @@ class XAttention:
     reach the threshold."""
 
     stride: int = 16
-    """tokens of a cell, along whose antidiagonals scores are summed; a divisor of
-    attention.block_size"""
+    """tokens of a cell, along whose antidiagonals scores are summed; divides attention.block_size"""
     threshold: float = 0.9
     """share of a query block's scores that its key blocks must reach, in (0, 1]"""
     dense_below: int = 4096
@@ -214,16 +217,14 @@ class Attention:
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     """in which order keys and values meet the queries"""
     overlap_stages: int = 0
-    """of schedule = group_cast: other ranks' blocks arrive in this many parts in the forward, each
-    while the part before is computed; 0: one inside a node, two between nodes"""
+    """of schedule = group_cast: parts in which other ranks' blocks arrive in the forward, each while
+    the part before is computed; 0: one inside a node, two between nodes"""
     overlap_stages_backward: int = 0
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
-    """what goes round a ring in the backward: keys and values, or queries; auto: whichever sends
-    fewer bytes"""
+    """what goes round a ring in the backward: keys and values, or queries; auto: fewer bytes"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of attention's gradients between ranks; they are summed in float32 (float64 for
-    float64)"""
+    """dtype of attention's gradients between ranks; sums are float32 (float64 for float64)"""
     backend: Literal["auto", "eager", "flex", "triton"] = "auto"
     """which kernel computes; eager is the slow, exact reference"""
     block_size: int = 128
@@ -257,8 +258,7 @@ class Optimizer:
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """how torch.optim runs the update; auto: fused where it exists"""
     offload: bool = False
-    """keep float32 weights, gradients and optimizer states in CPU memory and update there; for
-    GPUs"""
+    """keep float32 weights, gradients and optimizer states on the CPU, update there; for GPUs"""
 
 
 @dataclass
@@ -301,8 +301,8 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise"] = "rowwise"
     """one scale for a whole tensor (fastest), or one for each row (more exact)"""
     filter: str = ""
-    """linear layers whose names contain one of these parts, such as "o_proj,layers.0.", stay in
-    training.dtype; separated by commas"""
+    """linear layers with one of these in their names, such as "o_proj,layers.0.", stay in
+    training.dtype"""
 
 
 @dataclass
@@ -320,11 +320,10 @@ class Guard:
     """Steps that would spoil the weights change nothing. docs/reliability.md"""
 
     enable: bool = True
-    """skip updates whose loss or gradient norm is not finite, or whose norm is a spike; save only
-    what is finite"""
+    """skip updates whose loss or gradient norm is not finite or whose norm is a spike"""
     spike_factor: float = 10.0
-    """a gradient norm this many times its running mean is a spike, if it is six standard deviations
-    above it too; 0: none is"""
+    """a gradient norm this many times its running mean, and six standard deviations above it, is a
+    spike; 0: none is"""
     average_steps: int = 100
     """steps over which the running mean and deviation are taken"""
     warmup_steps: int = 20
@@ -333,7 +332,7 @@ class Guard:
     """after so many skipped updates the run goes back to the last good checkpoint, past the batches
     since then"""
     max_rollbacks: int = 5
-    """how often the run may go back; the next time it ends with status 3"""
+    """how often the run may go back before it ends with status 3"""
 
 
 @dataclass
@@ -348,15 +347,13 @@ class Checkpoint:
     """checkpoints kept; 0: all; 1 is refused: a damaged one needs another before it"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """async: write while training goes on; async_with_pinned_mem: from pinned memory, by a process
-    of its own, so that a save costs a step next to nothing; needs GPUs, and host memory for what a
-    GPU saves"""
+    of its own, at next to no cost; needs GPUs, and host memory for what a GPU saves"""
     load_step: int = -1
     """step to go back to; newer checkpoints are moved aside; -1: the newest whole one"""
     initial_load_path: str = ""
     """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False
-    """after the last step, also write <output_dir>/huggingface/step-N for transformers, in
-    training.dtype"""
+    """after the last step, write <output_dir>/huggingface/step-N for transformers"""
 
 
 @dataclass
@@ -372,16 +369,14 @@ class Metrics:
     tensorboard: bool = True
     """write TensorBoard events to the run folder"""
     pictures_every: int = 0
-    """steps between TensorBoard pictures of layers x heads and of what was selected; a multiple of
-    log_every; 0: never"""
+    """steps between TensorBoard pictures of what was selected; a multiple of log_every; 0: never"""
     peak_tflops: float = 0.0
     """peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"""
 
 
 @dataclass
 class Validation:
-    """Loss by position and needles, measured while training. Does nothing unless enabled.
-    docs/evaluation.md"""
+    """Loss by position and needles, measured while training, if enabled. docs/evaluation.md"""
 
     enable: bool = False
     """measure every `every` steps and after the last; training goes on as if it had not"""
@@ -394,16 +389,16 @@ class Validation:
     """split of a Hugging Face dataset, such as validation; empty: data.split"""
     windows: int = 16
     """number of windows of training.seq_len tokens from the beginning of the source, over all
-    ranks; the same ones at each measurement"""
+    ranks"""
     position_buckets: int = 8
-    """number of equally wide ranges of positions whose loss is measured separately"""
+    """number of equally wide ranges of positions with a loss of their own"""
     needle_lengths: str = ""
     """lengths of Needle In A Haystack, separated by commas, such as "4096,16384"; tokens; empty:
     none"""
     needle_depths: int = 5
-    """number of depths of the needle, evenly spaced from the beginning to the end"""
+    """number of depths of the needle, evenly spaced"""
     needle_samples: int = 2
-    """number of needles of each length and depth; the same ones at each measurement"""
+    """number of needles of each length and depth"""
 
 
 @dataclass

@@ -15,11 +15,17 @@ from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.config.sections import KINDS
-from titan_sparse.estimate.flops import causal_pairs, flops_per_token
+from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
 from titan_sparse.from_config import build_pattern, has_slices
-from titan_sparse.models.flavours import DecoderConfig, number_of_parameters, resolve
+from titan_sparse.models.flavours import (
+    DecoderConfig,
+    TransformersConfig,
+    choose_implementation,
+    number_of_parameters,
+    resolve,
+)
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
@@ -95,6 +101,7 @@ def dry_run(config: Config, where: World) -> tuple[str, bool]:
     fits = where.usable is None or needed <= where.usable
     on_host = host_gib(step, config.checkpoint)
     lines = _shape(config, step, where)
+    lines += _of_transformers(config, model)
     lines += _table(step)
     lines += _verdict(needed, where)
     if not fits:
@@ -211,6 +218,27 @@ def _shape(config: Config, step: Step, where: World) -> list[str]:
         f"attention by {step.backend}, schedule {step.schedule.name}"
     )
     return [model_line, step_line]
+
+
+def _of_transformers(config: Config, model: DecoderConfig) -> list[str]:
+    """What is special of a model that runs through transformers' own code."""
+    if not isinstance(model, TransformersConfig):
+        return []
+    _, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
+    line = f"a {model.model_type} through transformers' own code ({reason})"
+    if model.experts:
+        active = model.linear_weights + model.vocab_size * model.hidden_size
+        line += (
+            f", {model.experts_per_token} of {model.experts} experts a token "
+            f"({active / 1e6:,.1f} M active parameters)"
+        )
+    if model.window:
+        with_window = sum(window > 0 for window in model.windows)
+        line += f", a window of {model.window:,} in {with_window} of {model.layers} layers"
+    if model.sinks:
+        line += ", learned sinks"
+    not_known = "; GiB of its layers are reckoned as of ours, and not measured"
+    return [line + not_known]
 
 
 def _ranks(where: World) -> str:
@@ -348,15 +376,22 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
     sequences_of_rank = training.local_batch_size * training.gradient_accumulation_steps
     sequences = sequences_of_rank * where.ranks // config.parallelism.cp
     tokens = sequences * seq_len
-    heads = model.layers * model.heads
 
     def step_flops(pairs: float) -> float:
-        """pairs: visited by one head in one sequence."""
-        pairs_per_token = heads * pairs / seq_len
+        """pairs: visited in one sequence by a head of each layer, summed over layers."""
+        pairs_per_token = model.heads * pairs / seq_len
         return tokens * flops_per_token(model, pairs_per_token)
 
-    dense_pairs = causal_pairs(seq_len, attention.sliding_window, attention.window_sinks)
-    dense = step_flops(dense_pairs)
+    # Of the layers that the pattern applies to, and of those with a window of their own.
+    dense_pairs = 0.0
+    window_pairs = 0.0
+    for own, window in zip(windows_of(model), windows_of(model, attention.sliding_window)):
+        pairs = causal_pairs(seq_len, window, attention.window_sinks)
+        if own:
+            window_pairs += pairs
+        else:
+            dense_pairs += pairs
+    dense = step_flops(dense_pairs + window_pairs)
     without_attention = tokens * flops_per_token(model, 0.0)
     attention_percent = 100 * (1 - without_attention / dense)
     dense_line = (
@@ -368,9 +403,10 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
     block_size = attention.block_size
     verticals = pattern.vertical_capacity(seq_len, block_size, False)
     most_blocks = pattern.most_blocks(seq_len, block_size, False)
-    most_pairs = seq_len * (verticals + block_size * most_blocks)
-    most_flops = step_flops(min(most_pairs, dense_pairs))
-    density_percent = 100 * min(most_pairs / dense_pairs, 1)
+    full_layers = windows_of(model).count(0)
+    most_pairs = full_layers * seq_len * (verticals + block_size * most_blocks)
+    most_flops = step_flops(min(most_pairs, dense_pairs) + window_pairs)
+    density_percent = 100 * min(most_pairs / dense_pairs, 1) if dense_pairs else 100.0
     sparse_line = (
         f"with {pattern.name} at most {most_flops / 1e15:,.2f} PFLOP, by the caps of its budgets "
         f"(density {density_percent:.1f} %)"

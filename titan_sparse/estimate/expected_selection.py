@@ -175,7 +175,10 @@ def _priced(masses: Masses, pattern: VerticalSlash) -> _Chosen:
         mass, price = left_at(limit)
         return of_heads(mass * (price < limit))
 
-    held = of_heads(masses.of_keys(torch.ones_like(of_diagonal, dtype=torch.bool)))
+    counted = masses.of_keys(torch.ones_like(of_diagonal, dtype=torch.bool))
+    if not pattern.count_sinks:
+        counted[:, : pattern.sinks] = 0
+    held = of_heads(counted)
     limit = _highest_price(lost_at, (1 - pattern.recall) * held)
     _, price = left_at(limit)
     slashes = _bounded(

@@ -6,7 +6,7 @@ visited (causal and sparse). What a dense model would have needed for the same t
 number (dense-equivalent). It is never part of MFU.
 """
 
-from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 
 PEAK_TFLOPS = {
     "H200": 989.5,
@@ -41,8 +41,11 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
 def linear_flops_per_token(config: DecoderConfig) -> float:
     """Training FLOPs of one token in the blocks' linear layers.
 
-    6 for each weight. Biases and norms are not matmuls.
+    6 for each weight. Biases and norms are not matmuls. Of a mixture of experts, the router and the
+    experts that a token is sent to.
     """
+    if isinstance(config, TransformersConfig):
+        return 6.0 * config.linear_weights
     query_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
     # Projections of q and out, of k and v.
@@ -80,6 +83,18 @@ def causal_pairs(seq_len: int, window: int = 0, sinks: int = 0) -> float:
         return pairs_in_window
     # The sinks before the window grow with the distance, as a window from the sequence's start does.
     return pairs_in_window + causal_pairs(seq_len - inside, sinks)
+
+
+def windows_of(config: DecoderConfig, window: int = 0) -> list[int]:
+    """Tokens that a query of each layer sees; 0 means all.
+
+    window: attention.sliding_window, which holds for all layers. Some models have windows of their
+    own.
+    """
+    own = (0,) * config.layers
+    if isinstance(config, TransformersConfig):
+        own = config.windows
+    return [min(window, of_layer) or window or of_layer for of_layer in own]
 
 
 def flops_per_token(config: DecoderConfig, pairs_per_token: float) -> float:

@@ -18,6 +18,7 @@ from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.loss import answer_scores
 from titan_sparse.models.decoder import Attend, Attention, Decoder
+from titan_sparse.models.transformers_config import TransformersConfig
 
 
 class _CachedAttend:
@@ -90,8 +91,13 @@ def greedy(scorer: Scorer, prompt: NDArray[np.int64], new_tokens: int) -> NDArra
     Always that many, so that all ranks do the same number of forwards. prompt: int64 [n]. Collective
     over the world; each data-parallel rank brings its own prompt.
 
-    Raises ValueError for several context-parallel ranks.
+    Raises ValueError for several context-parallel ranks, and for models of transformers.
     """
+    if isinstance(scorer.model_config, TransformersConfig):
+        raise ValueError(
+            f"generation is not there for a {scorer.model_config.model_type}, which runs through "
+            "transformers' own code; write --answers forced"
+        )
     if scorer.cp.size > 1:
         raise ValueError(
             f"generation needs parallelism.cp = 1, not {scorer.cp.size}; write --answers forced"

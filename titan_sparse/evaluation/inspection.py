@@ -228,7 +228,8 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
     """
     size = attention.block_size
     section = attention.vertical_slash
-    own = VerticalSlash(
+    joint = VerticalSlash(
+        budget="joint",
         probe=section.probe,
         probe_rows=section.probe_rows,
         sinks=section.sinks,
@@ -237,9 +238,9 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
         dense_below=max(size, section.probe),
     )
     published = dataclasses.replace(
-        own, budget="independent", probe_rows="last", sinks=30, local_diagonals=2
+        joint, budget="independent", probe_rows="last", sinks=30, local_diagonals=2
     )
-    for pattern in (own, dataclasses.replace(own, budget="joint"), published):
+    for pattern in (dataclasses.replace(joint, budget="layer"), joint, published):
         for share in SHARES:
             with_share = dataclasses.replace(pattern, recall=share)
             yield f"vertical_slash {pattern.budget}", share, with_share

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.scorer import Scorer
-from titan_sparse.from_config import build_attend, build_context_parallel
-from titan_sparse.models.decoder import Decoder
+from titan_sparse.from_config import build_attends, build_context_parallel
+from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
@@ -86,7 +86,7 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)
     with torch.device("meta"):
-        model = Decoder(model_config, build_attend(config.attention, cp)).to(dtype)
+        model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
     parallelize(
         model,
         meshes.fsdp,
@@ -101,4 +101,6 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     else:
         verify(checkpoint)
         read_into(get_model_state_dict(model), checkpoint)  # casts while it copies
-    return Scorer(model, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size)
+    return Scorer(
+        model, model_config, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size
+    )

@@ -17,8 +17,9 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.from_config import build_mask
+from titan_sparse.from_config import build_layer_masks, build_mask
 from titan_sparse.loss import answer_scores, token_cross_entropy
+from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder, run_blocks
 from titan_sparse.training.probe_rows import fixed_probe_rows
 
@@ -44,6 +45,7 @@ class Scorer:
     def __init__(
         self,
         model: Decoder,
+        model_config: DecoderConfig,
         config: Config,
         cp: ContextParallel,
         device: torch.device,
@@ -52,6 +54,7 @@ class Scorer:
         dp_size: int,
     ) -> None:
         self.model = model
+        self.model_config = model_config
         self.attention = config.attention
         self.cp = cp
         self.device = device
@@ -127,14 +130,17 @@ class Scorer:
         total = self.padded_length(length)
         if count > total:
             raise ValueError(f"a sequence of {count} tokens does not fit in {total}")
-        ranges = build_mask(self.attention, [[count]]).rows(total, self.device)
-        ranges = self.cp.balance(ranges)
+        lengths = [[count]]
+        table = self.cp.balance(build_mask(self.attention, lengths).rows(total, self.device)).table
+        masks = build_layer_masks(
+            self.attention, self.model_config, lengths, total, self.cp, self.device, table
+        )
 
         def local(values: NDArray[np.integer], padding: int) -> Tensor:
             """This rank's part of values [n] once padded to [total]: int64 [1, S_local]."""
             padded = np.pad(values, (0, total - len(values)), constant_values=padding)
             whole = torch.from_numpy(padded.astype(np.int64))[None]
-            return self.cp.shard(whole, 1, ranges.table).to(self.device)
+            return self.cp.shard(whole, 1, table).to(self.device)
 
         tokens = local(sequence.tokens, self.tokenizer.padding)
         labels = local(sequence.labels, IGNORED_LABEL)
@@ -144,7 +150,7 @@ class Scorer:
         self.model.run_blocks = run_blocks
         try:
             with fixed_probe_rows():
-                result = self.model(tokens, positions, ranges, labels, self.chunk_tokens, 0.0, loss)
+                result = self.model(tokens, positions, masks, labels, self.chunk_tokens, 0.0, loss)
         finally:
             self.model.run_blocks = training_run_blocks
         return result, labels, positions

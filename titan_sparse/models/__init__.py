@@ -1,2 +1,3 @@
-"""One decoder for Llama-3.1, Qwen2.5 and Qwen3. Imports nothing, so that flavours load without
+"""Decoders: ours for Llama-3.1, Qwen2.5 and Qwen3 (decoder.py), and one made of transformers' modules
+for other families (transformers_decoder.py). Imports nothing, so that flavours load without
 torch."""

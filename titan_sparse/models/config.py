@@ -60,6 +60,10 @@ class DecoderConfig:
 
 def number_of_parameters(config: DecoderConfig) -> int:
     """Number of trainable parameters; a tied embedding counts once."""
+    # A TransformersConfig has counted them in its own way.
+    counted = getattr(config, "parameters", None)
+    if counted is not None:
+        return counted
     query_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
 

@@ -97,12 +97,10 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def run_blocks(
-    blocks: Iterable[nn.Module], x: Tensor, cos: Tensor, sin: Tensor, mask: Any
-) -> Tensor:
-    """x [B, S, hidden_size] through all blocks, one after the other."""
+def run_blocks(blocks: Iterable[Callable[..., Tensor]], x: Tensor, *shared: Any) -> Tensor:
+    """x [B, S, hidden_size] through all blocks, one after the other, each called with (x, *shared)."""
     for block in blocks:
-        x = block(x, cos, sin, mask)
+        x = block(x, *shared)
     return x
 
 

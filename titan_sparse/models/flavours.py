@@ -5,9 +5,22 @@ from difflib import get_close_matches
 from typing import Literal
 
 from titan_sparse.models.config import DecoderConfig, RopeConfig, number_of_parameters
-from titan_sparse.models.huggingface_config import read_config
+from titan_sparse.models.huggingface_config import is_native, read_config
+from titan_sparse.models.transformers_config import (
+    AS_PUBLISHED,
+    TransformersConfig,
+    read_transformers_config,
+)
 
-__all__ = ["FLAVOURS", "DecoderConfig", "RopeConfig", "number_of_parameters", "resolve"]
+__all__ = [
+    "FLAVOURS",
+    "DecoderConfig",
+    "RopeConfig",
+    "TransformersConfig",
+    "choose_implementation",
+    "number_of_parameters",
+    "resolve",
+]
 
 # Qwen publishes YaRN with original_max_position_embeddings = 32768, whatever
 # max_position_embeddings says.
@@ -113,14 +126,18 @@ def resolve(
     rope_theta: float = 0.0,
     initial_hf: str = "",
     layers: int = 0,
+    implementation: Literal["auto", "native", "transformers"] = "auto",
+    random_weights: bool = False,
+    router_loss: float = AS_PUBLISHED,
 ) -> DecoderConfig:
     """The flavour's config with the overrides of the [model] section applied.
 
     0 (and "flavour" for rope_scaling) keeps the flavour's value. `initial_hf` is a folder of
     Hugging Face: its config.json takes the flavour's place. Rope scaling may be added where it has
     none; everything else must agree with it. The flavour "debug" is the default, so it says nothing
-    then. Raises ValueError for an unknown flavour, a negative value, and an override that would
-    have no effect or does not agree.
+    then. A model that runs through transformers' own code gives a TransformersConfig, and takes no
+    override but `layers`. Raises ValueError for an unknown flavour, a negative value, and an
+    override that would have no effect or does not agree.
     """
     if flavour not in FLAVOURS:
         nearest = get_close_matches(flavour, FLAVOURS, n=1, cutoff=0.0)[0]
@@ -131,6 +148,25 @@ def resolve(
         if value < 0:
             raise ValueError(f"model.{name} = {value} is negative; write 0 for the flavour's own.")
 
+    name, _ = choose_implementation(initial_hf, implementation)
+    if name == "transformers":
+        _refuse_overrides(flavour, vocab_size, rope_scaling, rope_factor, rope_theta)
+        published = read_transformers_config(initial_hf, router_loss)
+        if layers and layers != published.layers and not random_weights:
+            raise ValueError(
+                f"model.layers = {layers} does not agree with {initial_hf}/config.json, which has "
+                f"{published.layers}; leave it out, or write model.random_weights = true"
+            )
+        return read_transformers_config(initial_hf, router_loss, layers)
+    if router_loss != AS_PUBLISHED:
+        raise ValueError(
+            f"model.router_loss = {router_loss:g}, but the model has no router; leave it out"
+        )
+    if random_weights and not initial_hf:
+        raise ValueError(
+            "model.random_weights = true says something of model.initial_hf, which is not given; "
+            "leave it out, as the first weights are random anyway"
+        )
     if initial_hf:
         base = read_config(initial_hf)
         _check_agreement(initial_hf, base, flavour, vocab_size, layers, rope_theta)
@@ -151,6 +187,43 @@ def resolve(
         layers=layers or base.layers,
         rope=rope,
     )
+
+
+def choose_implementation(initial_hf: str, implementation: str) -> tuple[str, str]:
+    """ "native" or "transformers", and why.
+
+    Raises ValueError for a choice that does not fit, or a config.json that cannot be read.
+    """
+    if not initial_hf:
+        if implementation == "transformers":
+            raise ValueError(
+                'model.implementation = "transformers" needs model.initial_hf, a folder of Hugging '
+                "Face; write it, or leave model.implementation out"
+            )
+        return "native", "a flavour of ours"
+    if implementation != "auto":
+        return implementation, "as asked"
+    if is_native(initial_hf):
+        return "native", "our decoder has the family"
+    return "transformers", "our decoder does not have the family"
+
+
+def _refuse_overrides(
+    flavour: str, vocab_size: int, rope_scaling: str, rope_factor: float, rope_theta: float
+) -> None:
+    """transformers reads config.json, and nothing else."""
+    for key, value, unset in (
+        ("flavour", flavour, "debug"),
+        ("vocab_size", vocab_size, 0),
+        ("rope_scaling", rope_scaling, "flavour"),
+        ("rope_factor", rope_factor, 1.0),
+        ("rope_theta", rope_theta, 0.0),
+    ):
+        if value != unset:
+            raise ValueError(
+                f"model.{key} = {value!r} is not read by transformers' own code; leave it out, and "
+                "change config.json of model.initial_hf instead"
+            )
 
 
 def _check_agreement(

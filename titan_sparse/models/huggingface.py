@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +20,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.huggingface_config import config_json
+from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import INDEX_FILE, SINGLE_FILE, weight_files
+from titan_sparse.models.huggingface_layout import huggingface_name, overlap, stored_tensors
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.transformers_config import TransformersConfig
+
+__all__ = [
+    "check_weights",
+    "export_weights",
+    "huggingface_name",
+    "load_weights",
+    "tensor_shapes",
+]
 
 MAX_FILE_BYTES = 5 * 10**9
 """Above this the weights are split over several files, as transformers does."""
@@ -42,16 +53,11 @@ COPIED_FILES = (
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
-def huggingface_name(name: str) -> str:
-    """The name that transformers gives to a parameter of the decoder."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
 def tensor_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
     """Shape of every tensor of a checkpoint, by the decoder's names; tied embeddings have no
     lm_head."""
     with torch.device("meta"):
-        model = Decoder(config, attend=None)
+        model = build_decoder(config)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
@@ -60,7 +66,11 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
 
     Raises ValueError, one line that names a missing, unexpected or misshapen tensor or file.
     """
-    shapes = {huggingface_name(name): shape for name, shape in tensor_shapes(config).items()}
+    shapes = {
+        stored.name: stored.shape
+        for name, shape in tensor_shapes(config).items()
+        for stored in stored_tensors(name, shape, config)
+    }
     with ExitStack() as stack:
         file_of_tensor = _open_tensors(folder, stack)
         needed_names = {name for name in file_of_tensor if not _is_spare(name, config)}
@@ -99,16 +109,15 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
     with ExitStack() as stack:
         file_of_tensor = _open_tensors(folder, stack)
         for parameter_name, parameter in model.named_parameters():
-            name = huggingface_name(canonical_name(parameter_name))
-            if isinstance(parameter, DTensor):
-                local = parameter.to_local()
-                shard = _shard_slices(parameter)
-            else:
-                local = parameter
-                shard = (slice(None),) * parameter.ndim
-            # With more ranks than rows, some ranks have nothing to read.
-            if local.numel():
-                local.copy_(file_of_tensor[name].get_slice(name)[shard])
+            name = canonical_name(parameter_name)
+            local, begin = _local_part(parameter)
+            for stored in stored_tensors(name, parameter.shape, config):
+                # With more ranks than rows, some ranks have nothing to read.
+                found = overlap(stored, begin, tuple(local.shape))
+                if found is not None:
+                    of_stored, of_local = found
+                    read = file_of_tensor[stored.name].get_slice(stored.name)[of_stored]
+                    local[of_local].copy_(read)
 
 
 def export_weights(
@@ -141,10 +150,10 @@ def export_weights(
             "write another folder"
         )
 
-    values = config_json(config, str(dtype).removeprefix("torch."), source)
+    values = _config_to_write(config, str(dtype).removeprefix("torch."), source)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    _write_tensors(read, incomplete, tensor_shapes(config), dtype, max_file_bytes)
+    _write_tensors(read, incomplete, config, dtype, max_file_bytes)
     config_text = json.dumps(values, indent=2) + "\n"
     (incomplete / "config.json").write_text(config_text, encoding="utf-8")
     if source:
@@ -154,6 +163,23 @@ def export_weights(
                 shutil.copy(file, incomplete / name)
     # Last, so that a folder of this name is always complete.
     os.rename(incomplete, folder)
+
+
+def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
+    """The content of config.json; that of transformers' own models as it was."""
+    if not isinstance(config, TransformersConfig):
+        return config_json(config, dtype, source)
+    values = read_json(config.folder)
+    # Two names of one thing, of transformers 4 and 5: the newer one wins.
+    values.pop("torch_dtype", None)
+    # model.layers may have left some out.
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][: config.layers]
+    return values | {
+        "dtype": dtype,
+        "num_hidden_layers": config.layers,
+        "tie_word_embeddings": config.tied_embeddings,
+    }
 
 
 def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
@@ -168,10 +194,11 @@ def _looks_like_checkpoint(folder: Path, checkpoints: Path) -> bool:
 def _write_tensors(
     read: Callable[[dict[str, Tensor]], None],
     folder: Path,
-    shapes: dict[str, torch.Size],
+    config: DecoderConfig,
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> None:
+    shapes = tensor_shapes(config)
     names_by_file = _split_over_files(shapes, dtype.itemsize, max_file_bytes)
     files = len(names_by_file)
     file_of_tensor: dict[str, str] = {}
@@ -180,7 +207,7 @@ def _write_tensors(
         file = SINGLE_FILE if files == 1 else f"model-{number:05}-of-{files:05}.safetensors"
         state = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
         read(state)
-        state = {huggingface_name(name): tensor for name, tensor in state.items()}
+        state = _as_stored(state, config)
         # transformers asks for the format.
         save_file(state, folder / file, metadata={"format": "pt"})
         file_of_tensor |= dict.fromkeys(state, file)
@@ -189,6 +216,20 @@ def _write_tensors(
         index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of_tensor}
         index_text = json.dumps(index, indent=2) + "\n"
         (folder / INDEX_FILE).write_text(index_text, encoding="utf-8")
+
+
+def _as_stored(state: dict[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+    """Tensors by the decoder's names -> the tensors of a folder."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        for stored in stored_tensors(name, tensor.shape, config):
+            part = tensor
+            for dim, (first, count) in enumerate(zip(stored.begin, stored.size, strict=True)):
+                part = part.narrow(dim, first, count)
+            # A part of a tensor may not share its memory with another file entry.
+            is_whole = part.shape == tensor.shape
+            tensors[stored.name] = tensor if is_whole else part.reshape(stored.shape).clone()
+    return tensors
 
 
 def _split_over_files(
@@ -227,9 +268,11 @@ def _is_spare(name: str, config: DecoderConfig) -> bool:
     return config.tied_embeddings and name == "lm_head.weight"
 
 
-def _shard_slices(parameter: DTensor) -> tuple[slice, ...]:
-    """Which part of the full tensor this rank holds."""
-    shape, offset = compute_local_shape_and_global_offset(
+def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where in it that begins."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return parameter.to_local(), tuple(offset)

@@ -50,6 +50,10 @@ _ONLY = {
     "transformers_weights": None,
 }
 
+# Of these, what transformers' own code computes.
+_ELSEWHERE = ("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window")
+_INSTEAD = ' by our decoder; write model.implementation = "transformers"'
+
 # Keys of config.json that need not be integers.
 _FLOATS = ("rms_norm_eps", "rope_theta")
 
@@ -65,7 +69,7 @@ def read_config(folder: str) -> DecoderConfig:
     decoder does not have.
     """
     path = Path(folder).expanduser() / "config.json"
-    values = _read_json(folder)
+    values = read_json(folder)
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
     if not isinstance(name, str) or name not in _FAMILIES:
@@ -103,6 +107,22 @@ def read_config(folder: str) -> DecoderConfig:
         raise ValueError(f"model.initial_hf: {path}: {error}") from error
 
 
+def native_types() -> list[str]:
+    """The model_type of each family that our decoder has."""
+    return [family.model_type for family in _FAMILIES.values()]
+
+
+def is_native(folder: str) -> bool:
+    """Whether our decoder has the family that `folder`/config.json names.
+
+    Also where neither has it to be told so: no family of transformers, or names that do not fit.
+    """
+    values = read_json(folder)
+    names = values.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else names
+    return values.get("model_type") in native_types() or name in list(_FAMILIES)
+
+
 def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str, Any]:
     """The content of config.json for a model whose weights are `dtype` (such as "bfloat16").
 
@@ -111,7 +131,7 @@ def config_json(config: DecoderConfig, dtype: str, source: str = "") -> dict[str
     tokens; empty: none. Raises ValueError where no family has such a shape.
     """
     name = architecture(config)
-    values: dict[str, Any] = _read_json(source) if source else {}
+    values: dict[str, Any] = read_json(source) if source else {}
     for key in _NOT_KEPT:
         values.pop(key, None)
     values["architectures"] = [name]
@@ -158,7 +178,8 @@ def architecture(config: DecoderConfig) -> str:
     )
 
 
-def _read_json(folder: str) -> dict[str, Any]:
+def read_json(folder: str) -> dict[str, Any]:
+    """The content of `folder`/config.json. Raises ValueError, one line, for what is no JSON object."""
     path = Path(folder).expanduser() / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -199,12 +220,12 @@ def _refuse_settings(path: Path, values: dict[str, Any]) -> None:
         if values.get(key, accepted) not in (accepted, None):
             raise ValueError(
                 f"model.initial_hf: {path} has {key} = {values[key]}; "
-                f"only {accepted} can be trained"
+                f"only {accepted} can be trained{_INSTEAD if key in _ELSEWHERE else ''}"
             )
     layer_types = set(values.get("layer_types") or ())
     others = layer_types - {"full_attention"}
     if others:
         raise ValueError(
             f"model.initial_hf: {path} has layer_types with {sorted(others)}; "
-            "only full_attention can be trained"
+            f"only full_attention can be trained{_INSTEAD if others <= {'sliding_attention'} else ''}"
         )

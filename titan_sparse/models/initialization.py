@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.transformers_config import TransformersConfig
+from titan_sparse.models.transformers_families import FAMILIES
 
 _STD = 0.02
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -17,7 +19,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def initialize(
     model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
 ) -> None:
-    """Fill every parameter of a materialized (to_empty) Decoder in place.
+    """Fill every parameter of a materialized (to_empty) decoder in place.
 
     Parameters are fp32 or fp64, plain or DTensor.
 
@@ -35,7 +37,7 @@ def initialize(
             parameter.shape,
             device or parameter.device,
             seed,
-            config.layers,
+            config,
         )
         _assign(parameter, full)
 
@@ -47,19 +49,29 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def _draw(name: str, shape: torch.Size, device: torch.device, seed: int, layers: int) -> Tensor:
+def _draw(
+    name: str, shape: torch.Size, device: torch.device, seed: int, config: DecoderConfig
+) -> Tensor:
     full = torch.empty(shape, dtype=torch.float32, device=device)
-    if name.endswith(".bias"):
+    # Those of experts are parameters of their own, gate_up_proj_bias for example.
+    if name.endswith((".bias", "_bias")):
         return full.zero_()
-    # The only vectors besides biases are norm weights.
-    if len(shape) == 1:
-        return full.fill_(1.0)
+    # The only vectors besides biases and learned sinks are norm weights.
+    if len(shape) == 1 and not name.endswith(".sinks"):
+        return full.fill_(_norm_weight(config))
     # Two residual branches per layer add up: their outputs shrink, so that the residual stream
     # keeps its variance.
-    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    std = _STD / math.sqrt(2 * layers) if writes_residual else _STD
+    writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+    std = _STD / math.sqrt(2 * config.layers) if writes_residual else _STD
     generator = torch.Generator(device=device).manual_seed(_stable_seed(seed, name))
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+
+def _norm_weight(config: DecoderConfig) -> float:
+    """With which a norm scales nothing."""
+    if isinstance(config, TransformersConfig):
+        return FAMILIES[config.model_type].norm_starts_at
+    return 1.0
 
 
 def _stable_seed(seed: int, name: str) -> int:

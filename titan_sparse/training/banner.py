@@ -7,7 +7,11 @@ import torch
 from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Attention, Config
 from titan_sparse.config.checking_attention import uses_xattention
-from titan_sparse.models.flavours import DecoderConfig, number_of_parameters
+from titan_sparse.models.flavours import (
+    DecoderConfig,
+    choose_implementation,
+    number_of_parameters,
+)
 from titan_sparse.training.parallelize import Meshes
 
 _REACHES_RECALL = {
@@ -62,7 +66,11 @@ def _model(config: Config, resolved: Resolved) -> str:
     dtype = config.training.dtype
     if dtype != "float64":
         dtype += ", float32 weights and optimizer"
-    return f"{name}, {millions:,.1f} M parameters, {dtype}"
+    line = f"{name}, {millions:,.1f} M parameters, {dtype}"
+    if not config.model.initial_hf:
+        return line
+    code, reason = choose_implementation(config.model.initial_hf, config.model.implementation)
+    return f"{line}; {code} code ({reason})"
 
 
 def _mesh(config: Config, resolved: Resolved) -> str:

@@ -4,14 +4,16 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.config import Config
+from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import initialize
+from titan_sparse.models.layer_masks import Attends
 from titan_sparse.training.float8 import convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.parallelize import parallelize
@@ -20,18 +22,18 @@ from titan_sparse.training.parallelize import parallelize
 def build_model(
     config: Config,
     model_config: DecoderConfig,
-    attend: Callable[..., Tensor],
+    attends: Attends,
     fsdp: DeviceMesh,
     device: torch.device,
 ) -> Decoder:
     """The decoder, sharded over `fsdp`, with random weights of training.seed. Collective.
 
-    attend: attend(q, k, v, mask) of its layers. Weights are float32, in float64 runs float64.
+    attends: of its layers. Weights are float32, in float64 runs float64.
     """
     dtype = getattr(torch, config.training.dtype)
     weights_dtype = torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):
-        model = Decoder(model_config, attend, _mlp(config)).to(weights_dtype)
+        model = build_decoder(model_config, attends, _mlp(config)).to(weights_dtype)
     if config.float8.enable:
         convert_to_float8(model, config.float8)
     if config.activation_checkpoint.offload:

@@ -79,6 +79,9 @@ class MetricsLog:
         # Linear layers that compute in float8 have another peak.
         self.float8 = config.float8.enable
         self.model = model
+        # Of layers with a window of their own nothing is selected.
+        windows = getattr(model, "windows", (0,) * model.layers)
+        self.selecting = [layer for layer, window in enumerate(windows) if not window]
         self.device = device
         self.world_size = dist.get_world_size()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -157,7 +160,7 @@ class MetricsLog:
         per_device = self.tokens / seconds / self.world_size
         # Pairs of tokens, over layers and heads, per token.
         visited = float(torch.stack(recorded.visited).sum()) / sequence_tokens
-        visible = float(recorded.visible) * self.model.layers * self.model.heads / sequence_tokens
+        visible = float(sum(recorded.visible)) * self.model.heads / sequence_tokens
         record = {
             "step": step,
             "time": time.time(),
@@ -176,6 +179,9 @@ class MetricsLog:
         if capped is not None and self.asked is not None:
             record["heads_capped"] = capped.of_heads(self.budget).mean().item()
             record["recall_asked"] = self.asked
+        if capped is not None:
+            # From here on, by layers.
+            capped = capped.spread(self.selecting, self.model.layers)
         if self.save_seconds:
             record["save_seconds"] = self.save_seconds
             self.save_seconds = 0.0
@@ -240,15 +246,15 @@ def average_over_ranks(recorded: Recording, sequence_tokens: float) -> float:
     """
     # Everything goes into one vector, so that there is one collective.
     tensors = [tensor for name in _BY_LAYER for tensor in getattr(recorded, name)]
-    tensors.append(recorded.visible.view(1))
-    tensors.append(recorded.visible.new_tensor([sequence_tokens]))
+    tensors += [visible.view(1) for visible in recorded.visible]
+    tensors.append(recorded.visible[0].new_tensor([sequence_tokens]))
     flat = torch.cat([tensor.double() for tensor in tensors])
     dist.all_reduce(flat)
     flat = flat / dist.get_world_size()
     means = iter(flat.split([len(tensor) for tensor in tensors]))
     for name in _BY_LAYER:
         setattr(recorded, name, [next(means) for _ in getattr(recorded, name)])
-    recorded.visible = next(means)[0]
+    recorded.visible = [next(means)[0] for _ in recorded.visible]
     return next(means).item()
 
 

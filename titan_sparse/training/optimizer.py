@@ -15,11 +15,18 @@ from titan_sparse.config import LRScheduler, Optimizer
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norm weights and biases) do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """First matrices, which decay, then vectors (norm weights and biases), which do not."""
+    matrices = []
+    vectors = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # The biases of all experts of a layer are one parameter, gate_up_proj_bias [E, 2 I].
+        is_matrix = parameter.ndim > 1 and not name.endswith("_bias")
+        (matrices if is_matrix else vectors).append(parameter)
     return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
 
 
@@ -96,12 +103,12 @@ def resume_schedule(
     """
     for optimizer, scheduler in zip(optimizers, schedule.schedulers):
         learning_rates = [section.lr * factor(step) for factor in scheduler.lr_lambdas]
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates):
-            decays = any(parameter.ndim > 1 for parameter in group["params"])
+        for number, group in enumerate(optimizer.param_groups):
             # The arguments that the optimizer was made with: loading leaves them as they are.
             group.update(optimizer.defaults)
-            group["weight_decay"] = section.weight_decay if decays else 0.0
+            # As in parameter_groups().
+            group["weight_decay"] = section.weight_decay if number == 0 else 0.0
             group["initial_lr"] = section.lr
-            group["lr"] = learning_rate
+            group["lr"] = learning_rates[number]
         scheduler.last_epoch = step
         scheduler._last_lr = learning_rates

@@ -36,6 +36,16 @@ class Capped(NamedTuple):
         """Shares of all budgets, [layers]."""
         return (self.verticals + self.slashes) / 2
 
+    def spread(self, selecting: list[int], layers: int) -> "Capped":
+        """The same for all `layers`, of which only `selecting` have budgets: nothing is cut in
+        others."""
+        spread = []
+        for shares in self:
+            of_all = shares.new_zeros(layers)
+            of_all[selecting] = shares
+            spread.append(of_all)
+        return Capped(*spread)
+
     def of_heads(self, budget: str) -> Tensor:
         """Shares of heads that keep less of the probe's mass than was asked, [layers].
 

@@ -46,7 +46,8 @@ def check_initial_weights(config: Config, model: DecoderConfig) -> None:
 
     Raises ValueError.
     """
-    if config.model.initial_hf and checkpoint_to_resume(config) is None:
+    reads_weights = config.model.initial_hf and not config.model.random_weights
+    if reads_weights and checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 

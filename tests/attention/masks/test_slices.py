@@ -268,7 +268,7 @@ def test_statistics(name):
     mask, truth = mask_and_truth(name)
     with recording(recall_rows=SEQ_LEN) as seen:
         attend(*structured_qkv(2, 4, 2, SEQ_LEN, 8), mask, block_size=BLOCK)
-    assert seen.visible == truth.sum() and (seen.visited[0] == truth.sum()).all()
+    assert seen.visible[0] == truth.sum() and (seen.visited[0] == truth.sum()).all()
     assert (seen.density() == 1).all() and (seen.recall[0] - 1).abs().max() < 1e-9
 
 

@@ -54,7 +54,8 @@ class Recording:
 
     recall_rows: sampled query rows a sequence for recall; 0 for none. thumbnail_cells: cells a side
     of thumbnails; 0 for none.
-    visited: pairs of tokens computed per sequence. visible: pairs that the mask allows (a number).
+    visited: pairs of tokens computed per sequence. visible: pairs that the layer's mask allows (a
+    number).
     recall: share of the full softmax mass that the selection kept, over sampled rows. The softmax is
     the one over keys: what a learned sink takes is in neither, so dense attention has a recall of 1.
     capped: share of budgets that their cap kept below the recall target; empty for patterns without
@@ -76,7 +77,7 @@ class Recording:
     recall_rows: int = 0
     thumbnail_cells: int = 0
     visited: list[Tensor] = field(default_factory=list)
-    visible: Tensor | None = None
+    visible: list[Tensor] = field(default_factory=list)
     recall: list[Tensor] = field(default_factory=list)
     capped: list[Tensor] = field(default_factory=list)
     blocks_per_query: list[Tensor] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Recording:
     def density(self) -> Tensor:
         """visited / visible, [layers, Hq]."""
         visited = torch.stack(self.visited)
-        return visited / self.visible
+        return visited / torch.stack(self.visible).unsqueeze(1)
 
     def by_rank(self) -> ByRank:
         """What all ranks measured. Collective over the context-parallel group; waits for the GPU.
@@ -162,7 +163,7 @@ class Recording:
         queries = sees_any.sum(-1).double().mean()
         keys_per_query = in_blocks / queries
         self.blocks_per_query.append(keys_per_query / index.block_size)
-        self.visible = visible_pairs(call.mask).mean()
+        self.visible.append(visible_pairs(call.mask).mean())
         if index.capped is not None:
             # [B, Hq]; a position of seq_len means that there is no such vertical.
             verticals = (index.verticals < call.seq_len).sum(-1)

@@ -190,5 +190,5 @@ def test_codes_of_prices():
 
 
 def test_unknown_budget_is_refused():
-    with pytest.raises(ValueError, match='budget="shared".*"layer", "joint" or "independent"'):
+    with pytest.raises(ValueError, match='budget="shared".*"joint", "layer" or "independent"'):
         VerticalSlash(budget="shared")

@@ -83,6 +83,44 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
         assert max(abs(one - recall) for one in kept) < 0.025
 
 
+def test_recall_of_what_lies_behind_the_sinks():
+    """Keys that take most of the mass say little about the rest: count_sinks = False leaves them
+    out, and the mean over all rows of the rest reaches the recall."""
+    seq_len, block, sinks = 2048, 32, 3
+    q, k = _generated("noisy", seq_len)
+    # Each query points a little toward the first tokens.
+    q[..., 0] = 1.0
+    k[..., 0] = 0.0
+    k[:, :, :sinks, 0] = 11.0 * 32**0.5
+    mask = Causal()
+    scores = (q @ k.repeat_interleave(2, 1).mT * 32**-0.5).masked_fill(
+        ~mask.dense(seq_len), -torch.inf
+    )
+    of_all = scores.softmax(-1)
+    behind = scores.clone()
+    behind[..., :sinks] = -torch.inf
+    # The sinks themselves see nothing behind them.
+    of_rest = behind[..., sinks:, :].softmax(-1)
+    assert of_all[..., sinks:, :sinks].sum(-1).mean() > 0.5
+
+    kept = {}
+    for count_sinks in (True, False):
+        means = []
+        for seed in range(6):
+            set_probe_seed(seed)
+            pattern = _pattern(
+                budget="joint", sinks=sinks, probe=128, dense_below=128, count_sinks=count_sinks
+            )
+            chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
+            assert chosen[..., sinks:, :sinks].all()
+            all_kept = (of_all * chosen).sum(-1).mean()
+            rest_kept = (of_rest * chosen[..., sinks:, :]).sum(-1).mean()
+            means.append([all_kept, rest_kept])
+        kept[count_sinks] = torch.tensor(means).mean(0).tolist()
+    assert kept[True][0] == pytest.approx(0.9, abs=0.025) and kept[True][1] < 0.8
+    assert kept[False][1] == pytest.approx(0.9, abs=0.015) and kept[False][0] > 0.94
+
+
 def test_one_price_for_all_heads_needs_less_than_a_recall_of_each():
     """A head that is hard to reach may miss what others have easily."""
     q, k = _generated("bands and outliers", 2048)

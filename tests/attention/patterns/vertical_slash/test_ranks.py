@@ -26,6 +26,7 @@ MASKS: list[Mask] = [
 ]
 BUDGETS = {
     "layer": VerticalSlash(recall=0.9, dense_below=48, budget="layer", probe_rows="spread"),
+    "behind sinks": VerticalSlash(recall=0.9, dense_below=48, count_sinks=False),
     "joint": VerticalSlash(
         recall=0.8,
         probe=20,

@@ -52,6 +52,7 @@ class Limits(NamedTuple):
 class Priced(NamedTuple):
     """What prices need to know besides the Geometry, the same for every layer.
 
+    counted_start: int32 [B, n, P], the first key of each row whose mass counts in recall.
     free_start, free_stop: int32 [B, n, P], the keys that each row sees and that are not on in any
         case.
     is_sink: bool [B, S].
@@ -67,6 +68,7 @@ class Priced(NamedTuple):
     weight: float64 [B, n], rows of the sequence that each of them stands for.
     """
 
+    counted_start: Tensor
     free_start: Tensor
     free_stop: Tensor
     is_sink: Tensor
@@ -84,11 +86,18 @@ class Priced(NamedTuple):
 
 
 def priced_geometry(
-    spans: Spans, geometry: Geometry, seq_len: int, block_size: int, sinks: int, local: int
+    spans: Spans,
+    geometry: Geometry,
+    seq_len: int,
+    block_size: int,
+    sinks: int,
+    local: int,
+    count_sinks: bool = True,
 ) -> Priced:
     """The Priced of a probe's Geometry.
 
-    sinks, local: tokens of each span, and nearest diagonals, that are always on.
+    sinks, local: tokens of each span, and nearest diagonals, that are always on. count_sinks:
+    whether the sinks' mass counts.
     """
     device = spans.start.device
     n = spans.start.shape[1]
@@ -107,6 +116,7 @@ def priced_geometry(
     sink_stop = torch.minimum(spans.start + sinks, spans.stop)
     # [B, n, P]: a row's nearest diagonals are all keys from some block's first on.
     first_local = (geometry.row_block - local + 1) * block_size
+    behind_sinks = torch.maximum(geometry.start, sink_stop[..., None]).int()
     # [B, S]
     span_of_token = span_of_tokens(spans.start, spans.stop, seq_len)
     stop_of_token = lookup(sink_stop, span_of_token.clamp(max=n - 1))
@@ -119,7 +129,8 @@ def priced_geometry(
     probed = geometry.rows.group_rows.sum(-1)
     length = spans.stop - spans.start
     return Priced(
-        free_start=torch.maximum(geometry.start, sink_stop[..., None]).int(),
+        counted_start=geometry.start if count_sinks else behind_sinks,
+        free_start=behind_sinks,
         free_stop=torch.minimum(geometry.stop, first_local).int(),
         is_sink=is_sink,
         span_tokens=SpanTokens(spans.start.int(), spans.stop.int()),
@@ -231,7 +242,8 @@ def _codes(
     Codes are uint8, [B, Hq, E] and [B, Hq, n_local, b]. Masses that are held from each code down
     (float64) and counts of verticals are [B, Hq, n, CODES].
     """
-    probe, keys, lse = look(q, k, geometry, cp, scale)
+    counted = geometry._replace(start=priced.counted_start)
+    probe, keys, lse = look(q, k, counted, cp, scale)
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
     tile = priced.tile
     if by_kernels(keys):

@@ -1,0 +1,64 @@
+"""examples/: both train on one process and on two, with the same losses, and save what they trained."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_processes
+from tests.integrations.transformers.trainer_runs import assert_same, numbers, read, write
+
+ROOT = Path(__file__).parents[3]
+RUNS = {
+    "trainer": ["trainer", "--tiny"],
+    "trainer_sparse": ["trainer", "--tiny", "--sparse", "--layout", "zigzag"],
+    "trl_sft": ["trl_sft", "--tiny"],
+}
+
+
+def run_all(folder: str) -> None:
+    """Each example as a program; rank 0 writes FOLDER/NAME-PROCESSES.json."""
+    # As for a program that is started by its path.
+    sys.path.insert(0, str(ROOT / "examples"))
+    for name, (module, *words) in RUNS.items():
+        pytest.importorskip("trl")
+        sys.argv = [module, *words, "--out", f"{folder}/{name}"]
+        trainer = importlib.import_module(module).main()
+        write(folder, name, numbers(trainer))
+    sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("trl")
+    folder = str(tmp_path_factory.mktemp("examples"))
+    with pytest.MonkeyPatch.context() as kept:
+        kept.setattr(sys, "argv", sys.argv)
+        run_all(folder)
+    run_processes(2, run_all, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_like_one(folder, name):
+    lines = read(folder, name, 1)
+    assert_same(read(folder, name, 2), lines)
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == 3 and losses[2] < losses[0]
+
+
+def test_sparse_attention_is_another(folder):
+    dense = read(folder, "trainer", 1)[0]["grad_norm"]
+    sparse = read(folder, "trainer_sparse", 1)[0]["grad_norm"]
+    assert sparse != pytest.approx(dense, rel=1e-5)
+
+
+def test_what_they_save(folder):
+    for name in ("trainer", "trl_sft"):
+        saved = Path(folder, name)
+        assert (saved / "model.safetensors").exists()
+        state = json.loads((saved / "trainer_state.json").read_text())
+        assert state["global_step"] == 3
+    assert (Path(folder, "trl_sft") / "tokenizer.json").exists()

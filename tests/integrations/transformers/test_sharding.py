@@ -1,0 +1,106 @@
+"""Batches cut into the tokens of ranks: on integers, with pretended ranks."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from tests.integrations.transformers.families import positions, tokens
+from titan_sparse import ContextParallel
+from titan_sparse.attention.context_parallel.layouts import restore_blocks
+from titan_sparse.attention.masks import Documents
+from titan_sparse.integrations.transformers.context_parallel import shard_batch
+from titan_sparse.integrations.transformers.context_parallel_checks import check_same_batch
+
+LENGTHS = [30, 7, 13]
+"""50 tokens: over two ranks they are padded to 64 in blocks of 16, to 64 in a zigzag too."""
+
+
+def pretended(rank: int, layout: str = "striped") -> ContextParallel:
+    cp = ContextParallel(None, layout, block_size=16)
+    cp.size = 2
+    cp.rank = rank
+    return cp
+
+
+def whole(name: str, batch: dict, layout: str) -> torch.Tensor:
+    """The ranks' shards of one entry, in global order."""
+    shards = [shard_batch(batch, pretended(rank, layout)) for rank in (0, 1)]
+    joined = torch.cat([shard[name] for shard in shards], dim=1)
+    table = shards[0]["attention_mask"].mask.table
+    if table is None:
+        table = pretended(0, layout).block_table(joined.shape[1])
+    return restore_blocks(joined, 1, table, 16)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag", "contiguous", "balanced"])
+def test_shards_are_those_of_the_whole_batch(layout):
+    ids = tokens(1, 50)
+    labels = ids.clone()
+    labels[0, ::3] = -100
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions(*LENGTHS)}
+    assert torch.equal(whole("input_ids", batch, layout)[:, :50], ids)
+    assert torch.equal(whole("position_ids", batch, layout)[:, :50], positions(*LENGTHS))
+    shifted = whole("shift_labels", batch, layout)
+    assert shifted.shape == (1, 64)
+    assert torch.equal(shifted[:, :49], labels[:, 1:]) and (shifted[:, 49:] == -100).all()
+    # transformers would shift these once more.
+    assert (whole("labels", batch, layout) == -100).all()
+
+
+def test_the_mask_is_that_of_the_whole_sequence():
+    batch = {"input_ids": tokens(1, 50), "position_ids": positions(*LENGTHS)}
+    batch["shift_labels"] = batch["input_ids"]
+    masks = [shard_batch(batch, pretended(rank))["attention_mask"] for rank in (0, 1)]
+    wanted = Documents(LENGTHS).dense(64)
+    for mask in masks:
+        ranges = mask.mask
+        keys = torch.arange(64)
+        seen = (keys >= ranges.start[..., None]) & (keys < ranges.stop[..., None])
+        assert torch.equal(seen, wanted)
+    # Blocks 0 and 2 are whole; of block 3, two tokens are.
+    assert [int(mask.sum()) for mask in masks] == [32, 18]
+
+
+def test_padding_on_both_sides():
+    attention_mask = torch.tensor([[0] * 10 + [1] * 40, [1] * 20 + [0] * 30])
+    batch = {"input_ids": tokens(2, 50), "attention_mask": attention_mask, "unread": 7}
+    batch["labels"] = batch["input_ids"]
+    local = shard_batch(batch, pretended(0))
+    ranges = local["attention_mask"].mask
+    visible = (ranges.stop - ranges.start)[:, :50]
+    assert torch.equal(visible > 0, attention_mask.bool())
+    assert local["unread"] == 7
+    assert torch.equal(local["position_ids"][0, :16], torch.arange(16))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"input_ids": None}, "write input_ids in place of inputs_embeds"),
+        ({"labels": None}, "write a collator that adds labels"),
+        ({"labels": torch.zeros(1, 7)}, r"labels \[1, 7\] does not go with input_ids \[1, 50\]"),
+        ({"pixel_values": torch.zeros(1, 3, 8, 8)}, "cut pixel_values .*; drop it"),
+        ({"completion_mask": torch.ones(1, 50)}, "cut completion_mask .*; drop it"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(changes, message):
+    batch = {"input_ids": tokens(1, 50), "labels": tokens(1, 50)} | changes
+    with pytest.raises(ValueError, match=message):
+        shard_batch(batch, pretended(0))
+
+
+def test_other_batches_of_one_sequence_are_refused():
+    cp = pretended(0)
+    ids = tokens(1, 50)
+    cp.all_gather = lambda facts: torch.stack([facts, facts])
+    check_same_batch(ids, ids, cp)
+    cp.all_gather = lambda facts: torch.stack([facts, facts + torch.tensor([0, 0, 1, 0])])
+    with pytest.raises(ValueError, match="different batches"):
+        check_same_batch(ids, ids, cp)
+    # The same tokens in another order are another batch.
+    found = []
+    cp.all_gather = lambda facts: found.append(facts) or facts[None]
+    check_same_batch(ids, ids, cp)
+    check_same_batch(ids.flip(1), ids, cp)
+    assert not torch.equal(*found)

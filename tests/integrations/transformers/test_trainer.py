@@ -1,0 +1,50 @@
+"""Trainer under context parallelism: losses, norms and evaluation are those of one process."""
+
+import pytest
+
+from tests.distributed import run_processes
+from tests.integrations.transformers.trainer_runs import (
+    FAULTS,
+    RUNS,
+    WIDE,
+    assert_same,
+    read,
+    run_all,
+)
+
+NAMES = [run.__name__ for run in RUNS]
+FAULTY = [run.__name__ for run in FAULTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The files of one process, two and three."""
+    folder = str(tmp_path_factory.mktemp("runs"))
+    run_all(folder, NAMES)
+    run_processes(2, run_all, folder, NAMES + FAULTY)
+    run_processes(3, run_all, folder, ["plain"])
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_processes_train_like_one(folder, name):
+    assert_same(read(folder, name, 2), read(folder, name, 1))
+
+
+def test_three_processes_train_like_one(folder):
+    assert_same(read(folder, "plain", 3), read(folder, "plain", 1))
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_show(folder, name):
+    with pytest.raises(AssertionError):
+        assert_same(read(folder, name, 2), read(folder, "plain", 1))
+
+
+@pytest.mark.slow
+def test_four_processes_train_like_one(tmp_path):
+    names = [run.__name__ for run in WIDE]
+    run_all(str(tmp_path), names)
+    run_processes(4, run_all, str(tmp_path), names)
+    for name in names:
+        assert_same(read(tmp_path, name, 4), read(tmp_path, name, 1))

@@ -1,0 +1,206 @@
+"""What context parallelism would get wrong in a Trainer is refused, in one line that says what to
+write."""
+
+import functools
+
+import pytest
+import torch
+from transformers import Trainer
+
+from tests.integrations.transformers.families import family
+from tests.integrations.transformers.trainer_runs import (
+    BLOCK,
+    LongTrainer,
+    Stream,
+    arguments,
+    assert_same,
+    numbers,
+    parts,
+    tiny_model,
+)
+from titan_sparse import ContextParallel
+from titan_sparse.integrations.transformers import AttentionSettings, register
+from titan_sparse.integrations.transformers.context_parallel import (
+    ContextParallelConfig,
+    ContextParallelTrainer,
+)
+from titan_sparse.integrations.transformers.context_parallel_checks import (
+    check_model,
+    check_trainer,
+)
+
+
+def refused(message: str, folder, kind: type = LongTrainer, changes=None, **options) -> None:
+    made = parts(arguments(folder)) | (changes or {})
+    made["args"] = arguments(folder, **options)
+    with pytest.raises(ValueError, match=message) as error:
+        kind(**made)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"parallelism_config": None}, "write parallelism_config=ContextParallelConfig"),
+        ({"average_tokens_across_devices": False}, "write True"),
+        ({"label_smoothing_factor": 0.1}, "write 0"),
+        ({"train_sampling_strategy": "batch_rebalance"}, 'write "random"'),
+    ],
+)
+def test_arguments(options, message, tmp_path):
+    refused(message, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("compute_metrics", "evaluate\\(\\) gives eval_loss"),
+        ("preprocess_logits_for_metrics", "evaluate\\(\\) gives eval_loss"),
+        ("compute_loss_func", "override compute_loss\\(\\)"),
+    ],
+)
+def test_functions_of_logits(name, message, tmp_path):
+    refused(message, tmp_path, changes={name: lambda *args, **kwargs: {}})
+
+
+def test_streams(tmp_path, monkeypatch):
+    made = parts(arguments(tmp_path), train_dataset=Stream())
+    trainer = LongTrainer(**made)  # One rank to a sequence: whatever it gets is its own.
+    monkeypatch.setattr(trainer.args.parallelism_config, "cp_size", 2)
+    with pytest.raises(ValueError, match='write accelerator_config={"dispatch_batches": False}'):
+        check_trainer(trainer)
+
+
+def test_evaluation_without_labels(tmp_path):
+    trainer = LongTrainer(**parts(arguments(tmp_path)))
+    with pytest.raises(ValueError, match="add labels"):
+        trainer.prediction_step(trainer.model, {"input_ids": torch.ones(1, 5)}, True)
+
+
+def test_a_model_that_takes_no_counts(tmp_path):
+    model = tiny_model()
+    model.accepts_loss_kwargs = False
+    refused("forward\\(\\) takes \\*\\*kwargs", tmp_path, changes={"model": model})
+
+
+def test_other_attention(tmp_path):
+    model = tiny_model()
+    model.set_attn_implementation("sdpa")
+    message = 'attn_implementation="sdpa" sees .*, attn_implementation="titan_sparse"'
+    refused(message, tmp_path, changes={"model": model})
+
+
+def test_attention_of_other_ranks(tmp_path):
+    cp = ContextParallel(None, block_size=BLOCK)
+    cp.size = 2  # Pretended
+    register(AttentionSettings(cp=cp))
+    model = tiny_model()
+    with pytest.raises(ValueError, match="register\\(AttentionSettings\\(cp=args"):
+        check_model(model, ContextParallel(None, block_size=BLOCK))
+    check_model(model, cp)
+    register()
+    with pytest.raises(ValueError, match="register\\(AttentionSettings\\(cp=args"):
+        check_model(model, cp)
+    # One rank needs no group.
+    check_model(model, ContextParallel(None, block_size=BLOCK))
+
+
+def test_the_balancing_loss_of_experts():
+    register()
+    model = family("mixtral")
+    model.set_attn_implementation("titan_sparse")
+    cp = ContextParallel(None, block_size=BLOCK)
+    check_model(model, cp)
+    model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="write router_aux_loss_coef=0.0"):
+        check_model(model, cp)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_by_the_length_of_a_sequence(kind):
+    cp = ContextParallel(None, block_size=BLOCK)
+    cp.size = 2  # Pretended
+    register(AttentionSettings(cp=cp))
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    check_model(model, cp)
+    for parameters in ({"rope_type": kind}, {"full_attention": {"rope_type": kind}}):
+        model.config.rope_parameters = parameters
+        with pytest.raises(ValueError, match=f'rope_type "{kind}" .* write rope_type="yarn"'):
+            check_model(model, cp)
+
+
+def test_a_model_without_a_loss_of_next_tokens():
+    register()
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    model.loss_function = torch.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        check_model(model, ContextParallel(None, block_size=BLOCK))
+
+
+def test_a_loss_that_ignores_shifted_labels(tmp_path):
+    """Old models call loss_function(logits, labels, vocab_size) without further arguments."""
+    made = parts(arguments(tmp_path))
+    forward = made["model"].forward
+
+    @functools.wraps(type(made["model"]).forward)
+    def ignoring(*args, shift_labels=None, **kwargs):
+        return forward(*args, **kwargs)
+
+    made["model"].forward = ignoring
+    trainer = LongTrainer(**made)
+    with pytest.raises(ValueError, match="does not hand shift_labels to its loss"):
+        trainer.train()
+
+
+def test_predict(tmp_path):
+    made = parts(arguments(tmp_path))
+    trainer = LongTrainer(**made)
+    with pytest.raises(ValueError, match="write evaluate\\(\\) in place of predict"):
+        trainer.predict(made["eval_dataset"])
+
+
+def test_sizes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match="do not divide 6 processes; start .*-node=4"):
+        ContextParallelConfig(cp_size=4)
+    for sizes in ({"cp_size": 0}, {"dp_replicate_size": 0}):
+        with pytest.raises(ValueError, match="start torchrun"):
+            ContextParallelConfig(**sizes)
+    config = ContextParallelConfig(cp_size=3)
+    assert (config.dp_shard_size, config.cp_size) == (2, 3)
+    config = ContextParallelConfig(dp_replicate_size=2)
+    assert (config.dp_shard_size, config.cp_size) == (1, 3)
+
+
+def test_processes_that_accelerate_does_not_see(tmp_path, monkeypatch):
+    """torchrun's processes on CPUs train each for itself unless use_cpu is set."""
+    made = parts(arguments(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = ContextParallelConfig(block_size=BLOCK)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config.build_device_mesh = lambda device_type: None
+    made["args"].parallelism_config = config
+    with pytest.raises(ValueError, match="write use_cpu=True"):
+        LongTrainer(**made)
+
+
+def test_a_trainer_alone_is_as_it_was(tmp_path):
+    """On one process: the losses of a Trainer with transformers' own attention and loss."""
+    made = parts(arguments(tmp_path))
+    trainer = LongTrainer(**made)
+    trainer.train()
+    others = parts(arguments(tmp_path))
+    others["model"].set_attn_implementation("eager")
+    others["args"] = arguments(tmp_path, parallelism_config=None)
+    wanted = Trainer(**others)
+    wanted.train()
+    assert_same(numbers(trainer), numbers(wanted))
+
+
+def test_the_trainer_comes_second():
+    with pytest.raises(TypeError, match=r"write class Wrong\(ContextParallelTrainer, Trainer\)"):
+
+        class Wrong(Trainer, ContextParallelTrainer):
+            pass

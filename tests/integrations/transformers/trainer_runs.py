@@ -1,0 +1,356 @@
+"""Small training runs of transformers' Trainer and TRL's SFTTrainer, alike on one process and more."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from titan_sparse.attention.patterns import Pattern, VerticalSlash
+from titan_sparse.integrations.transformers import (
+    AttentionSettings,
+    context_parallel,
+    keep_attention,
+    register,
+)
+from titan_sparse.integrations.transformers.context_parallel import (
+    ContextParallelConfig,
+    ContextParallelTrainer,
+    chunk_loss,
+    shard_batch,
+)
+
+BLOCK = 16
+VOCAB = 97
+SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=16, max_slashes=2, dense_below=64)
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "mean_token_accuracy",
+    "num_tokens",
+    "num_input_tokens_seen",
+)
+"""What is compared, of each line of a Trainer's log."""
+
+
+class LongTrainer(ContextParallelTrainer, Trainer):
+    pass
+
+
+class Documents(Dataset):
+    """Random documents of 5 to 150 tokens, with labels for some."""
+
+    def __init__(self, count: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = []
+        for length in torch.randint(5, 150, (count,), generator=generator).tolist():
+            ids = torch.randint(VOCAB, (length,), generator=generator)
+            known = torch.rand(length, generator=generator) < 0.7
+            labels = ids.where(known, torch.tensor(-100))
+            self.rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, list[int]]:
+        return self.rows[i]
+
+
+class Stream(IterableDataset):
+    """The same documents, one after the other."""
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        yield from Documents(37, seed=1).rows
+
+
+def tiny_model(tied: bool = False) -> PreTrainedModel:
+    """Two layers, one of them with a window."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=50,
+        layer_types=["sliding_attention", "full_attention"],
+        tie_word_embeddings=tied,
+    )
+    return Qwen3ForCausalLM._from_config(config, attn_implementation="titan_sparse")
+
+
+def arguments(folder: Path | str, kind: type = TrainingArguments, **changes: Any) -> Any:
+    settings = dict(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        include_num_input_tokens_seen="all",
+        report_to=[],
+        parallelism_config=ContextParallelConfig(block_size=BLOCK),
+    )
+    return kind(**(settings | changes))
+
+
+def parts(args: Any, pattern: Pattern | None = None, **changes: Any) -> dict[str, Any]:
+    """What a Trainer is made of: 37 documents to train on, and 9, of which 4 go into a batch."""
+    settings = {} if pattern is None else {"pattern": pattern}
+    register(AttentionSettings(cp=args.parallelism_config.group(), **settings))
+    of_documents = dict(
+        model=tiny_model(),
+        args=args,
+        train_dataset=Documents(37, seed=1),
+        eval_dataset=Documents(9, seed=2),
+        data_collator=DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+    )
+    return of_documents | changes
+
+
+def numbers(trainer: Trainer) -> list[dict[str, float]]:
+    """The numbers of each line that the trainer has logged."""
+    lines = []
+    for line in trainer.state.log_history:
+        known = {name: line[name] for name in NUMBERS if name in line}
+        if known:
+            lines.append(known)
+    return lines
+
+
+def pretend_gpus() -> None:
+    """accelerate shards weights on GPUs only; its code runs on CPUs as well. After arguments()."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+# The runs. Each takes a folder, and returns numbers().
+
+
+def plain(folder: Path, **changes: Any) -> list[dict[str, float]]:
+    trainer = LongTrainer(**parts(arguments(folder, **changes)))
+    trainer.train()
+    trainer.evaluate()
+    return numbers(trainer)
+
+
+def zigzag(folder: Path) -> list[dict[str, float]]:
+    config = ContextParallelConfig(layout="zigzag", schedule="ring", block_size=BLOCK)
+    return plain(folder, parallelism_config=config)
+
+
+def contiguous(folder: Path) -> list[dict[str, float]]:
+    return plain(
+        folder, parallelism_config=ContextParallelConfig(layout="contiguous", block_size=BLOCK)
+    )
+
+
+def balanced(folder: Path) -> list[dict[str, float]]:
+    config = ContextParallelConfig(layout="balanced", schedule="group_cast", block_size=BLOCK)
+    return plain(folder, parallelism_config=config)
+
+
+def sparse(folder: Path) -> list[dict[str, float]]:
+    trainer = LongTrainer(**parts(arguments(folder), SPARSE))
+    trainer.train()
+    return numbers(trainer)
+
+
+def streamed(folder: Path) -> list[dict[str, float]]:
+    args = arguments(folder, accelerator_config={"dispatch_batches": False})
+    trainer = LongTrainer(**parts(args, train_dataset=Stream()))
+    trainer.train()
+    return numbers(trainer)
+
+
+def padded(folder: Path) -> list[dict[str, float]]:
+    """A batch of several rows, with padding behind the short ones."""
+
+    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+
+        def column(name: str, filler: int) -> torch.Tensor:
+            return torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in rows])
+
+        mask = [
+            [1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows
+        ]
+        return {
+            "input_ids": column("input_ids", 0),
+            "labels": column("labels", -100),
+            "attention_mask": torch.tensor(mask),
+        }
+
+    trainer = LongTrainer(**parts(arguments(folder), data_collator=collate))
+    trainer.train()
+    return numbers(trainer)
+
+
+def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[str, float]]:
+    """FSDP2 by accelerate, with tied weights, clipping, our checkpointing and our loss."""
+    options = {} if changes is None else changes
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    args = arguments(folder, max_grad_norm=0.1, fsdp=not is_alone, **options)
+    if not is_alone:
+        pretend_gpus()
+    model = tiny_model(tied=True)
+    chunk_loss(model, chunk_tokens=50)
+    model.gradient_checkpointing_enable(keep_attention())
+    trainer = LongTrainer(**parts(args, model=model))
+    trainer.train()
+    if not is_alone:
+        names = next(trainer.model.parameters()).device_mesh.mesh_dim_names
+        copies = args.parallelism_config.dp_replicate_size
+        assert names == (("dp_replicate",) if copies > 1 else ()) + ("dp_shard_cp",)
+    trainer.evaluate()
+    return numbers(trainer)
+
+
+def resumed(folder: Path) -> list[dict[str, float]]:
+    """Two steps and a checkpoint, then the third step in another trainer."""
+    args = arguments(folder, save_strategy="steps", save_steps=2)
+    LongTrainer(**parts(args)).train()
+    args = arguments(folder)
+    trainer = LongTrainer(**parts(args))
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    trainer.evaluate()
+    return numbers(trainer)
+
+
+# Faults planted in plain(), which must show.
+
+
+def labels_shifted_late(folder: Path) -> list[dict[str, float]]:
+    """Each rank shifts the labels of its own tokens."""
+
+    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
+        unshifted = shard_batch(batch | {"shift_labels": batch["labels"]}, cp)["shift_labels"]
+        shifted = torch.nn.functional.pad(unshifted[:, 1:], (0, 1), value=-100)
+        return shard_batch(batch, cp) | {"shift_labels": shifted}
+
+    with patch.object(context_parallel, "shard_batch", faulty):
+        return plain(folder)
+
+
+def labels_counted_late(folder: Path) -> list[dict[str, float]]:
+    """Each rank counts the labels of its own tokens, as if the others had the same."""
+
+    class Faulty(LongTrainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            local = [shard_batch(batch, self.cp) for batch in batch_samples]
+            return super()._get_num_items_in_batch(local, device)
+
+    with patch(f"{__name__}.LongTrainer", Faulty):
+        return plain(folder)
+
+
+def positions_local(folder: Path) -> list[dict[str, float]]:
+    """Each rank numbers its own tokens."""
+
+    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
+        local = shard_batch(batch, cp)
+        positions = torch.arange(local["input_ids"].shape[1])[None]
+        return local | {"position_ids": positions}
+
+    with patch.object(context_parallel, "shard_batch", faulty):
+        return plain(folder)
+
+
+def documents_lost(folder: Path) -> list[dict[str, float]]:
+    """No documents: attention sees across them."""
+
+    def faulty(batch: Any, cp: Any) -> dict[str, Any]:
+        whole = {key: value for key, value in batch.items() if key != "position_ids"}
+        return shard_batch(batch, cp) | {"attention_mask": shard_batch(whole, cp)["attention_mask"]}
+
+    with patch.object(context_parallel, "shard_batch", faulty):
+        return plain(folder)
+
+
+FAULTS = (labels_shifted_late, labels_counted_late, positions_local, documents_lost)
+# On four processes, two to a sequence: batches of half the documents.
+
+
+def two_sequences(folder: Path) -> list[dict[str, float]]:
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    config = ContextParallelConfig(1 if is_alone else 2, block_size=BLOCK)
+    trainer = LongTrainer(
+        **parts(
+            arguments(
+                folder,
+                parallelism_config=config,
+                per_device_train_batch_size=4 if is_alone else 2,
+                train_sampling_strategy="sequential",
+            )
+        )
+    )
+    trainer.train()
+    return numbers(trainer)
+
+
+def two_copies(folder: Path) -> list[dict[str, float]]:
+    """HSDP: each copy of the weights is sharded over the two ranks of a sequence."""
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    config = ContextParallelConfig(
+        dp_replicate_size=1 if is_alone else 2, schedule="auto", block_size=BLOCK
+    )
+    changes = dict(
+        parallelism_config=config,
+        per_device_train_batch_size=4 if is_alone else 2,
+        train_sampling_strategy="sequential",
+    )
+    return [line for line in sharded(folder, changes) if "loss" in line]
+
+
+WIDE = (two_sequences, two_copies)
+RUNS = (plain, zigzag, contiguous, balanced, sparse, streamed, padded, sharded, resumed)
+
+
+def run_all(folder: str, names: list[str]) -> None:
+    """The named runs, one after the other; rank 0 writes FOLDER/NAME-PROCESSES.json."""
+    for name in names:
+        [run] = [run for run in RUNS + FAULTS + WIDE if run.__name__ == name]
+        found = run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}"))
+        write(folder, name, found)
+
+
+def write(folder: str, name: str, found: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        processes = os.environ.get("WORLD_SIZE", "1")
+        Path(folder, f"{name}-{processes}.json").write_text(json.dumps(found))
+
+
+def read(folder: str | Path, name: str, processes: int) -> Any:
+    return json.loads(Path(folder, f"{name}-{processes}.json").read_text())
+
+
+def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    """The same log: losses to 1e-6, norms of gradients after several steps to 1e-5."""
+    assert [list(line) for line in found] == [list(line) for line in wanted]
+    for line, expected in zip(found, wanted):
+        for name, number in line.items():
+            tolerance = 1e-5 if name == "grad_norm" else 1e-6
+            assert number == pytest.approx(expected[name], rel=tolerance), (name, found, wanted)

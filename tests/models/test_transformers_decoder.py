@@ -1,0 +1,259 @@
+"""Models that run through transformers' own code: loss and gradients are those of transformers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.models.transformers_models import (
+    LENGTH,
+    MODELS,
+    batch_of_tokens,
+    decoder_of,
+    masks_of,
+    save_model,
+)
+from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.config import Attention, Float8
+from titan_sparse.evaluation.generation import greedy
+from titan_sparse.from_config import build_attends
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.flavours import resolve
+from titan_sparse.models.huggingface import load_weights
+from titan_sparse.models.initialization import initialize
+from titan_sparse.training import offload
+from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.float8 import convert_to_float8
+from titan_sparse.training.offload import OffloadedBlocks
+
+pytest.importorskip("transformers")
+
+torch.set_num_threads(1)
+
+ROUTED = ["mixtral", "qwen3_moe", "gpt_oss"]
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """By transformers' names, in memory."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        is_ours = not name.startswith(("model.", "lm_head."))
+        gradients[f"model.{name}" if is_ours else name] = parameter.grad
+    return gradients
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module, tolerance: float = 1e-5) -> None:
+    expected = gradients_by_name(theirs)
+    found = gradients_by_name(ours)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient is not None and gradient.abs().max() > 0, name
+        error = (found[name] - gradient).norm() / gradient.norm()
+        assert error < tolerance, f"{name}: {error}"
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """transformers' eager attention, dense, sequences that are not packed."""
+    theirs = save_model(tmp_path, name)
+    ours, config = decoder_of(tmp_path)
+    tokens, positions, labels = batch_of_tokens()
+    expected = cross_entropy(theirs(tokens).logits, labels)
+    expected.backward()
+    found = ours(tokens, positions, masks_of(config, None, 2), labels, loss_chunk_tokens=48)
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents_are_those_run_alone(tmp_path: Path, name: str) -> None:
+    theirs = save_model(tmp_path, name)
+    ours, config = decoder_of(tmp_path)
+    tokens, _, labels = batch_of_tokens(1)
+    lengths = [33, 47]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    expected = torch.zeros(())
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        expected = expected + cross_entropy(theirs(tokens[:, part]).logits, labels[:, part])
+        start += length
+    assert start == LENGTH
+    expected.backward()
+    found = ours(tokens, positions, masks_of(config, [lengths], 1), labels)
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
+    ours, config = decoder_of(tmp_path)
+    assert config.router_loss == 0.5
+    tokens, positions, labels = batch_of_tokens()
+    outputs = theirs(tokens)
+    mean = cross_entropy(outputs.logits, labels) / labels.numel()
+    expected = mean + 0.5 * outputs.aux_loss
+    expected.backward()
+    assert outputs.aux_loss > 0.5
+    total = ours(tokens, positions, masks_of(config, None, 2), labels)
+    found = total / labels.numel()
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_router_loss_counts_no_padding(tmp_path: Path, name: str) -> None:
+    theirs = save_model(tmp_path, name, output_router_logits=True, router_aux_loss_coef=0.5)
+    ours, config = decoder_of(tmp_path)
+    tokens, positions, labels = batch_of_tokens()
+    attention_mask = torch.ones_like(tokens)
+    attention_mask[:, 60:] = 0
+    labels[:, 60:] = -100
+    outputs = theirs(tokens, attention_mask=attention_mask)
+    masks = masks_of(config, None, 2)._replace(tokens=attention_mask.bool())
+    with_router = ours(tokens, positions, masks, labels)
+    ours.eval()
+    without = ours(tokens, positions, masks, labels)
+    found = (with_router - without) / (labels != -100).sum()
+    torch.testing.assert_close(found, 0.5 * outputs.aux_loss, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_both_implementations_agree(tmp_path: Path, name: str) -> None:
+    """The same weights, loss and gradients through our decoder and through transformers' code."""
+    save_model(tmp_path, name)
+    tokens, positions, labels = batch_of_tokens()
+    attends = build_attends(Attention(pattern="dense", block_size=16), None)
+    models = {}
+    losses = {}
+    for implementation in ("native", "transformers"):
+        config = resolve("debug", initial_hf=str(tmp_path), implementation=implementation)
+        with torch.device("meta"):
+            model = build_decoder(config, attends)
+        models[implementation] = model.to_empty(device="cpu")
+        load_weights(model, str(tmp_path), config)
+        loss = model(tokens, positions, Causal().rows(LENGTH), labels)
+        loss.backward()
+        losses[implementation] = loss
+    assert type(models["native"]) is not type(models["transformers"])
+    torch.testing.assert_close(losses["native"], losses["transformers"], rtol=1e-5, atol=0)
+    assert_same_gradients(models["native"], models["transformers"])
+
+
+def test_offloaded_layers_are_the_same_to_the_bit(tmp_path: Path, monkeypatch) -> None:
+    save_model(tmp_path, "mistral", num_hidden_layers=4)
+    monkeypatch.setattr(offload, "MIN_BYTES", 1024)
+    batch = batch_of_tokens()
+    found = []
+    for is_offloaded in (False, True):
+        model, config = decoder_of(tmp_path)
+        for number, layer in model.layers.items():
+            model.layers[number] = checkpointed(layer, "full")
+            model.layers[number].compile(backend="aot_eager", fullgraph=True)
+        if is_offloaded:
+            model.run_blocks = OffloadedBlocks(torch.device("cpu"))
+        tokens, positions, labels = batch
+        loss = model(tokens, positions, masks_of(config, None, 2), labels)
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+        if is_offloaded:
+            assert model.run_blocks.pool.count >= 6
+        torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_angles_are_not_rounded(tmp_path: Path, name: str) -> None:
+    """bf16 models have tables of fp32, of frequencies that nothing has cast."""
+    save_model(tmp_path, name)
+    model, _ = decoder_of(tmp_path)
+    positions = torch.tensor([[200_001]])
+    x = torch.zeros(1, 1, 32)
+    full, _ = model.rotary.tables(x, positions)
+    rounded, _ = model.bfloat16().rotary.tables(x.bfloat16(), positions)
+    assert rounded[0].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(full, rounded, strict=True))
+    assert not torch.equal(full[0], full[0].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo3", "gpt_oss"])
+def test_half_precision_is_near(tmp_path: Path, name: str) -> None:
+    """Queries and keys that wide rotary tables have widened meet values of bf16."""
+    save_model(tmp_path, name)
+    model, config = decoder_of(tmp_path)
+    tokens, positions, labels = batch_of_tokens()
+    masks = masks_of(config, None, 2)
+    expected = model(tokens, positions, masks, labels)
+    found = model.bfloat16()(tokens, positions, masks, labels)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+
+
+def test_layers_are_compiled_once_for_each_kind(tmp_path: Path) -> None:
+    """Windows and full layers are two kinds, however many layers there are."""
+    save_model(tmp_path, "olmo3", num_hidden_layers=10, layer_types=None)
+    model, config = decoder_of(tmp_path)
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.layers.values():
+        layer.compile(backend=counter, fullgraph=True)
+    tokens, positions, labels = batch_of_tokens()
+    for _ in range(2):
+        model(tokens, positions, masks_of(config, None, 2), labels).backward()
+    assert counter.frame_count == 2
+
+
+# First weights
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_weights_leave_the_scale_of_hidden_states(tmp_path: Path, name: str) -> None:
+    """Norms scale nothing, also those that start at 0; biases are nothing."""
+    save_model(tmp_path, name)
+    model, config = decoder_of(tmp_path)
+    initialize(model, 0, config)
+    for parameter_name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if parameter_name.endswith("bias"):
+            assert (values == 0).all(), parameter_name
+        elif "norm" in parameter_name:
+            assert values.unique().tolist() == [0.0 if name == "gemma3" else 1.0], parameter_name
+        else:
+            assert 0.005 < values.std() < 0.03, parameter_name
+    x = 3 * torch.randn(1, 5, config.hidden_size)
+    torch.testing.assert_close(model.norm(x).pow(2).mean(-1), torch.ones(1, 5), atol=1e-3, rtol=0)
+
+
+def test_generation_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "mistral")
+    scorer = SimpleNamespace(model_config=decoder_of(tmp_path)[1])
+    with pytest.raises(ValueError, match="a mistral.*; write --answers forced"):
+        greedy(scorer, np.array([1, 2]), 3)
+
+
+def test_linear_layers_in_float8_are_near(tmp_path: Path) -> None:
+    """As ours: all linear layers, under the same names."""
+    save_model(tmp_path, "phi3")
+    model, config = decoder_of(tmp_path)
+    model = model.bfloat16()
+    tokens, positions, labels = batch_of_tokens()
+    masks = masks_of(config, None, 2)
+    expected = model(tokens, positions, masks, labels)
+    names = [name for name, _ in model.named_parameters()]
+    assert convert_to_float8(model, Float8(enable=True, filter="o_proj"), emulate=True) == 2 * 3
+    assert [name for name, _ in model.named_parameters()] == names
+    found = model(tokens, positions, masks, labels)
+    found.backward()
+    assert found != expected
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)

@@ -1,0 +1,131 @@
+"""Small random models of transformers, one of each family, and the decoder that trains them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.config import Attention
+from titan_sparse.from_config import build_attends
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.huggingface import load_weights
+from titan_sparse.models.layer_masks import LayerMasks
+from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
+from titan_sparse.models.transformers_families import FAMILIES
+
+VOCAB = 320
+LENGTH = 80
+WINDOW = 24
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Every model's, unless its settings say otherwise."""
+
+TWO_KINDS = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+
+
+class Tiny(NamedTuple):
+    """A model: its model_type, and what its config class is called with."""
+
+    model_type: str
+    config_class: str
+    settings: dict[str, Any] = {}
+
+
+MODELS = {
+    "llama": Tiny("llama", "LlamaConfig"),
+    "llama, biases": Tiny("llama", "LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": Tiny("qwen2", "Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen2, windows": Tiny(
+        "qwen2",
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": Tiny("qwen3", "Qwen3Config", {"head_dim": 16}),
+    "mistral": Tiny("mistral", "MistralConfig", {"sliding_window": WINDOW}),
+    "smollm3": Tiny("smollm3", "SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "olmo2": Tiny("olmo2", "Olmo2Config"),
+    "olmo3": Tiny("olmo3", "Olmo3Config", {"sliding_window": WINDOW, "layer_types": TWO_KINDS}),
+    "gemma3": Tiny(
+        "gemma3_text",
+        "Gemma3TextConfig",
+        {"sliding_window": WINDOW, "head_dim": 256, "layer_types": TWO_KINDS},
+    ),
+    "phi3": Tiny("phi3", "Phi3Config", {"sliding_window": WINDOW}),
+    "granite": Tiny("granite", "GraniteConfig", MULTIPLIERS),
+    "mixtral": Tiny("mixtral", "MixtralConfig", EXPERTS),
+    "qwen3_moe": Tiny(
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        EXPERTS | {"num_hidden_layers": 3, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+    ),
+    "gpt_oss": Tiny(
+        "gpt_oss", "GptOssConfig", EXPERTS | {"sliding_window": WINDOW, "head_dim": 16}
+    ),
+}
+
+
+def save_model(folder: Path, name: str, **settings: Any) -> nn.Module:
+    """The model of that name, written by save_pretrained(); norms and biases, which start as ones and
+    zeros, are random too."""
+    tiny = MODELS[name]
+    config = getattr(transformers, tiny.config_class)(
+        **SHAPE | tiny.settings | settings, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, FAMILIES[tiny.model_type].architecture)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_norm = parameter.ndim == 1 and bool((parameter == 1).all())
+            parameter.copy_(0.15 * torch.randn_like(parameter) + is_norm)
+    model.save_pretrained(folder)
+    return model
+
+
+def decoder_of(folder: Path, router_loss: float = -1.0) -> tuple[nn.Module, TransformersConfig]:
+    """The decoder with the folder's weights in float32, dense attention in blocks of 16."""
+    config = read_transformers_config(str(folder), router_loss)
+    section = Attention(pattern="dense", block_size=16)
+    with torch.device("meta"):
+        model = build_decoder(config, build_attends(section, None)).to(torch.float32)
+    model = model.to_empty(device="cpu")
+    load_weights(model, str(folder), config)
+    return model, config
+
+
+def masks_of(config: TransformersConfig, lengths: list[list[int]] | None, batch: int) -> LayerMasks:
+    """Of LENGTH tokens: packed documents, or with None one sequence each."""
+    mask = Causal() if lengths is None else Documents(lengths)
+    full = mask.rows(LENGTH)
+    window = None
+    if config.window:
+        window = (mask & SlidingWindow(config.window)).rows(LENGTH)
+    return LayerMasks(full, window)
+
+
+def batch_of_tokens(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their positions, and labels: each [batch, LENGTH]."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCAB, (batch, LENGTH), generator=generator)
+    labels = torch.randint(3, VOCAB, (batch, LENGTH), generator=generator)
+    return tokens, torch.arange(LENGTH).expand(batch, -1), labels

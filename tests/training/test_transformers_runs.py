@@ -1,0 +1,230 @@
+"""Whole runs of models that run through transformers' own code: compiled, recomputed and resumed they
+are alike, and transformers reads what they export."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.evaluate import main as evaluate
+from scripts.export_hf import main as export_hf
+from tests.distributed import run_processes
+from tests.models.transformers_models import MODELS
+from tests.training.transformers_runs import STEPS, assert_alike, prepare, train
+from tests.training.wired_run import lines_of
+from titan_sparse.estimate.flops import flops_per_token
+from titan_sparse.models.transformers_config import read_transformers_config
+
+transformers = pytest.importorskip("transformers")
+
+torch.set_num_threads(1)
+
+ALL = [name for name in MODELS if "," not in name]
+ONE = ("gemma3", "gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A shard, the models, and plain runs of two of them."""
+    folder = tmp_path_factory.mktemp("transformers")
+    prepare(folder, ALL)
+    for name in ONE:
+        train(folder, name, "one", {})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None:
+    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
+    train(folder, name, "kept", {"activation_checkpoint.mode": "none"})
+    train(folder, name, "selective", {"activation_checkpoint.mode": "selective", **compiled})
+    train(folder, name, "recomputed", {"activation_checkpoint.attention_recompute": 0.5})
+    for run_name in ("kept", "selective", "recomputed"):
+        assert_alike(folder, name, run_name)
+
+
+@pytest.mark.parametrize("name", ["olmo3", "qwen3_moe"])
+def test_a_resumed_run_is_the_whole_run(folder: Path, name: str) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.interval": 1, "optimizer.name": "AdamW"}
+    total = {"lr_scheduler.total_steps": STEPS}
+    train(folder, name, "whole", {**saves, **total})
+    train(folder, name, "resumed", {**saves, **total, "training.steps": 1})
+    train(folder, name, "resumed", {**saves, **total})
+    whole = lines_of(folder / f"{name}-whole")
+    resumed = lines_of(folder / f"{name}-resumed")
+    assert [line["step"] for line in resumed] == [1, 2, 3]
+    for line, wanted in zip(resumed, whole, strict=True):
+        assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
+
+
+def _export(folder: Path) -> None:
+    for name in ALL:
+        saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+        train(folder, name, "exported", {**saves, "optimizer.lr": 1e-30, "training.steps": 1})
+
+
+def test_transformers_reads_what_is_exported(folder: Path) -> None:
+    """Two ranks read and train with a learning rate of nothing: what comes out is what came in."""
+    for name in ALL:
+        generation = {"bos_token_id": 1, "max_new_tokens": 7}
+        (folder / name / "generation_config.json").write_text(json.dumps(generation))
+    run_processes(2, _export, folder)
+    for name in ALL:
+        out = folder / f"{name}-exported/huggingface/step-1"
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            out, output_loading_info=True, dtype=torch.float32
+        )
+        assert not any(report.values()), (name, report)
+        before = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+        assert type(model) is type(before)
+        expected = before.state_dict()
+        found = model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], x) for key, x in expected.items()), name
+        assert model.generation_config.max_new_tokens == 7
+        written = json.loads((out / "config.json").read_text())
+        given = json.loads((folder / name / "config.json").read_text())
+        assert written == given | {"dtype": "float32"}
+
+
+def test_export_hf_writes_the_same(folder: Path) -> None:
+    for name in ("qwen3_moe", "gemma3"):
+        run_folder = folder / f"{name}-exported"
+        if not run_folder.is_dir():
+            pytest.skip("needs the runs of the test before it")
+        out = folder / f"{name}-by-script"
+        assert export_hf([str(run_folder), str(out), "--dtype", "float32"]) == 0
+        for file in (run_folder / "huggingface/step-1").iterdir():
+            assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_fewer_layers_are_exported_as_such(folder: Path) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    fewer = {"model.random_weights": True, "model.layers": 1, "training.steps": 1}
+    train(folder, "olmo3", "fewer", {**saves, **fewer})
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "olmo3-fewer/huggingface/step-1", output_loading_info=True
+    )
+    assert len(model.model.layers) == 1 and not any(report.values()), report
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("mistral", "transformers code (our decoder does not have the family)"),
+        ("qwen3", "native code (our decoder has the family)"),
+    ],
+)
+def test_the_banner_says_whose_code_and_why(folder: Path, capsys, name: str, said: str) -> None:
+    train(folder, name, "auto", {"model.implementation": "auto", "training.steps": 1})
+    assert said in capsys.readouterr().out
+
+
+def _tensors_on_disk(folder: Path) -> dict[str, list[int]]:
+    from safetensors import safe_open
+
+    shapes = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    return shapes
+
+
+def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
+    for name in ALL:
+        out = folder / f"{name}-exported/huggingface/step-1"
+        if not out.is_dir():
+            pytest.skip("needs the runs of the test before it")
+        assert _tensors_on_disk(out) == _tensors_on_disk(folder / name), name
+
+
+def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
+    """The losses by position of scripts.evaluate."""
+    common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
+    rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
+    assert evaluate([*common, *words, *rest]) == 0
+    return json.loads((folder / out / "results.json").read_text())["position"]
+
+
+def test_a_run_and_its_export_are_evaluated_alike(folder: Path) -> None:
+    saves = {"checkpoint.enable": True, "checkpoint.last_save_in_hf": True}
+    train(folder, "gemma3", "evaluated", {**saves, "optimizer.lr": 0.5})
+    run_folder = folder / "gemma3-evaluated"
+    words = ["--tasks", "position"]
+    found = _evaluate(folder, "of-run", *words, "--checkpoint", str(run_folder))
+    exported = str(run_folder / "huggingface" / f"step-{STEPS}")
+    assert _evaluate(folder, "of-export", *words, "--hf", exported) == found
+    assert _evaluate(folder, "of-first", *words, "--hf", str(folder / "gemma3")) != found
+
+
+def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
+    """Of Gemma's two layers, the second sees everything, and is the one that selects."""
+    sparse = {
+        "attention.pattern": "vertical_slash",
+        "attention.vertical_slash.max_columns": 1,
+        "attention.vertical_slash.sinks": 0,
+        "attention.vertical_slash.max_slashes": 1,
+        "attention.vertical_slash.dense_below": 16,
+        "metrics.recall_every": 1,
+        "metrics.tensorboard": True,
+        "metrics.pictures_every": 1,
+    }
+    train(folder, "gemma3", "sparse", sparse)
+    dense = lines_of(folder / "gemma3-one")[0]
+    line = lines_of(folder / "gemma3-sparse")[0]
+    assert line["density"] < 0.95 and line["recall"] < 0.99
+    # Half of the layers are dense, so at least half of the pairs are visited.
+    assert line["density"] > 0.5
+    assert line["loss"] != dense["loss"]
+    assert dense["density"] == 1.0 and line["heads_capped"] > 0
+    # Only one layer has budgets; its number is that of all layers.
+    assert re.search(r"caps keep .* in layer 1 below", caplog.text)
+
+
+def test_dense_flops_know_the_window_of_each_layer(folder: Path) -> None:
+    settings = {"attention.mask": "causal_across_documents", "training.steps": 1}
+    train(folder, "gemma3", "joined", settings)
+    (line,) = lines_of(folder / "gemma3-joined")
+    config = read_transformers_config(str(folder / "gemma3"))
+    # Of 64 tokens: a triangle, and one that ends in full windows of 24.
+    pairs = 64 * 65 / 2 + 24 * 25 / 2 + 40 * 24
+    flops = flops_per_token(config, config.heads * pairs / 64)
+    tokens_per_second = line["tokens_per_second_per_device"]
+    assert line["dense_equivalent_tflops"] * 1e12 == pytest.approx(flops * tokens_per_second)
+
+
+def test_first_weights_are_random_where_asked(folder: Path) -> None:
+    """A folder with nothing but config.json is a shape."""
+    shape = folder / "shape"
+    shape.mkdir()
+    shutil.copy(folder / "mistral/config.json", shape)
+    with pytest.raises(ValueError, match="neither model.safetensors"):
+        train(folder, "shape", "refused", {})
+    drawn = {"model.random_weights": True}
+    train(folder, "shape", "drawn", {**drawn, "model.layers": 1})
+    train(folder, "mistral", "drawn", drawn)
+    losses = [
+        lines_of(folder / run_name)[0]["loss"] for run_name in ("shape-drawn", "mistral-drawn")
+    ]
+    # That of equal probabilities of 320 tokens.
+    assert losses == pytest.approx([math.log(320)] * 2, abs=0.1)
+    assert losses[0] != losses[1]
+
+
+def test_another_config_json_is_refused_on_resuming(folder: Path) -> None:
+    saves = {"checkpoint.enable": True}
+    train(folder, "olmo2", "changed", saves)
+    path = folder / "olmo2/config.json"
+    text = path.read_text()
+    values = json.loads(text)
+    train(folder, "olmo2", "changed", saves)
+    path.write_text(json.dumps(values | {"hidden_act": "gelu"}))
+    try:
+        with pytest.raises(ValueError, match="config.json hidden_act = .gelu., but that of"):
+            train(folder, "olmo2", "changed", saves)
+    finally:
+        path.write_text(text)

@@ -1,0 +1,149 @@
+"""What context parallelism would get wrong in a Trainer, refused in one line."""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import AttentionInterface, PreTrainedConfig, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.integrations.transformers.attention import attention_forward
+from titan_sparse.integrations.transformers.parallelism import ContextParallelConfig
+from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raises ValueError for options that look at whole sequences where there are only parts."""
+    args = trainer.args
+    parallelism = args.parallelism_config
+    if not isinstance(parallelism, ContextParallelConfig):
+        raise ValueError(
+            f"parallelism_config={type(parallelism).__name__} is not ours; "
+            "write parallelism_config=ContextParallelConfig(cp_size=...)"
+        )
+    if not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False counts the labels of one rank; write True"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ValueError("deepspeed does not know this mesh; write fsdp=True")
+    if args.n_gpu > 1:
+        raise ValueError("several GPUs in one process (DataParallel); start with torchrun")
+    if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
+        raise ValueError(
+            "compute_metrics wants logits of whole sequences, which never exist; "
+            "leave it out, evaluate() gives eval_loss"
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func would see one rank's tokens; leave it out, or override "
+            "compute_loss() with shift_labels"
+        )
+    if args.label_smoothing_factor != 0:
+        raise ValueError("label_smoothing_factor shifts labels inside of one rank; write 0")
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError(
+            'train_sampling_strategy="batch_rebalance" gives each rank other sequences; '
+            'write "random"'
+        )
+    streams = isinstance(trainer.train_dataset, IterableDataset)
+    if (
+        streams
+        and parallelism.cp_size > 1
+        and args.accelerator_config.dispatch_batches is not False
+    ):
+        raise ValueError(
+            "one process deals out an IterableDataset, other sequences to each; "
+            'write accelerator_config={"dispatch_batches": False}'
+        )
+    if not trainer.model_accepts_loss_kwargs:
+        raise ValueError(
+            f"{type(trainer.model).__name__} does not take num_items_in_batch, so that losses of "
+            "ranks do not add up; write a model whose forward() takes **kwargs"
+        )
+
+
+def check_model(model: nn.Module, cp: ContextParallel) -> None:
+    """Raises ValueError for a model whose attention or loss would not look across ranks."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "the balancing loss of experts (output_router_logits) is no sum over tokens, so that "
+            "ranks of one sequence get another; write router_aux_loss_coef=0.0 and "
+            "config.output_router_logits = False"
+        )
+    chosen_by_length = _rope_types(config) & {"dynamic", "longrope"}
+    if cp.size > 1 and chosen_by_length:
+        raise ValueError(
+            f'rope_type "{chosen_by_length.pop()}" looks for the last position among one rank\'s '
+            'tokens; write rope_type="yarn" or "linear" into config.rope_parameters, or cp_size=1'
+        )
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        raise ValueError(
+            f"{type(model).__name__} does not predict next tokens; context parallelism trains "
+            "AutoModelForCausalLM"
+        )
+    name = config._attn_implementation
+    settings = _settings_of(name)
+    if settings is None:
+        raise ValueError(
+            f'attn_implementation="{name}" sees the tokens of one rank; write '
+            'from_pretrained(..., attn_implementation="titan_sparse")'
+        )
+    if settings.cp is not cp and max(cp.size, settings.ranks) > 1:
+        raise ValueError(
+            f'register() gave "{name}" other ranks than this trainer has; write '
+            "register(AttentionSettings(cp=args.parallelism_config.group()))"
+        )
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of RoPE of all layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters]
+    # Some models have one for each kind of layer.
+    kinds += [of_layers for of_layers in parameters.values() if isinstance(of_layers, dict)]
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
+
+
+def _settings_of(attn_implementation: str) -> AttentionSettings | None:
+    """What register() was told for this name; None for names that are not ours."""
+    function = AttentionInterface().get(attn_implementation)
+    if isinstance(function, functools.partial) and function.func is attention_forward:
+        return function.args[0]
+    return None
+
+
+def check_loss(loss: Tensor, shift_labels: Tensor, model: nn.Module) -> None:
+    """Raises ValueError for a loss that shift_labels [B, S] had no part in.
+
+    The host waits for the device.
+    """
+    has_labels = bool((shift_labels != IGNORE_INDEX).any())
+    if has_labels and not bool(loss != 0):
+        raise ValueError(
+            f"{type(model).__name__} does not hand shift_labels to its loss, and would shift "
+            "labels inside of one rank; override compute_loss() with shift_labels"
+        )
+
+
+def check_same_batch(input_ids: Tensor, labels: Tensor, cp: ContextParallel) -> None:
+    """Raises ValueError, on all ranks, if ranks of one sequence got different batches.
+
+    input_ids, labels: int64 [B, S]. Collective; the host waits for the device.
+    """
+    if cp.size == 1:
+        return
+    place = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    sums = [(tokens.flatten() * place).sum() for tokens in (input_ids, labels)]
+    shape = torch.tensor(input_ids.shape, device=input_ids.device)
+    facts = torch.cat([shape, torch.stack(sums)])
+    everyone = cp.all_gather(facts)
+    if bool((everyone != facts).any()):
+        raise ValueError(
+            "ranks of one sequence got different batches; write a dataset and a sampler that give "
+            "the same on all ranks, or leave sharding to accelerate"
+        )

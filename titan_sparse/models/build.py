@@ -1,0 +1,34 @@
+"""A decoder from its shape: ours, or one of transformers."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.decoder import MLP, Decoder
+from titan_sparse.models.layer_masks import Attends
+from titan_sparse.models.transformers_config import TransformersConfig
+
+
+def build_decoder(
+    config: DecoderConfig,
+    attends: Attends | None = None,
+    mlp: Callable[[DecoderConfig], nn.Module] = MLP,
+) -> nn.Module:
+    """A module with the interface of models.decoder.Decoder. Call it on the "meta" device.
+
+    attends: None for a model that is only looked at. mlp: for ours only.
+    Raises ValueError where transformers is missing, or builds something else than `config` says.
+    """
+    attends = attends or Attends(None, None)
+    if not isinstance(config, TransformersConfig):
+        return Decoder(config, attends.full, mlp)
+    try:
+        # Only where asked for: it is optional, and loads slowly.
+        from titan_sparse.models.transformers_decoder import TransformersDecoder
+    except ImportError as error:
+        raise ValueError(
+            f"model.initial_hf = {config.folder} is a {config.model_type}, which runs through "
+            f'transformers, and that cannot be imported ({error}); pip install "transformers>=5.17"'
+        ) from error
+    return TransformersDecoder(config, attends)

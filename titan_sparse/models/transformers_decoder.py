@@ -1,0 +1,238 @@
+"""A decoder made of transformers' own modules, with the interface and the names of models.decoder.
+
+Embedding, layers, norm and head are transformers'. The loop over layers, attention, the rotary
+tables' precision and the loss are ours. transformers calls attention through a function that is
+registered under ATTENTION; that function calls what was attached to the layer's attention module.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from titan_sparse.loss import linear_cross_entropy
+from titan_sparse.models.decoder import run_blocks
+from titan_sparse.models.layer_masks import Attends, LayerMasks
+from titan_sparse.models.transformers_config import TransformersConfig
+from titan_sparse.models.transformers_router import RoutedLayer, RouterLoss
+
+ATTENTION = "titan_sparse_models"
+"""The name of our attention in transformers' AttentionInterface."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' AttentionInterface: query [B, Hq, S, D], key and value [B, Hkv, S, D] ->
+    [B, S, Hq, D].
+
+    attention_mask: what TransformersDecoder.forward() handed to the layer.
+    """
+    # Rotary tables of fp32 have widened these two.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    out = module.attend(query, key, value, attention_mask, scale=scaling, **sinks)
+    return out.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register(ATTENTION, attention)
+
+
+class _Step(NamedTuple):
+    """One layer, called as models.decoder calls a block, outside of what is compiled."""
+
+    layer: nn.Module
+    has_window: bool
+    router_logits: list[Tensor]
+    """filled by layers that route"""
+
+    def __call__(
+        self, x: Tensor, full_tables: Any, window_tables: Any, masks: LayerMasks, positions: Tensor
+    ) -> Tensor:
+        """x [B, S, hidden_size] -> the same. tables: cos and sin, each [B, S, D]."""
+        out = self.layer(
+            x,
+            attention_mask=masks.window if self.has_window else masks.full,
+            position_embeddings=window_tables if self.has_window else full_tables,
+            position_ids=positions,
+        )
+        if isinstance(out, tuple):
+            out, logits = out
+            self.router_logits.append(logits)
+        return out
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those of the layer, for training.offload."""
+        return self.layer.parameters()
+
+
+class TransformersDecoder(nn.Module):
+    """The model that `config.folder` describes. Make it on "meta": its code draws weights.
+
+    `attends` compute attention; see models.decoder.Attend for shapes. Parameters have the names of
+    models.decoder.Decoder, which are transformers' less "model.".
+    Raises ValueError where transformers builds something else than `config` says.
+    """
+
+    def __init__(self, config: TransformersConfig, attends: Attends) -> None:
+        super().__init__()
+        theirs = _build(config)
+        inner = theirs.model
+        self.config = config
+        self.embed_tokens = inner.embed_tokens
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(inner.layers)})
+        # As in models.decoder: training.offload takes this place.
+        self.run_blocks = run_blocks
+        self.norm = inner.norm
+        self.lm_head = None if config.tied_embeddings else theirs.lm_head
+        self.embedding_multiplier = getattr(theirs.config, "embedding_multiplier", 1.0)
+        self.logits_scaling = getattr(theirs.config, "logits_scaling", 1.0)
+        self.rotary = _Rotary(type(inner.rotary_emb), theirs.config)
+        self.router_loss = RouterLoss(config) if config.router_loss else None
+        self._keep_scale_of_embedding()
+        self._check(config, theirs.config)
+        for layer, window in zip(self.layers.values(), config.windows, strict=True):
+            layer.self_attn.attend = attends.window if window else attends.full
+        if self.router_loss is not None:
+            for name, layer in self.layers.items():
+                if hasattr(layer.mlp, "experts"):
+                    self.layers[name] = RoutedLayer(layer)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Any,
+        labels: Tensor | None = None,
+        loss_chunk_tokens: int = 4096,
+        z_loss: float = 0.0,
+        loss: Callable[..., Tensor] = linear_cross_entropy,
+    ) -> Tensor:
+        """As models.decoder.Decoder.forward(). mask: LayerMasks, or one mask for all layers.
+
+        In training, the router's loss comes on top, times the labels that count in this forward.
+        """
+        if not isinstance(mask, LayerMasks):
+            mask = LayerMasks(full=mask)
+        # [B, S, hidden_size]
+        x = self.embed_tokens(tokens)
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
+        router_logits: list[Tensor] = []
+        steps = [
+            _Step(layer, window > 0, router_logits)
+            for layer, window in zip(self.layers.values(), self.config.windows, strict=True)
+        ]
+        full_tables, window_tables = self.rotary.tables(x, positions)
+        x = self.run_blocks(steps, x, full_tables, window_tables, mask, positions)
+        hidden = self.norm(x)
+        if self.logits_scaling != 1.0:
+            # The same as dividing the logits.
+            hidden = hidden / self.logits_scaling
+        # As in models.decoder: the loss consumes the head's weight, which is whole only here.
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        if labels is None:
+            return nn.functional.linear(hidden, head.weight)
+        total = loss(hidden, head.weight, labels, loss_chunk_tokens, z_loss)
+        if self.router_loss is not None and self.training and loss is linear_cross_entropy:
+            total = total + self.router_loss(router_logits, labels, mask.tokens)
+        return total
+
+    def _keep_scale_of_embedding(self) -> None:
+        """Gemma's embedding has its scale as a buffer, which to_empty() would wipe."""
+        scale = getattr(self.embed_tokens, "scalar_embed_scale", None)
+        if scale is not None:
+            del self.embed_tokens.embed_scale
+            self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
+
+    def _check(self, config: TransformersConfig, their_config: PreTrainedConfig) -> None:
+        """Raises ValueError where config.json has been read in two ways."""
+        windows = _windows_of(their_config)
+        if windows != config.windows:
+            raise ValueError(
+                f"model.initial_hf: transformers {transformers.__version__} reads the windows "
+                f"{windows} of a {config.model_type}, not {config.windows}; write layer_types and "
+                "sliding_window in its config.json"
+            )
+        counted = sum(parameter.numel() for parameter in self.parameters())
+        if counted != config.parameters:
+            raise ValueError(
+                f"model.initial_hf: transformers {transformers.__version__} builds {counted:,} "
+                f"parameters of a {config.model_type}, not {config.parameters:,}; "
+                "its config.json has a setting that is not known here"
+            )
+        for number, layer in self.layers.items():
+            buffers = [name for name, _ in layer.named_buffers()]
+            if buffers:
+                raise ValueError(
+                    f"model.initial_hf: layer {number} of a {config.model_type} has the buffer "
+                    f"{buffers[0]}, which is not known here"
+                )
+
+
+class _Rotary:
+    """transformers' rotary embedding. No module of the decoder: to_empty() would wipe its
+    frequencies, and .bfloat16() would round them."""
+
+    def __init__(self, rotary_class: type[nn.Module], config: Any) -> None:
+        with torch.device("cpu"):
+            self.module = rotary_class(config)
+        self.is_by_layer = "layer_type" in inspect.signature(rotary_class.forward).parameters
+        self.device = torch.device("cpu")
+
+    def tables(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor] | None]:
+        """cos and sin [B, S, D] in fp32 (fp64 for fp64 x), of layers that see everything and of those
+        with a window."""
+        if self.device != x.device:
+            self.module.to(x.device)
+            self.device = x.device
+        # Only its dtype and device are asked for. In bf16 the tables would lose far positions.
+        wide = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+        if not self.is_by_layer:
+            return [self.module(wide, positions)] * 2
+        tables = []
+        for kind in ("full_attention", "sliding_attention"):
+            is_there = kind in self.module.layer_types
+            tables.append(self.module(wide, positions, kind) if is_there else None)
+        return tables
+
+
+def _windows_of(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Tokens that a query of each layer sees, as transformers has read them; 0 for all."""
+    window = getattr(config, "sliding_window", None) or 0
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
+def _build(shape: TransformersConfig) -> nn.Module:
+    """transformers' model of `shape.folder`, with our attention."""
+    path = str(Path(shape.folder).expanduser())
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config.num_hidden_layers = shape.layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: shape.layers]
+    # transformers keeps a head whose weights differ, whatever the file says.
+    config.tie_word_embeddings = shape.tied_embeddings
+    quiet = logging.getLogger("transformers")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+    finally:
+        quiet.setLevel(level)
