@@ -22,7 +22,13 @@ from scripts.benchmarks.options import positive
 from scripts.study.density.oracles import KEYS, STATIC
 from scripts.study.density.texts import KINDS
 
-SHOWN = ("layer", "joint", "independent", "xattention, stride 8", "moba, chunk 128")
+SHOWN = (
+    "layer",
+    "joint, spread, sinks 4, local 1",
+    "independent",
+    "xattention, stride 16",
+    "moba, chunk 128",
+)
 ORACLES = {KEYS: "0.75", STATIC: "black"}
 """Drawn in gray and black, without points."""
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
