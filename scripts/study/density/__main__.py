@@ -14,8 +14,8 @@ pattern, at each value of one of its parameters, is measured:
   share of the answers' tokens that it finds for needles hidden in the text (--needles).
 
 Tables show density and time at equal recall, then loss and needles at equal density. On a GPU
-attention is in bf16, on a CPU in fp32. OUT is written after each text; the same command goes on with
-those missing.
+attention is in bf16, on a CPU in fp32. OUT is written after each text; the same command goes on
+with those missing.
 """
 
 import argparse

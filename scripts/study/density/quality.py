@@ -1,4 +1,4 @@
-"""What the model itself says with a pattern in all of its layers: its loss, and needles that it finds.
+"""What the model itself says with a pattern in all of its layers: its loss, and needles it finds.
 
 Recall on dense queries and keys tells little of that: what a layer loses changes the queries and
 keys of those above it, and a key of little mass may be the one that was asked for.
@@ -79,9 +79,9 @@ def quality(
     """What the model says with this pattern in all of its layers. tokens: int64 [1, S].
 
     loss: mean cross entropy over the text, nats a token. density, recall: of that forward, means of
-    all heads and layers, recall of all rows. needles: share of the answers' tokens that are the most
-    likely, each after the right ones before it; needle_loss: their mean cross entropy. The last two
-    are left out where `needles` is None.
+    all heads and layers, recall of all rows. needles: share of the answers' tokens that are the
+    most likely, each after the right ones before it; needle_loss: their mean cross entropy. The
+    last two are left out where `needles` is None.
     """
     kept: list[Tensor] = []
 
