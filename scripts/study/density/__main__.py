@@ -1,12 +1,21 @@
-"""Density, recall and kernel time of patterns on the real model, beside the best choices there are.
+"""What patterns cost the real model: density, recall, kernel time, loss, and needles not found.
 
     python -m scripts.study.real_model --out outputs/smollm2
     python -m scripts.study.density --model outputs/smollm2 --out density.json
 
-Queries and keys of all layers, on code, prose and chat. What a pattern keeps is weighed against the
-exact softmax of all rows. Texts longer than the model was trained at are read by YaRN. On a GPU in
-bf16, with times of all layers' attention as one batch, forward + backward with the index given; on
-a CPU in fp32, without. OUT is written after each text; the same command goes on with those missing.
+Texts are code, prose and chat. Those longer than the model was trained at are read by YaRN. Of each
+pattern, at each value of one of its parameters, is measured:
+
+* density and recall on the queries and keys that dense attention has in each layer. What is kept is
+  weighed against the exact softmax of all rows, beside the best choices there are.
+* kernel time, on a GPU: all layers' attention as one batch, forward + backward, the index given.
+* what the model says with the pattern in all of its layers, whatever --layers are: the mean cross
+  entropy over the text, less that of dense attention; density and recall of that forward; and the
+  share of the answers' tokens that it finds for needles hidden in the text (--needles).
+
+Tables show density and time at equal recall, then loss and needles at equal density. On a GPU
+attention is in bf16, on a CPU in fp32. OUT is written after each text; the same command goes on
+with those missing.
 """
 
 import argparse
@@ -25,22 +34,30 @@ from scripts.study.density.inputs import RealModel
 from scripts.study.density.mass import BLOCK
 from scripts.study.density.measure import Timing, measure
 from scripts.study.density.patterns import SPECS, Spec
+from scripts.study.density.quality import hide_needles, measure_quality
 from scripts.study.density.report import (
     TIMED_RECALLS,
     asked_and_kept,
+    at_density,
     at_recall,
     dense_lines,
     means,
+    means_at_density,
+    quality_table,
     table,
 )
 from scripts.study.density.texts import KINDS, TEXTS_OF_KIND, Text, text_of
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 PROGRAM = "scripts.study.density"
-SAME = ("layers", "patterns", "also")
+SAME = ("layers", "patterns", "also", "needles")
 """Options that all texts of a file share."""
 TIMED = "lengths at which times are measured too, on a GPU"
+NEEDLES = (
+    "answers asked for in prompts of the text's length, each about a needle at its own depth, with "
+    "each pattern in all layers; 0 for none; default: 4 on a GPU, 0 on a CPU"
+)
 ALSO = "one more variant of VerticalSlash: its name, then parameters as sinks=4 budget=joint"
 
 
@@ -73,7 +90,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--lengths", type=positive, nargs="+", default=[2048, 4096, 8192, 16384])
     add("--timed", type=int, nargs="*", default=[8192, 16384] if cuda else [], help=TIMED)
     add("--repeats", type=positive, default=3, help="timed calls; the median counts")
-    add("--layers", type=int, nargs="+", help="default: all")
+    add("--needles", type=int, default=4 if cuda else 0, metavar="N", help=NEEDLES)
+    add("--layers", type=int, nargs="+", help="whose queries and keys are looked at; default: all")
     add("--patterns", nargs="+", choices=names, default=names, metavar="NAME", help=str(names))
     add("--also", nargs="+", action="append", default=[], metavar="WORD", help=ALSO)
     args = parser.parse_args(words)
@@ -81,6 +99,8 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"--model {args.model} has no config.json; write the folder of real_model")
     if any(length % BLOCK for length in args.lengths):
         parser.error(f"--lengths: write multiples of {BLOCK}")
+    if args.needles < 0:
+        parser.error(f"--needles {args.needles}: write 0 or more")
     if args.timed and not cuda:
         parser.error("--timed needs a CUDA GPU, and there is none here; leave it out")
     return args
@@ -89,7 +109,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def started(args: argparse.Namespace) -> dict[str, Any]:
     """The result so far: what OUT holds, or only where it comes from.
 
-    Raises ValueError if OUT was written with other layers or patterns.
+    Raises ValueError if OUT was written with other layers, patterns or needles.
     """
     described = vars(args) | {"model": str(args.model), "out": str(args.out)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +118,8 @@ def started(args: argparse.Namespace) -> dict[str, Any]:
         return result
     found = json.loads(args.out.read_text(encoding="utf-8"))
     for key in SAME:
-        if found["options"][key] != described[key]:
+        # A file of a version without needles has no such option, and all its texts are done anew.
+        if found["options"].get(key, described[key]) != described[key]:
             raise ValueError(f"{args.out} was written with other --{key}; write another --out")
     return result | {"texts": found["texts"]}
 
@@ -111,20 +132,17 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
     specs = chosen_specs(args)
     model = RealModel(args.model, device, dtype)
     all_layers = range(model.config.layers)
-    layers = args.layers or list(all_layers)
-    if not set(layers) <= set(all_layers):
+    if not set(args.layers or []) <= set(all_layers):
         raise ValueError(f"--layers: write numbers from 0 to {all_layers[-1]}")
     tokenizer = load_tokenizer(str(args.model))
     for text, length in texts(args):
         name = f"{text.kind} {text.number}, {length} tokens"
-        if name in result["texts"]:
+        # An older version wrote texts without the model's own losses.
+        if "at_density" in result["texts"].get(name, {}):
             print(f"{name}: is in {args.out}", flush=True)
             continue
         began = time.perf_counter()
-        inputs = model.inputs(text.tokens(tokenizer, length), layers)
-        # One text of each kind, as times hardly depend on the text.
-        timed = length in args.timed and text.number == 0
-        measured = measure(inputs, specs, Timing(TIMED_RECALLS, args.repeats) if timed else None)
+        measured = measure_text(args, text, length, model, tokenizer, specs)
         about = {
             "commit": result["commit"],
             "kind": text.kind,
@@ -133,27 +151,66 @@ def run(args: argparse.Namespace, result: dict[str, Any]) -> None:
             "tokens": length,
             "yarn_factor": max(1.0, length / model.config.max_positions),
             "dtype": str(dtype).removeprefix("torch."),
-            "cross_entropy": round(inputs.cross_entropy, 4),
             "seconds": round(time.perf_counter() - began, 1),
         }
-        rows = list(at_recall(measured))
-        result["texts"][name] = about | measured | {"at_recall": rows}
+        result["texts"][name] = about | measured
         write(result, args.out)
-        title = f"{name}, {about['cross_entropy']} nats a token, {about['seconds']} s"
-        print(table(title, rows), flush=True)
-        for lines in (asked_and_kept(measured), dense_lines(measured)):
-            if lines:
-                print(lines, flush=True)
+        report_text(name, result["texts"][name])
+
+
+def measure_text(
+    args: argparse.Namespace,
+    text: Text,
+    length: int,
+    model: RealModel,
+    tokenizer: Tokenizer,
+    specs: list[Spec],
+) -> dict[str, Any]:
+    """All that is measured on the first `length` tokens of a text, and what is read off."""
+    tokens = text.tokens(tokenizer, length)
+    # First, so that a needle that does not fit is told at once.
+    needles = hide_needles(text, tokenizer, length, args.needles)
+    inputs = model.inputs(tokens, args.layers or list(range(model.config.layers)))
+    # One text of each kind, as times hardly depend on the text.
+    timed = length in args.timed and text.number == 0
+    measured = measure(inputs, specs, Timing(TIMED_RECALLS, args.repeats) if timed else None)
+    dense, of_settings = measure_quality(model, tokens, needles, specs)
+    for row, in_all_layers in zip(measured["rows"], of_settings, strict=True):
+        row["in_all_layers"] = in_all_layers
+    return {
+        "cross_entropy": round(inputs.cross_entropy, 4),
+        "dense": dense,
+        **measured,
+        "at_recall": list(at_recall(measured)),
+        "at_density": list(at_density(measured)),
+    }
+
+
+def report_text(name: str, text: dict[str, Any]) -> None:
+    """Print what was measured on one text."""
+    title = f"{name}, {text['cross_entropy']} nats a token, {text['seconds']} s"
+    print(table(title, text["at_recall"]))
+    for lines in (asked_and_kept(text), dense_lines(text)):
+        if lines:
+            print(lines)
+    dense = text["dense"]
+    title = f"{name}, dense attention {dense['loss']:.4f} nats a token"
+    if "needles" in dense:
+        title += f", {dense['needles']:.1%} of the needles' tokens"
+    print(quality_table(title, text["at_density"]), flush=True)
 
 
 def report_means(result: dict[str, Any]) -> None:
-    """Print a table for each length, the mean over its texts."""
+    """Print tables for each length, the mean over its texts."""
     by_length: dict[int, list[dict[str, Any]]] = {}
     for text in result["texts"].values():
         by_length.setdefault(text["tokens"], []).append(text)
     for length, of_length in sorted(by_length.items()):
         title = f"{length} tokens, mean of {len(of_length)} texts"
         print(table(title, means(of_length)))
+        rows = means_at_density(of_length)
+        if rows:
+            print(quality_table(title, rows))
 
 
 def chosen_specs(args: argparse.Namespace) -> list[Spec]:

@@ -97,15 +97,38 @@ def pairs_by_row(seq_len: int, device: torch.device) -> Tensor:
 
 def kept(index: BlockIndex, mass: Mass) -> Kept:
     """What the index of one sequence keeps of a layer."""
-    seq_len = mass.by_key.shape[2]
-    position = torch.arange(seq_len, device=mass.by_key.device)
+    chosen, pairs = _chosen(index)
+    of_rows = chosen.shape[1:] == mass.by_row.shape[1:]
+    weights = mass.by_row if of_rows else mass.by_key
+    held = (weights * chosen).sum((1, 2), dtype=torch.float64)
+    # Every row has a mass of 1.
+    return Kept(recall=held / index.seq_len, density=_density(chosen, pairs))
+
+
+def density(index: BlockIndex) -> Tensor:
+    """Share of the causal pairs that the index of one sequence keeps, fp64 [H]."""
+    return _density(*_chosen(index))
+
+
+def _density(chosen: Tensor, pairs: Tensor) -> Tensor:
+    """fp64 [H]. chosen: bool [H, n, m], pairs: [n, m]."""
+    visited = (pairs * chosen).sum((1, 2), dtype=torch.float64)
+    return visited / pairs.sum(dtype=torch.float64)
+
+
+def _chosen(index: BlockIndex) -> tuple[Tensor, Tensor]:
+    """What is chosen, bool [H, Q, S], and the pairs that this is, fp32 [Q, S].
+
+    Where each query chose for itself they are [H, S, K] and [S, K].
+    """
+    position = torch.arange(index.seq_len, device=index.verticals.device)
     chunks = index.chosen_chunks(position)
     if chunks is None:
-        return _kept(keys_of_blocks(index), mass.by_key, pairs_by_key(seq_len, position.device))
-    # Each query chose for itself, whole blocks: [H, S, K].
+        return keys_of_blocks(index), pairs_by_key(index.seq_len, position.device)
+    # Whole blocks.
     block_begin = position[::BLOCK]
     chosen = chosen_keys(chunks, block_begin.view(1, 1, -1))[0]
-    return _kept(chosen, mass.by_row, pairs_by_row(seq_len, position.device))
+    return chosen, pairs_by_row(index.seq_len, position.device)
 
 
 def keys_of_blocks(index: BlockIndex) -> Tensor:
@@ -120,13 +143,3 @@ def keys_of_blocks(index: BlockIndex) -> Tensor:
     is_vertical = torch.zeros(index.heads, seq_len + 1, dtype=torch.bool, device=device)
     is_vertical.scatter_(1, index.verticals[0].long().clamp(max=seq_len), True)
     return in_blocks | is_vertical[:, None, :seq_len]
-
-
-def _kept(chosen: Tensor, mass: Tensor, pairs: Tensor) -> Kept:
-    """chosen: bool [H, n, m]. mass: [H, n, m], pairs: [n, m]. One of n and m is S."""
-    seq_len = max(pairs.shape)
-    held = (mass * chosen).sum((1, 2), dtype=torch.float64)
-    visited = (pairs * chosen).sum((1, 2), dtype=torch.float64)
-    causal = pairs.sum(dtype=torch.float64)
-    # Every row has a mass of 1.
-    return Kept(recall=held / seq_len, density=visited / causal)

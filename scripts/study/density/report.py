@@ -1,12 +1,15 @@
-"""What is read off at equal recall, as rows and as a table."""
+"""What is read off at equal recall and at equal density, as rows and as tables."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from scripts.study.density.oracles import value_at
 
 AT_RECALLS = (0.8, 0.9, 0.95)
 TIMED_RECALLS = (0.9, 0.95)
+AT_DENSITIES = (0.05, 0.1, 0.15, 0.2)
 
 
 def at_recall(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -16,7 +19,7 @@ def at_recall(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
     where each layer has this recall, the mean. kernel_ms: forward + backward by backend. None where
     nothing kept so much. measured: what measure.measure() gives.
     """
-    for name, points in _curves(measured).items():
+    for name, points in _curves((*measured["oracles"], *measured["rows"])).items():
         recalls = [point["recall"] for point in points]
         densities = [point["density"] for point in points]
         for recall in AT_RECALLS:
@@ -32,10 +35,44 @@ def at_recall(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _curves(measured: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The points of each oracle and pattern."""
+def at_density(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each pattern and each of AT_DENSITIES, as value_within() reads it off.
+
+    above_dense: loss with the pattern in all layers less that of dense attention. needles: as
+    quality.quality() has them, where they were measured. Densities are those of the same forward.
+    """
+    for name, points in _curves(measured["rows"]).items():
+        found = [point["in_all_layers"] for point in points]
+        densities = [quality["density"] for quality in found]
+        for density in AT_DENSITIES:
+            row: dict[str, Any] = {"name": name, "at_density": density}
+            for key in ("above_dense", "needles"):
+                if key in found[0]:
+                    values = [quality[key] for quality in found]
+                    row[key] = _rounded(value_within(density, densities, values))
+            yield row
+
+
+def value_within(
+    density: float, densities: Sequence[float], values: Sequence[float]
+) -> float | None:
+    """What a pattern gives that may compute `density`, where values[i] comes with densities[i].
+
+    Linear between the two around it. The value of the densest setting where all compute less; None
+    where all compute more.
+    """
+    if density < min(densities):
+        return None
+    order = np.argsort(densities)
+    ascending = np.asarray(densities, dtype=np.float64)[order]
+    values_of_them = np.asarray(values, dtype=np.float64)[order]
+    return float(np.interp(density, ascending, values_of_them))
+
+
+def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each oracle and pattern."""
     curves: dict[str, list[dict[str, Any]]] = {}
-    for row in (*measured["oracles"], *measured["rows"]):
+    for row in rows:
         curves.setdefault(row["name"], []).append(row)
     return curves
 
@@ -87,6 +124,23 @@ def means(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def means_at_density(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of at_density(), each the mean over texts; None where one of them has None.
+
+    texts: values of "texts" in a result, all of the same patterns. Those without these rows, which
+    an older version wrote, are left out.
+    """
+    rows = []
+    found = [text["at_density"] for text in texts if "at_density" in text]
+    for of_texts in zip(*found, strict=True):
+        row = {key: of_texts[0][key] for key in ("name", "at_density")}
+        for key in ("above_dense", "needles"):
+            if key in of_texts[0]:
+                row[key] = _mean([of_text[key] for of_text in of_texts])
+        rows.append(row)
+    return rows
+
+
 def table(title: str, rows: list[dict[str, Any]]) -> str:
     """Rows of at_recall() or means() for people: densities in %, then times of the best backend."""
     width = max(len(row["name"]) for row in rows)
@@ -99,6 +153,21 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
         cells = [_percent(row["density"]) for row in of_name]
         cells += [_percent(row["density_each_layer"]) for row in of_name]
         cells += [_least(row["kernel_ms"]) for row in of_name if "kernel_ms" in row]
+        lines.append(_line(name, cells, width))
+    return "\n".join(lines)
+
+
+def quality_table(title: str, rows: list[dict[str, Any]]) -> str:
+    """Rows of at_density() or means_at_density() for people: losses, then needles in %."""
+    corner = "loss above dense"
+    width = max(len(corner), *(len(row["name"]) for row in rows))
+    heads = [f"at {density:.0%}" for density in AT_DENSITIES]
+    if "needles" in rows[0]:
+        heads += [f"needles {density:.0%}" for density in AT_DENSITIES]
+    lines = [title, _line(corner, heads, width)]
+    for name, of_name in _curves(rows).items():
+        cells = [_nats(row["above_dense"]) for row in of_name]
+        cells += [_percent(row["needles"]) for row in of_name if "needles" in row]
         lines.append(_line(name, cells, width))
     return "\n".join(lines)
 
@@ -149,8 +218,12 @@ def _least(kernel_ms: dict[str, float | None]) -> str:
     return f"{min(known):.2f}" if known else "-"
 
 
-def _percent(density: float | None) -> str:
-    return "-" if density is None else f"{100 * density:.2f}"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
+
+
+def _nats(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -263,7 +263,8 @@ def test_times_are_read_off_between_two_settings(clock):
 
 def _options(tiny: Path, out: Path, *words: str) -> list[str]:
     given = ["--model", str(tiny), "--out", str(out), "--lengths", "256", "--texts", "1"]
-    return [*given, "--patterns", "joint", *words]
+    # A needle and its question do not fit in 256 tokens of a small vocabulary.
+    return [*given, "--needles", "0", "--patterns", "joint", *words]
 
 
 def test_a_run_goes_on_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, capsys):
@@ -283,7 +284,7 @@ def test_a_run_goes_on_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, 
     capsys.readouterr()
 
     measured = []
-    monkeypatch.setattr(program, "measure", lambda *words: measured.append(words) or {**text})
+    monkeypatch.setattr(program, "measure_text", lambda *words: measured.append(words) or {**text})
     assert program.main(_options(tiny, out, "--kinds", "code", "prose")) == 0
     assert len(measured) == 1
     told = capsys.readouterr().out
