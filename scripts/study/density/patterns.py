@@ -42,6 +42,11 @@ SPECS = (
         VerticalSlash,
         _LAYER | {"budget": "joint", "local_diagonals": 2},
     ),
+    Spec(
+        "joint, behind sinks, local 2",
+        VerticalSlash,
+        _LAYER | {"budget": "joint", "local_diagonals": 2, "count_sinks": False},
+    ),
     Spec("independent", VerticalSlash, {"budget": "independent"} | _PUBLISHED),
     Spec("joint", VerticalSlash, _JOINT),
     Spec("joint, sinks 4, local 1", VerticalSlash, _JOINT | _SPARE),
