@@ -126,8 +126,12 @@ def test_rope_by_the_length_of_a_sequence(kind):
     check_model(model, cp)
     for parameters in ({"rope_type": kind}, {"full_attention": {"rope_type": kind}}):
         model.config.rope_parameters = parameters
-        with pytest.raises(ValueError, match=f'rope_type "{kind}" .* write rope_type="yarn"'):
+        refused = pytest.raises(ValueError, match=f'rope_type "{kind}" .* write rope_type="yarn"')
+        with refused:
             check_model(model, cp)
+        # Without a Trainer, too.
+        with refused:
+            model(torch.zeros(1, 2 * BLOCK, dtype=torch.int64))
 
 
 def test_a_model_without_a_loss_of_next_tokens():

@@ -5,12 +5,13 @@ import functools
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import AttentionInterface, PreTrainedConfig, Trainer
+from transformers import AttentionInterface, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.integrations.transformers.attention import attention_forward
 from titan_sparse.integrations.transformers.parallelism import ContextParallelConfig
+from titan_sparse.integrations.transformers.refusals import check_rope
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX
 
@@ -75,12 +76,7 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
             "ranks of one sequence get another; write router_aux_loss_coef=0.0 and "
             "config.output_router_logits = False"
         )
-    chosen_by_length = _rope_types(config) & {"dynamic", "longrope"}
-    if cp.size > 1 and chosen_by_length:
-        raise ValueError(
-            f'rope_type "{chosen_by_length.pop()}" looks for the last position among one rank\'s '
-            'tokens; write rope_type="yarn" or "linear" into config.rope_parameters, or cp_size=1'
-        )
+    check_rope(config, cp.size)
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise ValueError(
             f"{type(model).__name__} does not predict next tokens; context parallelism trains "
@@ -98,15 +94,6 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
             f'register() gave "{name}" other ranks than this trainer has; write '
             "register(AttentionSettings(cp=args.parallelism_config.group()))"
         )
-
-
-def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of RoPE of all layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters]
-    # Some models have one for each kind of layer.
-    kinds += [of_layers for of_layers in parameters.values() if isinstance(of_layers, dict)]
-    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
 
 
 def _settings_of(attn_implementation: str) -> AttentionSettings | None:

@@ -8,7 +8,7 @@ from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
 from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
-from titan_sparse.integrations.transformers.refusals import BESIDE_CACHE
+from titan_sparse.integrations.transformers.refusals import BESIDE_CACHE, check_rope
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 
@@ -54,6 +54,7 @@ def layer_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
+    check_rope(kwargs.get("config"), settings.ranks)
     if is_own:
         own = attention_mask.mask
         return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))

@@ -1,6 +1,7 @@
 """What attend() does not compute, refused by name before anything is computed."""
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
@@ -85,3 +86,22 @@ def check_mask(module: nn.Module, mask: object, query: Tensor, key: Tensor) -> N
         f"{name} got {type(mask).__name__} for a mask; write register(), which registers masks too, "
         "and let the model build them"
     )
+
+
+def check_rope(config: PreTrainedConfig | None, ranks: int) -> None:
+    """Raises ValueError for a rotary embedding that depends on more than one of these ranks has."""
+    chosen_by_length = _rope_types(config) & {"dynamic", "longrope"}
+    if ranks > 1 and chosen_by_length:
+        raise ValueError(
+            f'rope_type "{chosen_by_length.pop()}" looks for the last position among one rank\'s '
+            'tokens; write rope_type="yarn" or "linear" into config.rope_parameters, or cp_size=1'
+        )
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """The kinds of RoPE of all layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters]
+    # Some models have one for each kind of layer.
+    kinds += [of_layers for of_layers in parameters.values() if isinstance(of_layers, dict)]
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
