@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 train.py --config train_configs/demo_cpu.toml
 
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m "not gpu and not slow and not faults" --numprocesses 4 \
+	$(VENV)/bin/python -m pytest -m "not gpu and not slow and not faults" --numprocesses 3 \
 		--dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.installed

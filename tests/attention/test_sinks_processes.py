@@ -98,6 +98,8 @@ def _check_ranks(axes: tuple[int, ...]) -> None:
                     assert (a - b).abs().max() < 1e-9, (name, cp.key, mask, pattern.key, recomputed)
 
 
-@pytest.mark.parametrize("axes", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [(2,), (3,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_ranks_equal_one(axes):
     run_processes(torch.Size(axes).numel(), _check_ranks, axes)

@@ -5,6 +5,7 @@ import pytest
 from tests.faults.kills import Case, cases_of, kill_many, summary
 
 
+@pytest.mark.faults
 def test_six_kills(tmp_path):
     """Of one rank that saves in the background, and of one of two ranks."""
     cases = [Case("async", 1, "all"), Case("disabled", 2, "one")]

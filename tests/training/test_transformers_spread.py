@@ -58,7 +58,7 @@ def _names(ranks: int) -> tuple[str, ...]:
     return tuple(SPREAD) if ranks == 2 else OVER_THREE
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_context_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
     """Parameters are sharded over the same ranks."""
     run_processes(ranks, _train_spread, folder)

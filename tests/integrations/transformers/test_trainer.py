@@ -5,6 +5,7 @@ import pytest
 from tests.distributed import run_processes
 from tests.integrations.transformers.trainer_runs import (
     FAULTS,
+    MORE,
     RUNS,
     WIDE,
     assert_same,
@@ -39,6 +40,15 @@ def test_three_processes_train_like_one(folder):
 def test_faults_show(folder, name):
     with pytest.raises(AssertionError):
         assert_same(read(folder, name, 2), read(folder, "plain", 1))
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_with_other_layouts_and_streams(tmp_path):
+    names = [run.__name__ for run in MORE]
+    run_all(str(tmp_path), names)
+    run_processes(2, run_all, str(tmp_path), names)
+    for name in names:
+        assert_same(read(tmp_path, name, 2), read(tmp_path, name, 1))
 
 
 @pytest.mark.slow

@@ -113,11 +113,12 @@ def with_lora(folder: Path) -> list[dict[str, float]]:
     return numbers(made)
 
 
-RUNS = (packed, sharded, without_packing, with_lora)
+RUNS = (packed, sharded)
+MORE = (without_packing, with_lora)
 
 
-def run_all(folder: str) -> None:
-    for run in RUNS:
+def run_all(folder: str, runs: tuple = RUNS) -> None:
+    for run in runs:
         name = run.__name__
         write(folder, name, run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}")))
 
@@ -133,6 +134,14 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", [run.__name__ for run in RUNS])
 def test_two_processes_train_like_one(folder, name):
     assert_same(read(folder, name, 2), read(folder, name, 1))
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one_without_packing_and_with_lora(tmp_path):
+    run_all(str(tmp_path), MORE)
+    run_processes(2, run_all, str(tmp_path), MORE)
+    for run in MORE:
+        assert_same(read(tmp_path, run.__name__, 2), read(tmp_path, run.__name__, 1))
 
 
 def test_packing_is_counted(folder):

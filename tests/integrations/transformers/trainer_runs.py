@@ -326,13 +326,14 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, zigzag, contiguous, balanced, sparse, streamed, padded, sharded, resumed)
+RUNS = (plain, balanced, sparse, padded, sharded, resumed)
+MORE = (zigzag, contiguous, streamed)
 
 
 def run_all(folder: str, names: list[str]) -> None:
     """The named runs, one after the other; rank 0 writes FOLDER/NAME-PROCESSES.json."""
     for name in names:
-        [run] = [run for run in RUNS + FAULTS + WIDE if run.__name__ == name]
+        [run] = [run for run in RUNS + MORE + FAULTS + WIDE if run.__name__ == name]
         found = run(Path(folder, f"{name}-{os.environ.get('WORLD_SIZE', '1')}"))
         write(folder, name, found)
 
