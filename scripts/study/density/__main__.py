@@ -229,9 +229,11 @@ def chosen_specs(args: argparse.Namespace) -> list[Spec]:
     return specs
 
 
-def setting(word: str) -> tuple[str, int | float | str]:
-    """A parameter of a pattern: "sinks=4" -> ("sinks", 4)."""
+def setting(word: str) -> tuple[str, bool | int | float | str]:
+    """A parameter of a pattern: "sinks=4" -> ("sinks", 4), "count_sinks=false" -> (.., False)."""
     key, _, value = word.partition("=")
+    if value in ("true", "false"):
+        return key, value == "true"
     for kind in (int, float):
         try:
             return key, kind(value)

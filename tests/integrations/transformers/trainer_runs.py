@@ -191,18 +191,14 @@ def padded(folder: Path) -> list[dict[str, float]]:
 
     def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
         longest = max(len(row["input_ids"]) for row in rows)
-
-        def column(name: str, filler: int) -> torch.Tensor:
-            return torch.tensor([row[name] + [filler] * (longest - len(row[name])) for row in rows])
-
-        mask = [
-            [1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows
-        ]
-        return {
-            "input_ids": column("input_ids", 0),
-            "labels": column("labels", -100),
-            "attention_mask": torch.tensor(mask),
-        }
+        columns = {"input_ids": [], "labels": [], "attention_mask": []}
+        for row in rows:
+            length = len(row["input_ids"])
+            missing = longest - length
+            columns["input_ids"].append(row["input_ids"] + [0] * missing)
+            columns["labels"].append(row["labels"] + [-100] * missing)
+            columns["attention_mask"].append([1] * length + [0] * missing)
+        return {name: torch.tensor(column) for name, column in columns.items()}
 
     trainer = LongTrainer(**parts(arguments(folder), data_collator=collate))
     trainer.train()

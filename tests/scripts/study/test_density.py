@@ -347,10 +347,11 @@ def test_means_are_over_texts():
 
 
 def test_a_variant_is_named_on_the_command_line(tiny, tmp_path):
-    words = _options(tiny, tmp_path / "x", "--also", "spare", "sinks=4", "budget=joint")
-    *_, spec = program.chosen_specs(program.parse(words))
+    words = _options(tiny, tmp_path / "x", "--also", "spare", "sinks=5", "budget=layer")
+    *_, spec = program.chosen_specs(program.parse([*words, "count_sinks=false"]))
     assert spec.name == "spare"
-    assert spec.pattern(0.5) == VerticalSlash(recall=0.5, sinks=4, budget="joint")
+    wanted = VerticalSlash(recall=0.5, sinks=5, budget="layer", count_sinks=False)
+    assert spec.pattern(0.5) == wanted
 
 
 def test_every_pattern_of_the_table_is_one():

@@ -191,6 +191,10 @@ class VerticalSlash(Pattern):
             raise ValueError(
                 f'VerticalSlash(probe_rows="{self.probe_rows}"): write "spread" or "last"'
             )
+        if not isinstance(self.count_sinks, bool):
+            raise ValueError(
+                f"VerticalSlash(count_sinks={self.count_sinks!r}): write True or False"
+            )
         if self.budget == "independent" and not self.count_sinks:
             raise ValueError(
                 'VerticalSlash(budget="independent", count_sinks=False): each head counts its sinks '
