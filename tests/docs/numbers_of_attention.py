@@ -158,7 +158,7 @@ def masks() -> list[Claim]:
             (torch_row["pairs"] / ours["pairs"], torch_row["total_ms"] / ours["total_ms"]),
         )
     )
-    text = "| balanced | group_cast, 1 stage | {:.2f} + {:.2f} | **{:.2f}** | {:.3f} |"
+    text = "| balanced | group_cast | {:.2f} + {:.2f} | **{:.2f}** | {:.3f} |"
     values = (
         ours["forward_ms"],
         ours["backward_ms"],
@@ -178,10 +178,7 @@ def patterns() -> list[Claim]:
     for label, name, chosen, value, digits, mark in (
         ("vertical_slash, independent, 0.8", BUDGETS, independent, 0.8, ".1f", ""),
         ("independent, 0.9", BUDGETS, independent, 0.9, ".1f", ""),
-        ("independent, 0.95", BUDGETS, independent, 0.95, ".1f", ""),
-        ("xattention, 0.9", PATTERNS, "xattention", 0.9, ".0f", ""),
         ("xattention, 0.999", PATTERNS, "xattention", 0.999, ".0f", ""),
-        ("moba, top 12", PATTERNS, "moba", 12, ".0f", ""),
         ("moba, top 48 of 128 chunks", PATTERNS, "moba", 48, ".0f", ""),
     ):
         found = row(name, name=chosen, value=value)
@@ -200,14 +197,12 @@ def patterns() -> list[Claim]:
                 ),
             )
         )
-    at_recall = [
-        row(BUDGETS, name=independent, at_recall=recall)["step_ms"] for recall in (0.9, 0.95)
-    ]
-    text = "independent {:.0f} ms. At 0.95: {:.0f}."
-    claims.append(Claim(BENCHMARKS, text, tuple(at_recall)))
+    at_recall = row(BUDGETS, name=independent, at_recall=0.9)["step_ms"]
+    text = "At a recall of 0.9, linear between measurements, vertical_slash takes {:.0f} ms."
+    claims.append(Claim(BENCHMARKS, text, (at_recall,)))
     dense = row(BUDGETS, name="cudnn")["step_ms"]
     text = "| {:.0f} ms with selection; dense cuDNN {:,.0f} ms |"
-    claims.append(Claim(README, text, (at_recall[0], dense)))
+    claims.append(Claim(README, text, (at_recall, dense)))
     return claims
 
 
