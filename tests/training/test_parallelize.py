@@ -188,7 +188,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
 @pytest.mark.parametrize("device_type, pinned", [("cuda", True), ("cpu", False)])
 def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinned):
     policies, compiled = [], []
-    monkeypatch.setattr(inductor.triton, "mix_order_reduction", True)
+    inductor.triton.mix_order_reduction = True
 
     def fully_shard(module: nn.Module, offload_policy: OffloadPolicy, **_) -> nn.Module:
         policies.append(offload_policy)
