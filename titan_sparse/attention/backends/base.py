@@ -59,7 +59,8 @@ class DenseShape(NamedTuple):
     Of packed documents:
     offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
     other, and their number. longest: tokens of the longest document. window: keys that a query
-    sees, its own included; None for all.
+    sees, its own included; None for all. has_documents: False if a sequence is one document, with
+    or without padding.
     """
 
     causal: bool
@@ -69,6 +70,7 @@ class DenseShape(NamedTuple):
     offsets: Tensor | None = None
     longest: int = 0
     window: int | None = None
+    has_documents: bool = False
 
 
 class Backend(Protocol):
