@@ -159,7 +159,7 @@ def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
     attention = config.attention
     is_plain = attention.mask != "documents" and attention.sliding_window == 0
     in_runs = attention.layout in ("contiguous", "zigzag")
-    makes_rectangles = schedule.moves is Moves.CHUNKS and in_runs
+    makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
     if is_plain and (config.parallelism.cp == 1 or makes_rectangles):
         return "cudnn"
     return "triton"

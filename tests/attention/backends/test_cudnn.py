@@ -1,6 +1,7 @@
 """The cudnn backend on the CPU: torch's two ops are there by their twins (cudnn_twin.py), in fp64."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -211,7 +212,7 @@ def _check_rings(world: int) -> None:
     shape = qkv[0].shape
     d_out = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     want, wanted = gradients(functools.partial(attend, backend="eager", block_size=16), d_out, *qkv)
-    cases = [("zigzag", "ring", (1, world)), ("contiguous", "ring", (1, world))]
+    cases = list(itertools.product(("zigzag", "contiguous"), ("ring", "all_gather"), [(1, world)]))
     cases.append(("zigzag", "double_ring", (world, 1)))
     for layout, schedule, axes in cases:
         mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
@@ -225,13 +226,15 @@ def _check_rings(world: int) -> None:
             error = (cp.unshard(a, 2) - b).abs().max().item()
             assert error < 1e-9, (cp.key, error)
         steps = world if layout == "zigzag" else cp.rank + 1
-        groups = 2 if schedule == "double_ring" else 1
+        # One KV head of two at a time.
+        groups = 1 if schedule == "ring" else 2
         assert len(calls) == 2 * steps * groups, (cp.key, calls)
         assert ("forward", 64, 64, True) in calls
 
 
 def test_rings():
-    run_processes(2, _check_rings, 2)
+    """Each rank's keys are a square or a rectangle, with rings and with all_gather."""
+    run_processes(3, _check_rings, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

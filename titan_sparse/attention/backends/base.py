@@ -82,6 +82,8 @@ class Backend(Protocol):
     """Whether it takes tiles of a mask of slices."""
     COMPILES_BY_LENGTH: bool
     """Whether a number of keys that it has not seen before takes seconds to compile."""
+    DENSE_BY_CHUNK: bool
+    """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
 
     def refusal(
         self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int

@@ -25,6 +25,8 @@ SERVES_SLICES = False
 """Whether it takes tiles of a mask of slices: nothing there is a causal square."""
 COMPILES_BY_LENGTH = False
 """Whether a number of keys that it has not seen before takes seconds to compile."""
+DENSE_BY_CHUNK = True
+"""Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (*range(16, 129, 16), 256)
