@@ -311,6 +311,7 @@ def _attempt_alone(bench, row, measure):
         ("scaling --schedules double_ring", 3, "even number of ranks"),
         ("scaling --seq-len 1000", 2, "write a multiple of 512"),
         ("scaling --sinks -1", 2, "--sinks and --warm-ups 0 or more"),
+        ("dense scaling --backend cudnn", 2, "write the case dense alone"),
     ],
 )
 def test_refusals(text, world, words):
