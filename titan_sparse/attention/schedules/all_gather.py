@@ -150,11 +150,10 @@ def _goes_by_rectangles(call: AttentionCall, q: Tensor) -> bool:
 
 def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[rectangles.Rectangle, slice]]:
     """The rectangle of each rank whose keys this rank's queries see, and where those keys are in a
-    KVHead. The own ones are first: all queries see some of them."""
+    KVHead. All queries see some of the first rank's."""
     found = []
     length = q.shape[2]
-    others = [source for source in range(call.cp.size) if source != call.cp.rank]
-    for source in [call.cp.rank, *others]:
+    for source in range(call.cp.size):
         rectangle = rectangles.rectangle_of(call, q, source)
         if rectangle is not None:
             found.append((rectangle, slice(source * length, (source + 1) * length)))
