@@ -76,12 +76,12 @@ BAD_COMBINATIONS = [
     (
         "--attention.window_sinks 4 --attention.sliding_window 64 --attention.pattern dense --attention.backend cudnn",
         1,
-        'does not go with attention.backend = "cudnn"; write attention.backend = "auto"',
+        'does not go with attention.backend = "cudnn" or "flex"; write attention.backend = "auto"',
     ),
     (
         "--attention.backend cudnn --attention.pattern moba",
         1,
-        'attention.backend = "cudnn" does not go with attention.pattern = "moba"',
+        'attention.backend = "cudnn" is for attention.pattern = "dense"; write attention.backend = "auto"',
     ),
     (
         "--attention.backend cudnn --attention.pattern dense --training.deterministic true",

@@ -69,7 +69,7 @@ def _check_window_sinks(attention: Attention) -> None:
     )
     require(
         attention.backend not in ("cudnn", "flex"),
-        f'{sinks} does not go with attention.backend = "{attention.backend}"; '
+        f'{sinks} does not go with attention.backend = "cudnn" or "flex"; '
         'write attention.backend = "auto"',
     )
 
@@ -80,8 +80,8 @@ def _check_cudnn(attention: Attention, deterministic: bool) -> None:
         return
     require(
         attention.pattern == "dense",
-        f'attention.backend = "cudnn" does not go with attention.pattern = "{attention.pattern}"; '
-        'write attention.backend = "auto" or attention.pattern = "dense"',
+        'attention.backend = "cudnn" is for attention.pattern = "dense"; '
+        'write attention.backend = "auto"',
     )
     require(
         not deterministic,
