@@ -302,6 +302,13 @@ def _attempt_alone(bench, row, measure):
 # Options ------------------------------------------------------------------------------------------------------------
 
 
+def test_cudnn_is_for_the_case_dense():
+    sparse, dense = _arguments("dense scaling"), _arguments("dense")
+    sparse.backend = dense.backend = "cudnn"
+    assert "write the case dense alone" in benchmark.refusal(sparse, 2)
+    assert benchmark.refusal(dense, 2) is None
+
+
 @pytest.mark.parametrize(
     "text, world, words",
     [
@@ -311,7 +318,6 @@ def _attempt_alone(bench, row, measure):
         ("scaling --schedules double_ring", 3, "even number of ranks"),
         ("scaling --seq-len 1000", 2, "write a multiple of 512"),
         ("scaling --sinks -1", 2, "--sinks and --warm-ups 0 or more"),
-        ("dense scaling --backend cudnn", 2, "write the case dense alone"),
     ],
 )
 def test_refusals(text, world, words):
