@@ -120,7 +120,6 @@ def table_of_steps() -> list[Claim]:
     for label, options in (
         ("| dense, flex", "--attention.pattern dense"),
         ("| vertical_slash, flex", "--attention.backend flex"),
-        ("| vertical_slash, triton", "--attention.backend triton"),
     ):
         found = row(STEP_SHORT, options=options)
         text = f"{label} | {{}} | {{:,}} | {{:.0f}} % | {{:.1f}} |"
@@ -151,10 +150,6 @@ def table_of_steps() -> list[Claim]:
             "| **{:.1f}** | {:,} | {:.0f} % | {:.1f} ({:.1f}) | {:.1f} % |",
         ),
         (
-            "Qwen2.5-3B, one layer, dense",
-            "| {:.1f} | {:,} | {:.0f} % | {:.1f} ({:.1f}) | {:.0f} % |",
-        ),
-        (
             "Llama-3.1-8B, vertical_slash",
             "| **{:.1f}** | {:,} | {:.0f} % | {:.1f} ({:.1f}) | {:.1f} % |",
         ),
@@ -177,13 +172,6 @@ def scaling_of_steps() -> list[Claim]:
     claims = []
     for label, name, one, several, mark in (
         ("| Qwen2.5-3B, two | flex", SCALING_3B, "1 GPU, recomputed", "2 GPUs, recomputed", "**"),
-        (
-            "attention kept, `reshard_after_forward = false` | flex",
-            SCALING_3B,
-            "1 GPU, kept",
-            "2 GPUs, kept",
-            "",
-        ),
         ("| Qwen2.5-0.5B, two | triton", SCALING_HALF_B, "1 GPU, triton", "2 GPUs, triton", ""),
         ("| | flex", SCALING_HALF_B, "1 GPU, flex", "2 GPUs, flex", ""),
     ):

@@ -16,17 +16,17 @@ class Model:
     """Which decoder is trained."""
 
     flavour: str = "debug"
-    """name of a published architecture, a key of titan_sparse.models.flavours.FLAVOURS"""
+    """a published architecture (docs/training.md)"""
     vocab_size: int = 0
     """rows of the embedding; 0: the flavour's"""
     layers: int = 0
-    """decoder layers; 0: the flavour's. Write fewer to time or try a large flavour"""
+    """decoder layers; 0: the flavour's"""
     rope_scaling: Literal["flavour", "none", "llama3", "yarn"] = "flavour"
     """context extension of the rotary embedding; flavour: as published"""
     rope_factor: float = 1.0
-    """context extension factor of llama3 and yarn, above 1"""
+    """factor of llama3 and yarn, above 1"""
     rope_original_length: int = 0
-    """length before extension in tokens, for llama3 and yarn; 0: the flavour's training length"""
+    """length before extension; tokens; 0: the flavour's training length"""
     rope_theta: float = 0.0
     """base of the rotary frequencies; 0: the flavour's"""
     initial_hf: str = ""
@@ -34,7 +34,7 @@ class Model:
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """whose code computes initial_hf; auto: native for its families (docs/huggingface.md)"""
     random_weights: bool = False
-    """true: initial_hf gives the shape alone; first weights are drawn from training.seed"""
+    """initial_hf gives the shape alone; weights are drawn from training.seed"""
     router_loss: float = -1.0
     """weight of the load-balancing loss of a mixture of experts; -1: router_aux_loss_coef of
     config.json where its output_router_logits is true, else 0"""
@@ -80,25 +80,24 @@ class Training:
     seed: int = 0
     """seed of the weights and of the order of documents"""
     steps: int = 100
-    """number of optimizer steps"""
+    """optimizer steps"""
     seq_len: int = 4096
-    """tokens of a sequence; padded up to a multiple of attention.block_size * parallelism.cp (twice
-    that for zigzag)"""
+    """tokens of a sequence, padded to a multiple of attention.block_size * parallelism.cp (zigzag:
+    twice that)"""
     local_batch_size: int = 1
     """sequences per data-parallel rank per forward"""
     gradient_accumulation_steps: int = 1
     """forwards and backwards per optimizer step"""
     max_norm: float = 1.0
-    """gradients are clipped to this norm; 0: no clipping, the norm is still logged"""
+    """gradients are clipped to this norm; 0: no clipping"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """compute dtype; weights, reduced gradients and optimizer states stay float32 (float64 for
-    float64)"""
+    """compute dtype (docs/training.md)"""
     loss_chunk_tokens: int = 4096
     """tokens whose logits exist at one time, 4 bytes per logit; more are faster"""
     z_loss: float = 0.0
-    """weight of the mean squared log-sum-exp of the logits in the loss; 0: off"""
+    """weight of the logits' mean squared log-sum-exp in the loss (PaLM: 1e-4); 0: off"""
     mlp_chunk_tokens: int = 0
-    """tokens that a block's MLP computes at one time; 0: all"""
+    """tokens that an MLP computes at one time; 0: all"""
     gc_interval: int = 50
     """steps between Python garbage collections"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -106,8 +105,7 @@ class Training:
     deterministic: bool = False
     """deterministic algorithms only; slower"""
     stop_grace_seconds: int = 25
-    """after SIGINT or SIGTERM the step in hand is finished if that and a save take less than this;
-    torchrun kills after 30 s; seconds"""
+    """after a signal the step is finished if that and a save take less than this; seconds"""
 
 
 @dataclass
@@ -119,13 +117,13 @@ class Parallelism:
     dp_shard: int = -1
     """ranks that share the parameters (FSDP); -1: all ranks that are left"""
     cp: int = 1
-    """context-parallel degree: ranks that share a sequence"""
+    """ranks that share a sequence"""
     cp_intra: int = 0
-    """context-parallel ranks of the inner ring; 0: min(cp, ranks of a node)"""
+    """ranks of the inner ring; 0: min(cp, ranks of a node)"""
     first_step_timeout_seconds: int = 1800
-    """timeout of collectives until the first step is done, in saves, and in validation; seconds"""
+    """timeout of collectives in the first step, in saves, and in validation; seconds"""
     timeout_seconds: int = 300
-    """timeout of collectives after the first step; seconds"""
+    """timeout of other collectives; seconds"""
     reshard_after_forward: bool = True
     """free gathered parameters after the forward: less memory, one more all-gather"""
 
@@ -143,19 +141,17 @@ class VerticalSlash:
     recall: float = 0.9
     """share of the attention mass, sinks left out, that verticals and slashes must reach, in (0, 1]"""
     budget: Literal["joint", "layer", "independent"] = "joint"
-    """joint: each head reaches recall, in the least time; layer: the heads of a layer do on average;
-    independent: verticals and slashes each reach it alone in the probe's queries, as published
-    (docs/masks_and_patterns.md)"""
+    """joint: each head reaches recall, in the least time; layer: the heads of a layer do on
+    average; independent: as published (docs/masks_and_patterns.md)"""
     probe: int = 0
     """queries of a document that choose; tokens; 0: attention.block_size"""
     probe_rows: Literal["both", "spread", "last"] = "both"
     """spread: one query of each of `probe` equal parts of the document, drawn anew in each step;
-    last: its last queries, as published; both: a quarter last ones, the others spread"""
+    last: its last queries; both: a quarter last ones, the others spread"""
     sinks: int = 4
     """first tokens that are always verticals"""
     count_sinks: bool = False
-    """their mass counts in recall, of which it is much and says little; budget = "independent" needs
-    true"""
+    """their mass counts in recall; budget = "independent" needs true"""
     local_diagonals: int = 2
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0
@@ -169,7 +165,7 @@ class VerticalSlash:
     dense_below: int = 4096
     """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
-    """what chooses: the probe, or xattention's scores, with the keys of attention.xattention"""
+    """what chooses: the probe, or xattention's scores"""
 
 
 @dataclass
@@ -178,7 +174,7 @@ class XAttention:
     reach the threshold."""
 
     stride: int = 16
-    """tokens of a cell, along whose antidiagonals scores are summed; divides attention.block_size"""
+    """tokens of a cell; divides attention.block_size"""
     threshold: float = 0.9
     """share of a query block's scores that its key blocks must reach, in (0, 1]"""
     dense_below: int = 4096
@@ -190,7 +186,7 @@ class MoBA:
     """Pattern moba: each query chooses chunks of keys by their mean key."""
 
     chunk_size: int = 4096
-    """tokens of a chunk, counted from the beginning of a document; at least attention.block_size"""
+    """tokens of a chunk; at least attention.block_size"""
     top_k: int = 12
     """chunks that a query sees, its own included"""
 
@@ -204,28 +200,28 @@ class Attention:
     """
 
     mask: Literal["documents", "causal", "causal_across_documents"] = "documents"
-    """what may be seen: documents is causal inside each document; causal needs sequences of one
-    document (data.sequences = fixed); causal_across_documents sees earlier documents too"""
+    """documents: causal inside each document; causal needs data.sequences = fixed;
+    causal_across_documents sees earlier documents too"""
     sliding_window: int = 0
     """a query sees this many last tokens, itself included; 0: all"""
     window_sinks: int = 0
-    """with a sliding_window: first tokens of the document (other masks: of the sequence) that
-    every query sees too; for pattern = dense"""
+    """first tokens of the document (other masks: of the sequence) that every query sees beside a
+    sliding_window; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
     """what is worth seeing"""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
-    """which context-parallel rank owns which blocks; balanced: chosen for each batch by its mask"""
+    """which rank owns which blocks (docs/context_parallel.md)"""
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
-    """in which order keys and values meet the queries"""
+    """in which order keys and values meet queries"""
     overlap_stages: int = 0
-    """of schedule = group_cast: parts in which other ranks' blocks arrive in the forward, each while
-    the part before is computed; 0: one inside a node, two between nodes"""
+    """group_cast: parts in which other ranks' blocks arrive in the forward; 0: one inside a node,
+    two between nodes"""
     overlap_stages_backward: int = 0
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
-    """what goes round a ring in the backward: keys and values, or queries; auto: fewer bytes"""
+    """what goes round a ring in the backward; auto: fewer bytes"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype of attention's gradients between ranks; sums are float32 (float64 for float64)"""
+    """dtype of attention's gradients between ranks"""
     backend: Literal["auto", "cudnn", "eager", "flex", "triton"] = "auto"
     """which kernel computes; cudnn: dense only; eager: slow, exact"""
     block_size: int = 128
@@ -259,7 +255,7 @@ class Optimizer:
     implementation: Literal["auto", "fused", "foreach", "for-loop"] = "auto"
     """how torch.optim runs the update; auto: fused where it exists"""
     offload: bool = False
-    """keep float32 weights, gradients and optimizer states on the CPU, update there; for GPUs"""
+    """weights, gradients and optimizer states are on the CPU; for GPUs"""
 
 
 @dataclass
@@ -269,8 +265,7 @@ class LRScheduler:
     warmup_steps: int = 10
     """steps of linear warm-up"""
     decay_ratio: float = -1.0
-    """share of the steps used for the decay at the end (WSD), in [0, 1]; -1: decay right after
-    warm-up"""
+    """share of the steps that decay at the end (WSD), in [0, 1]; -1: all after warm-up"""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     """shape of the decay"""
     min_lr_factor: float = 0.1
@@ -286,10 +281,10 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective"] = "full"
     """full: recompute each block; selective: keep its costly results; none: keep everything"""
     attention_recompute: float = 0.0
-    """share of each sequence, from its start, whose attention is recomputed instead of kept, in [0,
-    1]; -1: as much as memory needs"""
+    """share of each sequence, from its start, whose attention is recomputed, in [0, 1]; -1: as much
+    as memory needs"""
     offload: bool = False
-    """results that are kept wait in pinned CPU memory for the backward; needs compile.enable"""
+    """kept results wait in pinned CPU memory; needs compile.enable"""
 
 
 @dataclass
@@ -302,8 +297,7 @@ class Float8:
     recipe: Literal["tensorwise", "rowwise"] = "rowwise"
     """one scale for a whole tensor (fastest), or one for each row (more exact)"""
     filter: str = ""
-    """linear layers with one of these in their names, such as "o_proj,layers.0.", stay in
-    training.dtype"""
+    """linear layers named like one of these, such as "o_proj,layers.0.", stay in training.dtype"""
 
 
 @dataclass
@@ -321,19 +315,18 @@ class Guard:
     """Steps that would spoil the weights change nothing. docs/reliability.md"""
 
     enable: bool = True
-    """skip updates whose loss or gradient norm is not finite or whose norm is a spike"""
+    """skip updates whose loss or gradient norm is not finite, or whose norm is a spike"""
     spike_factor: float = 10.0
-    """a gradient norm this many times its running mean, and six standard deviations above it, is a
-    spike; 0: none is"""
+    """a gradient norm this many times its running mean is a spike (docs/reliability.md); 0: none
+    is"""
     average_steps: int = 100
-    """steps over which the running mean and deviation are taken"""
+    """steps of the running mean"""
     warmup_steps: int = 20
     """accepted steps before any norm counts as a spike"""
     max_skips_in_a_row: int = 10
-    """after so many skipped updates the run goes back to the last good checkpoint, past the batches
-    since then"""
+    """skipped updates after which the run goes back to the last good checkpoint"""
     max_rollbacks: int = 5
-    """how often the run may go back before it ends with status 3"""
+    """how often a run may go back"""
 
 
 @dataclass
@@ -345,16 +338,16 @@ class Checkpoint:
     interval: int = 500
     """steps between saves"""
     keep_latest_k: int = 3
-    """checkpoints kept; 0: all; 1 is refused: a damaged one needs another before it"""
+    """checkpoints kept; 0: all; else at least 2"""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """async: write while training goes on; async_with_pinned_mem: from pinned memory, by a process
-    of its own, at next to no cost; needs GPUs, and host memory for what a GPU saves"""
+    """async: write while training goes on; async_with_pinned_mem: at next to no cost, with GPUs and
+    host memory for what they save"""
     load_step: int = -1
-    """step to go back to; newer checkpoints are moved aside; -1: the newest whole one"""
+    """step to go back to; -1: the newest whole one"""
     initial_load_path: str = ""
     """checkpoint to start from when the run has none of its own"""
     last_save_in_hf: bool = False
-    """after the last step, write <output_dir>/huggingface/step-N for transformers"""
+    """at the end, write <output_dir>/huggingface/step-N for transformers"""
 
 
 @dataclass
@@ -362,17 +355,17 @@ class Metrics:
     """What is measured and where it is written."""
 
     log_every: int = 10
-    """steps between log lines; a logged step also records attention, which costs time"""
+    """steps between log lines"""
     recall_every: int = 50
-    """recall is measured at logged steps that are a multiple of this, and at step 1; 0: never"""
+    """recall is measured at step 1 and at logged multiples of this; 0: never"""
     recall_rows: int = 64
-    """sampled query rows per sequence in a measurement of recall"""
+    """query rows per sequence that measure recall"""
     tensorboard: bool = True
     """write TensorBoard events to the run folder"""
     pictures_every: int = 0
-    """steps between TensorBoard pictures of what was selected; a multiple of log_every; 0: never"""
+    """steps between TensorBoard pictures of the selection; a multiple of log_every; 0: never"""
     peak_tflops: float = 0.0
-    """peak of one device in TFLOP/s, for MFU; 0: by the GPU's name"""
+    """TFLOP/s of one device, for MFU; 0: by the GPU's name"""
 
 
 @dataclass
@@ -380,26 +373,23 @@ class Validation:
     """Loss by position and needles, measured while training, if enabled. docs/evaluation.md"""
 
     enable: bool = False
-    """measure every `every` steps and after the last; training goes on as if it had not"""
+    """measure every `every` steps and after the last"""
     every: int = 500
     """steps between measurements"""
     source: str = ""
-    """text that is not trained on, named as in data.source, but a single source and without
-    data.subset; empty: data.source"""
+    """held-out text, a single source as in data.source, without data.subset; empty: data.source"""
     split: str = ""
-    """split of a Hugging Face dataset, such as validation; empty: data.split"""
+    """split of a Hugging Face dataset; empty: data.split"""
     windows: int = 16
-    """number of windows of training.seq_len tokens from the beginning of the source, over all
-    ranks"""
+    """windows of training.seq_len tokens from the beginning of the source, over all ranks"""
     position_buckets: int = 8
-    """number of equally wide ranges of positions with a loss of their own"""
+    """equally wide ranges of positions with a loss of their own"""
     needle_lengths: str = ""
-    """lengths of Needle In A Haystack, separated by commas, such as "4096,16384"; tokens; empty:
-    none"""
+    """lengths of Needle In A Haystack, such as "4096,16384"; tokens; empty: none"""
     needle_depths: int = 5
-    """number of depths of the needle, evenly spaced"""
+    """depths of the needle, evenly spaced"""
     needle_samples: int = 2
-    """number of needles of each length and depth"""
+    """needles of each length and depth"""
 
 
 @dataclass
