@@ -138,12 +138,14 @@ class _Chat:
                 continue
             if number in marked:
                 turns += marked[number]
+                self._check_answer(number, marked[number])
             elif self.messages[number]["role"] == "assistant":
                 start = self._prefix(number, True)
                 stop = self._prefix(number + 1, False)
                 rendered.check_prefix(start, number)
                 rendered.check_prefix(stop, number)
                 turns.append((start, stop))
+                self._check_answer(number, [(start, stop)])
             else:
                 turns.append(self.message(number))
         return turns
@@ -165,6 +167,20 @@ class _Chat:
             raise _no_prefix(count if asks else count - 1)
         return len(part)
 
+    def _check_answer(self, number: int, turns: list[Letters]) -> None:
+        """Raises ValueError where the template leaves out an answer's reasoning or tool calls."""
+        message = self.messages[number]
+        written = "".join(self.text[start:stop] for start, stop in turns)
+        needed = {"reasoning": [str(message.get("reasoning_content", "")).strip()]}
+        calls = [call.get("function", call) for call in message.get("tool_calls", [])]
+        needed["tool calls"] = [call["name"] for call in calls]
+        for name, texts in needed.items():
+            if not all(text in written for text in texts):
+                raise ValueError(
+                    f"the chat template leaves out the {name} of messages[{number}]; write a "
+                    'data.chat_template that has them, or "train": false in that message'
+                )
+
     def _marked_answers(self, taught: list[bool]) -> dict[int, list[Letters]]:
         """The {% generation %} blocks of each answer."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -177,7 +193,7 @@ class _Chat:
             )
         # Which block is whose does not matter where all are learned.
         if all(taught[answer] for answer in answers):
-            return {answer: [] for answer in answers[1:]} | {answers[0]: self.marks}
+            return dict.fromkeys(answers, self.marks)
         raise ValueError(
             f"the chat template marks {len(self.marks)} {{% generation %}} blocks in {len(answers)} "
             'answers, so that one cannot be left out; write data.loss_on = "assistant" and no '

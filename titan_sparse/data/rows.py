@@ -94,9 +94,7 @@ def _unpacked(path: Path) -> Iterator[bytes]:
         raise ValueError(f"{path} is cut off: frame {frames + 1} has no end")
 
 
-def _json_rows(
-    path: Path, lines: Iterator[bytes], field: str, row_format: str
-) -> Iterator[Row]:
+def _json_rows(path: Path, lines: Iterator[bytes], field: str, row_format: str) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
