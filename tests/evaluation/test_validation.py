@@ -153,7 +153,7 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
         setattr(config.validation, key, value)
     opened = []
 
-    def open_documents(data: Data, tokenizer: ByteTokenizer) -> TokenizedTexts:
+    def open_documents(data: Data, tokenizer: ByteTokenizer, model_folder: str) -> TokenizedTexts:
         opened.append((data.source, data.subset, data.split))
         return TokenizedTexts(["a text of 24 letters ..."], tokenizer)
 

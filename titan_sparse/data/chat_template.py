@@ -91,7 +91,8 @@ def load_template(name: str, tokenizer: str, model_folder: str) -> ChatTemplate:
     if not folder.is_dir():
         folder = folder.parent
     is_file = tokenizer != "bytes"
-    special_tokens = _special_tokens(folder) if is_file else {}
+    # Bytes have no tokens for these: a template that writes them writes nothing.
+    special_tokens = _special_tokens(folder) if is_file else {"bos_token": "", "eos_token": ""}
     if name:
         path = Path(name).expanduser()
         texts = find_template(path) if path.is_dir() else {"default": _read(path)}

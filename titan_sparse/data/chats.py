@@ -84,7 +84,7 @@ class ChatEncoder:
             for number, is_taught in enumerate(taught):
                 if not is_taught:
                     learned[rendered.tokens_of(chat.message(number))] = False
-            ends_open = taught[-1] and not rendered.ends_with_special(slice(0, len(learned)))
+            ends_open = taught[-1] and rendered.turn_end(slice(0, len(learned))) is None
         else:
             learned = np.zeros(len(rendered.ids), dtype=bool)
             for letters in chat.turns(taught, rendered):
@@ -164,6 +164,9 @@ class _Chat:
             return len(self.text)
         part = self.template.render(self.messages[:count], self.tools, add_generation_prompt=asks)
         if not self.text.startswith(part):
+            # Some close a chat, wherever it ends (Phi-3).
+            part = part.removesuffix(self.template.special_tokens.get("eos_token", ""))
+        if not self.text.startswith(part):
             raise _no_prefix(count if asks else count - 1)
         return len(part)
 
@@ -221,15 +224,15 @@ class _Rendered:
     def learn(self, letters: Letters, learned: NDArray[np.bool_], trims: bool) -> bool:
         """Set `learned` [n] for a turn and for the token that ends it.
 
-        That token is the special one that closes the turn; what follows it there, such as a line
-        break, is not learned if `trims`. A turn without one ends with the next special token, even
-        if the template writes that as the beginning of the next message (GLM does). Returns whether
-        the turn is the chat's last and nothing ends it: the end-of-document token does then.
+        What follows that token within the turn, such as a line break, is not learned if `trims`. A
+        turn without one ends with the next special token, even if the template writes that as the
+        beginning of the next message (GLM does). Returns whether the turn is the chat's last and
+        nothing ends it: the end-of-document token does then.
         """
         tokens = self.tokens_of(letters)
-        last = self._last_written(tokens)
-        if last >= tokens.start and self.is_special[last]:
-            learned[tokens.start : (last + 1 if trims else tokens.stop)] = True
+        end = self.turn_end(tokens)
+        if end is not None:
+            learned[tokens.start : (end if trims else tokens.stop)] = True
             return False
         learned[tokens] = True
         if tokens.stop == len(self.ids):
@@ -238,10 +241,21 @@ class _Rendered:
             learned[tokens.stop] = True
         return False
 
-    def ends_with_special(self, tokens: slice) -> bool:
-        """Whether a special token is the last of these that is no white space."""
-        last = self._last_written(tokens)
-        return last >= tokens.start and bool(self.is_special[last])
+    def turn_end(self, tokens: slice) -> int | None:
+        """The place behind the special tokens that end a turn; None where it has none at its end.
+
+        They follow what is written last, and are several in a row for DeepSeek's tool calls.
+        """
+        place = tokens.stop
+        while place > tokens.start and (self.is_special[place - 1] or self._is_blank(place - 1)):
+            place -= 1
+        while place < tokens.stop and not self.is_special[place]:
+            place += 1
+        if place == tokens.stop:
+            return None
+        while place < tokens.stop and self.is_special[place]:
+            place += 1
+        return place
 
     def check_prefix(self, letters: int, message: int) -> None:
         """Raises ValueError unless the text up to there has the same tokens alone as in the whole.
@@ -255,23 +269,21 @@ class _Rendered:
         start = int(self.offsets[first, 0]) if count else 0
         alone = self.tokenizer.encode(self.text[start:letters])
         if not np.array_equal(alone, self.ids[first:count]):
-            raise _no_prefix(message, "tokens")
+            raise ValueError(
+                f"at the beginning or end of messages[{message}] a token goes over the seam, so that "
+                "a model is asked with other tokens; write a data.chat_template with a line break or "
+                "special token there"
+            )
 
-    def _last_written(self, tokens: slice) -> int:
-        """The last of these tokens that is no white space; tokens.start - 1 if all are."""
-        last = tokens.stop - 1
-        while last >= tokens.start:
-            start, stop = self.offsets[last].tolist()
-            if self.text[start:stop].strip():
-                break
-            last -= 1
-        return last
+    def _is_blank(self, place: int) -> bool:
+        start, stop = self.offsets[place].tolist()
+        return not self.text[start:stop].strip()
 
 
-def _no_prefix(message: int, what: str = "text") -> ValueError:
+def _no_prefix(message: int) -> ValueError:
     return ValueError(
-        f"the chat template gives the {what} up to messages[{message}] another form when more "
-        "messages follow, so what would be learned is not what a model is asked for (templates that "
-        "drop earlier reasoning do so); write data.chat_template = a file without that or with "
+        f"the chat template writes what comes up to messages[{message}] otherwise when more messages "
+        "follow, so what would be learned is not what a model is asked for (templates that drop "
+        "earlier reasoning do so); write data.chat_template = a file without that or with "
         '{% generation %}, or data.loss_on = "last_assistant"'
     )

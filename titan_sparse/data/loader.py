@@ -286,8 +286,8 @@ def build_loader(
     """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load
     sequences from it.
 
-    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if a source or the tokenizer cannot be opened, and for a
-    negative seed.
+    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if a
+    source or the tokenizer cannot be opened, and for a negative seed.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)

@@ -12,9 +12,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
 from titan_sparse.data.chat_template import FILE as TEMPLATE
@@ -427,7 +424,7 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
     }
     if writer.sample_format.is_chat:
         meta["learned"] = sum(shard["learned"] for shard in shards)
-    _copy_tokenizer(writer.recipe.tokenizer, folder)
+    _copy_tokenizer(writer.recipe.tokenizer, writer.recipe.chat_template, folder)
     write_json(folder / META, meta)
     return meta
 
@@ -453,8 +450,9 @@ def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
         )
 
 
-def _copy_tokenizer(name: str, folder: Path) -> None:
-    """Put the tokenizer's files beside the shards, so that the folder can be data.tokenizer too."""
+def _copy_tokenizer(name: str, template: str, folder: Path) -> None:
+    """Put the tokenizer's files and the chat template's, if it is another one, beside the shards, so
+    that the folder can be data.tokenizer too."""
     if name == "bytes":
         return
     path = Path(name).expanduser()
@@ -464,6 +462,8 @@ def _copy_tokenizer(name: str, folder: Path) -> None:
     for beside in ("tokenizer_config.json", TEMPLATE):
         if path.with_name(beside).is_file():
             (folder / beside).write_bytes(path.with_name(beside).read_bytes())
+    if template and Path(template).expanduser().is_file():
+        (folder / TEMPLATE).write_bytes(Path(template).expanduser().read_bytes())
 
 
 def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:

@@ -23,8 +23,9 @@ class Row(NamedTuple):
 def file_rows(path: Path, field: str, row_format: str = "text") -> Iterator[Row]:
     """The rows of a file, told by its ending; `field` is the column of the text or the messages.
 
-    row_format: of data.format; a row of another than text becomes JSON (chat_rows). A row of .txt is the file, one of .jsonl a line. Rows count from 1; blank lines count, but give
-    no row. Raises ValueError, naming the file, if it is damaged or cut off, or has no such column.
+    row_format: of data.format; a row of another than text becomes JSON (chat_rows). A row of .txt
+    is the file, one of .jsonl a line. Rows count from 1; blank lines count, but give no row. Raises
+    ValueError, naming the file, if it is damaged or cut off, or has no such column.
     """
     try:
         if path.name.endswith(".txt"):

@@ -155,6 +155,16 @@ class WholeStream(Stream):
         if cursor.document == self.order.count:
             cursor.epoch += 1
             cursor.document = 0
+        # A pass that began no document is the search of one that fails.
+        if (cursor.epoch, cursor.document) == (1, 0) and cursor.documents_seen:
+            logger.info(
+                "data: %d of %d samples are left out: longer than training.seq_len = %d tokens, or "
+                "shorter than data.min_document_length = %d",
+                self.order.count - cursor.documents_seen,
+                self.order.count,
+                self.seq_len,
+                self.min_document_length,
+            )
 
     def _tell_kept(self) -> None:
         """Log the share of samples that a sequence of some lengths keeps, as far as it is known."""
@@ -170,7 +180,9 @@ class WholeStream(Stream):
             kept = sum(self._window.sequences, [])
             learned = np.concatenate([documents.learned(index) for index in kept]).mean()
         logger.info(
-            "data: of %s%d samples a sequence keeps whole: %s; %.1f %% of their tokens are learned",
+            "data: %d of %s%d samples are longer than a sequence and dropped; one of so many tokens "
+            "keeps whole: %s; %.1f%% of the tokens are learned",
+            int((lengths > self.seq_len).sum()),
             "" if len(lengths) == len(documents) else "the first ",
             len(lengths),
             kept_shares(lengths, self.seq_len),

@@ -36,9 +36,10 @@ def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
 def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
     """Windows of up to `length` tokens, `stride` apart, over each document.
 
-    Labels that an earlier window has scored are -100, and those that are not learned (of chats). With stride = length all tokens of a window
-    count. With a smaller stride all but the first window's tokens have at least length - stride
-    tokens of context. Raises ValueError for a stride outside [1, length].
+    Labels that an earlier window has scored are -100, and those that are not learned (of chats).
+    With stride = length all tokens of a window count. With a smaller stride all but the first
+    window's tokens have at least length - stride tokens of context. Raises ValueError for a stride
+    outside [1, length].
     """
     if not 1 <= stride <= length:
         raise ValueError(
