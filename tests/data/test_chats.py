@@ -153,7 +153,9 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, name, extra, lost):
 def test_a_template_that_drops_earlier_reasoning_is_refused(tmp_path):
     """Stock Qwen3 writes another first answer when a second follows."""
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
-    with pytest.raises(ValueError, match=r"row 7: .*up to messages\[2\].*data.chat_template"):
+    with pytest.raises(
+        ValueError, match=r"row 7: .*up to messages\[2\] otherwise.*data.chat_template"
+    ):
         encode(folder, CHAT)
     last = learned_texts(encode(folder, CHAT, loss_on="last_assistant"), folder)
     assert last == ["<think>\n\n</think>\n\nyes<|im_end|>"]

@@ -282,8 +282,8 @@ class _Rendered:
 
 def _no_prefix(message: int) -> ValueError:
     return ValueError(
-        f"the chat template writes what comes up to messages[{message}] otherwise when more messages "
-        "follow, so what would be learned is not what a model is asked for (templates that drop "
-        "earlier reasoning do so); write data.chat_template = a file without that or with "
-        '{% generation %}, or data.loss_on = "last_assistant"'
+        f"the chat template renders the chat up to messages[{message}] otherwise alone than in the "
+        "whole, so what would be learned is not what a model is asked for (templates that drop earlier "
+        "reasoning do so); write data.chat_template = a file without that or with {% generation %}, "
+        'or data.loss_on = "last_assistant"'
     )
