@@ -258,17 +258,10 @@ def test_bytes_take_a_template_too(tmp_path):
     assert ChatEncoder(Data(**data), load_tokenizer("bytes")).sample_format.template
 
 
-def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path, monkeypatch):
-    import transformers.utils.chat_template_utils as utils
-
-    class Tomorrow:
-        @staticmethod
-        def now():
-            raise AssertionError("the date of today is in the sample")
-
-    folder = write_tokenizer(tmp_path, trl_template("llama3_1"))
-    monkeypatch.setattr(utils, "datetime", Tomorrow)
-    assert "Today Date: 26 Jul 2024" in marked(encode(folder, CHAT), folder)
+def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
+    date = """{{- 'Today: ' + strftime_now("%d %b %Y") + '\\n' }}"""
+    folder = write_tokenizer(tmp_path, date + CHATML)
+    assert marked(encode(folder, CHAT), folder).startswith("Today: 26 Jul 2024\n<|im_start|>")
 
 
 def test_a_template_that_refuses_a_chat_names_its_row(tmp_path):
