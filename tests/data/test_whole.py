@@ -127,20 +127,13 @@ def test_resume_equals_uninterrupted_on_any_ranks(
     assert counts == {(alone[0].epoch, alone[0].documents_seen, alone[0].documents_left_out)}
 
 
-def test_a_resumed_window_holds_only_what_is_to_come(tmp_path, tokenizer_folder):
-    data = chats_of(tmp_path, tokenizer_folder)
-    first, second, *_ = loaders(data, 2)
-    global_stream([first], 1)
-    # As a process of its own would: it has read nothing yet.
-    documents = second.mixture.streams[0].documents
-    for number in range(len(ANSWERS)):
-        documents.forget(number)
-    stream = second.mixture.streams[0]
-    stream._window_at = (-1, -1)
-    second.load_state_dict(first.state_dict())
-    next(second)
-    to_come = sum(stream._current().sequences[stream.cursor.offset :], [])
-    assert sorted(documents._encoded) == sorted(to_come)
+def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_folder):
+    (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
+    stream = loader.mixture.streams[0]
+    for _ in range(3):
+        next(loader)
+        to_come = sum(stream._current().sequences[stream.cursor.offset :], [])
+        assert sorted(stream.documents._encoded) == sorted(to_come)
 
 
 @pytest.mark.parametrize(

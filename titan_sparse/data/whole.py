@@ -143,9 +143,6 @@ class WholeStream(Stream):
         sequences = []
         for numbers in first_fit(lengths, self.seq_len):
             sequences.append([indices[number] for number in numbers])
-        # Of a run that goes on in mid-window.
-        for index in sum(sequences[: cursor.offset], []):
-            self.documents.forget(index)
         return Window(place, sequences)
 
     def _go_behind(self, window: Window) -> None:
