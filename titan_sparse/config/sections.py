@@ -45,14 +45,12 @@ class Data:
     """Where the text comes from and how it becomes documents of tokens."""
 
     source: str = "python"
-    """python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of
-    such files, prepared tokens, or a dataset name; several with weights, such as "a:0.7, b:0.3",
-    are a mixture"""
+    """python (files of the stdlib and torch), a file or folder (.txt .jsonl .jsonl.zst .parquet),
+    prepared tokens, or a dataset name; "a:0.7, b:0.3" mixes several with weights"""
     join_packages: bool = False
     """join the files of a package (folder) into one long document; source = python only"""
     format: str = "text"
-    """text, messages (chats) or prompt_completion; of a mixture's parts one for all, or one for
-    each, such as "messages, text"; docs/data.md"""
+    """text, messages (chats) or prompt_completion; "messages, text": one for each part of a mixture"""
     text_field: str = "text"
     """column that holds the text"""
     messages_field: str = "messages"
