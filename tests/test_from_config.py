@@ -55,6 +55,13 @@ def test_backend_case_is_what_backends_take():
     assert backends.explain(**case).endswith("asked for")
 
 
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba"])
+def test_backend_case_knows_which_patterns_choose(pattern):
+    attention = Attention(pattern=pattern)
+    case = backend_case(attention, "cuda", torch.bfloat16, 64)
+    assert case["dynamic"] == build_pattern(attention).dynamic
+
+
 def test_patterns():
     attention = Attention(pattern="vertical_slash")
     attention.vertical_slash.recall = 0.7
@@ -72,7 +79,7 @@ CHOICES = {
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
-        "count_sinks": False,
+        "count_sinks": True,
         "local_diagonals": 3,
         "min_columns": 7,
         "max_columns": 11,

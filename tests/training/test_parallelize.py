@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -46,8 +47,12 @@ def _see_gpus(monkeypatch, count: int, local_rank: str | None) -> None:
     ],
 )
 def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, wanted):
+    """On GPUs it is the current one too: what is tried before training is tried there."""
     _see_gpus(monkeypatch, gpus, local_rank)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert parallelize.choose_device(name) == torch.device(wanted)
+    assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
 
 
 @pytest.mark.parametrize(
@@ -187,6 +192,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
 @pytest.mark.parametrize("device_type, pinned", [("cuda", True), ("cpu", False)])
 def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinned):
     policies, compiled = [], []
+    inductor.triton.mix_order_reduction = True
 
     def fully_shard(module: nn.Module, offload_policy: OffloadPolicy, **_) -> nn.Module:
         policies.append(offload_policy)
@@ -205,3 +211,4 @@ def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinne
     )
     assert policies == [CPUOffloadPolicy(pin_memory=pinned)] * (BLOCKS + 1)
     assert compiled == [{"backend": "aot_eager", "fullgraph": True}] * BLOCKS
+    assert not inductor.triton.mix_order_reduction, "its gradients can be wrong: compiling.py"

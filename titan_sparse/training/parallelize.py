@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.compiling import compile_layer
 from titan_sparse.training.job_store import store_of_this_start
 from titan_sparse.training.stacks import record_collectives
 
@@ -38,7 +39,8 @@ class Meshes(NamedTuple):
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process: training.device; on GPUs the one of LOCAL_RANK.
+    """The device of this process: training.device; on GPUs the one of LOCAL_RANK, now the current
+    one, so that nobody tries anything on another process's GPU.
 
     Raises ValueError if there is none.
     """
@@ -52,7 +54,9 @@ def choose_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def init_distributed(device: torch.device, timeout_seconds: int) -> None:
@@ -137,7 +141,7 @@ def parallelize(
     for name, block in model.layers.items():
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
-            block.compile(backend=compile.backend, fullgraph=True)
+            compile_layer(block, compile.backend)
         model.layers[name] = fully_shard(
             block,
             mesh=fsdp,
