@@ -50,7 +50,7 @@ class Data:
     join_packages: bool = False
     """join the files of a package (folder) into one long document; source = python only"""
     format: str = "text"
-    """text, messages (chats) or prompt_completion; "messages, text": one for each part of a mixture"""
+    """text, messages (chats), prompt_completion; "messages, text": one for each part of a mixture"""
     text_field: str = "text"
     """column that holds the text"""
     messages_field: str = "messages"
