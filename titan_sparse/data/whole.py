@@ -17,8 +17,9 @@ from titan_sparse.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("titan_sparse")
 
-WINDOW = 16
-"""Sequences' worth of documents that are packed at one time."""
+WINDOW = 32
+"""Sequences that documents are packed into at one time. A quarter of one is left free: documents
+never fit exactly, and what is over would have a sequence almost to itself."""
 LENGTHS = (1 << 15, 1 << 16, 1 << 17)
 """Sequence lengths that the share of documents kept is told for, besides the run's own."""
 
@@ -124,22 +125,24 @@ class WholeStream(Stream):
         )
 
     def _pack_window(self) -> Window:
-        """Read documents from the cursor's place on until they would fill WINDOW sequences."""
+        """Read documents from the cursor's place on, as many as fill WINDOW sequences."""
         cursor = self.cursor
         place = cursor.document
         indices: list[int] = []
         lengths: list[int] = []
-        room = WINDOW * self.seq_len
-        while place < self.order.count and room > 0:
+        room = WINDOW * self.seq_len - self.seq_len // 4
+        while place < self.order.count:
             index = self.order.at(cursor.epoch, place)
             length = self.documents.length(index)
-            place += 1
             if max(self.min_document_length, 1) < length <= self.seq_len:
+                if length > room:
+                    break
                 indices.append(index)
                 lengths.append(length)
                 room -= length
             else:
                 self.documents.forget(index)
+            place += 1
         sequences = []
         for numbers in first_fit(lengths, self.seq_len):
             sequences.append([indices[number] for number in numbers])
