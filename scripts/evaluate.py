@@ -245,7 +245,7 @@ class Work(NamedTuple):
 
 def read(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> Work:
     """Windows and prompts. Raises ValueError for a text or length that cannot be used."""
-    documents = open_documents(config.data, tokenizer)
+    documents = open_documents(config.data, tokenizer, config.model.initial_hf)
     haystack = Haystack(documents, tokenizer)
     windows = {}
     if "position" in args.tasks:

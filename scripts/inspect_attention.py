@@ -118,7 +118,9 @@ def _layers(text: str, count: int) -> list[int]:
 
 def read(config: Config, tokenizer: Tokenizer, length: int) -> Sequence:
     """The first window of `length` tokens. Raises ValueError if no document is that long."""
-    documents = long_documents(open_documents(config.data, tokenizer), length)
+    documents = long_documents(
+        open_documents(config.data, tokenizer, config.model.initial_hf), length
+    )
     first = next(iter(windows(documents, length, length)), None)
     if first is None:
         raise ValueError(

@@ -2,7 +2,8 @@
 
     python -m scripts.prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
-Prints and saves a histogram of lengths. SOURCE is what data.source takes (a file or folder of .txt,
+Prints and saves a histogram of lengths; of chats (--format messages) also the share that sequences
+keep whole, and the share of tokens that is learned. SOURCE is what data.source takes (a file or folder of .txt,
 .jsonl, .jsonl.zst or .parquet, a Hugging Face dataset, python), a folder of source code (--document
 folder or source), or a folder of MDS shards such as ProLong's (with index.json; needs
 pip install "titan-sparse[mds]"). Interrupted, the same command goes on and keeps finished shards.
@@ -19,7 +20,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from titan_sparse.config.mixture import FORMATS
 from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.whole import LENGTHS
 
 
 def main(words: list[str]) -> int:
@@ -51,6 +54,8 @@ def main(words: list[str]) -> int:
     finally:
         bar.close()
     print(show_histogram(meta))
+    if "learned" in meta:
+        print(show_kept(meta))
     print(
         f"wrote {args.out}: {meta['documents']:,} documents, {meta['tokens']:,} tokens "
         f"({meta['dtype']}) with one end-of-document token each, {len(meta['shards'])} shards; "
@@ -96,14 +101,35 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-length", type=_count, default=0, help="leave longer documents out; tokens; 0: none"
     )
+    parser.add_argument(
+        "--format",
+        dest="row_format",
+        choices=FORMATS,
+        default="text",
+        help="what a row holds; chats get a mask of what is learned",
+    )
     parser.add_argument("--text-field", default="text", help="column that holds the text")
+    parser.add_argument(
+        "--messages-field", default="messages", help="column that holds a chat's messages"
+    )
+    parser.add_argument(
+        "--loss-on",
+        choices=["assistant", "last_assistant", "all"],
+        default="assistant",
+        help="messages of a chat that are learned",
+    )
+    parser.add_argument(
+        "--chat-template",
+        default="",
+        help="file of the template of chats; default: that beside --tokenizer",
+    )
     parser.add_argument("--subset", default="", help="configuration name of a Hugging Face dataset")
     parser.add_argument("--split", default="train", help="split of a Hugging Face dataset")
     parser.add_argument(
         "--bad-rows",
         choices=["refuse", "skip"],
         default="refuse",
-        help="rows that are no UTF-8, no JSON or hold no text: refuse SOURCE, or skip and count them",
+        help="rows that are no UTF-8, JSON, text or chat: refuse SOURCE, or skip and count them",
     )
     parser.add_argument(
         "--split-special-tokens",
@@ -128,6 +154,18 @@ def arguments(words: list[str]) -> argparse.Namespace:
     if args.processes == 0:
         parser.error("--processes 0 would do nothing; write 1 or more")
     return args
+
+
+def show_kept(meta: dict[str, Any]) -> str:
+    """A line: the share of chats that fit whole in sequences of some lengths, and what is learned."""
+    total = sum(documents for documents, _ in meta["histogram"].values())
+    shares = []
+    for length in LENGTHS:
+        # Buckets are powers of two, and lengths there leave out the end-of-document token.
+        whole = [count for low, (count, _) in meta["histogram"].items() if int(low) < length]
+        shares.append(f"{length >> 10}K {sum(whole) / total:.1%}")
+    learned = meta["learned"] / meta["tokens"]
+    return f"a sequence keeps whole: {', '.join(shares)}; {learned:.1%} of the tokens are learned"
 
 
 def _count(text: str) -> int:

@@ -35,6 +35,7 @@ def tokens_per_second(config: Config, seconds: float) -> float:
         rank,
         world,
         padding_multiple(config),
+        model_folder=config.model.initial_hf,
     )
     next(loader)
     tokens = 0

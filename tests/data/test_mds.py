@@ -40,8 +40,8 @@ def test_a_row_that_is_no_utf8_is_named(tmp_path, monkeypatch):
     rows = MDSRows(str(tmp_path), "text", ByteTokenizer(), None)
     assert len(rows) == 3
     for row in (0, 2):
-        (ids,) = rows.documents(row)
-        assert bytes(ids.tolist()) == texts[row]
+        (document,) = rows.documents(row)
+        assert bytes(document.tokens[:-1].tolist()) == texts[row]
     expected = re.escape(f"{tmp_path}, row 2: no UTF-8 (unexpected end of data)")
     with pytest.raises(ValueError, match=f"^{expected}$"):
         list(rows.documents(1))

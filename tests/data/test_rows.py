@@ -131,8 +131,8 @@ def test_a_file_that_is_changed_while_it_is_read_is_refused(tmp_path, monkeypatc
     path = tmp_path / "a.txt"
     path.write_text("old")
 
-    def rows_and_change(file, field):
-        yield from file_rows(file, field)
+    def rows_and_change(file, field, row_format):
+        yield from file_rows(file, field, row_format)
         path.write_text("new text")
 
     monkeypatch.setattr(sources, "file_rows", rows_and_change)

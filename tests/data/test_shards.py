@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import lettered_texts, prepared, read_shards, train_tokenizer
+from titan_sparse.data.formats import closed
 from titan_sparse.data.shards import TokenShards, token_dtype, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -20,7 +21,8 @@ def test_large_vocabularies_take_uint32(tmp_path):
         "uint32",
     ]
     ids = np.array([0, 65536, 151935], dtype=np.int32)
-    assert write_shard(tmp_path, 0, [ids, ids[:1]], 151643, "uint32") == 6
+    documents = [closed(ids, 151643), closed(ids[:1], 151643)]
+    assert write_shard(tmp_path, 0, documents, "uint32") == 6
     assert np.fromfile(tmp_path / "shard_00000.bin", "<u4").tolist() == [
         0,
         65536,

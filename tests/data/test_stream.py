@@ -131,7 +131,7 @@ def test_only_the_document_that_goes_on_is_kept_in_memory():
     held = []
     for _ in range(4):
         next(loader)
-        held.append(sorted(documents._tokens))
+        held.append(sorted(documents._encoded))
     assert held == [[1], [1], [3], [1]]
 
 

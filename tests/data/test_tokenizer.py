@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.data.chat_helpers import write_tokenizer
 from tests.data.helpers import TEXTS, train_tokenizer
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -108,3 +109,24 @@ def test_special_tokens_in_a_text_are_those_of_transformers(tmp_path, split):
 def test_special_tokens_of_bytes_cannot_be_split():
     with pytest.raises(ValueError, match="data.split_special_tokens would be ignored"):
         load_tokenizer("bytes", split_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["bytes", "file"])
+def test_offsets_cover_the_text(tmp_path, name):
+    """Blanks too, which Llama 3's tokenizer cuts off the letters of a token."""
+    folder = name if name == "bytes" else write_tokenizer(tmp_path, "")
+    tokenizer = load_tokenizer(folder)
+    text = "hello world \n\n  \u00e4\U0001f600 is"
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids.tolist() == tokenizer.encode(text).tolist() and offsets.shape == (len(ids), 2)
+    covered = {letter for start, stop in offsets.tolist() for letter in range(start, stop)}
+    assert covered == set(range(len(text)))
+    assert (np.diff(offsets[:, 0]) >= 0).all()
+
+
+def test_special_tokens_are_known_and_spelled_out(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "", end="<|im_end|>"))
+    ids = tokenizer.encode("<think>hello<|im_end|>")
+    assert tokenizer.spell(ids) == "<think>hello<|im_end|>"
+    assert [int(token) in tokenizer.special_ids for token in ids] == [False, False, True]
+    assert load_tokenizer("bytes").spell([104, 105, 256, 257]) == "hi<end><padding>"

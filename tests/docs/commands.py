@@ -80,6 +80,7 @@ RULES = {
     "scripts.mutants": PARSED,
     "scripts.plan": Rule(FEW_RANKS),
     "scripts.prepare_data": Rule(("--processes", "1")),
+    "scripts.show_data": Rule(),
     "scripts.study": Rule(("--list",)),
     "scripts.study.density": PARSED,
     "scripts.study.real_model": PARSED,
@@ -117,10 +118,16 @@ def workspace(folder: Path) -> None:
     kernel = {"name": "gemm", "cat": "kernel", "ts": 0.0, "dur": 1000.0}
     (folder / "outputs/run/profile/rank0.json").write_text(json.dumps({"traceEvents": [kernel]}))
 
-    # books.jsonl.zst with a tokenizer, and prepared/python.
+    # books.jsonl.zst and chats.jsonl with a tokenizer and its template, and prepared/python.
     rows = "\n".join(json.dumps({"text": f"a book about a dog {n}"}) for n in range(20))
     (folder / "books.jsonl.zst").write_bytes(zstandard.compress(rows.encode()))
+    chat = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "a book"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (folder / "qwen2.5").mkdir()
+    (folder / "qwen2.5/chat_template.jinja").write_text(
+        "{% for message in messages %}dog {{ message.content }} {% endfor %}"
+        "{% if add_generation_prompt %}dog {% endif %}"
+    )
     words = ["<|endoftext|>", "[UNK]", "a", "book", "about", "dog"]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))

@@ -12,6 +12,7 @@ from tests.evaluation.helpers import plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.config import Data
 from titan_sparse.data.documents import open_documents
+from titan_sparse.data.formats import Encoded
 from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation.haystack import Haystack
@@ -25,7 +26,7 @@ LENGTH, BUCKETS, WINDOWS = 150, 4, 9
 def test_windows_score_each_token_once_with_context(stride):
     texts = [np.arange(n) + 100 * n for n in (1, 2, 7, 8, 23)]
     seen = []
-    for tokens, labels in windows(texts, 7, stride):
+    for tokens, labels in windows(map(Encoded, texts), 7, stride):
         assert len(tokens) == len(labels) <= 7
         for place in np.flatnonzero(labels != -100):
             assert labels[place] == tokens[place] + 1  # the next token of the same document
@@ -36,10 +37,26 @@ def test_windows_score_each_token_once_with_context(stride):
     assert sorted(seen) == sorted(token for text in texts for token in text[1:])
 
 
+def test_windows_score_only_what_is_learned_of_a_chat():
+    """Of tokens 0 to 19, those from 8 to 11 and token 19: the window between has nothing to score."""
+    learned = np.isin(np.arange(20), [8, 9, 10, 11, 19])
+    found = list(windows([Encoded(np.arange(20), learned)], 5, 5))
+    assert [window.tokens.tolist() for window in found] == [
+        [5, 6, 7, 8, 9],
+        [10, 11, 12, 13, 14],
+        [15, 16, 17, 18, 19],
+    ]
+    assert [window.labels.tolist() for window in found] == [
+        [-100, -100, 8, 9, 10],
+        [11, -100, -100, -100, -100],
+        [-100, -100, -100, 19, -100],
+    ]
+
+
 def test_bad_windows_are_refused():
     for stride in (0, 8):
         with pytest.raises(ValueError, match="write 1 to 7"):
-            next(windows([np.arange(9)], 7, stride))
+            next(windows([Encoded(np.arange(9))], 7, stride))
 
 
 def test_prepared_tokens_give_the_windows_and_haystack_of_their_texts(tmp_path):
@@ -105,7 +122,7 @@ def _uneven(folder) -> None:
     """Fewer windows than ranks, and a position range that nothing reaches."""
     scorer, documents = scorer_of(tiny_config(folder, "run"))
     text = documents.tokens(0)[:30].astype(np.int64)
-    got = position_loss(scorer, windows([text], LENGTH, LENGTH), LENGTH, BUCKETS)
+    got = position_loss(scorer, windows([Encoded(text)], LENGTH, LENGTH), LENGTH, BUCKETS)
     assert got["tokens"] == 29 and got["buckets"][0]["loss"] == pytest.approx(got["loss"])
     assert got["buckets"][1] == {
         "start": 38,

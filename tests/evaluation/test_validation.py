@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,7 +154,7 @@ def test_what_is_read(monkeypatch, section, source, subset, split):
         setattr(config.validation, key, value)
     opened = []
 
-    def open_documents(data: Data, tokenizer: ByteTokenizer) -> TokenizedTexts:
+    def open_documents(data: Data, tokenizer: ByteTokenizer, model_folder: str) -> TokenizedTexts:
         opened.append((data.source, data.subset, data.split))
         return TokenizedTexts(["a text of 24 letters ..."], tokenizer)
 
@@ -198,3 +199,28 @@ def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
         with pytest.raises(ValueError, match=reason):
             Trainer(tiny_config(tmp_path, "run", validation__enable=True, **overrides))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("format_of_text", ["messages", "messages, messages"])
+def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_of_text):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    chat = [{"role": "user", "content": "?" * 30}, {"role": "assistant", "content": "yes"}]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    (tmp_path / "template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    config = Config()
+    config.training.seq_len = 64
+    config.data.source = f"{tmp_path}/a.jsonl:0.5, {tmp_path}/b.jsonl:0.5"
+    config.data.format = format_of_text
+    config.data.chat_template = str(tmp_path / "template.jinja")
+    config.validation.enable = True
+    config.validation.source = f"{tmp_path}/b.jsonl"
+    (sequence,) = validation.Validation(config, ByteTokenizer()).sequences
+    assert sequence.labels[sequence.labels != -100].tolist() == [*b"yes", 256]
+    config.data.format = "messages, text"
+    config.validation.source = f"{tmp_path}/c.jsonl"
+    with pytest.raises(ValueError, match="is no part of data.source, whose formats differ"):
+        validation.Validation(config, ByteTokenizer())

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from titan_sparse.config.checking_attention import check_attention, check_recompute
 from titan_sparse.config.environment import world_of
-from titan_sparse.config.mixture import single_source, source_weights
+from titan_sparse.config.mixture import single_source, source_formats, source_weights
 from titan_sparse.config.ranges import check_ranges
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
@@ -173,6 +173,7 @@ def _check_transformers(config: Config, model: TransformersConfig) -> None:
 
 def _check_data(data: Data) -> None:
     sources = source_weights(data.source)
+    check_formats(data)
     if "python" not in sources:
         require(
             not data.join_packages,
@@ -189,6 +190,36 @@ def _check_data(data: Data) -> None:
             f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
             f"write data.{name} = {show(default)} or another data.source",
         )
+
+
+def check_formats(data: Data) -> None:
+    """Refuses an unknown data.format, and keys that none of its formats uses. Raises ConfigError."""
+    formats = source_formats(data)
+    used = set(formats.values())
+    require(
+        formats.get("python", "text") == "text",
+        f'data.format = {show(data.format)}, but data.source = "python" is text; write '
+        'data.format = "text"',
+    )
+    users = {
+        "text_field": {"text"},
+        "messages_field": {"messages"},
+        "loss_on": {"messages", "prompt_completion"},
+        "chat_template": {"messages", "prompt_completion"},
+    }
+    for name, formats_of_key in users.items():
+        value = getattr(data, name)
+        default = getattr(Data(), name)
+        require(
+            value == default or bool(used & formats_of_key),
+            f"data.{name} = {show(value)} would be ignored with data.format = {show(data.format)}; "
+            f"write data.{name} = {show(default)}, or a data.format that uses it",
+        )
+    require(
+        not data.split_special_tokens or used == {"text"},
+        "data.split_special_tokens = true would split the tokens of the chat template too; write "
+        "data.split_special_tokens = false",
+    )
 
 
 def _check_dtype(config: Config) -> None:

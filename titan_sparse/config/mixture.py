@@ -1,8 +1,12 @@
-"""data.source as text -> its parts and their weights."""
+"""data.source as text -> its parts, their weights and formats."""
 
 import re
 
-from titan_sparse.config.reading import require, show
+from titan_sparse.config.reading import one_of, require, show
+from titan_sparse.config.sections import Data
+
+FORMATS = ("text", "messages", "prompt_completion")
+"""Of a part of data.source."""
 
 _WEIGHT = re.compile(r"\s*(?P<name>.+?)\s*:\s*(?P<weight>\d+(\.\d*)?|\.\d+)\s*")
 
@@ -45,3 +49,38 @@ def single_source(source: str, key: str) -> str:
         f"such as {key} = {show(parts[0])}",
     )
     return parts[0]
+
+
+def source_formats(data: Data) -> dict[str, str]:
+    """The format of each part of data.source, in their order.
+
+    Raises ConfigError for an unknown format, and for another number of formats than 1 or the parts'.
+    """
+    parts = list(source_weights(data.source))
+    formats = [word.strip() for word in data.format.split(",")]
+    for name in formats:
+        one_of("data.format", name, FORMATS)
+    require(
+        len(formats) in (1, len(parts)),
+        f"data.format = {show(data.format)} has {len(formats)} formats for the {len(parts)} parts of "
+        "data.source; write one for all, or one for each",
+    )
+    if len(formats) == 1:
+        formats *= len(parts)
+    return dict(zip(parts, formats, strict=True))
+
+
+def format_of(data: Data, source: str, key: str) -> str:
+    """The format of `source`, a part of data.source or another source like them.
+
+    Raises ConfigError, naming the option `key` that names `source`, where the parts differ.
+    """
+    formats = source_formats(data)
+    if source in formats:
+        return formats[source]
+    require(
+        len(set(formats.values())) == 1,
+        f"{key} = {show(source)} is no part of data.source, whose formats differ; write one of "
+        f"{', '.join(show(part) for part in formats)}",
+    )
+    return next(iter(formats.values()))

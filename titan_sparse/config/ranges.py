@@ -93,7 +93,9 @@ _MAXIMUMS = {
 _NEVER_EMPTY = (
     "data.source",
     "data.tokenizer",
+    "data.format",
     "data.text_field",
+    "data.messages_field",
     "data.split",
     "training.output_dir",
 )

@@ -45,15 +45,22 @@ class Data:
     """Where the text comes from and how it becomes documents of tokens."""
 
     source: str = "python"
-    """python (files of the stdlib and torch), a file (.txt .jsonl .jsonl.zst .parquet), a folder of
-    such files, prepared tokens, or a dataset name; several with weights, such as "a:0.7, b:0.3",
-    are a mixture"""
+    """python (files of the stdlib and torch), a file or folder (.txt .jsonl .jsonl.zst .parquet),
+    prepared tokens, or a dataset name; "a:0.7, b:0.3" mixes several with weights"""
     join_packages: bool = False
     """join the files of a package (folder) into one long document; source = python only"""
+    format: str = "text"
+    """text, messages (chats), prompt_completion; "messages, text": one for each part of a mixture"""
     text_field: str = "text"
     """column that holds the text"""
+    messages_field: str = "messages"
+    """column that holds a chat's messages; format = messages"""
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """messages of a chat that are learned; its "train" wins in each message"""
+    chat_template: str = ""
+    """file of the template of chats; empty: that of data.tokenizer, else of model.initial_hf"""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """rows that are no UTF-8, no JSON or hold no text: refuse the source, or skip and count them"""
+    """rows that are no UTF-8, JSON, text or chat: refuse the source, or skip and count them"""
     subset: str = ""
     """configuration name of a Hugging Face dataset; empty: its default"""
     split: str = "train"

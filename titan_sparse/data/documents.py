@@ -1,11 +1,14 @@
 """Documents of tokens, from texts that are tokenized when first needed, or from prepared shards."""
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
+from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.formats import Encoded, SampleFormat, closed
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.sources import Source, open_source
 from titan_sparse.data.tokenizer import Tokenizer
@@ -16,6 +19,7 @@ class Documents(Protocol):
 
     total_tokens: int
     """of all documents; 0: not known before reading them"""
+    sample_format: SampleFormat
 
     def __len__(self) -> int: ...
 
@@ -23,22 +27,29 @@ class Documents(Protocol):
 
     def tokens(self, index: int) -> NDArray[np.integer]: ...
 
+    def learned(self, index: int) -> NDArray[np.bool_] | None:
+        """Which tokens of a document are predicted in training, [length]; None: all."""
+        ...
+
     def forget(self, index: int) -> None:
         """Drop the tokens of a document from memory; tokens() brings them back."""
         ...
 
 
-class TokenizedTexts:
-    """Texts, tokenized when a length or tokens are asked for. Lengths are remembered for good."""
+class _Tokenized(ABC):
+    """Rows, encoded when a length or tokens are asked for. Lengths are remembered for good."""
 
     total_tokens = 0
 
-    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
+    def __init__(self, source: Source, sample_format: SampleFormat) -> None:
         self.source = source
-        self.tokenizer = tokenizer
+        self.sample_format = sample_format
         # With the end-of-document token, so 0 can stand for "not known yet".
         self._lengths = np.zeros(len(source), dtype=np.int64)
-        self._tokens: dict[int, NDArray[np.int32]] = {}
+        self._encoded: dict[int, Encoded] = {}
+
+    @abstractmethod
+    def _encode(self, text: str) -> Encoded: ...
 
     def __len__(self) -> int:
         return len(self.source)
@@ -49,29 +60,75 @@ class TokenizedTexts:
             self._lengths[index] = len(self.tokens(index))
         return int(self._lengths[index])
 
-    def tokens(self, index: int) -> NDArray[np.int32]:
+    def tokens(self, index: int) -> NDArray[np.integer]:
         """Tokens of a document, its end-of-document token included; int32 [length]."""
-        if index not in self._tokens:
-            ids = self.tokenizer.encode(self.source[index])
-            self._tokens[index] = np.append(ids, np.int32(self.tokenizer.end_of_document))
-        return self._tokens[index]
+        return self._read(index).tokens
+
+    def learned(self, index: int) -> NDArray[np.bool_] | None:
+        """Which tokens of a document are predicted in training, [length]; None: all."""
+        return self._read(index).learned
 
     def forget(self, index: int) -> None:
         """Drop the tokens of a document from memory; its length stays."""
-        self._tokens.pop(index, None)
+        self._encoded.pop(index, None)
+
+    def _read(self, index: int) -> Encoded:
+        if index not in self._encoded:
+            self._encoded[index] = self._encode(self.source[index])
+        return self._encoded[index]
 
 
-def open_documents(data: Data, tokenizer: Tokenizer) -> Documents:
-    """Open one part of data.source.
+class TokenizedTexts(_Tokenized):
+    """Texts, tokenized when a length or tokens are asked for."""
 
-    Raises ValueError, naming the key, if that is impossible or an option would be ignored.
+    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
+        super().__init__(source, SampleFormat())
+        self.tokenizer = tokenizer
+
+    def _encode(self, text: str) -> Encoded:
+        return closed(self.tokenizer.encode(text), self.tokenizer.end_of_document)
+
+
+class TokenizedChats(_Tokenized):
+    """Samples of chats, rendered and tokenized when a length or tokens are asked for."""
+
+    def __init__(self, source: Source, encoder: ChatEncoder) -> None:
+        super().__init__(source, encoder.sample_format)
+        self.encoder = encoder
+
+    def _encode(self, text: str) -> Encoded:
+        return self.encoder.encode(text)
+
+
+_NOT_FOR_SHARDS = (
+    "format",
+    "text_field",
+    "messages_field",
+    "loss_on",
+    "chat_template",
+    "subset",
+    "split",
+    "bad_rows",
+    "split_special_tokens",
+)
+"""Keys of [data] that prepare_data has used up."""
+
+
+def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> Documents:
+    """Open one part of data.source, whose format is data.format.
+
+    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if
+    that is impossible or an option would be ignored.
     """
     if is_prepared(data.source):
-        for name in ("text_field", "subset", "split", "bad_rows", "split_special_tokens"):
+        for name in _NOT_FOR_SHARDS:
             if getattr(data, name) != getattr(Data(), name):
                 raise ValueError(
                     f"data.{name} would be ignored with the prepared tokens of "
                     f'data.source = "{data.source}"; leave it out'
                 )
         return TokenShards(data.source, tokenizer)
-    return TokenizedTexts(open_source(data), tokenizer)
+    if data.format == "text":
+        return TokenizedTexts(open_source(data), tokenizer)
+    encoder = ChatEncoder(data, tokenizer, model_folder)
+    return TokenizedChats(open_source(data), encoder)

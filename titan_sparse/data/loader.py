@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_sparse.config.mixture import source_weights
+from titan_sparse.config.mixture import source_formats, source_weights
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import open_documents
+from titan_sparse.data.formats import SampleFormat
 from titan_sparse.data.packing import Packed, pad_to_multiple
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.stream import (
@@ -29,6 +30,7 @@ from titan_sparse.data.stream import (
     TextSampleStream,
 )
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
+from titan_sparse.data.whole import WholeStream
 
 logger = logging.getLogger("titan_sparse")
 
@@ -44,6 +46,9 @@ FINGERPRINT_KEYS = {
     "seed": "training.seed",
     "shuffle": "data.shuffle",
     "min_document_length": "data.min_document_length",
+    "format": "data.format",
+    "loss_on": "data.loss_on",
+    "template": "the chat template's digest",
 }
 
 Shard = Callable[[Tensor, int, Tensor | None], Tensor]
@@ -222,8 +227,8 @@ def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]
         )
     differences = []
     for saved_part, current_part in zip(saved, current, strict=True):
-        # An older checkpoint does not know this option, which was always off.
-        saved_part = {"split_special_tokens": 0, **saved_part}
+        # An older checkpoint does not know these options, and had these values.
+        saved_part = {"split_special_tokens": 0, **asdict(SampleFormat()), **saved_part}
         for key, name in FINGERPRINT_KEYS.items():
             if saved_part[key] != current_part[key]:
                 differences.append(f"{name} was {saved_part[key]} and is {current_part[key]}")
@@ -233,12 +238,23 @@ def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]
         )
 
 
-def build_stream(data: Data, tokenizer: Tokenizer, seq_len: int, seed: int) -> Stream:
-    """The stream of one part of a mixture, `data.source`.
+def build_stream(
+    data: Data, tokenizer: Tokenizer, seq_len: int, seed: int, model_folder: str = ""
+) -> Stream:
+    """The stream of one part of a mixture, `data.source`, whose format is data.format.
 
-    Raises ValueError, naming the key, if it cannot be opened.
+    model_folder: model.initial_hf. Raises ValueError, naming the key, if it cannot be opened.
     """
-    documents = open_documents(data, tokenizer)
+    documents = open_documents(data, tokenizer, model_folder)
+    if documents.sample_format.is_chat:
+        if data.sequences != "packed":
+            raise ValueError(
+                f'data.sequences = "{data.sequences}" would cut answers of data.source = '
+                f'"{data.source}"; write data.sequences = "packed", which keeps chats whole'
+            )
+        return WholeStream(
+            documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
+        )
     if data.sequences == "packed":
         return PackedStream(
             documents, tokenizer, seq_len, seed, data.shuffle, data.min_document_length
@@ -265,19 +281,20 @@ def build_loader(
     padding_multiple: int = 1,
     tokenizer: Tokenizer | None = None,
     restart_positions: bool = True,
+    model_folder: str = "",
 ) -> PackedLoader:
     """Open the [data] section's source or mixture, and its tokenizer unless one is given, and load
     sequences from it.
 
-    Raises ValueError, naming the key, if a source or the tokenizer cannot be opened, and for a
-    negative seed.
+    model_folder: model.initial_hf, for its chat template. Raises ValueError, naming the key, if a
+    source or the tokenizer cannot be opened, and for a negative seed.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(data.tokenizer, data.split_special_tokens)
     weights = source_weights(data.source)
     streams = []
-    for source in weights:
-        part = replace(data, source=source)
-        streams.append(build_stream(part, tokenizer, seq_len, seed))
+    for source, row_format in source_formats(data).items():
+        part = replace(data, source=source, format=row_format)
+        streams.append(build_stream(part, tokenizer, seq_len, seed, model_folder))
     mixture = Mixture(streams, list(weights.values()))
     return PackedLoader(mixture, batch_size, dp_rank, dp_size, padding_multiple, restart_positions)

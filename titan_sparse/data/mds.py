@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.data.formats import Encoded, closed
 from titan_sparse.data.tokenizer import Tokenizer
 
 
@@ -57,7 +58,12 @@ class MDSRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def documents(self, row: int) -> Iterator[NDArray[np.int32]]:
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """Each document of a row, closed by the end-of-document token."""
+        for ids in self._ids(row):
+            yield closed(ids, self.tokenizer.end_of_document)
+
+    def _ids(self, row: int) -> Iterator[NDArray[np.int32]]:
         """Tokens of each document of a row, int32 [length], without the end-of-document token."""
         try:
             columns = self.rows[row]
@@ -76,7 +82,7 @@ class MDSRows:
         source = self.source_tokenizer
         if source.digest != self.tokenizer.digest:
             return self.tokenizer.encode(source.decode(ids))
-        # The shard writer closes every document itself.
+        # documents() closes them.
         if len(ids) and ids[-1] == source.end_of_document:
             return ids[:-1]
         return ids

@@ -21,6 +21,8 @@ class Piece(NamedTuple):
     """the whole document, int [length], its end-of-document token included"""
     start: int
     stop: int
+    learned: NDArray[np.bool_] | None = None
+    """[length] of the document, which of its tokens are labels; None: all"""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Packed:
     tokens: NDArray[np.int64]
     """[S]"""
     labels: NDArray[np.int64]
-    """[S], the next token of the same document, already shifted; -100 at a document's last token
-    and on padding"""
+    """[S], the next token of the same document, already shifted; -100 where that is not learned, at
+    a document's last token and on padding"""
     positions: NDArray[np.int64]
     """[S], position in the piece; 0 on padding"""
     lengths: list[int]
@@ -55,7 +57,10 @@ def pack(pieces: Sequence[Piece], seq_len: int, padding_id: int) -> Packed:
         # The last piece of a document has one label fewer than tokens: its last token keeps the
         # ignored label.
         next_tokens = piece.document[piece.start + 1 : piece.stop + 1]
-        packed.labels[begin : begin + len(next_tokens)] = next_tokens
+        labels = packed.labels[begin : begin + len(next_tokens)]
+        labels[:] = next_tokens
+        if piece.learned is not None:
+            labels[~piece.learned[piece.start + 1 : piece.stop + 1]] = IGNORED_LABEL
         # From 0 in each piece: attention cannot see earlier ones, which are in another sequence.
         packed.positions[begin:end] = np.arange(length)
         begin = end

@@ -12,16 +12,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from titan_sparse.config.checking import check_formats
 from titan_sparse.config.sections import Data
+from titan_sparse.data.chat_template import FILE as TEMPLATE
+from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.formats import Encoded, SampleFormat, closed
 from titan_sparse.data.mds import MDSRows, is_mds, unpack
 from titan_sparse.data.repositories import open_folder
 from titan_sparse.data.shards import (
     FORMAT,
+    FORMAT_OF_CHATS,
     META,
     PLAN,
+    map_mask,
     map_shard,
     shard_path,
     token_dtype,
@@ -44,7 +47,13 @@ class Recipe:
     document: str = "row"
     """row: a row, or a file; folder: a folder directly in `source`, its files joined; source: all
     of it"""
+    row_format: str = "text"
+    """as data.format, of one source"""
     text_field: str = "text"
+    messages_field: str = "messages"
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    chat_template: str = ""
+    """as in [data]"""
     subset: str = ""
     split: str = "train"
     bad_rows: Literal["refuse", "skip"] = "refuse"
@@ -66,7 +75,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def documents(self, row: int) -> Iterator[NDArray[np.int32]]: ...
+    def documents(self, row: int) -> Iterator[Encoded]: ...
 
 
 class TextRows:
@@ -79,9 +88,24 @@ class TextRows:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def documents(self, row: int) -> Iterator[NDArray[np.int32]]:
-        """The text's tokens, int32 [length], without the end-of-document token."""
-        yield self.tokenizer.encode(self.texts[row])
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """The text, closed by the end-of-document token."""
+        yield closed(self.tokenizer.encode(self.texts[row]), self.tokenizer.end_of_document)
+
+
+class ChatRows:
+    """Rows that are one chat each."""
+
+    def __init__(self, texts: LazyTexts, encoder: ChatEncoder) -> None:
+        self.texts = texts
+        self.encoder = encoder
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def documents(self, row: int) -> Iterator[Encoded]:
+        """The chat and its mask, closed by the end-of-document token."""
+        yield self.encoder.encode(self.texts[row])
 
 
 class Writer:
@@ -92,6 +116,9 @@ class Writer:
         self.folder = folder
         self.tokenizer = load_tokenizer(recipe.tokenizer, recipe.split_special_tokens)
         self.rows = open_rows(recipe, self.tokenizer)
+        self.sample_format = SampleFormat()
+        if isinstance(self.rows, ChatRows):
+            self.sample_format = self.rows.encoder.sample_format
         self.shard_rows = recipe.shard_rows
         if self.shard_rows == 0:
             rows_for_256_shards = -(-len(self.rows) // 256)
@@ -106,11 +133,11 @@ class Writer:
         # Filled while write_shard() goes through the documents.
         lengths: list[int] = []
         kept_lengths: list[int] = []
+        learned: list[int] = []
         tokens = write_shard(
             self.folder,
             number,
-            self._kept_documents(number, lengths, kept_lengths),
-            self.tokenizer.end_of_document,
+            self._kept_documents(number, lengths, kept_lengths, learned),
             token_dtype(self.tokenizer.vocab_size),
         )
         counts = {
@@ -122,29 +149,35 @@ class Writer:
             "histogram": histogram([length for length in lengths if length]),
             "kept": histogram(kept_lengths),
         }
+        if self.sample_format.is_chat:
+            counts["learned"] = sum(learned)
         # Last: a shard with this file is whole.
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
 
     def _kept_documents(
-        self, number: int, lengths: list[int], kept_lengths: list[int]
-    ) -> Iterator[NDArray[np.int32]]:
+        self, number: int, lengths: list[int], kept_lengths: list[int], learned: list[int]
+    ) -> Iterator[Encoded]:
         """The documents of a shard within the limits.
 
-        Notes the length of each document, and of each that is kept.
+        Notes the length of each document, and of each that is kept, and the learned tokens of the
+        latter.
         """
         first = number * self.shard_rows
         stop = min(first + self.shard_rows, len(self.rows))
         for row in range(first, stop):
-            for ids in self.rows.documents(row):
-                length = len(ids)
+            for document in self.rows.documents(row):
+                # The end-of-document token is not counted.
+                length = len(document.tokens) - 1
                 lengths.append(length)
                 if length == 0:
                     continue
                 max_length = self.recipe.max_length or length
                 if self.recipe.min_length <= length <= max_length:
                     kept_lengths.append(length)
-                    yield ids
+                    if document.learned is not None:
+                        learned.append(int(document.learned.sum()))
+                    yield document
 
 
 def histogram(lengths: list[int]) -> dict[str, list[int]]:
@@ -161,41 +194,59 @@ def histogram(lengths: list[int]) -> dict[str, list[int]]:
     return {str(bucket): [documents[bucket], tokens[bucket]] for bucket in sorted(documents)}
 
 
+_ONLY_ROWS = (
+    "row_format",
+    "text_field",
+    "messages_field",
+    "loss_on",
+    "chat_template",
+    "subset",
+    "split",
+    "bad_rows",
+)
+"""Options for sources whose documents are rows."""
+
+
 def open_rows(recipe: Recipe, tokenizer: Tokenizer) -> Rows:
     """Open the source of a recipe.
 
     Raises ValueError if that is impossible or an option would be ignored.
     """
     reads_mds = recipe.document == "row" and is_mds(recipe.source)
-    if reads_mds:
-        unused = ("subset", "split", "bad_rows")
-    elif recipe.document == "row":
-        unused = ("source_tokenizer",)
-    else:
-        unused = ("source_tokenizer", "text_field", "subset", "split", "bad_rows")
-    defaults = {field.name: field.default for field in fields(Recipe)}
-    for name in unused:
-        if getattr(recipe, name) != defaults[name]:
-            raise ValueError(
-                f"--{name.replace('_', '-')} would be ignored with this source; leave it out"
-            )
-
+    _refuse_unused(recipe, reads_mds)
     if reads_mds:
         source_tokenizer = None
         if recipe.source_tokenizer:
             source_tokenizer = load_tokenizer(recipe.source_tokenizer)
         return MDSRows(recipe.source, recipe.text_field, tokenizer, source_tokenizer)
-    if recipe.document == "row":
-        data = Data(
-            source=recipe.source,
-            text_field=recipe.text_field,
-            subset=recipe.subset,
-            split=recipe.split,
-            bad_rows=recipe.bad_rows,
-        )
+    if recipe.document != "row":
+        texts = open_folder(recipe.source, whole=recipe.document == "source")
+        return TextRows(texts, tokenizer)
+
+    data = Data(source=recipe.source, format=recipe.row_format, tokenizer=recipe.tokenizer)
+    for name in _ONLY_ROWS[1:]:
+        setattr(data, name, getattr(recipe, name))
+    data.split_special_tokens = recipe.split_special_tokens
+    check_formats(data)
+    if data.format == "text":
         return TextRows(open_source(data), tokenizer)
-    texts = open_folder(recipe.source, whole=recipe.document == "source")
-    return TextRows(texts, tokenizer)
+    encoder = ChatEncoder(data, tokenizer)
+    return ChatRows(open_source(data), encoder)
+
+
+def _refuse_unused(recipe: Recipe, reads_mds: bool) -> None:
+    """Raises ValueError for an option that the source does not use."""
+    if reads_mds:
+        unused = [name for name in _ONLY_ROWS if name != "text_field"]
+    elif recipe.document == "row":
+        unused = ["source_tokenizer"]
+    else:
+        unused = ["source_tokenizer", *_ONLY_ROWS]
+    defaults = {field.name: field.default for field in fields(Recipe)}
+    for name in unused:
+        if getattr(recipe, name) != defaults[name]:
+            option = "format" if name == "row_format" else name.replace("_", "-")
+            raise ValueError(f"--{option} would be ignored with this source; leave it out")
 
 
 def prepare(
@@ -271,9 +322,12 @@ def _check_out(folder: Path, out: str) -> None:
 def _plan(writer: Writer) -> dict[str, Any]:
     """What fixes the shards of `writer`, as plan.json holds it."""
     tokenizer = writer.tokenizer
+    is_chat = writer.sample_format.is_chat
+    template = {"template_digest": writer.sample_format.template} if is_chat else {}
     return {
-        "format": FORMAT,
+        "format": FORMAT_OF_CHATS if is_chat else FORMAT,
         **asdict(writer.recipe),
+        **template,
         "source": _absolute(writer.recipe.source),
         "tokenizer_digest": tokenizer.digest,
         "end_of_document": tokenizer.end_of_document,
@@ -316,11 +370,12 @@ def _check_plan(folder: Path, out: str, plan: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, plan)
         return
-    saved = _read_counts(path)
+    # A folder of an older version does not know every option, and had the default.
+    saved = {**asdict(Recipe("")), **_read_counts(path)}
     differences = []
     for key, value in plan.items():
-        # A path that is written differently is the same tokenizer if its digest is.
-        if key == "tokenizer" or saved.get(key) == value:
+        # A path that is written differently is the same file if its digest is.
+        if key in ("tokenizer", "chat_template") or saved.get(key) == value:
             continue
         if key == "source_files":
             differences.append("the source's files have changed")
@@ -342,6 +397,8 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
         shard = _read_counts(shard_path(folder, number, "json"))
         # Those of an interrupted run too: what is on disk is what was counted.
         map_shard(out, folder, shard, dtype)
+        if writer.sample_format.is_chat:
+            map_mask(out, folder, shard)
         shards.append(shard)
     _check_rows(writer, shards)
     documents = sum(shard["documents"] for shard in shards)
@@ -365,7 +422,9 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
         "kept": _add_histograms([shard["kept"] for shard in shards]),
         "shards": counts,
     }
-    _copy_tokenizer(writer.recipe.tokenizer, folder)
+    if writer.sample_format.is_chat:
+        meta["learned"] = sum(shard["learned"] for shard in shards)
+    _copy_tokenizer(writer.recipe.tokenizer, writer.recipe.chat_template, folder)
     write_json(folder / META, meta)
     return meta
 
@@ -378,30 +437,33 @@ def _read_counts(path: Path) -> dict[str, Any]:
 
 
 def _skipped(rows: Rows) -> int:
-    return rows.texts.skipped if isinstance(rows, TextRows) else 0
+    return rows.texts.skipped if isinstance(rows, TextRows | ChatRows) else 0
 
 
 def _check_rows(writer: Writer, shards: list[dict[str, Any]]) -> None:
     """Refuses shards that were not made of all rows of texts."""
     read = sum(shard["read"] for shard in shards)
-    if isinstance(writer.rows, TextRows) and read != len(writer.rows):
+    if isinstance(writer.rows, TextRows | ChatRows) and read != len(writer.rows):
         raise ValueError(
             f"{writer.recipe.source} has {len(writer.rows)} rows, but {read} were read into "
             f"{writer.folder}; delete it and run again"
         )
 
 
-def _copy_tokenizer(name: str, folder: Path) -> None:
-    """Put the tokenizer's files beside the shards, so that the folder can be data.tokenizer too."""
+def _copy_tokenizer(name: str, template: str, folder: Path) -> None:
+    """Put the tokenizer's files and the chat template's, if it is another one, beside the shards, so
+    that the folder can be data.tokenizer too."""
     if name == "bytes":
         return
     path = Path(name).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
     (folder / "tokenizer.json").write_bytes(path.read_bytes())
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        (folder / "tokenizer_config.json").write_bytes(config.read_bytes())
+    for beside in ("tokenizer_config.json", TEMPLATE):
+        if path.with_name(beside).is_file():
+            (folder / beside).write_bytes(path.with_name(beside).read_bytes())
+    if template and Path(template).expanduser().is_file():
+        (folder / TEMPLATE).write_bytes(Path(template).expanduser().read_bytes())
 
 
 def _add_histograms(histograms: list[dict[str, list[int]]]) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ A folder holds, for every shard k,
   shard_k.idx.npy  int64 [documents + 1]: where each document begins in shard_k.bin, in tokens, and
                    where the last ends
   shard_k.json     its counts; written last, so that a shard with it is whole
-and, once all shards are whole, meta.json: FORMAT, dtype, the tokenizer's digest and end-of-document
+and, once all shards are whole, meta.json: FORMAT or FORMAT_OF_CHATS, dtype, the tokenizer's digest and end-of-document
 token, and all counts.
 """
 
@@ -21,9 +21,13 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_sparse.data.formats import Encoded, SampleFormat
 from titan_sparse.data.tokenizer import Tokenizer
 
 FORMAT = "titan_sparse tokens 1"
+FORMAT_OF_CHATS = "titan_sparse chats 1"
+"""With masks. Another name, as a reader without masks would learn every token."""
+FORMATS = (FORMAT, FORMAT_OF_CHATS)
 CHECKED_AT_ONCE = 1 << 25
 """A folder of so many tokens is looked through when it is opened; of a larger one, each document
 when it is read."""
@@ -34,7 +38,7 @@ SHARD_COUNTS = ("number", "documents", "tokens")
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
-    """Where a shard's file with the ending "bin", "idx.npy" or "json" lies."""
+    """Where a shard's file with the ending "bin", "idx.npy", "mask" or "json" lies."""
     return folder / f"shard_{number:05d}.{ending}"
 
 
@@ -50,21 +54,23 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def write_shard(
-    folder: Path, number: int, documents: Iterable[NDArray[np.integer]], end: int, dtype: str
-) -> int:
-    """Write documents (int [length], no end-of-document token) as a shard.
+def write_shard(folder: Path, number: int, documents: Iterable[Encoded], dtype: str) -> int:
+    """Write documents as a shard, with a mask if they have one.
 
     Returns the number of its tokens, end-of-document tokens included. Only one document is in
     memory at a time. The caller writes the shard's .json, which makes it whole.
     """
     little_endian = np.dtype(dtype).newbyteorder("<")
     offsets = [0]
-    with shard_path(folder, number, "bin").open("wb") as file:
-        for ids in documents:
-            closed = np.append(ids, end).astype(little_endian)
-            closed.tofile(file)
-            offsets.append(offsets[-1] + len(ids) + 1)
+    mask_path = shard_path(folder, number, "mask")
+    with shard_path(folder, number, "bin").open("wb") as file, mask_path.open("wb") as mask_file:
+        for tokens, learned in documents:
+            tokens.astype(little_endian).tofile(file)
+            if learned is not None:
+                learned.astype(np.uint8).tofile(mask_file)
+            offsets.append(offsets[-1] + len(tokens))
+    if mask_path.stat().st_size == 0:
+        mask_path.unlink()
     np.save(shard_path(folder, number, "idx.npy"), np.asarray(offsets, dtype=np.int64))
     return offsets[-1]
 
@@ -96,10 +102,13 @@ class TokenShards:
         self.vocab_size = tokenizer.vocab_size
         self.end_of_document = tokenizer.end_of_document
         self.total_tokens: int = meta["tokens"]
-        # Of each shard: where its documents begin, its tokens, which of its documents were looked
-        # at, and the index of its first document.
+        self.sample_format = _sample_format(source, meta)
+        self.total_learned: int = meta.get("learned", self.total_tokens)
+        # Of each shard: where its documents begin, its tokens and mask, which of its documents were
+        # looked at, and the index of its first document.
         self._offsets = []
         self._tokens = []
+        self._masks: list[NDArray[np.uint8]] = []
         self._checked: list[NDArray[np.bool_]] = []
         self._numbers: list[int] = []
         self._first = [0]
@@ -109,6 +118,8 @@ class TokenShards:
                 continue
             self._offsets.append(offsets)
             self._tokens.append(tokens)
+            if self.sample_format.is_chat:
+                self._masks.append(map_mask(source, folder, shard))
             self._checked.append(np.zeros(shard["documents"], dtype=bool))
             self._numbers.append(shard["number"])
             self._first.append(self._first[-1] + shard["documents"])
@@ -144,6 +155,14 @@ class TokenShards:
             self._checked[shard][row] = True
         return tokens
 
+    def learned(self, index: int) -> NDArray[np.bool_] | None:
+        """Which tokens of a document are predicted in training, [length]; None: all."""
+        if not self._masks:
+            return None
+        shard, row = self._find(index)
+        start, stop = self._offsets[shard][row : row + 2]
+        return self._masks[shard][start:stop] != 0
+
     def forget(self, index: int) -> None:
         """Nothing to drop: the operating system decides which pages of a file stay in memory."""
 
@@ -165,7 +184,7 @@ class TokenShards:
 
 def _has_format(path: Path) -> bool:
     try:
-        return json.loads(path.read_text(encoding="utf-8")).get("format") == FORMAT
+        return json.loads(path.read_text(encoding="utf-8")).get("format") in FORMATS
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -227,6 +246,24 @@ def map_shard(
     if len(short):
         _refuse(source, f"{name}: document {short[0] + 1} has fewer than 2 tokens")
     return offsets, tokens
+
+
+def map_mask(source: str, folder: Path, counts: dict[str, int]) -> NDArray[np.uint8]:
+    """Whether each token of a shard is learned, uint8 [tokens], not in memory.
+
+    Raises ValueError, naming the file, if it has another size.
+    """
+    path = shard_path(folder, counts["number"], "mask")
+    return _map_tokens(source, path, np.dtype(np.uint8), counts["tokens"])
+
+
+def _sample_format(source: str, meta: dict[str, Any]) -> SampleFormat:
+    if meta["format"] == FORMAT:
+        return SampleFormat()
+    values = [meta.get(key) for key in ("row_format", "loss_on", "template_digest")]
+    if not all(isinstance(value, str) for value in values) or type(meta.get("learned")) is not int:
+        _refuse(source, f"{META} does not say what is learned")
+    return SampleFormat(*values)
 
 
 def _map_offsets(source: str, path: Path) -> NDArray[np.int64]:

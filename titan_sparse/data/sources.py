@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 
 from titan_sparse.config.sections import Data
 from titan_sparse.config.text_files import data_files, hidden_files, is_path
-from titan_sparse.data.rows import file_rows
+from titan_sparse.data.chat_rows import columns, without_nulls
+from titan_sparse.data.rows import file_rows, sample_row
 
 Dataset = Any
 """A datasets.Dataset; that library is imported only where a source needs it, as it takes a
@@ -63,7 +64,8 @@ def open_source(data: Data) -> LazyTexts:
     elif is_path(data.source):
         source = _open_files(data)
     else:
-        source = _open_dataset(_load_from_hub(data), data)
+        open_dataset = _open_dataset if data.format == "text" else _open_chats
+        source = open_dataset(_load_from_hub(data), data)
     if len(source) == 0:
         raise ValueError(
             f'data.source = "{data.source}" holds no documents; write a source that holds some'
@@ -164,7 +166,8 @@ def _cached_rows(files: list[str], data: Data) -> Dataset:
     options = {
         "reader": READER,
         "states": states,
-        "field": data.text_field,
+        "field": data.text_field if data.format == "text" else data.messages_field,
+        "row_format": data.format,
         "bad_rows": data.bad_rows,
     }
     try:
@@ -206,7 +209,11 @@ def _file_states(files: list[str]) -> tuple[FileState, ...]:
 
 
 def cache_rows(
-    reader: int, states: tuple[FileState, ...], field: str, bad_rows: Literal["refuse", "skip"]
+    reader: int,
+    states: tuple[FileState, ...],
+    field: str,
+    row_format: str,
+    bad_rows: Literal["refuse", "skip"],
 ) -> Iterator[dict[str, str | None]]:
     """What the cache holds, which all arguments are the key of.
 
@@ -215,7 +222,7 @@ def cache_rows(
     """
     is_empty = True
     for name, *_ in states:
-        for row in file_rows(Path(name), field):
+        for row in file_rows(Path(name), field, row_format):
             if row.problem and bad_rows == "refuse":
                 raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
             is_empty = False
@@ -249,7 +256,7 @@ def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
     if getattr(dataset.features[field], "dtype", None) not in STRING_DTYPES:
         raise ValueError(
             f'data.text_field = "{field}" holds no text in "{data.source}"; '
-            "write a column of strings"
+            'write a column of strings, or data.format = "messages"'
         )
     texts = dataset.select_columns([field])
 
@@ -265,6 +272,29 @@ def _open_dataset(dataset: Dataset, data: Data) -> LazyTexts:
             return ""
 
     return LazyTexts(range(len(texts)), read)
+
+
+def _open_chats(dataset: Dataset, data: Data) -> LazyTexts:
+    needed, optional = columns(data.format, data.messages_field)
+    for name in needed:
+        if name not in dataset.column_names:
+            raise ValueError(
+                f'data.source = "{data.source}" has no column "{name}", which data.format = '
+                f'"{data.format}" needs; it has: {", ".join(dataset.column_names)}'
+            )
+    taken = [name for name in [*needed, *optional] if name in dataset.column_names]
+    rows = dataset.select_columns(taken)
+
+    def read(number: int) -> str:
+        where = f"{data.source}, row {number + 1}"
+        row = sample_row(where, without_nulls(rows[number]), data.messages_field, data.format)
+        if row.problem and data.bad_rows == "refuse":
+            raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
+        if row.problem:
+            logger.warning('data.bad_rows = "skip": %s', row.problem)
+        return row.text
+
+    return LazyTexts(range(len(rows)), read)
 
 
 def _one_line(error: BaseException) -> str:

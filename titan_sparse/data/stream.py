@@ -8,7 +8,7 @@ sequence reads its tokens.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,6 +123,7 @@ class Stream(ABC):
             "seed": self.order.seed,
             "shuffle": int(self.order.shuffle),
             "min_document_length": self.min_document_length,
+            **asdict(self.documents.sample_format),
         }
 
     def pack(self, spans: list[Span]) -> Packed:
@@ -130,7 +131,8 @@ class Stream(ABC):
         pieces = []
         for span in spans:
             document = self.documents.tokens(span.index)
-            pieces.append(Piece(document, span.start, span.stop))
+            learned = self.documents.learned(span.index)
+            pieces.append(Piece(document, span.start, span.stop, learned))
         return pack(pieces, self.seq_len, self.tokenizer.padding)
 
     def release(self, spans: list[Span]) -> None:

@@ -25,13 +25,24 @@ class Tokenizer(Protocol):
     """tells tokenizers apart: "bytes", or the SHA-256 of tokenizer.json"""
     split_special_tokens: bool
     """whether special tokens that are spelled out in a text are read as letters"""
+    special_ids: frozenset[int]
+    """ids that no letters stand for: ends of documents and turns, roles, padding"""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of a text, int32 [length]."""
         ...
 
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Token ids as encode(), int32 [length], and the letters [start, stop) of each in the text,
+        int64 [length, 2]."""
+        ...
+
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out."""
+        ...
+
+    def spell(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are spelled out."""
         ...
 
 
@@ -43,6 +54,7 @@ class ByteTokenizer:
     padding = 257
     digest = "bytes"
     split_special_tokens = False
+    special_ids = frozenset((256, 257))
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Bytes of the text, int32 [length]; a lone surrogate, which UTF-8 cannot hold, becomes
@@ -50,11 +62,28 @@ class ByteTokenizer:
         raw = text.encode("utf-8", errors="replace")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Bytes of the text, int32 [length], and the letter [start, stop) of each, int64
+        [length, 2]."""
+        raw = self.encode(text)
+        # All bytes of a letter but the first are 10xxxxxx.
+        letters = np.cumsum(raw & 0xC0 != 0x80) - 1
+        return raw, np.stack([letters, letters + 1], axis=1)
+
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out, broken UTF-8 is replaced."""
         ids = np.asarray(ids)
         raw = ids[ids < 256].astype(np.uint8).tobytes()
         return raw.decode("utf-8", errors="replace")
+
+    def spell(self, ids: ArrayLike) -> str:
+        """The text of token ids [length], the special tokens as <end> and <padding>."""
+        names = {self.end_of_document: "<end>", self.padding: "<padding>"}
+        parts = []
+        for run in np.split(ids, np.flatnonzero(np.asarray(ids) >= 256)):
+            special = names.get(int(run[0]), "") if len(run) else ""
+            parts.append(special + self.decode(run))
+        return "".join(parts)
 
 
 class FileTokenizer:
@@ -83,6 +112,9 @@ class FileTokenizer:
         # Not the number of tokens: ids may have gaps, and an embedding must hold the largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size: int = max(ids) + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(special | {self.end_of_document, self.padding})
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids of the text, int32 [length], no special tokens added.
@@ -93,9 +125,20 @@ class FileTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int32)
 
+    def encode_with_offsets(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Token ids as encode(), int32 [length], and the letters [start, stop) of each in the text,
+        int64 [length, 2]."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(encoding.ids, dtype=np.int32), offsets
+
     def decode(self, ids: ArrayLike) -> str:
         """The text of token ids [length]; special tokens are left out."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def spell(self, ids: ArrayLike) -> str:
+        """The text of token ids [length]; special tokens are spelled out."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
 def load_tokenizer(name: str, split_special_tokens: bool = False) -> Tokenizer:
@@ -127,6 +170,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     # long documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # What it would add is not asked for; and it cuts blanks off the letters of a token.
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     return tokenizer
 
 

@@ -14,47 +14,51 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from titan_sparse.data.documents import Documents
+from titan_sparse.data.formats import Encoded
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 
-def long_documents(documents: Documents, min_length: int) -> Iterator[NDArray[np.int64]]:
-    """Tokens of each document in the source's order, closed by the end-of-document token.
+def long_documents(documents: Documents, min_length: int) -> Iterator[Encoded]:
+    """Each document in the source's order, closed by the end-of-document token.
 
     Documents with fewer than `min_length` tokens (that token not counted), and empty ones, are
     skipped.
     """
     for index in range(len(documents)):
         if documents.length(index) > max(min_length, 1):
-            yield documents.tokens(index).astype(np.int64)
+            yield Encoded(documents.tokens(index).astype(np.int64), documents.learned(index))
         documents.forget(index)
 
 
-def windows(documents: Iterable[NDArray[np.int64]], length: int, stride: int) -> Iterator[Sequence]:
+def windows(documents: Iterable[Encoded], length: int, stride: int) -> Iterator[Sequence]:
     """Windows of up to `length` tokens, `stride` apart, over each document.
 
-    Labels that an earlier window has scored are -100. With stride = length all tokens of a window
-    count. With a smaller stride all but the first window's tokens have at least length - stride
-    tokens of context. Raises ValueError for a stride outside [1, length].
+    Labels that an earlier window has scored are -100, and those that are not learned (of chats).
+    With stride = length all tokens of a window count. With a smaller stride all but the first
+    window's tokens have at least length - stride tokens of context. Raises ValueError for a stride
+    outside [1, length].
     """
     if not 1 <= stride <= length:
         raise ValueError(
             f"a stride of {stride} leaves out or repeats tokens of windows of {length}; write 1 to {length}"
         )
-    for document in documents:
+    for document, learned in documents:
+        targets = document if learned is None else np.where(learned, document, IGNORED_LABEL)
         scored = 0
         for start in itertools.count(0, stride):
             if scored >= len(document) - 1:
                 break
             tokens = document[start : start + length]
-            following = document[start + 1 : start + length + 1]
+            following = targets[start + 1 : start + length + 1]
             labels = np.full(len(tokens), IGNORED_LABEL, dtype=np.int64)
             labels[scored - start : len(following)] = following[scored - start :]
             scored = start + len(following)
-            yield Sequence(tokens, labels)
+            # A window of a long question has nothing to score.
+            if (labels != IGNORED_LABEL).any():
+                yield Sequence(tokens, labels)
 
 
 def first_windows(

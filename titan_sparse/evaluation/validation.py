@@ -11,7 +11,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.config import Config, Data, needle_lengths
-from titan_sparse.config.mixture import single_source
+from titan_sparse.config.mixture import format_of, single_source
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Validation:
     def _read(self, config: Config, tokenizer: Tokenizer) -> None:
         data = _data(config)
         section = self.section
-        documents = open_documents(data, tokenizer)
+        documents = open_documents(data, tokenizer, config.model.initial_hf)
         self.sequences = position.first_windows(
             documents, data.min_document_length, self.length, self.length, section.windows
         )
@@ -106,18 +106,28 @@ def _data(config: Config) -> Data:
     source = single_source(section.source or data.source, "validation.source")
     if section.source in ("", data.source):
         return dataclasses.replace(
-            data, source=source, split=section.split or data.split, sequences="packed"
+            data,
+            source=source,
+            format=format_of(data, source, "validation.source"),
+            split=section.split or data.split,
+            sequences="packed",
         )
     # What chooses within data.source chooses nothing in another source.
+    if is_prepared(source):
+        return Data(
+            source=source,
+            tokenizer=data.tokenizer,
+            split=section.split or "train",
+            min_document_length=data.min_document_length,
+        )
+    row_format = format_of(data, source, "validation.source")
     return dataclasses.replace(
         data,
         source=source,
+        format=row_format,
         split=section.split or "train",
         subset="",
         sequences="packed",
-        text_field="text" if is_prepared(source) else data.text_field,
-        bad_rows="refuse" if is_prepared(source) else data.bad_rows,
-        split_special_tokens=data.split_special_tokens and not is_prepared(source),
         join_packages=data.join_packages and source == "python",
     )
 

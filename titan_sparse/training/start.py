@@ -74,6 +74,7 @@ def open_data(config: Config, model: DecoderConfig) -> PackedLoader:
         tokenizer=tokenizer,
         # Under other masks documents run into each other, if there are several in a sequence.
         restart_positions=config.attention.mask == "documents",
+        model_folder=config.model.initial_hf,
     )
 
 

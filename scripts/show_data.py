@@ -1,0 +1,136 @@
+"""Shows samples as the model sees them, with what is learned, and which lengths sequences keep.
+
+    python -m scripts.show_data --config X.toml [--samples 3] [--plain] [--key value ...]
+
+What is learned is green, special tokens are bold, and the rest is dim; with --plain, which is for
+files and terminals without colors, what is learned stands between ⟦ and ⟧. Of a mixture, each part
+is shown. Other words are options of the configuration, as train.py takes them.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_sparse.config import Config, Flags, check, load, world_of
+from titan_sparse.config.mixture import source_formats
+from titan_sparse.config.reading import require
+from titan_sparse.data import Tokenizer, load_tokenizer
+from titan_sparse.data.documents import Documents, open_documents
+from titan_sparse.data.whole import kept_shares
+
+LEARNED = "\033[32m"
+NOT_LEARNED = "\033[2m"
+SPECIAL = "\033[1m"
+RESET = "\033[0m"
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.show_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=int, default=3, help="of each part of data.source")
+    parser.add_argument(
+        "--measured", type=int, default=1000, help="samples whose lengths are told; 0: all"
+    )
+    parser.add_argument("--plain", action="store_true", help="marks, not colors")
+    args, rest = parser.parse_known_args(words)
+    try:
+        require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
+        require(args.measured >= 0, f"--measured {args.measured} is negative; write 0 or more")
+        config = _load(rest)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)
+        for source, row_format in source_formats(config.data).items():
+            part = replace(config.data, source=source, format=row_format)
+            documents = open_documents(part, tokenizer, config.model.initial_hf)
+            print(f"{source}: {len(documents):,} samples, {documents.sample_format.format}")
+            show_samples(documents, tokenizer, args.samples, args.plain)
+            print(measure(documents, args.measured, config.training.seq_len))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _load(words: list[str]) -> Config:
+    """The configuration, checked for as many ranks as it needs: the data are the same on any."""
+    config, flags = load(words)
+    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+    check(config, *world_of(Flags(dry_run=True), config.parallelism, 1, 1))
+    return config
+
+
+def show_samples(documents: Documents, tokenizer: Tokenizer, count: int, plain: bool) -> None:
+    """Print the first `count` samples."""
+    for index in range(min(count, len(documents))):
+        tokens = documents.tokens(index)
+        learned = _learned(documents, index)
+        print(f"\nsample {index + 1}: {len(tokens):,} tokens, {int(learned.sum()):,} learned")
+        print(paint(tokens, learned, tokenizer, plain))
+        documents.forget(index)
+
+
+def paint(
+    tokens: NDArray[np.integer], learned: NDArray[np.bool_], tokenizer: Tokenizer, plain: bool
+) -> str:
+    """The text of a sample with marks or colors; tokens int [length], learned [length]."""
+    is_special = np.isin(tokens, list(tokenizer.special_ids))
+    looks = learned * 2 + is_special
+    starts = np.flatnonzero(np.diff(looks, prepend=-1))
+    parts = []
+    for start, run in zip(starts, np.split(tokens, starts[1:]), strict=True):
+        text = tokenizer.spell(run)
+        if not plain:
+            color = LEARNED if learned[start] else NOT_LEARNED
+            bold = SPECIAL if is_special[start] else ""
+            text = f"{color}{bold}{text}{RESET}"
+        elif learned[start] and (start == 0 or not learned[start - 1]):
+            text = f"⟦{text}"
+        elif start > 0 and not learned[start] and learned[start - 1]:
+            text = f"⟧{text}"
+        parts.append(text)
+    if plain and learned[-1]:
+        parts.append("⟧")
+    return "".join(parts)
+
+
+def measure(documents: Documents, count: int, seq_len: int) -> str:
+    """Lines about lengths, what a sequence keeps, and what is learned, of the first samples.
+
+    count: of samples; 0: all.
+    """
+    count = min(count or len(documents), len(documents))
+    lengths = []
+    learned = 0
+    for index in range(count):
+        lengths.append(documents.length(index))
+        learned += int(_learned(documents, index).sum())
+        documents.forget(index)
+    tokens = sum(lengths)
+    quantiles = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99, 1.0]).astype(int)
+    names = ("10 %", "half", "90 %", "99 %", "all")
+    longest = [f"{name} {length:,}" for name, length in zip(names, quantiles, strict=True)]
+    which = "all" if count == len(documents) else "the first"
+    return "\n".join(
+        [
+            f"\n{which} {count:,} samples: {tokens:,} tokens, {learned / tokens:.1%} learned",
+            f"tokens at most: {', '.join(longest)}",
+            f"a sequence keeps whole: {kept_shares(np.array(lengths), seq_len)}",
+        ]
+    )
+
+
+def _learned(documents: Documents, index: int) -> NDArray[np.bool_]:
+    learned = documents.learned(index)
+    if learned is None:
+        return np.ones(documents.length(index), dtype=bool)
+    return learned
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

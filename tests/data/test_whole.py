@@ -1,0 +1,296 @@
+"""titan_sparse.data.whole: chats are packed whole, from rows and from shards, and resumed exactly."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.prepare_data import main
+from tests.data.chat_helpers import CHATML, write_tokenizer
+from tests.data.helpers import global_stream, no_progress, write_rows
+from titan_sparse.config import Config, Data, check
+from titan_sparse.data import whole
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.loader import PackedLoader, build_loader
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.data.whole import first_fit, kept_shares
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+SEQ_LEN = 200
+ANSWERS = [3, 60, 10, 400, 25, 90, 5, 130, 40, 2, 75, 33, 8, 110, 20]
+"""Letters of the answers; that of 400 is longer than a sequence."""
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path) -> str:
+    return write_tokenizer(tmp_path / "tokenizer", CHATML)
+
+
+def write_chats(path: Path, letter: str = "a") -> str:
+    """A chat for each of ANSWERS; each third one teaches nothing."""
+    rows = []
+    for number, size in enumerate(ANSWERS):
+        answer = {"role": "assistant", "content": letter * 2 * size, "train": number % 3 > 0}
+        rows.append({"messages": [{"role": "user", "content": f"{number}"}, answer]})
+    write_rows(path, rows)
+    return str(path)
+
+
+def chats_of(tmp_path: Path, tokenizer_folder: str, **options) -> Data:
+    path = tmp_path / "chats.jsonl"
+    source = str(path) if path.exists() else write_chats(path)
+    return Data(source=source, format="messages", tokenizer=tokenizer_folder, **options)
+
+
+def loaders(data: Data, ranks: int = 1, batch_size: int = 1) -> list[PackedLoader]:
+    return [build_loader(data, SEQ_LEN, batch_size, 3, rank, ranks) for rank in range(ranks)]
+
+
+def test_first_fit_by_hand():
+    assert first_fit([4, 9, 3, 2, 6, 1], 10) == [[0, 4], [1, 5], [2, 3]]
+    assert first_fit([], 10) == [] and first_fit([10, 10], 10) == [[0], [1]]
+
+
+def test_kept_shares():
+    told = kept_shares(np.array([100, 1 << 15, (1 << 15) + 1, 1 << 20]), 100)
+    assert told == "100 25.0% (training.seq_len), 32K 50.0%, 64K 75.0%, 128K 75.0%"
+    assert kept_shares(np.array([1]), 1 << 16).count("64K") == 1
+
+
+@pytest.mark.parametrize(("shuffle", "window"), [(True, 32), (True, 2), (False, 2)])
+def test_an_epoch_holds_each_chat_once_and_whole(
+    tmp_path, tokenizer_folder, shuffle, window, caplog, monkeypatch
+):
+    monkeypatch.setattr(whole, "WINDOW", window)
+    data = chats_of(tmp_path, tokenizer_folder, shuffle=shuffle)
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        (loader,) = loaders(data)
+    documents = loader.mixture.streams[0].documents
+    fits = [i for i in range(len(ANSWERS)) if documents.length(i) <= SEQ_LEN]
+    assert 0 < len(ANSWERS) - len(fits) < 4
+    told = f"data: {len(ANSWERS) - len(fits)} of 15 samples are longer than a sequence and dropped"
+    assert any(line.startswith(told) for line in caplog.messages) == (window == 32)
+
+    for epoch in (1, 2):
+        seen = []
+        while loader.epoch < epoch:
+            batch = next(loader)
+            place = 0
+            for length in batch.lengths[0]:
+                tokens = batch.tokens[0, place : place + length].tolist()
+                labels = batch.labels[0, place : place + length].tolist()
+                matches = [i for i in fits if documents.tokens(i).tolist() == tokens]
+                seen += matches
+                learned = documents.learned(matches[0])
+                next_tokens = np.append(np.where(learned, tokens, -100)[1:], -100)
+                assert labels == next_tokens.tolist()
+                place += length
+            assert (batch.labels[0, place:] == -100).all()
+        assert sorted(seen) == fits
+        assert loader.documents_seen == epoch * len(fits)
+        assert loader.documents_left_out == epoch * (len(ANSWERS) - len(fits))
+
+
+def test_packing_wastes_little(tmp_path, tokenizer_folder):
+    """Of chats of up to a third of a sequence."""
+    rows = []
+    for number in range(1200):
+        size = np.random.default_rng(number).integers(1, 25)
+        answer = {"role": "assistant", "content": "ab" * int(size)}
+        rows.append({"messages": [{"role": "user", "content": "?"}, answer]})
+    write_rows(tmp_path / "chats.jsonl", rows)
+    (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
+    filled = []
+    while loader.epoch == 0:
+        filled.append(sum(next(loader).lengths[0]) / SEQ_LEN)
+    assert np.mean(filled) > 0.96
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 3, 7, 12])
+@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 1), (1, 1), (3, 2)])
+def test_resume_equals_uninterrupted_on_any_ranks(
+    tmp_path, tokenizer_folder, consumed, ranks, batch_size, monkeypatch
+):
+    """Over windows of two sequences, so that places are in the middle and at the ends of several."""
+    monkeypatch.setattr(whole, "WINDOW", 2)
+    data = chats_of(tmp_path, tokenizer_folder)
+    saved = loaders(data, 2)
+    start = global_stream(saved, consumed)
+    state = json.loads(json.dumps(saved[0].state_dict()))
+    assert state == saved[1].state_dict()
+    resumed = loaders(data, ranks, batch_size)
+    for rank in resumed:
+        rank.load_state_dict(state)
+    after = global_stream(resumed, 5)
+    alone = loaders(data)
+    assert start + after == global_stream(alone, len(start) + len(after))
+    counts = {(rank.epoch, rank.documents_seen, rank.documents_left_out) for rank in resumed}
+    assert counts == {(alone[0].epoch, alone[0].documents_seen, alone[0].documents_left_out)}
+
+
+def test_tokens_are_forgotten_when_a_sequence_is_handed_out(tmp_path, tokenizer_folder):
+    (loader,) = loaders(chats_of(tmp_path, tokenizer_folder))
+    stream = loader.mixture.streams[0]
+    for _ in range(3):
+        next(loader)
+        to_come = sum(stream._current().sequences[stream.cursor.offset :], [])
+        assert sorted(stream.documents._encoded) == sorted(to_come)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"loss_on": "all"}, "data.loss_on was assistant and is all"),
+        ({"chat_template": "other.jinja"}, "the chat template's digest was"),
+    ],
+)
+def test_another_mask_is_another_stream(tmp_path, tokenizer_folder, change, named, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other.jinja").write_text(CHATML + "{# another #}")
+    (first,) = loaders(chats_of(tmp_path, tokenizer_folder))
+    (second,) = loaders(chats_of(tmp_path, tokenizer_folder, **change))
+    with pytest.raises(ValueError, match=named):
+        second.load_state_dict(first.state_dict())
+
+
+def test_a_checkpoint_of_text_from_before_formats_is_resumed(tmp_path):
+    write_rows(tmp_path / "text.jsonl", [{"text": "a" * 300}])
+    (loader,) = loaders(Data(source=str(tmp_path / "text.jsonl")))
+    state = loader.state_dict()
+    (part,) = json.loads(state["fingerprint"])
+    old = {
+        key: value for key, value in part.items() if key not in ("format", "loss_on", "template")
+    }
+    assert len(old) == len(part) - 3
+    loader.load_state_dict({**state, "fingerprint": json.dumps([old])})
+
+
+def prepare_chats(data: Data, out: Path, **options) -> str:
+    recipe = Recipe(data.source, data.tokenizer, row_format="messages", shard_rows=4, **options)
+    prepare(recipe, str(out), 1, no_progress)
+    return str(out)
+
+
+def test_shards_have_the_masks_of_the_rows(tmp_path, tokenizer_folder, caplog):
+    data = chats_of(tmp_path, tokenizer_folder)
+    folder = prepare_chats(data, tmp_path / "out")
+    tokenizer = load_tokenizer(folder)
+    rows = open_documents(data, tokenizer)
+    shards = open_documents(Data(source=folder, tokenizer=folder), tokenizer)
+    assert len(rows) == len(shards) == len(ANSWERS)
+    for number in range(len(rows)):
+        assert shards.tokens(number).tolist() == rows.tokens(number).tolist()
+        assert shards.learned(number).tolist() == rows.learned(number).tolist()
+    assert shards.total_learned == sum(int(rows.learned(i).sum()) for i in range(len(rows))) > 0
+
+    with caplog.at_level(logging.INFO, logger="titan_sparse"):
+        from_shards = loaders(Data(source=folder, tokenizer=folder), 2)
+    assert global_stream(from_shards, 15) == global_stream(loaders(data, 2), 15)
+    share = 100 * shards.total_learned / shards.total_tokens
+    assert "of 15 samples are longer than a sequence and dropped" in caplog.text
+    assert f"{share:.1f}% of the tokens are learned" in caplog.text
+
+
+def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
+    """With more processes than one, as with one; other options begin another folder."""
+    data = chats_of(tmp_path, tokenizer_folder)
+    one = prepare_chats(data, tmp_path / "one")
+    words = [data.source, str(tmp_path / "two"), "--tokenizer", tokenizer_folder]
+    words += ["--format", "messages", "--shard-rows", "4", "--processes", "2"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "a sequence keeps whole: 32K 100.0%, 64K 100.0%, 128K 100.0%; " in printed
+    for path in Path(one).iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert main([*words, "--loss-on", "all"]) == 2
+    assert "loss_on was assistant and is all" in capsys.readouterr().err
+    template = tmp_path / "other.jinja"
+    template.write_text(CHATML + "{# another #}")
+    assert main([*words, "--chat-template", str(template)]) == 2
+    assert "template_digest was" in capsys.readouterr().err
+    words[1] = str(tmp_path / "three")
+    assert main([*words, "--chat-template", str(template)]) == 0
+    assert (tmp_path / "three/chat_template.jinja").read_text() == CHATML + "{# another #}"
+    words[1] = str(tmp_path / "text")
+    assert main([*words[:4], "--loss-on", "all", "--processes", "1"]) == 2
+    assert "data.loss_on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "format"])
+def test_a_damaged_mask_is_refused(tmp_path, tokenizer_folder, damage):
+    folder = Path(prepare_chats(chats_of(tmp_path, tokenizer_folder), tmp_path / "out"))
+    mask = folder / "shard_00001.mask"
+    if damage == "cut":
+        mask.write_bytes(mask.read_bytes()[:-1])
+    elif damage == "missing":
+        mask.unlink()
+    else:
+        meta = json.loads((folder / "meta.json").read_text())
+        del meta["loss_on"]
+        (folder / "meta.json").write_text(json.dumps(meta))
+    message = "meta.json does not say what" if damage == "format" else "shard_00001.mask has"
+    with pytest.raises(ValueError, match=message):
+        TokenShards(str(folder), load_tokenizer(str(folder)))
+
+
+def test_formats_mix(tmp_path, tokenizer_folder):
+    """Rows of chats, prepared chats and text: each part is as if it were alone."""
+    write_rows(tmp_path / "text.jsonl", [{"text": "the answer " * 200}])
+    other = write_chats(tmp_path / "b.jsonl", "b")
+    prepared = prepare_chats(Data(source=other, tokenizer=tokenizer_folder), tmp_path / "out")
+    chats = chats_of(tmp_path, tokenizer_folder)
+    text = str(tmp_path / "text.jsonl")
+    mixed = Data(
+        source=f"{chats.source}:0.5, {prepared}:0.25, {text}:0.25",
+        format="messages, text, text",
+        tokenizer=tokenizer_folder,
+    )
+    check(Config(data=mixed), 1, 1)
+    taken = global_stream(loaders(mixed, 2), 8)
+    expected = []
+    for part in (chats, Data(source=prepared), Data(source=text)):
+        part.tokenizer = tokenizer_folder
+        count = 8 if part is chats else 4
+        alone = global_stream(loaders(part), count)
+        assert all(row in taken for row in alone)
+        expected += alone
+    assert sorted(map(str, taken)) == sorted(map(str, expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "chat"}, 'data.format = "chat" is not one of "text", "messages"'),
+        ({"format": "text, messages"}, "2 formats for the 1 parts"),
+        ({"source": "python", "format": "messages"}, 'data.source = "python" is text'),
+        ({"loss_on": "all"}, 'data.loss_on = "all" would be ignored with data.format = "text"'),
+        ({"chat_template": "x"}, "data.chat_template"),
+        ({"format": "prompt_completion", "messages_field": "x"}, "data.messages_field"),
+        ({"format": "messages", "text_field": "x"}, "data.text_field"),
+        ({"format": "messages", "split_special_tokens": True}, "data.split_special_tokens = true"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(options, message):
+    data = Data(**{"source": "chats.jsonl", "tokenizer": "t", **options})
+    with pytest.raises(ValueError, match=message):
+        check(Config(data=data), 1, 1)
+
+
+def test_what_would_cut_or_ignore_is_refused(tmp_path, tokenizer_folder):
+    data = chats_of(tmp_path, tokenizer_folder, sequences="fixed")
+    with pytest.raises(ValueError, match='data.sequences = "fixed" would cut answers'):
+        loaders(data)
+    folder = prepare_chats(data, tmp_path / "out")
+    with pytest.raises(ValueError, match='data.sequences = "fixed_and_rest" would cut answers'):
+        loaders(Data(source=folder, tokenizer=folder, sequences="fixed_and_rest"))
+    with pytest.raises(ValueError, match="data.loss_on would be ignored with the prepared tokens"):
+        loaders(Data(source=folder, tokenizer=folder, loss_on="all"))
+    with pytest.raises(
+        ValueError, match="no sample of data.source has at most training.seq_len = 5"
+    ):
+        build_loader(chats_of(tmp_path, tokenizer_folder), 5, 1, 3, 0, 1)
