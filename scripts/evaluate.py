@@ -225,11 +225,6 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
             is_default or set(tasks) & set(args.tasks),
             f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
         )
-    require(
-        args.answers == "forced" or config.parallelism.cp == 1,
-        "--answers generated needs parallelism.cp = 1, not "
-        f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1",
-    )
 
 
 class Work(NamedTuple):

@@ -221,10 +221,6 @@ def test_from_the_command_line(folder, one):
         (["--tasks", "needles"], "--tasks needles is unknown; write some of position, needle"),
         (["--lengths", "4k"], "--lengths 4k are no positive integers"),
         (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
-        (
-            ["--answers", "generated", "--parallelism.cp", "2"],
-            "--answers generated needs parallelism.cp = 1, not 2",
-        ),
         (["--training.sede", "1"], "training.sede"),
         (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
         (
