@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,31 @@ SETTINGS = {
 }
 
 
-def _records(file: Path) -> list:
-    """The records of a .wandb file, as their own library reads it."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
+_BLOCK = 32768
 
-    store = DataStore()
-    store.open_for_scan(str(file))
+
+def _records(file: Path) -> list:
+    """The records of a .wandb file: LevelDB's log, in blocks of 32 KiB, after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content = file.read_bytes()
     records = []
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        records.append(record)
+    whole = b""
+    at = 7
+    while at + 7 <= len(content):
+        left = _BLOCK - at % _BLOCK
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        # 1: a whole record; 2, 3 and 4: its first piece, more of them, and its last.
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            records.append(record)
+            whole = b""
     return records
 
 
