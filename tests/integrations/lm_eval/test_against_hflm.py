@@ -111,6 +111,15 @@ def test_generation(pair):
     assert found[4] == whole[0].split(whole[0][5:8])[0] != whole[0]
 
 
+def test_stops_at_once(pair):
+    """Not only cut afterwards: with the token that completes a stop string, however long the text."""
+    ours, _ = pair
+    stop = ours._stop(["a dog"])
+    tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))
+    assert stop(tokens) and not stop(tokens[:-1])
+    assert stop(np.array([5, ours.eot_token_id])) and not stop(np.array([5]))
+
+
 def test_drawn_texts(pair):
     """Repeats differ, and the same seed draws the same."""
     ours, _ = pair
