@@ -161,6 +161,17 @@ def test_two_ranks_that_share_a_sequence_find_the_same(folder, one):
     _check_two_ranks(one, _results(folder, "two"))
 
 
+def test_two_ranks_write_what_one_writes(folder):
+    words = [*NEEDLES, "--answers", "generated"]
+    assert main(_words(folder, "one_writes", *words)) == 0
+    run_processes(2, _evaluate, _words(folder, "two_write", *words, "--parallelism.cp", "2"))
+    texts = []
+    for out in ("one_writes", "two_write"):
+        records = _results(folder, out)["needle"]["records"]
+        texts.append([record["prediction"] for record in records])
+    assert texts[0] == texts[1] and len(texts[0]) == 6
+
+
 @pytest.mark.parametrize(
     "words, reason",
     [

@@ -149,6 +149,10 @@ def test_texts_begin_once(pair):
         assert tokens[0] == begin and tokens.count(begin) == 1
     assert ours.tok_encode(text, add_special_tokens=True)[:2] == [begin, begin]
     assert begin not in ours.tok_encode("Who?", add_special_tokens=False)
+    ours.add_bos_token = False
+    assert begin not in ours.tok_encode("Who?")
+    assert ours.tok_encode(text).count(begin) == 1
+    ours.add_bos_token = True
 
 
 def test_other_ends_of_chat_models(tmp_path):

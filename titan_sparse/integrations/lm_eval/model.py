@@ -59,7 +59,7 @@ class TitanSparseLM(TemplateLM):
         device: str | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
-        add_bos_token: bool | None = None,
+        add_bos_token: bool = True,
         **keys: Any,
     ) -> None:
         """checkpoint: a run's folder, for its newest checkpoint, or its checkpoint/step-N.
@@ -71,7 +71,7 @@ class TitanSparseLM(TemplateLM):
         batch_size: requests that go through together on a data-parallel rank.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
-        add_bos_token: whether tokenizers add their special tokens; default: as they do.
+        add_bos_token: false keeps the tokenizer from adding its special tokens.
         keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
 
         Joins the process group of torchrun. Raises Refusal, one line, before it where possible.
@@ -122,10 +122,13 @@ class TitanSparseLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids; the begin-of-text token is there once, even where the string spells it out."""
-        if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token
-        return encode(self.tokenizer, string, self.prefix_token_id, add_special_tokens)
+        """Token ids; the begin-of-text token is there once, even where the string spells it out.
+
+        add_special_tokens: adds them, or not, whatever the string begins with.
+        """
+        if add_special_tokens is not None:
+            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return encode(self.tokenizer, string, self.prefix_token_id, self.add_bos_token)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
