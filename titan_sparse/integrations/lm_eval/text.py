@@ -19,7 +19,41 @@ class ByteText:
     def __init__(self) -> None:
         self._tokenizer = ByteTokenizer()
 
-    def encode(text: Any, string: str, prefix: int, adds: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """There are no special tokens to add."""
+        return self._tokenizer.encode(text).tolist()
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        """The end of a document is no text in any case."""
+        return self._tokenizer.decode(tokens)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        """Raises ValueError: bytes have no template."""
+        raise ValueError(
+            'data.tokenizer = "bytes" has no chat template; leave --apply_chat_template out, or '
+            "write tokenizer=FOLDER of the checkpoint's own"
+        )
+
+
+def open_text(name: str, tokenizer: Tokenizer) -> Any:
+    """transformers' tokenizer of data.tokenizer = `name`, or ByteText.
+
+    tokenizer: ours of the same name; it knows the end of a document where no file names it.
+    """
+    if name == "bytes":
+        return ByteText()
+    # Only where needed: it loads slowly.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = tokenizer_file(name)
+    if path.with_name("tokenizer_config.json").is_file():
+        return AutoTokenizer.from_pretrained(str(path.parent), local_files_only=True)
+    text = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path.parent))
+    text.eos_token = text.convert_ids_to_tokens(tokenizer.end_of_document)
+    return text
+
+
+def encode(text: Any, string: str, prefix: int, adds: bool) -> list[int]:
     """Token ids of a string, with the special tokens that the tokenizer adds.
 
     A string that begins with the token `prefix` already, as chat templates write it, gets no second
