@@ -89,6 +89,10 @@ def test_a_run_and_its_continuation_are_one_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    # Its own process may start slowly, beside other tests.
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
     write_texts(tmp_path / "texts")
     run_processes(2, _two_halves, tmp_path)
     run = tmp_path / "run"
