@@ -8,6 +8,11 @@ registered. From Python, `import titan_sparse.integrations.lm_eval` is enough. m
 arguments.
 """
 
+try:
+    import lm_eval  # noqa: F401
+except ImportError as error:
+    raise ImportError('lm_eval cannot be imported; pip install -e ".[eval]"') from error
+
 from titan_sparse.integrations.lm_eval.model import TitanSparseLM
 
 __all__ = ["TitanSparseLM"]
