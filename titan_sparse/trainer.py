@@ -439,9 +439,7 @@ class Trainer:
             self.saved_step = step
             self.recovery.has_saved()
         if validates:
-            board = self.metrics.board
-            record = self.validation.run(self.scorer, step, board, writes=dist.get_rank() == 0)
-            self.metrics.tracker.log_validation(record)
+            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
         if saves or validates or is_first:
             meet()

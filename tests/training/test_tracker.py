@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
@@ -29,6 +28,16 @@ SETTINGS = {
 
 
 _BLOCK = 32768
+
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    # Its own process may start slowly, beside other tests.
+    "WANDB__SERVICE_WAIT": "300",
+    "WANDB_INIT_TIMEOUT": "300",
+}
+"""For the processes of a run, which are forked from one that knows no variables set here."""
 
 
 def _records(file: Path) -> list:
@@ -78,21 +87,15 @@ def _config(records: list) -> dict:
 
 
 def _two_halves(folder: Path) -> None:
-    os.environ["RANK"] = str(dist.get_rank())
+    os.environ |= OFFLINE
     config = tiny_config(folder, "run", **SETTINGS)
     train(config)
     config.training.steps = 4
     train(config)
 
 
-def test_a_run_and_its_continuation_are_one_run(tmp_path, monkeypatch):
+def test_a_run_and_its_continuation_are_one_run(tmp_path):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_CONSOLE", "off")
-    # Its own process may start slowly, beside other tests.
-    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
     write_texts(tmp_path / "texts")
     run_processes(2, _two_halves, tmp_path)
     run = tmp_path / "run"
