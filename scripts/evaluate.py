@@ -12,9 +12,7 @@ takes them: --data.source is the text that is read and that hides needles. Write
 
 import argparse
 import csv
-import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,15 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from titan_sparse.config import (
-    Config,
-    Flags,
-    Parallelism,
-    check,
-    load,
-    world_from_environment,
-)
-from titan_sparse.config.mixture import single_source
+from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
@@ -39,6 +29,7 @@ from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
+from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.parallelize import leave_distributed
 
@@ -132,57 +123,12 @@ def _parser() -> argparse.ArgumentParser:
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options of this script, and the checked configuration to evaluate with. Raises ConfigError, one line."""
     args, rest = _parser().parse_known_args(words)
-    config = load_for_evaluation(args, rest)
+    config = load_for_evaluation(
+        ["--config", args.config, *rest], args.hf, args.attention == "dense"
+    )
     _resolve(args, config)
     check(config, *world_from_environment())
     return args, config
-
-
-def load_for_evaluation(args: argparse.Namespace, rest: list[str]) -> Config:
-    """The configuration of args.config and `rest`, with args.hf and args.attention.
-
-    What only training has is reset: it must not stand in the way on another mesh.
-    """
-    config, flags = load(["--config", args.config, *rest])
-    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
-    if args.hf:
-        config.model.initial_hf = args.hf
-    if args.attention == "dense":
-        config.attention.pattern = "dense"
-    if not any(word.startswith("--parallelism.") for word in rest):
-        _use_mesh_of_launch(config.parallelism, world_from_environment()[0])
-    if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
-        config.attention.schedule = "auto"
-        config.parallelism.cp_intra = 0
-    if config.attention.schedule != "group_cast":
-        config.attention.overlap_stages = 0
-        config.attention.overlap_stages_backward = 0
-    config.attention.backward_circulates = "auto"
-    config.attention.gradient_dtype = "float32"
-    defaults = Config()
-    config = dataclasses.replace(
-        config,
-        activation_checkpoint=defaults.activation_checkpoint,
-        float8=defaults.float8,
-        compile=defaults.compile,
-        optimizer=defaults.optimizer,
-        validation=defaults.validation,
-        checkpoint=defaults.checkpoint,
-    )
-    config.data.source = single_source(config.data.source, "data.source")
-    # Each window and each prompt is of one document.
-    config.data.sequences = "fixed"
-    config.training.mlp_chunk_tokens = 0
-    return config
-
-
-def _use_mesh_of_launch(parallelism: Parallelism, ranks: int) -> None:
-    """Share sequences as in training, as far as the ranks of this launch allow; the rest are
-    data-parallel."""
-    parallelism.dp_replicate = 1
-    parallelism.dp_shard = -1
-    parallelism.cp_intra = 0
-    parallelism.cp = math.gcd(parallelism.cp, ranks)
 
 
 def _resolve(args: argparse.Namespace, config: Config) -> None:
@@ -225,11 +171,6 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
             is_default or set(tasks) & set(args.tasks),
             f"--{name} would be ignored with --tasks {','.join(args.tasks)}; leave it out",
         )
-    require(
-        args.answers == "forced" or config.parallelism.cp == 1,
-        "--answers generated needs parallelism.cp = 1, not "
-        f"{config.parallelism.cp}; write --answers forced or --parallelism.cp 1",
-    )
 
 
 class Work(NamedTuple):

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from scripts.evaluate import load_for_evaluation, parser_of, run
+from scripts.evaluate import parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -25,6 +25,7 @@ from titan_sparse.evaluation.inspection import Layer, inspect_layers, summary
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.position import long_documents, windows
 from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.evaluation.settings import load_for_evaluation
 from titan_sparse.models.flavours import TransformersConfig, resolve
 
 
@@ -80,7 +81,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("--seed", type=int, default=0, help="of the random queries")
     parser.add_argument("--out", default="inspection", help="folder to write")
     args, rest = parser.parse_known_args(words)
-    config = load_for_evaluation(args, rest)
+    config = load_for_evaluation(
+        ["--config", args.config, *rest], args.hf, args.attention == "dense"
+    )
     args.length = args.length or config.training.seq_len
     require(
         args.length >= 2 * config.attention.block_size,

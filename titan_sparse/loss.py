@@ -84,6 +84,22 @@ def answer_scores(
     return losses, torch.cat(predictions)
 
 
+@torch.no_grad()
+def answer_logits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float = 0.0
+) -> Tensor:
+    """The logits of the N labels != -100, in order: [N, V], fp32 (fp64 for fp64).
+
+    For generation, where few labels count. Called as linear_cross_entropy() is.
+    """
+    _check(hidden, weight, labels, chunk_tokens)
+    # [N, D]
+    rows = hidden[labels != IGNORE_INDEX]
+    logits_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    logits = rows.new_empty(len(rows), len(weight), dtype=logits_dtype)
+    return _matmul(rows, weight.T, logits)
+
+
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> None:
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(

@@ -75,6 +75,7 @@ from titan_sparse.training.start import (
     step_size,
 )
 from titan_sparse.training.timeouts import meet, set_timeout
+from titan_sparse.training.tracker import open_tracker
 from titan_sparse.training.watch import Watch
 
 logger = logging.getLogger("titan_sparse")
@@ -112,6 +113,7 @@ class Trainer:
 
         if os.environ.get("RANK", "0") == "0":
             lock_run(training.output_dir)
+        tracker = open_tracker(config)
 
         torch.manual_seed(training.seed)
         if training.deterministic:
@@ -161,8 +163,8 @@ class Trainer:
             self.schedule,
             self.progress,
         )
-        is_first_rank = dist.get_rank() == 0
-        self.metrics = MetricsLog(config, self.model_config, self.device, writes=is_first_rank)
+        writes = dist.get_rank() == 0
+        self.metrics = MetricsLog(config, self.model_config, self.device, writes, tracker)
         self.scorer = Scorer(
             self.model,
             self.model_config,
@@ -437,7 +439,7 @@ class Trainer:
             self.saved_step = step
             self.recovery.has_saved()
         if validates:
-            self.validation.run(self.scorer, step, self.metrics.board, writes=dist.get_rank() == 0)
+            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
         if saves or validates or is_first:
             meet()

@@ -28,6 +28,7 @@ PACKAGES = ("titan_sparse", "titan_sparse.attention")
 WORDS = {
     "titan_sparse": {
         "train": "the command: reads the options, starts a run",
+        "integrations": "attend() in Hugging Face's models; our checkpoints in lm_eval",
         "trainer": "the loop: batch, step, log, save",
         "evaluation": "loss by position, needles, RULER, what attention keeps",
         "training": "parallelism, optimizer, checkpoints, metrics",
@@ -36,13 +37,13 @@ WORDS = {
         "data": "text -> tokens -> packed sequences",
         "config": "TOML and command line -> checked options; no torch",
         "models": "decoders of published families",
-        "integrations": "attend() inside Hugging Face's models",
         "loss": "LM head and cross-entropy in chunks",
         "attention": "mask, pattern, layout, schedule, backend",
         "kernels": "Triton kernels beside their twins in plain torch",
     },
     "titan_sparse.attention": {
         "attend": "the public call",
+        "decode": "one new query by cached keys",
         "observe": "what was computed: density, recall, balance",
         "ops": "custom ops: forward, backward, shapes for torch.compile",
         "schedules": "in which order keys and values meet queries",

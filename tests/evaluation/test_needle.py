@@ -17,7 +17,7 @@ from titan_sparse.data.documents import TokenizedTexts
 from titan_sparse.data.tokenizer import ByteTokenizer
 from titan_sparse.evaluation import answers
 from titan_sparse.evaluation.answers import Sample, score_samples, string_match_all, text_of
-from titan_sparse.evaluation.generation import greedy
+from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import by_cell, depths, needle_samples
 from titan_sparse.models.decoder import Decoder
@@ -141,19 +141,16 @@ def _forced(folder, cp: int) -> None:
             and record["exact"] == 0
         )
         assert (record["length"], record["depth"]) == (sample.length, 0.3)
-    if cp > 1:
-        with pytest.raises(
-            ValueError, match="needs parallelism.cp = 1, not 2; write --answers forced"
-        ):
-            score_samples(scorer, _samples(), generate=True)
 
 
-def _generated(folder) -> None:
+def _generated(folder, cp: int) -> None:
     """With a cache as without one: each token by a forward over all before it.
 
     50 tokens, so that prompts are ragged.
     """
-    scorer, _ = scorer_of(tiny_config(folder, "run", attention__pattern="dense"))
+    scorer, _ = scorer_of(
+        tiny_config(folder, "run", parallelism__cp=cp, attention__pattern="dense")
+    )
     _sharpen(scorer.model)
     samples = _samples()
     records = score_samples(scorer, samples, generate=True)
@@ -184,7 +181,7 @@ def _windowed(folder) -> None:
     )
     _sharpen(scorer.model)
     prompt = _samples()[0].prompt
-    answer = greedy(scorer, prompt, 20)
+    (answer,) = generate(scorer, [prompt], 20)
     (record,) = score_samples(
         scorer, [Sample(prompt, answer, ("",), 20, len(prompt) + 20)], generate=False
     )
@@ -206,7 +203,8 @@ def _memorised(folder) -> None:
     forced, generated = (score_samples(scorer, [sample], generate)[0] for generate in (False, True))
     assert forced["exact"] == forced["score"] == 1
     assert generated["score"] == 1 and generated["prediction"] == f" {sample.references[0]}."
-    assert greedy(scorer, sample.prompt, 3).tolist() == sample.answer[:3].tolist()
+    (answer,) = generate(scorer, [sample.prompt], 3)
+    assert answer.tolist() == sample.answer[:3].tolist()
 
 
 def _teach(model: Decoder, sample: Sample) -> None:
@@ -230,7 +228,8 @@ def _teach(model: Decoder, sample: Sample) -> None:
 def _on_two_ranks(folder) -> None:
     _forced(folder, 1)
     _forced(folder, 2)
-    _generated(folder)
+    _generated(folder, 1)
+    _generated(folder, 2)
     _windowed(folder)
     _memorised(folder)
 

@@ -1,9 +1,7 @@
 """Models that run through transformers' own code: loss and gradients are those of transformers."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,6 @@ from tests.models.transformers_models import (
 )
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.config import Attention, Float8
-from titan_sparse.evaluation.generation import greedy
 from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import resolve
@@ -233,13 +230,6 @@ def test_random_weights_leave_the_scale_of_hidden_states(tmp_path: Path, name: s
             assert 0.005 < values.std() < 0.03, parameter_name
     x = 3 * torch.randn(1, 5, config.hidden_size)
     torch.testing.assert_close(model.norm(x).pow(2).mean(-1), torch.ones(1, 5), atol=1e-3, rtol=0)
-
-
-def test_generation_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path, "mistral")
-    scorer = SimpleNamespace(model_config=decoder_of(tmp_path)[1])
-    with pytest.raises(ValueError, match="a mistral.*; write --answers forced"):
-        greedy(scorer, np.array([1, 2]), 3)
 
 
 def test_linear_layers_in_float8_are_near(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from tests.runs import TINY, metrics_of, tiny_config
 from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.training import metrics
 from titan_sparse.training.metrics import MetricsLog, Pace, eta
+from titan_sparse.training.tracker import Tracker
 
 
 def test_the_last_ten_steps_count_and_not_the_first():
@@ -53,7 +54,7 @@ def _speeds(folder) -> None:
     config = tiny_config(folder, "run", training__steps=100, metrics__log_every=2)
     now = [0.0]
     metrics.time.perf_counter = lambda: now[0]
-    log = MetricsLog(config, TINY, torch.device("cpu"), writes=True)
+    log = MetricsLog(config, TINY, torch.device("cpu"), writes=True, tracker=Tracker(None))
     values = {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1}
     nothing = Recording()
     nothing.visited, nothing.visible = [torch.ones(4)], [torch.ones(())]

@@ -1,16 +1,17 @@
 """Whether a run can begin here: its files and folders. A dry run needs none of them."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
 
 from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, require, show
-from titan_sparse.config.sections import Checkpoint, Config
+from titan_sparse.config.sections import Checkpoint, Config, Metrics
 from titan_sparse.config.text_files import data_files, is_path, tokenizer_file
 
-_FILES = ("config.toml", "metrics.jsonl", "validation.jsonl")
-_FOLDERS = ("checkpoint", "tensorboard", "profile", "huggingface")
+_FILES = ("config.toml", "metrics.jsonl", "validation.jsonl", "wandb_run_id")
+_FOLDERS = ("checkpoint", "tensorboard", "profile", "huggingface", "wandb")
 """What a run writes into training.output_dir."""
 
 _LONGEST_BELOW = 200
@@ -23,6 +24,7 @@ def check_start(config: Config) -> None:
     Leaves no trace. Raises ConfigError, one line that names the key.
     """
     _check_output_dir(config.training.output_dir)
+    _check_trackers(config.metrics)
     for source in source_weights(config.data.source):
         _check_source(source, "data.source")
     if config.validation.enable and config.validation.source:
@@ -48,6 +50,18 @@ def _check_output_dir(name: str) -> None:
             f"training.output_dir = {show(name)} cannot be written: {reason}; write a "
             "folder that can be made"
         ) from error
+
+
+def _check_trackers(metrics: Metrics) -> None:
+    if metrics.trackers == "none":
+        return
+    found = importlib.util.find_spec(metrics.trackers)
+    # A folder "wandb" of earlier runs, where this one is started, looks like a package without code.
+    require(
+        found is not None and found.origin is not None,
+        f'metrics.trackers = "{metrics.trackers}" is not installed; pip install -e ".[wandb]", or '
+        'write metrics.trackers = "none"',
+    )
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -369,6 +369,8 @@ class Metrics:
     """query rows per sequence that measure recall"""
     tensorboard: bool = True
     """write TensorBoard events to the run folder"""
+    trackers: Literal["none", "wandb"] = "none"
+    """wandb: write metrics to Weights & Biases too, which follows its own WANDB_... variables"""
     pictures_every: int = 0
     """steps between TensorBoard pictures of the selection; a multiple of log_every; 0: never"""
     peak_tflops: float = 0.0

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
-from titan_sparse.evaluation.generation import greedy
+from titan_sparse.evaluation.generation import generate
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 
 
@@ -50,8 +50,7 @@ def score_samples(scorer: Scorer, samples: list[Sample], generate: bool) -> list
     most likely tokens, each after the right ones before it. Only right tokens score: a model that
     repeats what it reads would else be given the answer, a token late.
 
-    Collective: all ranks bring the same samples. Raises ValueError for generation over several
-    context-parallel ranks.
+    Collective: all ranks bring the same samples.
     """
     # All ranks must pad to the same length and generate as many tokens. The samples that go through
     # together, one per data-parallel rank, are padded to the longest of them.
@@ -119,11 +118,17 @@ def _sequence(sample: Sample) -> Sequence:
 
 def _generated(scorer: Scorer, sample: Sample | None, new_tokens: int) -> dict[str, Any]:
     """What the model generates. sample: None takes part in the collectives only."""
+    end = scorer.tokenizer.end_of_document
+    prompt = np.array([end]) if sample is None else sample.prompt
+    most = 1 if sample is None else sample.new_tokens
+
+    def stop(tokens: NDArray[np.int64]) -> bool:
+        return len(tokens) == most or tokens[-1] == end
+
+    (generated,) = generate(scorer, [prompt], new_tokens, stop)
     if sample is None:
-        greedy(scorer, np.array([scorer.tokenizer.end_of_document]), new_tokens)
         return {}
-    generated = greedy(scorer, sample.prompt, new_tokens)
-    return {"prediction": text_of(scorer.tokenizer, generated[: sample.new_tokens])}
+    return {"prediction": text_of(scorer.tokenizer, generated)}
 
 
 def text_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:

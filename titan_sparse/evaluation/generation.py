@@ -1,118 +1,137 @@
-"""Greedy decoding with a KV cache.
+"""Text from a model: greedy, or drawn. The prompt by the model's own attention, then with a cache.
 
-The prompt is read with the model's own attention, dense or sparse; each new token densely.
+The ranks of a context-parallel group write the same tokens; cache.py says who keeps which keys.
 """
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titan_sparse.config import Attention as AttentionSection
+from titan_sparse.attention import ContextParallel
 from titan_sparse.data.packing import IGNORED_LABEL
-from titan_sparse.evaluation.scorer import Scorer, Sequence
-from titan_sparse.loss import answer_scores
-from titan_sparse.models.decoder import Attend, Attention, Decoder
-from titan_sparse.models.transformers_config import TransformersConfig
+from titan_sparse.evaluation.cache import Places, cached
+from titan_sparse.evaluation.scorer import Batch, Scorer, Sequence
+from titan_sparse.loss import answer_logits
+
+Stop = Callable[[NDArray[np.int64]], bool]
+"""Whether a text ends with the last of these tokens, int64 [n]."""
 
 
-class _CachedAttend:
-    """One layer's attention. Keeps keys and values, and answers a single query by all that are kept.
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
 
-    prompt, capacity: tokens of the prompt, and of prompt and generated text together.
+    temperature: of the softmax; 0 takes the most likely token. top_p: only the most likely tokens
+    that together reach this probability. seed: the same on all ranks of a group.
     """
 
-    def __init__(
-        self, attend: Attend, prompt: int, capacity: int, section: AttentionSection
-    ) -> None:
-        self.attend = attend
-        self.prompt = prompt
-        self.capacity = capacity
-        self.window = section.sliding_window
-        self.sinks = section.window_sinks
-        self.length = 0
-        # [2, B, Hkv, capacity, D], keys and values
-        self.kv: Tensor | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        # q [B, Hq, S, D]; k and v [B, Hkv, S, D]: the prompt, padded, and later one token.
-        if self.kv is None:
-            self.kv = k.new_empty(2, *k.shape[:2], self.capacity, k.shape[-1])
-            self._append(k[:, :, : self.prompt], v[:, :, : self.prompt])  # what follows is padding
-            return self.attend(q, k, v, mask)
-        self._append(k, v)
-        keys, values = self._seen()
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-
-    def _seen(self) -> Tensor:
-        """Keys and values that the last token sees, [2, B, Hkv, n, D].
-
-        Which, attention.sliding_window and window_sinks say.
-        """
-        first = max(0, self.length - self.window) if self.window else 0
-        seen = self.kv[:, :, :, first : self.length]
-        sinks = min(self.sinks, first)
-        if not sinks:
-            return seen
-        return torch.cat([self.kv[:, :, :, :sinks], seen], dim=3)
-
-    def _append(self, k: Tensor, v: Tensor) -> None:
-        stop = self.length + k.shape[2]
-        self.kv[0, :, :, self.length : stop] = k
-        self.kv[1, :, :, self.length : stop] = v
-        self.length = stop
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature = {self.temperature} is negative; write 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} is no probability; write one in (0, 1]")
 
 
-@contextlib.contextmanager
-def _cached(
-    model: Decoder, prompt: int, capacity: int, section: AttentionSection
-) -> Iterator[None]:
-    """Inside, the model's attention goes through a _CachedAttend in each layer."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    plain = [layer.attend for layer in layers]
-    for layer in layers:
-        layer.attend = _CachedAttend(layer.attend, prompt, capacity, section)
-    try:
-        yield
-    finally:
-        for layer, attend in zip(layers, plain, strict=True):
-            layer.attend = attend
+def generate(
+    scorer: Scorer,
+    prompts: list[NDArray[np.int64]],
+    new_tokens: int,
+    stop: Stop | None = None,
+    sampling: Sampling | None = None,
+) -> list[NDArray[np.int64]]:
+    """What the model writes after each prompt: up to `new_tokens` tokens, int64 [n] each.
 
+    prompts: int64 [n] each, of any lengths above 0; they go through the model together. stop: ends
+    a text, with the token that it is told last. Greedy without `sampling`.
 
-@torch.no_grad()
-def greedy(scorer: Scorer, prompt: NDArray[np.int64], new_tokens: int) -> NDArray[np.int64]:
-    """The most likely tokens after `prompt`, one at a time: int64 [new_tokens].
-
-    Always that many, so that all ranks do the same number of forwards. prompt: int64 [n]. Collective
-    over the world; each data-parallel rank brings its own prompt.
-
-    Raises ValueError for several context-parallel ranks, and for models of transformers.
+    Collective over the world: each data-parallel rank brings prompts of its own, the ranks of a
+    context-parallel group the same ones. Raises ValueError for an empty prompt, or none.
     """
-    if isinstance(scorer.model_config, TransformersConfig):
-        raise ValueError(
-            f"generation is not there for a {scorer.model_config.model_type}, which runs through "
-            "transformers' own code; write --answers forced"
-        )
-    if scorer.cp.size > 1:
-        raise ValueError(
-            f"generation needs parallelism.cp = 1, not {scorer.cp.size}; write --answers forced"
-        )
-    count = len(prompt)
-    with _cached(scorer.model, count, count + new_tokens, scorer.attention):
-        labels = np.full(count, IGNORED_LABEL)
-        labels[-1] = prompt[-1]  # any token: says where the next one is wanted
-        _, token = scorer.answer(Sequence(prompt, labels), count)
-        generated = [token]
-        for position in range(count, count + new_tokens - 1):
-            # [1, 1]
-            positions = torch.tensor([[position]], device=scorer.device)
-            _, token = scorer.model(
-                token[None], positions, None, token[None], scorer.chunk_tokens, 0.0, answer_scores
-            )
-            generated.append(token)
-    return torch.cat(generated).cpu().numpy()
+    if not prompts or min(len(prompt) for prompt in prompts) == 0:
+        raise ValueError("there is nothing to go on from; write a prompt of one token or more")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=scorer.device)
+    batch = scorer.batch([_asked(prompt) for prompt in prompts], int(lengths.max()))
+    places = Places(batch, lengths, new_tokens, scorer.cp)
+    choice = _Choice(sampling or Sampling(), scorer.cp)
+    texts: list[list[int]] = [[] for _ in prompts]
+    is_done = [False] * len(prompts)
+    with cached(scorer, places):
+        logits = _whole(scorer.run(batch, answer_logits), batch, scorer.cp)
+        for number in range(new_tokens):
+            tokens = choice.next(logits)
+            for row, token in enumerate(tokens.tolist()):
+                if not is_done[row]:
+                    texts[row].append(token)
+                    is_done[row] = stop is not None and stop(np.array(texts[row]))
+            if number + 1 == new_tokens or _everywhere(all(is_done), scorer):
+                break
+            column = tokens[:, None]
+            # All labels count.
+            following = Batch(column, labels=column, positions=places.next(), masks=None)
+            logits = scorer.run(following, answer_logits)
+    return [np.array(text, dtype=np.int64) for text in texts]
+
+
+def _asked(prompt: NDArray[np.int64]) -> Sequence:
+    """A prompt with one label, any but -100, where the next token is wanted."""
+    labels = np.full(len(prompt), IGNORED_LABEL)
+    labels[-1] = prompt[-1]
+    return Sequence(prompt, labels)
+
+
+def _whole(logits: Tensor, batch: Batch, cp: ContextParallel) -> Tensor:
+    """The prompts' last logits [B, V] on every rank, from those that this rank has."""
+    rows = (batch.labels != IGNORED_LABEL).nonzero()[:, 0]
+    whole = logits.new_zeros(len(batch.labels), logits.shape[1])
+    whole[rows] = logits
+    return cp.all_reduce(whole)
+
+
+def _everywhere(is_done: bool, scorer: Scorer) -> bool:
+    """Whether all data-parallel ranks are done: until then all take part in the forwards."""
+    if scorer.dp_size == 1:
+        return is_done
+    waiting = torch.tensor([not is_done], dtype=torch.int32, device=scorer.device)
+    dist.all_reduce(waiting)
+    return waiting.item() == 0
+
+
+class _Choice:
+    """Draws the same tokens on all ranks of `cp`."""
+
+    def __init__(self, sampling: Sampling, cp: ContextParallel) -> None:
+        self.sampling = sampling
+        self.cp = cp
+        # On the CPU, so that numbers do not depend on the device.
+        self.generator = torch.Generator().manual_seed(sampling.seed)
+
+    def next(self, logits: Tensor) -> Tensor:
+        """logits [B, V] -> int64 [B]."""
+        if self.sampling.temperature == 0:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = self._drawn(logits)
+        # A rank whose sums were rounded otherwise would go its own way, unseen.
+        return self.cp.all_gather(tokens)[0]
+
+    def _drawn(self, logits: Tensor) -> Tensor:
+        shares = (logits.double() / self.sampling.temperature).softmax(-1)
+        shares, tokens = shares.sort(dim=-1, descending=True)
+        before = shares.cumsum(-1) - shares
+        # The most likely token stays in any case.
+        shares = shares.masked_fill(before >= self.sampling.top_p, 0)
+        up_to = shares.cumsum(-1)
+        drawn = torch.rand(len(logits), 1, dtype=torch.float64, generator=self.generator)
+        # The first token whose cumulated share is beyond what was drawn: right=True.
+        place = torch.searchsorted(up_to, drawn.to(up_to.device) * up_to[:, -1:], right=True)
+        last = (shares > 0).sum(-1, keepdim=True) - 1
+        return tokens.gather(1, place.minimum(last))[:, 0]

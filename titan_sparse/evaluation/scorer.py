@@ -25,6 +25,9 @@ from titan_sparse.training.probe_rows import fixed_probe_rows
 
 T = TypeVar("T")
 
+_FAR = 2**40
+"""Beyond any position: the places of the next sequence of a batch begin."""
+
 
 class Sequence(NamedTuple):
     """One sequence in global order."""
@@ -33,6 +36,16 @@ class Sequence(NamedTuple):
     """int64 [n]"""
     labels: NDArray[np.int64]
     """int64 [n], already shifted; -100 where nothing is scored"""
+
+
+class Batch(NamedTuple):
+    """This rank's part of padded sequences, as the model takes it: int64 [B, S_local] each."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    """global"""
+    masks: Any
 
 
 class Scorer:
@@ -80,28 +93,37 @@ class Scorer:
 
         length: tokens to pad to, the same on all ranks.
         """
-        losses, labels, positions = self._forward(sequence, length, token_cross_entropy)
-        counts = labels != IGNORED_LABEL
-        return losses[counts], positions[counts]
+        batch = self.batch([sequence], length)
+        losses = self.run(batch, token_cross_entropy)
+        counts = batch.labels != IGNORED_LABEL
+        return losses[counts], batch.positions[counts]
 
     def answer(self, sequence: Sequence | None, length: int) -> tuple[Tensor, Tensor]:
         """Of the N labels that count: cross-entropy, float64 [N], and the most likely token, int64 [N].
 
         In global order, and on every rank of the context-parallel group.
         """
-        if sequence is None:
-            sequence = self._nothing()
-        scores, labels, positions = self._forward(sequence, length, answer_scores)
-        losses, predicted = scores
+        return self.answers([sequence], length)[0]
+
+    def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
+        """answer() of each of the sequences, which go through the model together."""
+        sequences = [sequence or self._nothing() for sequence in sequences]
+        batch = self.batch(sequences, length)
+        losses, predicted = self.run(batch, answer_scores)
         # Each rank has some of the N labels. It puts its results where they belong; a sum over ranks
         # then fills in the rest.
-        scored = torch.from_numpy(np.flatnonzero(sequence.labels != IGNORED_LABEL)).to(self.device)
-        slots = torch.searchsorted(scored, positions[labels != IGNORED_LABEL])
-        gathered = torch.zeros(2, len(scored), dtype=torch.float64, device=self.device)
+        scored = []
+        for row, sequence in enumerate(sequences):
+            scored.append(np.flatnonzero(sequence.labels != IGNORED_LABEL) + row * _FAR)
+        rows, columns = (batch.labels != IGNORED_LABEL).nonzero(as_tuple=True)
+        places = batch.positions[rows, columns] + rows * _FAR
+        slots = torch.searchsorted(torch.from_numpy(np.concatenate(scored)).to(self.device), places)
+        counts = [len(of_row) for of_row in scored]
+        gathered = torch.zeros(2, sum(counts), dtype=torch.float64, device=self.device)
         # Token ids are exact in float64.
         gathered[:, slots] = torch.stack([losses.double(), predicted.double()])
         gathered = self.cp.all_reduce(gathered)
-        return gathered[0], gathered[1].long()
+        return list(zip(gathered[0].split(counts), gathered[1].long().split(counts)))
 
     def release(self) -> None:
         """Free the parameters that FSDP keeps gathered after a forward without a backward."""
@@ -119,41 +141,59 @@ class Scorer:
         labels = np.array([IGNORED_LABEL])
         return Sequence(tokens, labels)
 
-    @torch.no_grad()
-    def _forward(
-        self, sequence: Sequence | None, length: int, loss: Callable[..., Any]
-    ) -> tuple[Any, Tensor, Tensor]:
-        """What `loss` returns; this rank's labels and positions [1, S_local]."""
-        if sequence is None:
-            sequence = self._nothing()
-        count = len(sequence.tokens)
+    def batch(self, sequences: list[Sequence | None], length: int) -> Batch:
+        """This rank's part of the sequences, padded to `length` tokens or the few more that all
+        ranks' blocks hold.
+
+        None stands for a sequence without anything to score. Raises ValueError for a longer one.
+        """
+        sequences = [sequence or self._nothing() for sequence in sequences]
         total = self.padded_length(length)
-        if count > total:
-            raise ValueError(f"a sequence of {count} tokens does not fit in {total}")
-        lengths = [[count]]
+        lengths = []
+        for sequence in sequences:
+            count = len(sequence.tokens)
+            if count > total:
+                raise ValueError(f"a sequence of {count} tokens does not fit in {total}")
+            lengths.append([count])
         table = self.cp.balance(build_mask(self.attention, lengths).rows(total, self.device)).table
         masks = build_layer_masks(
             self.attention, self.model_config, lengths, total, self.cp, self.device, table
         )
 
-        def local(values: NDArray[np.integer], padding: int) -> Tensor:
-            """This rank's part of values [n] once padded to [total]: int64 [1, S_local]."""
-            padded = np.pad(values, (0, total - len(values)), constant_values=padding)
-            whole = torch.from_numpy(padded.astype(np.int64))[None]
+        def local(rows: list[NDArray[np.integer]], padding: int) -> Tensor:
+            """This rank's part of rows [n] once padded to [total]: int64 [B, S_local]."""
+            padded = []
+            for row in rows:
+                padded.append(np.pad(row, (0, total - len(row)), constant_values=padding))
+            whole = torch.from_numpy(np.stack(padded).astype(np.int64))
             return self.cp.shard(whole, 1, table).to(self.device)
 
-        tokens = local(sequence.tokens, self.tokenizer.padding)
-        labels = local(sequence.labels, IGNORED_LABEL)
-        positions = local(np.arange(total), 0)
+        return Batch(
+            tokens=local([sequence.tokens for sequence in sequences], self.tokenizer.padding),
+            labels=local([sequence.labels for sequence in sequences], IGNORED_LABEL),
+            positions=local([np.arange(total)] * len(sequences), 0),
+            masks=masks,
+        )
+
+    @torch.no_grad()
+    def run(self, batch: Batch, loss: Callable[..., Any]) -> Any:
+        """What `loss`, a function of titan_sparse.loss, returns for a batch."""
         # No backward follows: nothing is kept for it, so there is nothing to offload.
         training_run_blocks = self.model.run_blocks
         self.model.run_blocks = run_blocks
         try:
             with fixed_probe_rows():
-                result = self.model(tokens, positions, masks, labels, self.chunk_tokens, 0.0, loss)
+                return self.model(
+                    batch.tokens,
+                    batch.positions,
+                    batch.masks,
+                    batch.labels,
+                    self.chunk_tokens,
+                    0.0,
+                    loss,
+                )
         finally:
             self.model.run_blocks = training_run_blocks
-        return result, labels, positions
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:

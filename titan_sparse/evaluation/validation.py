@@ -19,7 +19,7 @@ from titan_sparse.evaluation import needle, pictures, position
 from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
-from titan_sparse.training.metrics import json_ready
+from titan_sparse.training.metrics import MetricsLog, json_ready
 from titan_sparse.training.metrics_file import JsonLines
 
 logger = logging.getLogger("titan_sparse")
@@ -73,12 +73,11 @@ class Validation:
             return False
         return step == self.steps or step % self.section.every == 0
 
-    def run(
-        self, scorer: Scorer, step: int, board: SummaryWriter | None, writes: bool
-    ) -> dict[str, Any]:
+    def run(self, scorer: Scorer, step: int, metrics: MetricsLog, writes: bool) -> dict[str, Any]:
         """Measure. Collective.
 
-        The rank that `writes` appends to <output_dir>/validation.jsonl and to TensorBoard.
+        The rank that `writes` appends to <output_dir>/validation.jsonl, and where `metrics` go too:
+        to TensorBoard and to metrics.trackers.
         """
         with _random_states_kept(scorer.device):
             losses = position.position_loss(
@@ -93,8 +92,9 @@ class Validation:
             lines = JsonLines(path)
             lines.write(json_ready(record))
             lines.close()
-            if board is not None:
-                _write_board(board, record)
+            if metrics.board is not None:
+                _write_board(metrics.board, record)
+            metrics.tracker.log_validation(record)
             logger.info(_line(record))
         return record
 

@@ -1,6 +1,6 @@
 """What a run reports at each logged step.
 
-A progress line, TensorBoard, and one JSON object in <output_dir>/metrics.jsonl.
+A progress line, TensorBoard, one JSON object in <output_dir>/metrics.jsonl, and metrics.trackers.
 """
 
 import logging
@@ -24,6 +24,7 @@ from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.board import write_board
 from titan_sparse.training.metrics_file import JsonLines
 from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
+from titan_sparse.training.tracker import Tracker
 
 logger = logging.getLogger("titan_sparse")
 
@@ -73,7 +74,14 @@ class MetricsLog:
     Made when the process group exists: the throughput is shared by all its ranks.
     """
 
-    def __init__(self, config: Config, model: DecoderConfig, device: torch.device, writes: bool):
+    def __init__(
+        self,
+        config: Config,
+        model: DecoderConfig,
+        device: torch.device,
+        writes: bool,
+        tracker: Tracker,
+    ):
         self.section = config.metrics
         self.steps = config.training.steps
         # Linear layers that compute in float8 have another peak.
@@ -90,6 +98,7 @@ class MetricsLog:
         self.asked = asked_recall(config.attention)
         self.budget = config.attention.vertical_slash.budget
         self.warnings = RecallWarnings(self.asked, config.attention.vertical_slash)
+        self.tracker = tracker
         self.json = None
         self.board = None
         if writes:
@@ -187,6 +196,7 @@ class MetricsLog:
             self.save_seconds = 0.0
         if self.json is not None:
             self.json.write(json_ready(record))
+            self.tracker.log(record)
             if self.board is not None:
                 write_board(self.board, record, recorded, capped)
             logger.info(progress_line(record, self.steps, self.pace.seconds()))
@@ -222,6 +232,7 @@ class MetricsLog:
             self.json.close()
         if self.board is not None:
             self.board.close()
+        self.tracker.close()
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,0 +1,93 @@
+"""attend_cached(): one query a sequence, against attention over all keys at once in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import run_processes
+from titan_sparse.attention import ContextParallel, decode
+from titan_sparse.attention.decode import Cached, attend_cached
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KEYS = 50
+
+
+def _inputs(dtype: torch.dtype, device: str = DEVICE) -> tuple[Tensor, Cached]:
+    """q [2, 6, 1, 16] and keys of 3 heads; the second sequence sees some of them."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 1, 16, generator=generator)
+    keys, values = torch.randn(2, 2, 3, KEYS, 16, generator=generator)
+    seen = torch.rand(2, KEYS, generator=generator) < 0.4
+    seen[0] = True
+    tensors = [tensor.to(device, dtype) for tensor in (q, keys, values)]
+    return tensors[0], Cached(tensors[1], tensors[2], seen.to(device))
+
+
+def _expected(
+    q: Tensor, cached: Cached, scale: float = 0.25, sinks: Tensor | None = None
+) -> Tensor:
+    keys = cached.keys.double().repeat_interleave(2, dim=1)
+    values = cached.values.double().repeat_interleave(2, dim=1)
+    scores = scale * q.double() @ keys.mT
+    scores = scores.masked_fill(~cached.seen[:, None, None], -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(len(q), -1, -1, -1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(-1)[..., :KEYS] @ values
+
+
+def _parts(cached: Cached, edges: list[int]) -> list[Cached]:
+    parts = []
+    for begin, end in zip([0, *edges], [*edges, KEYS]):
+        keys = cached.keys[:, :, begin:end]
+        parts.append(Cached(keys, cached.values[:, :, begin:end], cached.seen[:, begin:end]))
+    return parts
+
+
+def _one_rank() -> ContextParallel:
+    return ContextParallel(None, "contiguous", "local")
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+)
+def test_keys_in_parts_and_chunks(monkeypatch, dtype, tolerance):
+    monkeypatch.setattr(decode, "_CHUNK", 8)
+    q, cached = _inputs(dtype)
+    sinks = torch.tensor([0.5, -torch.inf, 3.0, 0.0, -2.0, 1.0], device=DEVICE, dtype=dtype)
+    # A part without keys, and one of which nothing is seen.
+    blind = cached._replace(seen=torch.zeros_like(cached.seen))
+    parts = [blind, *_parts(cached, [13, 13, 30])]
+    out = attend_cached(q, parts, _one_rank())
+    assert out.dtype == dtype and out.shape == q.shape
+    torch.testing.assert_close(out.double(), _expected(q, cached), atol=tolerance, rtol=tolerance)
+    out = attend_cached(q, parts, _one_rank(), scale=0.7, sinks=sinks)
+    expected = _expected(q, cached, 0.7, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_nothing_is_seen():
+    """Zeros, as attend() has them, and no NaN."""
+    q, cached = _inputs(torch.float32)
+    blind = cached._replace(seen=torch.zeros_like(cached.seen))
+    for parts in ([], [blind]):
+        assert (attend_cached(q, parts, _one_rank()) == 0).all()
+
+
+def _over_ranks() -> None:
+    rank = torch.distributed.get_rank()
+    mesh = torch.distributed.init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+    cp = ContextParallel(mesh)
+    q, cached = _inputs(torch.float64, "cpu")
+    sinks = torch.linspace(-1, 2, 6, dtype=torch.float64)
+    # The second rank holds nothing.
+    held = _parts(cached, [17, 17])
+    out = attend_cached(q, [held[rank]] if rank != 1 else [], cp, sinks=sinks)
+    torch.testing.assert_close(out, _expected(q, cached, sinks=sinks), atol=1e-12, rtol=0)
+    # The same bits on all ranks: the next layer must go on from one value.
+    assert (cp.all_gather(out) == out).all()
+
+
+def test_keys_of_several_ranks():
+    run_processes(3, _over_ranks)

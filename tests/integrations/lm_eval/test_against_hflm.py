@@ -1,0 +1,237 @@
+"""Our answers to lm_eval's requests beside those of its own HFLM, on the same weights."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.integrations.lm_eval.folders import QUESTIONS, write_folder, write_tasks
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from titan_sparse.evaluation.generation import generate
+from titan_sparse.integrations.lm_eval import TitanSparseLM
+
+LONGEST = 64
+PAIR = tuple[TitanSparseLM, HFLM]
+
+
+def _pair(folder: Path, **arguments) -> PAIR:
+    ours = TitanSparseLM(
+        pretrained=str(folder),
+        device="cpu",
+        batch_size=3,
+        **{"training.dtype": "float32", "attention.block_size": 16, **arguments},
+    )
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=1, **arguments)
+    return ours, theirs
+
+
+@pytest.fixture(scope="module", params=["begins", "plain"])
+def pair(request, tmp_path_factory) -> PAIR:
+    """A tokenizer that puts <s> in front, on a model of ours; and one that does not, on one of
+    transformers with windows."""
+    folder = tmp_path_factory.mktemp("model")
+    name = "llama" if request.param == "begins" else "mistral"
+    write_folder(folder, name, adds_bos=request.param == "begins")
+    return _pair(folder, max_length=LONGEST)
+
+
+def _requests(kind: str, arguments: list[tuple]) -> list[Instance]:
+    requests = []
+    for number, each in enumerate(arguments):
+        requests.append(Instance(kind, doc={}, arguments=each, idx=number))
+    return requests
+
+
+def test_loglikelihoods(pair):
+    """Empty contexts, spaces at the end, special tokens in the text, one letter, and what is too long."""
+    ours, theirs = pair
+    requests = [
+        ("", " a letter"),
+        ("A dog ", "barks"),
+        ("<s>A dog", " barks"),
+        ("</s>", "x"),
+        ("One" * 40, " two"),
+        ("One" * 40, "t" * LONGEST),
+        ("é", "ü"),
+    ]
+    # A letter that greedy decoding writes, and what it does not.
+    contexts = list("abcdefghijklmnopqrstuvwxyz")
+    asked = [(context, {"until": [], "max_gen_toks": 1}) for context in contexts]
+    for context, letter in zip(contexts, theirs.generate_until(_requests("generate_until", asked))):
+        if letter.isascii() and letter.strip():
+            requests += [(context, letter), (context, letter + "x" + letter)]
+            break
+    found = ours.loglikelihood(_requests("loglikelihood", requests))
+    expected = theirs.loglikelihood(_requests("loglikelihood", requests))
+    for request, mine, other in zip(requests, found, expected, strict=True):
+        assert mine[0] == pytest.approx(other[0], abs=1e-4), request
+        assert mine[1] == other[1], request
+    # Where the tokenizer adds <s>, the one that is spelled out takes its place.
+    assert (found[1] == found[2]) == (ours.tokenizer.bos_token_id is not None)
+    assert [greedy for _, greedy in found[-2:]] == [True, False]
+
+
+def test_rolling_windows(pair):
+    ours, theirs = pair
+    strings = [("a b c " * 40,), ("One.",), ("d" * LONGEST,), ("e" * (LONGEST + 1),)]
+    found = ours.loglikelihood_rolling(_requests("loglikelihood_rolling", strings))
+    if ours.tokenizer.bos_token_id is None:
+        expected = theirs.loglikelihood_rolling(_requests("loglikelihood_rolling", strings))
+        assert found == pytest.approx(expected, abs=1e-4)
+        return
+    # HFLM reads <s> twice here, and counts the second one. With it once, in one window:
+    whole = [("", string) for (string,) in strings[1:3]]
+    expected = theirs.loglikelihood(_requests("loglikelihood", whole))
+    assert found[1:3] == pytest.approx([score for score, _ in expected], abs=1e-4)
+
+
+def test_generation(pair):
+    """Until a string, at most so many tokens, after the end of a context that is too long."""
+    ours, theirs = pair
+    contexts = ["A dog", "<s>A cat ", "x", "One" * 40]
+    requests = [(context, {"until": [], "max_gen_toks": 20}) for context in contexts]
+    whole = theirs.generate_until(_requests("generate_until", requests))
+    assert len(set(whole)) == len(whole) and all(whole)
+    # Three letters in the middle of what comes, and the last one.
+    requests += [("A dog", {"until": [whole[0][5:8]], "max_gen_toks": 20})]
+    requests += [("A dog", {"until": ["never", whole[0][-1]], "max_gen_toks": 20})]
+    requests += [("A dog", {"until": whole[0][2], "max_gen_toks": 7, "do_sample": False})]
+    expected = theirs.generate_until(_requests("generate_until", requests))
+    found = ours.generate_until(_requests("generate_until", requests))
+    assert found == expected
+    assert found[4] == whole[0].split(whole[0][5:8])[0] != whole[0]
+
+
+def test_stops_at_once(pair):
+    """Not only cut afterwards: with the token that completes a stop string, however long the text."""
+    ours, _ = pair
+    stop = ours._stop(["a dog"])
+    tokens = np.array(ours.tokenizer.encode("x" * 50 + "a dog", add_special_tokens=False))
+    assert stop(tokens) and not stop(tokens[:-1])
+    assert stop(np.array([5, ours.eot_token_id])) and not stop(np.array([5]))
+
+
+def test_drawn_texts(pair):
+    """Repeats differ, and the same seed draws the same."""
+    ours, _ = pair
+    asked = ("A dog", {"do_sample": True, "temperature": 3.0, "top_p": 0.95, "max_gen_toks": 12})
+    ours.draws = 0
+    first = ours.generate_until(_requests("generate_until", [asked] * 6))
+    assert len(set(first)) == 6
+    ours.draws = 0
+    assert ours.generate_until(_requests("generate_until", [asked] * 6)) == first
+
+
+def test_texts_begin_once(pair):
+    """A chat template that writes <s> itself, and a tokenizer that adds one."""
+    ours, theirs = pair
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]
+    for arguments in ([chat[:1]], [chat, False]):
+        text = ours.apply_chat_template(*arguments)
+        assert text == theirs.apply_chat_template(*arguments)
+        assert ours.tok_encode(text) == theirs.tok_encode(text)
+    assert ours.tokenizer_name == theirs.tokenizer_name
+    assert ours.chat_template(True) == theirs.chat_template(True)
+    if ours.tokenizer.bos_token_id is None:
+        return
+    begin = ours.tokenizer.bos_token_id
+    for string in (text, "Who?"):
+        tokens = ours.tok_encode(string)
+        assert tokens[0] == begin and tokens.count(begin) == 1
+    assert ours.tok_encode(text, add_special_tokens=True)[:2] == [begin, begin]
+    assert begin not in ours.tok_encode("Who?", add_special_tokens=False)
+    ours.add_bos_token = False
+    assert begin not in ours.tok_encode("Who?")
+    assert ours.tok_encode(text).count(begin) == 1
+    ours.add_bos_token = True
+
+
+def test_other_ends_of_chat_models(tmp_path):
+    """generation_config.json may name several tokens that end a text."""
+    folder = write_folder(tmp_path / "model")
+    ours, _ = _pair(folder)
+    prompt = np.array(ours.tok_encode("A dog"))
+    (tokens,) = generate(ours.scorer, [prompt], 6)
+    second = int(tokens[1])
+    assert second != tokens[0]
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, second]}))
+    ours, theirs = _pair(folder)
+    assert ours.ends == {2, second}
+    requests = _requests("generate_until", [("A dog", {"until": [], "max_gen_toks": 6})])
+    assert ours.generate_until(requests) == [ours.tokenizer.decode(tokens[:1])]
+    # HFLM keeps the end's text where it is no special token.
+    assert theirs.generate_until(requests) == [ours.tokenizer.decode(tokens[:2])]
+
+
+def test_whole_tasks(pair, tmp_path):
+    ours, theirs = pair
+    manager = TaskManager(include_path=str(write_tasks(tmp_path / "tasks")), include_defaults=False)
+    results = []
+    for model in (ours, theirs):
+        results.append(
+            simple_evaluate(
+                model,
+                tasks=["local_choice", "local_write"],
+                task_manager=manager,
+                log_samples=True,
+                bootstrap_iters=0,
+                apply_chat_template=True,
+            )
+        )
+    mine, other = results
+    assert mine["config"]["context_parallel"] == 1
+    for task in ("local_choice", "local_write"):
+        assert mine["results"][task] == other["results"][task]
+        for sample, expected in zip(mine["samples"][task], other["samples"][task], strict=True):
+            assert sample["arguments"] == expected["arguments"]
+            if task == "local_write":
+                assert sample["resps"] == expected["resps"]
+    assert len(mine["samples"]["local_choice"]) == len(QUESTIONS)
+
+
+def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    folder = str(write_folder(tmp_path / "model"))
+    for arguments, reason in (
+        ({}, r"write checkpoint=RUN .* or pretrained=FOLDER"),
+        ({"pretrained": folder, "checkpoint": folder}, "one of the two"),
+        ({"checkpoint": folder}, "holds no complete checkpoint"),
+        ({"pretrained": folder, "attention": "sparse"}, 'write "dense" or "as_trained"'),
+        ({"pretrained": folder, "attention": "as_trained"}, "needs config=FILE.toml of a run"),
+        ({"pretrained": folder, "batch_size": "auto"}, "batch_size = auto is no positive"),
+        ({"pretrained": folder, "max_batch_size": 4}, "unknown"),
+        ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
+        ({"pretrained": str(tmp_path)}, "needs a readable config.json"),
+        ({"pretrained": folder, "tokenizer": str(tmp_path)}, "data.tokenizer"),
+        ({"pretrained": folder, "device": "cuda:0"}, "training.device"),
+    ):
+        with pytest.raises(ValueError, match=reason) as caught:
+            TitanSparseLM(**arguments)
+        assert "\n" not in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_what_a_task_asks_and_is_not_there_is_refused(pair):
+    ours, _ = pair
+    for arguments, reason in (
+        (
+            {"until": [], "max_gen_toks": 3, "top_k": 3},
+            r"gen_kwargs: top_k is not there; write \['do_sample'",
+        ),
+        ({"until": [], "max_gen_toks": LONGEST}, "leaves no room for a context in max_length = 64"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            ours.generate_until(_requests("generate_until", [("x", arguments)]))
+    with pytest.raises(ValueError, match="a continuation of 65 tokens is outside"):
+        ours.loglikelihood(_requests("loglikelihood", [("x", "y" * 65)]))

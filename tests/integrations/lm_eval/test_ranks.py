@@ -1,0 +1,189 @@
+"""The model "titan_sparse" on several ranks, on a run's checkpoint, and from lm_eval's command line."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import run_processes, run_program
+from tests.integrations.lm_eval.folders import write_folder, write_tasks
+from tests.runs import tiny_config, train, write_texts
+from titan_sparse.config import save
+
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from titan_sparse.integrations.lm_eval import TitanSparseLM, __main__
+from titan_sparse.integrations.lm_eval.model import _of_rank_zero
+
+TASKS = ["local_choice", "local_roll", "local_write"]
+
+
+def _evaluate(folder: Path, ranks: str, arguments: str = "") -> dict | None:
+    return simple_evaluate(
+        "titan_sparse",
+        f"pretrained={folder}/model,training.dtype=float32,attention.block_size=16,{arguments}{ranks}",
+        tasks=TASKS,
+        device="cpu",
+        batch_size=2,
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+
+
+def _answers(results: dict) -> list:
+    """What each task's requests got, one after the other: log-likelihoods, greedy flags, texts."""
+    answers = []
+    for task in TASKS:
+        for sample in results["samples"][task]:
+            for (answer,) in sample["resps"]:
+                answers += answer if isinstance(answer, list | tuple) else [answer]
+    return answers
+
+
+def _same(found: list, expected: list) -> bool:
+    if len(found) != len(expected):
+        return False
+    for mine, other in zip(found, expected, strict=True):
+        if mine != (pytest.approx(other, abs=1e-4) if isinstance(other, float) else other):
+            return False
+    return True
+
+
+def _several_ranks_answer_as_one(folder: Path) -> None:
+    """Sharing a sequence in two ways, and each with requests of its own: three questions for two."""
+    expected = json.loads((folder / "one.json").read_text())
+    for ranks in (
+        "parallelism.cp=2,attention.layout=zigzag",
+        "parallelism.cp=2,attention.layout=balanced,attention.schedule=group_cast",
+        "parallelism.dp_shard=2",
+    ):
+        os.environ["LOCAL_RANK"] = "0"  # as on two nodes of one rank each
+        results = _evaluate(folder, ranks)
+        assert (results is None) == (dist.get_rank() != 0), ranks
+        if results is not None:
+            assert _same(_answers(results), expected), ranks
+
+
+def _ranks_run_what_rank_zero_asks(folder: Path) -> None:
+    rank = dist.get_rank()
+    assert _of_rank_zero({"rank": rank}) == {"rank": 0}
+    model = TitanSparseLM(
+        pretrained=f"{folder}/model",
+        device="cpu",
+        **{"training.dtype": "float32", "attention.block_size": 16, "parallelism.cp": 2},
+    )
+    for method, others in (
+        (model.loglikelihood, [("One", " two"), ("Two", " three and more")]),
+        (model.loglikelihood_rolling, [("One",), ("Two and more",)]),
+        (model.generate_until, [("One", {"max_gen_toks": 2}), ("Two", {"max_gen_toks": 5})]),
+    ):
+        request = Instance(method.__name__, doc={}, arguments=others[rank], idx=0)
+        found: list = [None] * 2
+        dist.all_gather_object(found, method([request]))
+        assert found[0] == found[1]
+    with pytest.raises(ValueError, match="--use_cache needs one process"):
+        model.set_cache_hook(None)
+
+
+def _on_two_ranks(folder: Path) -> None:
+    _several_ranks_answer_as_one(folder)
+    _ranks_run_what_rank_zero_asks(folder)
+
+
+def test_several_ranks_answer_as_one(tmp_path):
+    write_folder(tmp_path / "model")
+    write_tasks(tmp_path / "tasks")
+    one = _evaluate(tmp_path, "parallelism.cp=1")
+    (tmp_path / "one.json").write_text(json.dumps(_answers(one)))
+    run_processes(2, _on_two_ranks, tmp_path)
+
+
+def test_a_run_sparse_and_dense(tmp_path):
+    """Its newest checkpoint or a step, with its config.toml, tokenizer and pattern."""
+    write_texts(tmp_path / "texts")
+    config = tiny_config(
+        tmp_path,
+        "run",
+        model__flavour="debug",
+        training__steps=2,
+        training__dtype="float32",
+        training__seq_len=900,
+        checkpoint__enable=True,
+        attention__vertical_slash__recall=0.2,
+    )
+    train(config)
+    save(config, config.training.output_dir)
+    requests = [
+        Instance("loglikelihood", doc={}, arguments=("a b c d " * 30, " e f"), idx=0),
+        Instance("loglikelihood", doc={}, arguments=("", " e f"), idx=1),
+    ]
+    run = tmp_path / "run"
+    newest = TitanSparseLM(checkpoint=str(run), device="cpu")
+    step = TitanSparseLM(checkpoint=str(run / "checkpoint/step-2"), attention="as_trained")
+    dense = TitanSparseLM(checkpoint=str(run), attention="dense")
+    assert newest.get_model_info()["attention_pattern"] == "vertical_slash"
+    assert dense.get_model_info()["attention_pattern"] == "dense"
+    assert newest.max_length == max(900, newest.scorer.model_config.max_positions)
+    sparse = newest.loglikelihood(requests)
+    assert sparse == step.loglikelihood(requests)
+    others = dense.loglikelihood(requests)
+    # The long one differs. The short one is below vertical_slash.dense_below.
+    assert abs(sparse[0][0] - others[0][0]) > 1e-6
+    assert sparse[1][0] == pytest.approx(others[1][0], abs=1e-5)
+    with pytest.raises(ValueError, match='"bytes" has no chat template'):
+        newest.apply_chat_template([{"role": "user", "content": "?"}])
+    (run / "config.toml").unlink()
+    with pytest.raises(ValueError, match="write config=FILE.toml of the run"):
+        TitanSparseLM(checkpoint=str(run))
+
+
+def _command_line(words: list[str]) -> int:
+    sys.argv = ["lm_eval", *words]
+    return __main__.main()
+
+
+@pytest.mark.slow
+def test_the_command_line_of_lm_eval(tmp_path, capsys):
+    """One table and one results.json from two ranks."""
+    write_folder(tmp_path / "model")
+    write_tasks(tmp_path / "tasks")
+    words = ["--model", "titan_sparse", "--tasks", "local_choice", "--device", "cpu"]
+    words += ["--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "out")]
+    model = f"pretrained={tmp_path}/model,training.dtype=float32,attention.block_size=16"
+    printed = run_program(2, _command_line, [*words, "--model_args", f"{model},parallelism.cp=2"])
+    assert printed.count("|local_choice|") == 1
+    (file,) = (tmp_path / "out").rglob("results*.json")
+    results = json.loads(file.read_text())
+    assert results["config"]["context_parallel"] == 2
+    assert results["results"]["local_choice"]["sample_len"] == 3
+    capsys.readouterr()
+    assert _command_line([*words, "--model_args", f"{model},parallelism.cp=2"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: parallelism.")
+
+
+@pytest.mark.slow
+def test_tasks_of_ruler(tmp_path):
+    """Those that need no network. They make 500 prompts, whatever `limit` says."""
+    folder = write_folder(tmp_path / "model")
+    results = simple_evaluate(
+        "titan_sparse",
+        f"pretrained={folder},training.dtype=float32,attention.block_size=16,max_length=8192",
+        tasks=["niah_single_1", "ruler_fwe"],
+        device="cpu",
+        metadata={"max_seq_lengths": [4096]},
+        log_samples=True,
+        bootstrap_iters=0,
+        limit=1,
+    )
+    for task in ("niah_single_1", "ruler_fwe"):
+        assert results["results"][task]["4096,none"] == 0
+        assert results["samples"][task][0]["resps"][0][0]

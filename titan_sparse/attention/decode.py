@@ -1,0 +1,104 @@
+"""One new query a sequence, by all keys that are kept: on this rank, and on the others of its group.
+
+Each rank attends to the keys that it holds, in any layout. What the ranks find is merged by its
+log-sum-exp, on every rank in the same order: all come to the same bits.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.attention.merge import accumulation_dtype, merge
+from titan_sparse.kernels.sinks import add_sinks
+
+_CHUNK = 32768
+"""Keys whose scores exist at one time."""
+
+
+class Cached(NamedTuple):
+    """Keys and values [B, Hkv, n, D] that are kept, and which of them the queries see: bool [B, n]."""
+
+    keys: Tensor
+    values: Tensor
+    seen: Tensor
+
+
+def attend_cached(
+    q: Tensor,
+    cached: Sequence[Cached],
+    cp: ContextParallel,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Dense attention of q over the cached keys of all ranks of `cp`: [B, Hq, 1, D], as q.
+
+    q: [B, Hq, 1, D], the same on all ranks. cached: of this rank, all of it may be unseen. scale:
+    of the scores; default D ** -0.5. sinks: [Hq], as attend() has them. Collective over `cp`.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    total = None
+    for part in cached:
+        for start in range(0, part.keys.shape[2], _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            keys = part.keys[:, :, chunk]
+            out, lse = _attend(q, keys, part.values[:, :, chunk], part.seen[:, chunk], scale)
+            total = merge(total, out, lse, out.dtype)
+    if total is None:
+        total = _nothing(q)
+    if cp.size > 1:
+        total = _merge_over_ranks(*total, cp)
+    if sinks is not None:
+        total = add_sinks(*total, sinks)
+    return total[0].to(q.dtype)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, 1, D] and natural-log lse [B, Hq, 1] in fp32 (fp64 for fp64)."""
+    kv_heads = keys.shape[1]
+    # [B, Hkv, G, D]: the queries of a group share its keys.
+    grouped = q.squeeze(2).unflatten(1, (kv_heads, -1))
+    # [B, Hkv, G, n]
+    scores = _matmul(grouped, keys.transpose(2, 3)) * scale
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+    # Where nothing is seen, -inf - -inf would be NaN.
+    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True)
+    lse = largest + total.log()
+    out = _matmul(weights.to(values.dtype), values) / total.clamp(min=1)
+    return out.flatten(1, 2)[:, :, None], lse.flatten(1, 3)[..., None]
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a [B, H, M, K] @ b [B, H, K, N], summed and returned in fp32 (fp64 for fp64)."""
+    dtype = accumulation_dtype(a.dtype)
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
+        return product.unflatten(0, a.shape[:2])
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse of q over no keys."""
+    dtype = accumulation_dtype(q.dtype)
+    out = torch.zeros_like(q, dtype=dtype)
+    return out, q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
+
+
+def _merge_over_ranks(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tensor]:
+    # In one collective: [ranks, B, Hq, 1, D + 1].
+    of_ranks = cp.all_gather(torch.cat([out, lse[..., None]], dim=-1))
+    total = None
+    for of_rank in of_ranks:
+        piece = of_rank[..., :-1].contiguous()
+        piece_lse = of_rank[..., -1].contiguous()
+        total = merge(total, piece, piece_lse, piece.dtype)
+    return total

@@ -1,0 +1,57 @@
+"""The configuration to evaluate with: a run's, less what only training has."""
+
+import dataclasses
+import math
+
+from titan_sparse.config import Config, Flags, Parallelism, load, world_from_environment
+from titan_sparse.config.mixture import single_source
+from titan_sparse.config.reading import require
+
+
+def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:
+    """The configuration of `words`, as train.py takes them: --config FILE and --section.key value.
+
+    hf: a Hugging Face folder in place of the run's model. dense: whatever the pattern in training.
+    What only training has is reset: it must not stand in the way on another mesh. Not checked yet.
+    Raises ConfigError, one line.
+    """
+    config, flags = load(words)
+    require(flags == Flags(), "flags of train.py would be ignored; leave them out")
+    if hf:
+        config.model.initial_hf = hf
+    if dense:
+        config.attention.pattern = "dense"
+    if not any(word.startswith("--parallelism.") for word in words):
+        _use_mesh_of_launch(config.parallelism, world_from_environment()[0])
+    if config.parallelism.cp == 1:  # how ranks share a sequence says nothing then
+        config.attention.schedule = "auto"
+        config.parallelism.cp_intra = 0
+    if config.attention.schedule != "group_cast":
+        config.attention.overlap_stages = 0
+        config.attention.overlap_stages_backward = 0
+    config.attention.backward_circulates = "auto"
+    config.attention.gradient_dtype = "float32"
+    defaults = Config()
+    config = dataclasses.replace(
+        config,
+        activation_checkpoint=defaults.activation_checkpoint,
+        float8=defaults.float8,
+        compile=defaults.compile,
+        optimizer=defaults.optimizer,
+        validation=defaults.validation,
+        checkpoint=defaults.checkpoint,
+    )
+    config.data.source = single_source(config.data.source, "data.source")
+    # Each window and each prompt is of one document.
+    config.data.sequences = "fixed"
+    config.training.mlp_chunk_tokens = 0
+    return config
+
+
+def _use_mesh_of_launch(parallelism: Parallelism, ranks: int) -> None:
+    """Share sequences as in training, as far as the ranks of this launch allow; the rest are
+    data-parallel."""
+    parallelism.dp_replicate = 1
+    parallelism.dp_shard = -1
+    parallelism.cp_intra = 0
+    parallelism.cp = math.gcd(parallelism.cp, ranks)

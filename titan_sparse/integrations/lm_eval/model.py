@@ -1,0 +1,360 @@
+"""lm_eval's model "titan_sparse".
+
+What lm_eval's own HFLM answers, on our checkpoints, sparse or dense, on one rank or on several that
+share a sequence. All ranks run rank 0's requests, and rank 0 reports.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from titan_sparse.config import Refusal
+from titan_sparse.config.reading import require
+from titan_sparse.data import load_tokenizer
+from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.evaluation.generation import Sampling, Stop, generate
+from titan_sparse.evaluation.load import build_scorer
+from titan_sparse.evaluation.scorer import Sequence
+from titan_sparse.integrations.lm_eval.settings import settings_of
+from titan_sparse.integrations.lm_eval.text import encode, end_tokens, open_text
+
+logger = logging.getLogger("titan_sparse")
+
+_NEW_TOKENS = 256
+"""Where a task does not say how many, as in HFLM."""
+
+_GENERATION = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
+"""What a task may say of generation, beside the other names of max_gen_toks."""
+
+Request = tuple[Any, list[int], list[int]]
+"""What lm_eval calls it (None: no name), tokens of the context, and tokens of the continuation."""
+
+
+@register_model("titan_sparse")
+class TitanSparseLM(TemplateLM):
+    """A checkpoint of ours, or a Hugging Face folder, as a model of lm_eval."""
+
+    def __init__(
+        self,
+        checkpoint: str | None = None,
+        pretrained: str | None = None,
+        config: str | None = None,
+        tokenizer: str | None = None,
+        attention: str | None = None,
+        device: str | None = None,
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        add_bos_token: bool = True,
+        **keys: Any,
+    ) -> None:
+        """checkpoint: a run's folder, for its newest checkpoint, or its checkpoint/step-N.
+        pretrained: in its place, a Hugging Face folder.
+        config: of the run; by default beside the checkpoint.
+        tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
+        attention: "as_trained", the default with a config, or "dense".
+        device: "cpu" or "cuda".
+        batch_size: requests that go through together on a data-parallel rank.
+        max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
+        of the model's max_position_embeddings and the run's training.seq_len.
+        add_bos_token: false keeps the tokenizer from adding its special tokens.
+        keys: of the configuration, such as "parallelism.cp" or "attention.pattern".
+
+        Joins the process group of torchrun. Raises Refusal, one line, before it where possible.
+        """
+        super().__init__()
+        if tokenizer is not None:
+            keys["data.tokenizer"] = tokenizer
+        if device is not None:
+            keys["training.device"] = device
+        require(
+            str(batch_size).isdecimal() and int(batch_size) > 0,
+            f"batch_size = {batch_size} is no positive integer; write for example 1",
+        )
+        self.batch_size = int(batch_size)
+        self.add_bos_token = add_bos_token
+        try:
+            settings = settings_of(checkpoint, pretrained, config, attention, keys)
+            data = settings.config.data
+            ours = load_tokenizer(data.tokenizer)
+            self.tokenizer = open_text(data.tokenizer, ours)
+            self.scorer = build_scorer(settings.config, settings.checkpoint, ours)
+        except (ValueError, OSError) as error:
+            raise Refusal(str(error)) from error
+        self.config = settings.config
+        self.max_length = max_length or self._longest(has_config=bool(checkpoint or config))
+        folders = [folder for folder in (pretrained, tokenizer) if folder is not None]
+        self.ends = end_tokens(self.tokenizer, folders)
+        self.draws = 0
+        self._device = self.scorer.device
+        _report_on_one_rank()
+
+    # Tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        if self.tokenizer.bos_token_id is not None:
+            return self.tokenizer.bos_token_id
+        return self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Token ids; the begin-of-text token is there once, even where the string spells it out.
+
+        add_special_tokens: adds them, or not, whatever the string begins with.
+        """
+        if add_special_tokens is not None:
+            return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        return encode(self.tokenizer, string, self.prefix_token_id, self.add_bos_token)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # What is asked
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether greedy decoding writes it."""
+        requests = _of_rank_zero(requests)
+        sequences = [self._sequence(context, answer) for _, context, answer in requests]
+        order = sorted(range(len(requests)), key=lambda place: -len(sequences[place].tokens))
+
+        def score(places: list[int]) -> Iterator[tuple[float, bool]]:
+            batch = [sequences[place] for place in places] or [None]
+            length = max((len(sequence.tokens) for sequence in batch if sequence), default=1)
+            for place, (losses, predicted) in zip(places, self.scorer.answers(batch, length)):
+                wanted = torch.tensor(requests[place][2], device=predicted.device)
+                yield -losses.sum().item(), bool((predicted == wanted).all())
+
+        results = self._by_batch(order, score, disable_tqdm)
+        for (name, _, _), result in zip(requests, results, strict=True):
+            # loglikelihood_rolling() keeps the sums of its windows itself.
+            if name is not None:
+                self.cache_hook.add_partial("loglikelihood", name, result)
+        return results
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihood of each whole string, in windows of max_length tokens that do not overlap.
+
+        The first token follows prefix_token_id, which does not count where the tokenizer adds it.
+        """
+        strings = _of_rank_zero([request.args[0] for request in requests])
+        windows: list[Request] = []
+        numbers = []
+        for number, string in enumerate(strings):
+            tokens = self.tok_encode(string)
+            if tokens[:1] == [self.prefix_token_id]:
+                tokens = tokens[1:]
+            rolling = get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, context_len=1
+            )
+            for window in rolling:
+                windows.append((None, *make_disjoint_window(window)))
+                numbers.append(number)
+        totals = [0.0] * len(strings)
+        scores = self._loglikelihood_tokens(windows, disable_tqdm)
+        for number, (score, _) in zip(numbers, scores, strict=True):
+            totals[number] += score
+        for string, total in zip(strings, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (string,), total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to a stop string, the end of the text, or max_gen_toks.
+
+        Contexts lose their beginning where max_gen_toks more do not fit in max_length, as in HFLM.
+        """
+        asked = _of_rank_zero([request.args for request in requests])
+        # Only what is generated alike goes through together.
+        groups: dict[str, list[int]] = {}
+        for place, (_, arguments) in enumerate(asked):
+            groups.setdefault(repr(sorted(arguments.items())), []).append(place)
+        texts = [""] * len(asked)
+        for places in groups.values():
+            contexts = [asked[place][0] for place in places]
+            found = self._generate(contexts, asked[places[0]][1], disable_tqdm)
+            for place, text in zip(places, found, strict=True):
+                texts[place] = text
+                self.cache_hook.add_partial("generate_until", asked[place], text)
+        return texts
+
+    def _generate(
+        self, contexts: list[str], arguments: dict[str, Any], disable_tqdm: bool
+    ) -> list[str]:
+        known = normalize_gen_kwargs(arguments, _NEW_TOKENS)
+        end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+        until = handle_stop_sequences(known.get("until"), eos=end)
+        new_tokens = known["max_gen_toks"]
+        room = self.max_length - new_tokens
+        require(
+            room > 0,
+            f"max_gen_toks = {new_tokens} leaves no room for a context in max_length = "
+            f"{self.max_length}; write fewer, or a larger max_length",
+        )
+        prompts = []
+        for context in contexts:
+            tokens = self.tok_encode(context)
+            if len(tokens) > room:
+                logger.warning("a context of %d tokens is cut to its last %d", len(tokens), room)
+            # Not even a begin-of-text token: HFLM generates from nothing, which is no model's task.
+            prompts.append(np.array(tokens[-room:] or [self.prefix_token_id]))
+        stop = self._stop(until)
+
+        def write(places: list[int]) -> Iterator[str]:
+            batch = [prompts[place] for place in places] or [np.array([self.prefix_token_id])]
+            # A rank without requests takes part until the others are done.
+            ends = stop if places else lambda _: True
+            sampling = _sampling(known, self._next_seed())
+            found = generate(self.scorer, batch, new_tokens, ends, sampling)
+            for tokens in found[: len(places)]:
+                yield postprocess_generated_text(self._text(tokens), until, None)
+
+        order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
+        return self._by_batch(order, write, disable_tqdm)
+
+    def _text(self, tokens: np.ndarray) -> str:
+        if len(tokens) and int(tokens[-1]) in self.ends:
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def _stop(self, until: list[str]) -> Stop:
+        """Whether the last token ends a text, or a stop string."""
+        strings = [string for string in until if string]
+        # A token has one byte or more, and the first of these may begin in the middle of a letter.
+        tail = max((len(string.encode()) for string in strings), default=0) + 4
+
+        def stop(tokens: np.ndarray) -> bool:
+            if int(tokens[-1]) in self.ends:
+                return True
+            text = self.tokenizer.decode(tokens[-tail:].tolist(), skip_special_tokens=False)
+            return any(string in text for string in strings)
+
+        return stop
+
+    def _next_seed(self) -> int:
+        """Of one batch: another for each, so that repeats differ. It follows from lm_eval's --seed."""
+        self.draws += 1
+        number = self.draws * self.scorer.dp_size + self.scorer.dp_rank
+        return (torch.initial_seed() * 1_000_003 + number) % 2**63
+
+    # Ranks
+
+    def _by_batch(
+        self, order: list[int], answer: Callable[[list[int]], Iterable[Any]], disable_tqdm: bool
+    ) -> list[Any]:
+        """The answers to all requests, by number, on every rank.
+
+        order: the numbers of the requests. answer: of those of one batch; also called for none.
+        """
+        batches = []
+        for start in range(0, len(order), self.batch_size):
+            batches.append(order[start : start + self.batch_size])
+        is_quiet = disable_tqdm or dist.get_rank() != 0
+        answers = {}
+        with tqdm(total=len(order), disable=is_quiet, desc="titan_sparse") as bar:
+            for _, batch in self.scorer.own(batches):
+                places = batch or []
+                answers |= dict(zip(places, answer(places), strict=True))
+                bar.update(len(places) * self.scorer.dp_size)
+        self.scorer.release()
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, answers)
+        for answers_of_rank in gathered:
+            answers |= answers_of_rank
+        return [answers[place] for place in range(len(order))]
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Raises Refusal on several ranks, whose caches may differ: then some would wait for ever."""
+        if dist.get_world_size() > 1:
+            raise Refusal("--use_cache needs one process; leave it out under torchrun")
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What results.json says besides model_args."""
+        attention = self.config.attention
+        return {
+            "model_dtype": self.config.training.dtype,
+            "attention_pattern": attention.pattern,
+            "context_parallel": self.scorer.cp.size,
+            "max_length": self.max_length,
+        }
+
+    # Requests
+
+    def _sequence(self, context: list[int], continuation: list[int]) -> Sequence:
+        """The last max_length tokens but one, labelled with the continuation."""
+        count = len(continuation)
+        require(
+            0 < count <= self.max_length,
+            f"a continuation of {count} tokens is outside [1, max_length = {self.max_length}]; "
+            "write a larger max_length",
+        )
+        whole = np.array((context + continuation)[-(self.max_length + 1) :])
+        if len(whole) < len(context) + count:
+            logger.warning("a context of %d tokens loses its beginning", len(context))
+        labels = np.full(len(whole) - 1, IGNORED_LABEL)
+        labels[-count:] = continuation
+        return Sequence(whole[:-1], labels)
+
+    def _longest(self, has_config: bool) -> int:
+        published = self.scorer.model_config.max_positions
+        return max(published, self.config.training.seq_len) if has_config else published
+
+
+def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:
+    """Raises Refusal for what generate() does not do."""
+    unknown = sorted(set(arguments) - _GENERATION)
+    require(
+        not unknown, f"gen_kwargs: {', '.join(unknown)} is not there; write {sorted(_GENERATION)}"
+    )
+    if not arguments.get("do_sample"):
+        return Sampling()
+    temperature = float(arguments.get("temperature", 1.0))
+    return Sampling(temperature, float(arguments.get("top_p", 1.0)), seed)
+
+
+def _of_rank_zero(value: Any) -> Any:
+    """Rank 0's value, on all ranks. Tasks may draw their requests at random."""
+    held = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(held, device=torch.device("cpu"))
+    return held[0]
+
+
+def _report_on_one_rank() -> None:
+    """lm_eval reports where LOCAL_RANK is 0, which is so once a node."""
+    if dist.get_rank() != 0:
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())
