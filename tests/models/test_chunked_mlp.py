@@ -92,7 +92,7 @@ def test_no_intermediate_of_all_tokens():
 def calls(monkeypatch) -> dict[str, int]:
     """How often a chunk was computed forward and backward."""
     count = {"forward": 0, "backward": 0}
-    forward, backward = chunked_mlp._swiglu, chunked_mlp._swiglu_backward
+    forward, backward = chunked_mlp.swiglu, chunked_mlp.swiglu_backward
 
     def counted_forward(*args):
         count["forward"] += 1

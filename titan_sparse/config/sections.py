@@ -306,6 +306,22 @@ class Float8:
 
 
 @dataclass
+class Lora:
+    """Low-rank adapters in place of training all weights, through PEFT. Does nothing with rank 0."""
+
+    rank: int = 0
+    """rank of the adapters; 0: all weights are trained. Above, these are frozen in training.dtype"""
+    alpha: int = 16
+    """adapters count alpha / rank"""
+    dropout: float = 0.0
+    """share of an adapter's inputs that training drops, in [0, 1)"""
+    targets: str = "all-linear"
+    """linear layers with adapters, such as "q_proj,v_proj"; all-linear: all of attention and MLP"""
+    init: Literal["default", "gaussian"] = "default"
+    """how A begins, as PEFT names it: default is uniform as nn.Linear; B begins as zero"""
+
+
+@dataclass
 class Compile:
     """torch.compile of each block. Does nothing unless enabled."""
 
@@ -428,6 +444,7 @@ class Config:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     float8: Float8 = field(default_factory=Float8)
+    lora: Lora = field(default_factory=Lora)
     compile: Compile = field(default_factory=Compile)
     guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

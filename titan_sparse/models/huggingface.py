@@ -26,6 +26,7 @@ from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import INDEX_FILE, SINGLE_FILE, weight_files
 from titan_sparse.models.huggingface_layout import huggingface_name, overlap, stored_tensors
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
 __all__ = [
@@ -99,8 +100,8 @@ def _refuse_names(problem: str, names: set[str], folder: str) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
-    """Fill every parameter of a materialized Decoder, plain or DTensor, in place, in the
-    parameter's dtype.
+    """Fill every parameter of a materialized Decoder but adapters, plain or DTensor, in place, in
+    the parameter's dtype.
 
     Each rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what
     check_weights() raises.
@@ -109,6 +110,8 @@ def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
     with ExitStack() as stack:
         file_of_tensor = _open_tensors(folder, stack)
         for parameter_name, parameter in model.named_parameters():
+            if is_adapter(parameter_name):
+                continue
             name = canonical_name(parameter_name)
             local, begin = _local_part(parameter)
             for stored in stored_tensors(name, parameter.shape, config):

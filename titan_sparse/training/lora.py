@@ -1,0 +1,42 @@
+"""What training does differently with adapters: where the frozen weights are from, and dropout."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_sparse.config import Config, trains_random_base
+from titan_sparse.models.huggingface_files import weights_digest
+from titan_sparse.models.initialization import stable_seed
+
+
+def base_digest(config: Config) -> str:
+    """What tells frozen weights from others; "" where all weights are trained.
+
+    Checkpoints hold adapters alone, which mean nothing with another base.
+    """
+    if not config.lora.rank:
+        return ""
+    if trains_random_base(config):
+        return f"training.seed = {config.training.seed}"
+    return weights_digest(config.model.initial_hf)
+
+
+def seed_dropout(training_seed: int, step: int) -> None:
+    """What this rank drops in this step: the same in a resumed run, and other inputs on each rank."""
+    torch.manual_seed(stable_seed(training_seed, f"dropout of step {step}, rank {dist.get_rank()}"))
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped."""
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()
