@@ -471,7 +471,7 @@ class Trainer:
         if dist.get_rank() == 0:
             initial_hf = self.config.model.initial_hf
             self.checkpointer.save_in_hf(
-                self.progress.step, self.model_config, self.dtype, initial_hf
+                self.progress.step, self.model_config, self.dtype, initial_hf, self.adapters
             )
         meet()
 
