@@ -18,13 +18,12 @@ from pathlib import Path
 import torch
 
 from titan_sparse.config import Config, load, trains_random_base
-from titan_sparse.config.changes import read_saved
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.huggingface_adapter import export_adapter, merged
-from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
+from titan_sparse.training.lora import check_base
 
 
 def main(words: list[str]) -> int:
@@ -111,18 +110,12 @@ def _find(source: str) -> tuple[str, Config]:
 
 def _check_base(config: Config, checkpoint: str) -> None:
     """Raises ValueError unless model.initial_hf has the weights that the adapters belong to."""
-    folder = config.model.initial_hf
     if trains_random_base(config):
         raise ValueError(
             f"{checkpoint} has adapters of random weights (training.seed = {config.training.seed}), "
             "which no folder holds; train with model.initial_hf"
         )
-    saved = read_saved(checkpoint)
-    if saved is not None and saved.origin.get("base") != weights_digest(folder):
-        raise ValueError(
-            f"model.initial_hf = {folder} has other weights than those that the adapters of "
-            f"{checkpoint} were trained on; put them back"
-        )
+    check_base(config, checkpoint)
 
 
 if __name__ == "__main__":

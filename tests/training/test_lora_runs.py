@@ -1,6 +1,7 @@
 """Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
 the same losses and ends with the same adapters."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scripts.evaluate import main as evaluate
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
+from tests.models.helpers import causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
@@ -23,12 +26,17 @@ from tests.training.wired_run import (
     write_shard,
 )
 from titan_sparse.config import ConfigError
+from titan_sparse.evaluation.validation import Validation
+from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
+from titan_sparse.training.lora import seed_dropout
 
 peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 torch.set_num_threads(1)
@@ -243,6 +251,47 @@ def test_resuming_is_exact(folder):
     assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
 
 
+def test_recomputation_drops_what_the_forward_dropped(folder):
+    """In the backward of a checkpointed block; compiled blocks draw other numbers."""
+    drops = {"lora.dropout": 0.3, "training.steps": 3}
+    for mode in ("none", "full"):
+        _train(folder, f"drops-{mode}", "Qwen3", drops | {"activation_checkpoint.mode": mode})
+    for line, wanted in zip(
+        lines_of(folder / "drops-full"), lines_of(folder / "drops-none"), strict=True
+    ):
+        for field in ("loss", "grad_norm"):
+            assert line[field] == pytest.approx(wanted[field], rel=ALIKE), (field, line["step"])
+    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
+    _train(folder, "drops-compiled", "Qwen3", drops | compiled)
+    (last,) = lines_of(folder / "drops-compiled")[-1:]
+    assert last["loss"] < lines_of(folder / "drops-compiled")[0]["loss"]
+
+
+def _numbers(out: Path) -> None:
+    seed_dropout(3, 7)
+    torch.save(torch.rand(4), out / f"{dist.get_rank()}")
+
+
+def test_ranks_drop_different_inputs(tmp_path):
+    run_processes(2, _numbers, tmp_path)
+    first, second = (torch.load(tmp_path / name) for name in ("0", "1"))
+    assert not torch.equal(first, second)
+
+
+def test_validation_drops_nothing(folder, monkeypatch):
+    seen = []
+
+    def spy(self, scorer, step, board, writes) -> None:
+        dropouts = [m for m in scorer.model.modules() if isinstance(m, nn.Dropout)]
+        seen.append([module.training for module in dropouts])
+
+    monkeypatch.setattr(Validation, "run", spy)
+    settings = {"validation.enable": True, "training.steps": 1, "lora.dropout": 0.5}
+    trainer = _train(folder, "validated", "Qwen3", settings)
+    assert seen == [[False] * 14]
+    assert all(module.training for module in trainer.model.modules())
+
+
 def test_checkpoints_hold_adapters_alone(folder, trained):
     saved = read_metadata(folder / f"trained/checkpoint/step-{STEPS}").state_dict_metadata
     tensors = [name for name, item in saved.items() if hasattr(item, "size")]
@@ -304,10 +353,6 @@ def _logits(model: nn.Module) -> Tensor:
 
 def _our_logits(trainer: Trainer) -> Tensor:
     """Of the decoder alone: its process group has gone, and its weights are whole."""
-    from tests.models.helpers import causal, dense_attend
-    from titan_sparse.models.decoder import Decoder
-    from titan_sparse.models.lora import add_adapters
-
     with torch.device("meta"):
         model = Decoder(trainer.model_config, dense_attend)
         add_adapters(model, trainer.adapters)
@@ -341,6 +386,30 @@ def test_peft_loads_what_is_exported(folder, trained):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
+    """The losses by position of scripts.evaluate."""
+    common = ["--config", str(folder / "evaluated/config.toml"), "--lengths", "96"]
+    rest = ["--tasks", "position", "--buckets", "2", "--samples", "2", "--out", str(folder / out)]
+    assert evaluate([*common, *words, *rest]) == 0
+    return json.loads((folder / out / "results.json").read_text())["position"]
+
+
+def test_a_run_and_its_merged_export_are_evaluated_alike(folder):
+    """Without dropout."""
+    _train(folder, "evaluated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.5})
+    export = ["--merge", "--dtype", "float32"]
+    assert export_hf([str(folder / "evaluated"), str(folder / "evaluated-hf"), *export]) == 0
+    of_run = _evaluate(folder, "of-run", "--checkpoint", str(folder / "evaluated"))
+    of_export = _evaluate(folder, "of-export", "--hf", str(folder / "evaluated-hf"))
+    of_base = _evaluate(folder, "of-base", "--hf", str(folder / "Qwen3"))
+    losses, wanted, before = (
+        [bucket["loss"] for line in lines for bucket in line["buckets"]]
+        for lines in (of_run, of_export, of_base)
+    )
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert losses != pytest.approx(before, rel=1e-2)
+
+
 @pytest.mark.parametrize("model", ["Llama", "qwen3_moe"])
 def test_merged_weights_are_what_peft_merges(folder, trained, model):
     output = "trained"
@@ -349,8 +418,6 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
         _train(folder, output, model, {"optimizer.lr": 0.1})
     out = folder / f"{model}-merged"
     assert export_hf([str(folder / output), str(out), "--merge", "--dtype", "float32"]) == 0
-    import transformers
-
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )

@@ -74,6 +74,16 @@ def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -
     return fill
 
 
+def adapter_shapes(config: DecoderConfig, adapters: Adapters) -> dict[str, torch.Size]:
+    """Shape of every tensor of the adapters, by its name in a checkpoint."""
+    shapes = {}
+    with torch.device("meta"):
+        for layer in _adapted_layers(config, adapters):
+            empty = _empty_adapter(layer, config, adapters, torch.float32)
+            shapes |= {name: tensor.shape for name, tensor in empty.items()}
+    return shapes
+
+
 def _adapted_layers(config: DecoderConfig, adapters: Adapters) -> list[str]:
     """Names of the linear layers that have adapters."""
     names = []

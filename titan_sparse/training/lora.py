@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_sparse.config import Config, trains_random_base
+from titan_sparse.config.changes import read_saved
+from titan_sparse.config.reading import show
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.initialization import stable_seed
 
@@ -22,6 +24,17 @@ def base_digest(config: Config) -> str:
     if trains_random_base(config):
         return f"training.seed = {config.training.seed}"
     return weights_digest(config.model.initial_hf)
+
+
+def check_base(config: Config, checkpoint: str) -> None:
+    """Raises ValueError unless the frozen weights of `config` are those that the adapters of a
+    checkpoint were trained on."""
+    saved = read_saved(checkpoint)
+    if saved is not None and saved.origin.get("base") != base_digest(config):
+        raise ValueError(
+            f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "
+            f"the adapters of {checkpoint} were trained on; put them back"
+        )
 
 
 def seed_dropout(training_seed: int, step: int) -> None:
