@@ -41,8 +41,6 @@ from titan_sparse.from_config import (
 )
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
-from titan_sparse.models.lora import peft_config
-from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.banner import Resolved, banner
 from titan_sparse.training.build_model import build_model
 from titan_sparse.training.checkpoint import (
@@ -54,7 +52,7 @@ from titan_sparse.training.checkpoint import (
 )
 from titan_sparse.training.float8 import check_device
 from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
-from titan_sparse.training.lora import base_digest, seed_dropout, without_dropout
+from titan_sparse.training.lora import base_digest, draw_dropout, find_adapters, without_dropout
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
@@ -100,10 +98,7 @@ class Trainer:
         check_async_mode(config.checkpoint, self.device)
         self.dtype = getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
-        self.adapters = resolve_adapters(self.model_config, **vars(config.lora))
-        if self.adapters:
-            # Whether PEFT is there.
-            peft_config(self.adapters)
+        self.adapters = find_adapters(config, self.model_config)
         if config.float8.enable:
             check_device(self.device)
         check_initial_weights(config, self.model_config)
@@ -280,8 +275,7 @@ class Trainer:
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
         draw_probe_rows(self.config.training.seed, step)
-        if self.config.lora.dropout:
-            seed_dropout(self.config.training.seed, step)
+        draw_dropout(self.config, step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
         # cut is counted in all.

@@ -25,7 +25,7 @@ from tests.training.wired_run import (
     write_model,
     write_shard,
 )
-from titan_sparse.config import ConfigError
+from titan_sparse.config import Config, ConfigError, Lora
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import canonical_name
@@ -33,7 +33,7 @@ from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
-from titan_sparse.training.lora import seed_dropout
+from titan_sparse.training.lora import draw_dropout
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -264,7 +264,7 @@ def test_recomputation_drops_what_the_forward_dropped(folder):
 
 
 def _numbers(out: Path) -> None:
-    seed_dropout(3, 7)
+    draw_dropout(Config(lora=Lora(rank=2, dropout=0.1)), 7)
     torch.save(torch.rand(4), out / f"{dist.get_rank()}")
 
 

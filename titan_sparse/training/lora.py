@@ -10,8 +10,22 @@ from torch import nn
 from titan_sparse.config import Config, trains_random_base
 from titan_sparse.config.changes import read_saved
 from titan_sparse.config.reading import show
+from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.initialization import stable_seed
+from titan_sparse.models.lora import peft_config
+from titan_sparse.models.lora_config import Adapters, resolve_adapters
+
+
+def find_adapters(config: Config, model: DecoderConfig) -> Adapters | None:
+    """What is trained in place of all weights; None without adapters.
+
+    Raises ValueError where PEFT is missing.
+    """
+    adapters = resolve_adapters(model, **vars(config.lora))
+    if adapters:
+        peft_config(adapters)
+    return adapters
 
 
 def base_digest(config: Config) -> str:
@@ -37,9 +51,11 @@ def check_base(config: Config, checkpoint: str) -> None:
         )
 
 
-def seed_dropout(training_seed: int, step: int) -> None:
+def draw_dropout(config: Config, step: int) -> None:
     """What this rank drops in this step: the same in a resumed run, and other inputs on each rank."""
-    torch.manual_seed(stable_seed(training_seed, f"dropout of step {step}, rank {dist.get_rank()}"))
+    if config.lora.dropout:
+        name = f"dropout of step {step} on rank {dist.get_rank()}"
+        torch.manual_seed(stable_seed(config.training.seed, name))
 
 
 @contextlib.contextmanager
