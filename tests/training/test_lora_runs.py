@@ -26,6 +26,7 @@ from tests.training.wired_run import (
     write_shard,
 )
 from titan_sparse.config import Config, ConfigError, Lora
+from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import canonical_name
@@ -33,6 +34,7 @@ from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
+from titan_sparse.training.checkpoint.disk import expected_bytes
 from titan_sparse.training.lora import draw_dropout
 
 peft = pytest.importorskip("peft")
@@ -202,6 +204,7 @@ def test_two_ranks_are_one(folder, mesh):
 
 
 LEVERS = {
+    "fused": {"optimizer.implementation": "fused"},
     "kept": {"activation_checkpoint.mode": "none"},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
     "in chunks": {"training.mlp_chunk_tokens": 24},
@@ -253,6 +256,20 @@ def test_resuming_is_exact(folder):
     assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
 
 
+def test_logged_flops_are_fewer(folder):
+    """Without attention, which sees the same pairs, they are those of the estimate."""
+    pairs = []
+    for output, adapters in (("flops", {}), ("flops-of-all", {"lora.rank": 0, "lora.alpha": 16})):
+        settings = {"training.steps": 1, "metrics.peak_tflops": 1000.0, **adapters}
+        trainer = _train(folder, output, "Llama", settings)
+        (line,) = lines_of(folder / output)
+        flops = line["dense_equivalent_tflops"] * 1e12 / line["tokens_per_second_per_device"]
+        assert line["mfu"] * 1e3 == pytest.approx(line["dense_equivalent_tflops"])
+        without_attention = flops_per_token(trainer.model_config, 0.0, trainer.adapters)
+        pairs.append(flops - without_attention)
+    assert pairs[0] == pytest.approx(pairs[1], rel=1e-6) and pairs[0] > 0
+
+
 def test_recomputation_drops_what_the_forward_dropped(folder):
     """In the backward of a checkpointed block, compiled or not."""
     drops = {"lora.dropout": 0.3, "training.steps": 3}
@@ -295,6 +312,9 @@ def test_checkpoints_hold_adapters_alone(folder, trained):
     assert len(of_model) == 2 * 14 and all(is_adapter(name) for name in of_model)
     of_optimizer = [name for name in tensors if name.startswith("optimizer.state.")]
     assert len(of_optimizer) == 3 * 2 * 14
+    # What a save is told to take on the disk: adapters, and Adam's two tensors of each.
+    trained_bytes = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
+    assert expected_bytes(trained.model, trained.optimizers) == 3 * trained_bytes
 
 
 def _changed(folder: Path, model: str) -> Path:

@@ -46,14 +46,12 @@ def step_path(config: Config, step: int) -> str:
 
 
 def check_initial_weights(config: Config, model: DecoderConfig) -> None:
-    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint,
-    which has all weights but frozen ones.
+    """Refuse a model.initial_hf that does not fit, unless the run resumes from its own checkpoint.
 
     Raises ValueError.
     """
     reads_weights = config.model.initial_hf and not config.model.random_weights
-    resumes = checkpoint_to_resume(config) is not None
-    if reads_weights and (config.lora.rank or not resumes):
+    if reads_weights and checkpoint_to_resume(config) is None:
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 
