@@ -191,6 +191,7 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
         max_slashes=max(1, blocks // 30),
         budget="independent",
         probe_rows="last",
+        count_sinks=True,
     )
     ranges = Causal().rows(seq_len, device)
 

@@ -72,7 +72,7 @@ CHOICES = {
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
-        "count_sinks": False,
+        "count_sinks": True,
         "local_diagonals": 3,
         "min_columns": 7,
         "max_columns": 11,

@@ -100,6 +100,7 @@ def cases_to_check(
         dense_below=seq_len // 4,
         budget="independent",
         probe_rows="last",
+        count_sinks=True,
     )
     torch_flash = functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)
     for mask, lengths in ((Causal(), [seq_len]), (Documents(ragged(seq_len)), ragged(seq_len))):

@@ -430,6 +430,7 @@ def accuracy(bench: Bench) -> Iterator[dict]:
         max_slashes=8,
         budget="independent",
         probe_rows="last",
+        count_sinks=True,
     )
     pattern.check_block_size(bench.args.block_size)
     q, k, _, _ = draw(shape)

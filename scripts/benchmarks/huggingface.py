@@ -9,8 +9,8 @@ installed, ours dense, and ours with vertical_slash. "kept" arms are ours with k
 checkpointing keeps attention's output, where the others compute attention again.
 
 Full logits of 131,072 tokens do not fit beside the model, so that all arms share a head in chunks
-(titan_sparse.loss). Random weights attend to nearly everything: sparse rows say which density and
-recall their times belong to. One GPU is used; on a machine with several, set CUDA_VISIBLE_DEVICES.
+(titan_sparse.loss). Random weights attend to nearly everything, so that sparse rows have fixed
+budgets, and say which density and recall their times belong to. One GPU is used; on a machine with several, set CUDA_VISIBLE_DEVICES.
 """
 
 import argparse
@@ -40,6 +40,8 @@ from titan_sparse.loss import IGNORE_INDEX, count_valid, linear_cross_entropy
 
 LOSS_CHUNK_TOKENS = 4096
 RECALL_ROWS = 256
+BLOCK_SIZE = 128
+"""Of our attention, as it is by default."""
 OURS = "titan_sparse"
 
 _QWEN3 = {
@@ -133,7 +135,7 @@ def main(words: list[str]) -> int:
     result["rows"] = []
     for shape in args.shapes:
         for seq_len in args.tokens:
-            for arm in arms(args.recall):
+            for arm in arms(args.density, seq_len):
                 result["rows"].append(row(shape, seq_len, arm, args))
                 print(json.dumps(result["rows"][-1]), flush=True)
                 if args.out:
@@ -150,12 +152,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b", "1.7b"])
     parser.add_argument("--tokens", nargs="+", type=positive, default=[32768, 65536, 131072])
     parser.add_argument("--layers", type=positive, help="instead of the shape's 28")
-    parser.add_argument("--recall", type=share, default=0.9, help="of vertical_slash")
+    parser.add_argument("--density", type=share, default=0.1, help="about, of vertical_slash")
     parser.add_argument("--steps", type=positive, default=4, help="timed, after one untimed")
     parser.add_argument("--arms", nargs="+", help="names of rows; all by default")
     parser.add_argument("--out", default="", help="JSON file, written anew after each row")
     args = parser.parse_args(words)
-    known = [arm.name for arm in arms(args.recall)]
+    known = [arm.name for arm in arms(args.density, args.tokens[0])]
     args.arms = args.arms or known
     for name in set(args.arms) - set(known):
         parser.error(f'--arms "{name}" is unknown; write of {", ".join(known)}')
@@ -171,9 +173,20 @@ def version(package: str) -> str | None:
         return None
 
 
-def arms(recall: float) -> list[Arm]:
-    """All rows of one shape and length."""
-    sparse = VerticalSlash(recall=recall)
+def arms(density: float, seq_len: int) -> list[Arm]:
+    """All rows of one shape and length.
+
+    Random weights attend to nearly everything, so that no recall makes them sparse. Half of the
+    density is a number of verticals, half one of diagonals, as they are spread.
+    """
+    columns = round(density / 2 * seq_len)
+    diagonals = max(1, round(density / 2 * seq_len / BLOCK_SIZE))
+    sparse = VerticalSlash(
+        min_columns=columns,
+        max_columns=columns,
+        min_slashes=diagonals,
+        max_slashes=diagonals,
+    )
     return [
         Arm("sdpa", "sdpa"),
         Arm("flash_attention_2", "flash_attention_2"),

@@ -25,7 +25,13 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 READ_OFF = ("selection_ms", "forward_ms", "backward_ms", "step_ms", "density")
 """What is interpolated at equal recall."""
 
-PUBLISHED: dict[str, Any] = {"probe": 64, "probe_rows": "last", "sinks": 30, "local_diagonals": 2}
+PUBLISHED: dict[str, Any] = {
+    "probe": 64,
+    "probe_rows": "last",
+    "sinks": 30,
+    "count_sinks": True,
+    "local_diagonals": 2,
+}
 """MTraining's probe and what it has on in any case."""
 
 

@@ -28,7 +28,7 @@ EDGES = {
         "recall": (-0.5, 0.0, 1e-6, 0.5, 1.0, 1.000001),
         "budget": ("joint", "layer", "independent", "together"),
         "probe": (-1, 0, 64),
-        "probe_rows": ("spread", "last", "first"),
+        "probe_rows": ("both", "spread", "last", "first"),
         "sinks": (-1, 0, 1),
         "count_sinks": (False, True),
         "local_diagonals": (-1, 0, 1, 2),

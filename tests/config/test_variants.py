@@ -24,6 +24,7 @@ PUBLISHED = VerticalSlash(
     probe=64,
     probe_rows="last",
     sinks=30,
+    count_sinks=True,
     local_diagonals=2,
 )
 ROWS = {
@@ -78,6 +79,7 @@ def _toy(folder: Path, path: Path) -> Config:
         "vertical_slash__budget": slash.budget,
         "vertical_slash__probe": 16,
         "vertical_slash__probe_rows": slash.probe_rows,
+        "vertical_slash__count_sinks": slash.count_sinks,
         "vertical_slash__min_columns": min(slash.min_columns, 9),
         "vertical_slash__max_columns": min(slash.max_columns, 40),
         "vertical_slash__min_slashes": min(slash.min_slashes, 3),

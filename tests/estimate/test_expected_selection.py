@@ -35,6 +35,7 @@ def test_sums_over_diagonals():
 @pytest.mark.parametrize(
     "budget, probe_rows, least_overlap",
     [
+        ("joint", "both", 0.7),
         ("layer", "spread", 0.8),
         ("joint", "spread", 0.8),
         ("joint", "last", 0.6),
@@ -44,7 +45,7 @@ def test_sums_over_diagonals():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_it_is_near_the_real_one(budget, probe_rows, least_overlap, seed):
     heads = _heads(seed)
-    pattern = VerticalSlash(RECALL, budget=budget, probe_rows=probe_rows)
+    pattern = VerticalSlash(RECALL, budget=budget, probe_rows=probe_rows, count_sinks=True)
     real_slashes, real_verticals, _ = _selected(heads, pattern)
     slashes, verticals, capped = expected_selection(heads, pattern, BLOCK)
     assert slashes.shape == real_slashes.shape and slashes.dtype == torch.bool
@@ -85,7 +86,9 @@ def test_it_keeps_the_recall(seed):
     at = torch.arange(100, SEQ_LEN, 331)
     kept = {}
     for budget in ("layer", "joint"):
-        pattern = VerticalSlash(0.95, budget=budget, local_diagonals=1)
+        pattern = VerticalSlash(
+            0.95, budget=budget, probe_rows="spread", local_diagonals=1, count_sinks=True
+        )
         slashes, verticals, _ = expected_selection(heads, pattern, BLOCK)
         kept[budget] = _kept(heads, slashes, verticals, at)
     assert kept["layer"].mean() == pytest.approx(0.95, abs=0.025)
@@ -116,6 +119,7 @@ def test_it_keeps_to_the_patterns_limits(budget):
         min_slashes=5,
         budget=budget,
         probe_rows="last",
+        count_sinks=True,
     )
     slashes, verticals, capped = expected_selection(_heads(), pattern, BLOCK)
     count = slashes.sum(-1)

@@ -17,7 +17,9 @@ from titan_sparse.estimate.synthetic import (
 )
 
 SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
-PATTERN = VerticalSlash(recall=0.9, max_columns=2048, budget="independent", probe_rows="last")
+PATTERN = VerticalSlash(
+    recall=0.9, max_columns=2048, budget="independent", probe_rows="last", count_sinks=True
+)
 
 
 def _heads(seed: int = 0):

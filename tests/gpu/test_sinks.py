@@ -2,7 +2,8 @@
 
 The bound of out and of the gradients of q, k and v is that of test_gradient_matrix.py: at most 5e-3,
 and at most twice the error of torch's dense flash attention, which knows no sinks, on the same
-tensors. The sinks' gradient is a sum over all rows of a head, for which 5e-3 is the bound.
+tensors. The sinks' gradient is a sum over all rows of a head in which much cancels: its bound is 5e-3,
+or twice what rounding an exact output to bf16 alone does to it.
 """
 
 import functools
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.test_gradient_matrix import _errors, _flash_errors, _problem
-from tests.reference import attention_with_sinks
+from tests.reference import attention_with_sinks, relative_error
 from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
@@ -58,12 +59,20 @@ def _check(backend: str, dim: int, mask: str, pattern: str, sink_dtype: torch.dt
     want = with_gradients(lambda *x: attention_with_sinks(*x, seen)[0], exact, d_out.double())
     got = with_gradients(functools.partial(_attend, **options), inputs, d_out)
     errors = _errors(got, want)
-    allowed = [min(5e-3, 2 * x) for x in _flash_errors(*HEADS, dim)] + [5e-3]
+    exact_out, lse = attention_with_sinks(*exact, seen)
+    rounding = relative_error(_sinks_gradient_of(exact_out, lse, exact[3], d_out), want[4])
+    allowed = [min(5e-3, 2 * x) for x in _flash_errors(*HEADS, dim)] + [max(5e-3, 2 * rounding)]
     print(f"{backend} {dim} {mask} {pattern}:", *(f"{error:.1e}" for error in errors))
     assert all(e <= a for e, a in zip(errors, allowed, strict=True)), (errors, allowed)
-    lse = attention_with_sinks(*exact, seen)[1]
     assert (aux.lse - lse).abs().max() < 1e-3
     assert got[4].dtype == sink_dtype and all(x.isfinite().all() for x in got)
+
+
+def _sinks_gradient_of(out: Tensor, lse: Tensor, sinks: Tensor, d_out: Tensor) -> Tensor:
+    """In fp64, of an output that is rounded to the dtype of d_out."""
+    rounded = out.to(d_out.dtype).double()
+    share = (sinks[:, None] - lse).exp()
+    return -(share * (d_out.double() * rounded).sum(-1)).sum((0, 2))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

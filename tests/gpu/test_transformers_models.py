@@ -17,6 +17,7 @@ from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.layer_masks import LayerMasks
 from titan_sparse.models.transformers_config import read_transformers_config
 from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.compiling import compile_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +58,7 @@ def test_compiled_bf16_is_near_eager_fp32(tmp_path: Path, name: str) -> None:
     model = model.bfloat16()
     for number, layer in model.layers.items():
         model.layers[number] = checkpointed(layer, "full")
-        model.layers[number].compile(fullgraph=True)
+        compile_layer(model.layers[number], "inductor")
 
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(3, VOCAB, (2, 1, LENGTH), generator=generator).cuda()

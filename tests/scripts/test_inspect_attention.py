@@ -132,6 +132,7 @@ def test_independent_budgets_are_the_published_ones():
             dense_below=32,
             budget="independent",
             probe_rows="last",
+            count_sinks=True,
         ),
     }
 

@@ -96,6 +96,7 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
         attention__vertical_slash__budget=budget,
         attention__vertical_slash__probe_rows="last",
         attention__vertical_slash__sinks=30,
+        attention__vertical_slash__count_sinks=True,
         attention__vertical_slash__local_diagonals=2,
         attention__vertical_slash__recall=0.8,
         attention__vertical_slash__max_columns=max_columns,

@@ -136,7 +136,7 @@ def _check_vertical_slash(pattern: VerticalSlash, block_size: int, seq_len: int)
     require(
         pattern.count_sinks or pattern.budget != "independent",
         f'{table}.count_sinks = false needs another budget than "independent"; write '
-        f'{table}.budget = "joint"',
+        f'{table}.count_sinks = true or {table}.budget = "joint"',
     )
     for value, limit, key, bound in (
         # An unset probe is one block, and the loader pads every sequence to whole blocks: it always

@@ -140,21 +140,22 @@ class VerticalSlash:
     """Pattern vertical_slash: key verticals and block diagonals (slashes) chosen online from a probe
     of queries."""
 
-    recall: float = 0.95
-    """share of the attention mass that the verticals and slashes must reach, in (0, 1]"""
+    recall: float = 0.9
+    """share of the attention mass, sinks left out, that verticals and slashes must reach, in (0, 1]"""
     budget: Literal["joint", "layer", "independent"] = "joint"
     """joint: each head reaches recall, in the least time; layer: the heads of a layer do on average;
     independent: verticals and slashes each reach it alone in the probe's queries, as published
     (docs/masks_and_patterns.md)"""
     probe: int = 0
     """queries of a document that choose; tokens; 0: attention.block_size"""
-    probe_rows: Literal["spread", "last"] = "spread"
+    probe_rows: Literal["both", "spread", "last"] = "both"
     """spread: one query of each of `probe` equal parts of the document, drawn anew in each step;
-    last: its last queries, as published"""
+    last: its last queries, as published; both: a quarter last ones, the others spread"""
     sinks: int = 4
     """first tokens that are always verticals"""
-    count_sinks: bool = True
-    """their mass counts in recall; budget = "independent" needs true"""
+    count_sinks: bool = False
+    """their mass counts in recall, of which it is much and says little; budget = "independent" needs
+    true"""
     local_diagonals: int = 2
     """nearest block diagonals that are always on, the main one included"""
     min_columns: int = 0

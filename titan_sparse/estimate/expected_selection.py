@@ -97,10 +97,9 @@ def expected_masses(heads: Heads, pattern: VerticalSlash, block_size: int) -> Ma
 
     queries = pattern.probe_queries(block_size)
     rows = torch.zeros(blocks, dtype=torch.float64)
-    if pattern.probe_rows == "spread":
-        rows += queries / blocks
-    else:
-        rows[-1] = queries
+    last = {"spread": 0, "both": queries // 4, "last": queries}[pattern.probe_rows]
+    rows += (queries - last) / blocks
+    rows[-1] += last
     return Masses(ordinary, outlier, draw_key_factors(heads), is_outlier, rows, rows / total)
 
 

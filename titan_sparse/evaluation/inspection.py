@@ -233,12 +233,18 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
         probe=section.probe,
         probe_rows=section.probe_rows,
         sinks=section.sinks,
+        count_sinks=section.count_sinks,
         local_diagonals=section.local_diagonals,
         max_columns=tokens,
         dense_below=max(size, section.probe),
     )
     published = dataclasses.replace(
-        joint, budget="independent", probe_rows="last", sinks=30, local_diagonals=2
+        joint,
+        budget="independent",
+        probe_rows="last",
+        sinks=30,
+        count_sinks=True,
+        local_diagonals=2,
     )
     for pattern in (dataclasses.replace(joint, budget="layer"), joint, published):
         for share in SHARES:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.compiling import compile_layer
 from titan_sparse.training.job_store import store_of_this_start
 from titan_sparse.training.stacks import record_collectives
 
@@ -137,7 +138,7 @@ def parallelize(
     for name, block in model.layers.items():
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
-            block.compile(backend=compile.backend, fullgraph=True)
+            compile_layer(block, compile.backend)
         model.layers[name] = fully_shard(
             block,
             mesh=fsdp,

@@ -22,11 +22,12 @@ class Spec(NamedTuple):
         return self.kind(**self.fixed, **{self.knob: value})
 
 
-_PUBLISHED: dict[str, Any] = {"sinks": 30, "local_diagonals": 2, "probe_rows": "last"}
+_COUNTED: dict[str, Any] = {"count_sinks": True}
+_PUBLISHED = {"sinks": 30, "local_diagonals": 2, "probe_rows": "last"} | _COUNTED
 _SPARE: dict[str, Any] = {"sinks": 4, "local_diagonals": 1}
 """Almost nothing is on unless the probe says so."""
 _JOINT = {"budget": "joint"} | _PUBLISHED
-_LAYER = {"budget": "layer", "probe_rows": "spread"} | _SPARE
+_LAYER = {"budget": "layer", "probe_rows": "spread"} | _SPARE | _COUNTED
 _THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.995)
 
 SPECS = (
@@ -46,6 +47,12 @@ SPECS = (
         "joint, behind sinks, local 2",
         VerticalSlash,
         _LAYER | {"budget": "joint", "local_diagonals": 2, "count_sinks": False},
+    ),
+    Spec(
+        "joint, behind sinks, both",
+        VerticalSlash,
+        {"budget": "joint", "probe_rows": "both", "sinks": 4, "local_diagonals": 2}
+        | {"count_sinks": False},
     ),
     Spec("independent", VerticalSlash, {"budget": "independent"} | _PUBLISHED),
     Spec("joint", VerticalSlash, _JOINT),

@@ -23,8 +23,8 @@ from scripts.study.density.oracles import KEYS, STATIC
 from scripts.study.density.texts import KINDS
 
 SHOWN = (
+    "joint, behind sinks, both",
     "layer",
-    "joint, spread, sinks 4, local 1",
     "independent",
     "xattention, stride 16",
     "moba, chunk 128",

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from scripts.benchmarks import huggingface
 
-TOY = ["--shapes", "toy", "--tokens", "512", "--steps", "2", "--recall", "0.5"]
+TOY = ["--shapes", "toy", "--tokens", "512", "--steps", "2", "--density", "0.5"]
 
 
 def test_every_arm_is_measured_or_says_why_not(tmp_path: Path):
@@ -21,7 +21,7 @@ def test_every_arm_is_measured_or_says_why_not(tmp_path: Path):
     result = json.loads(out.read_text())
     assert result["versions"]["transformers"]
     rows = {row["arm"]: row for row in result["rows"]}
-    assert list(rows) == [arm.name for arm in huggingface.arms(0.5)]
+    assert list(rows) == [arm.name for arm in huggingface.arms(0.5, 512)]
     if not importlib.util.find_spec("flash_attn"):
         assert rows.pop("flash_attention_2")["status"] == "not installed"
     for row in rows.values():
@@ -42,7 +42,7 @@ def test_unknown_arms_are_refused():
     with pytest.raises(SystemExit):
         huggingface.parse([*TOY, "--arms", "sdpaa"])
     args = huggingface.parse([*TOY, "--arms", "sdpa"])
-    left_out = huggingface.row("toy", 512, huggingface.arms(0.5)[2], args)
+    left_out = huggingface.row("toy", 512, huggingface.arms(0.5, 512)[2], args)
     assert left_out["status"] == "left out"
 
 

@@ -26,7 +26,7 @@ MASKS: list[Mask] = [
 ]
 BUDGETS = {
     "layer": VerticalSlash(recall=0.9, dense_below=48, budget="layer", probe_rows="spread"),
-    "behind sinks": VerticalSlash(recall=0.9, dense_below=48, count_sinks=False),
+    "default": VerticalSlash(recall=0.9, dense_below=48),
     "joint": VerticalSlash(
         recall=0.8,
         probe=20,
@@ -37,9 +37,14 @@ BUDGETS = {
         dense_below=48,
         budget="joint",
         probe_rows="last",
+        count_sinks=True,
     ),
     "independent": VerticalSlash(
-        recall=0.8, dense_below=48, budget="independent", probe_rows="spread"
+        recall=0.8,
+        dense_below=48,
+        budget="independent",
+        probe_rows="spread",
+        count_sinks=True,
     ),
 }
 

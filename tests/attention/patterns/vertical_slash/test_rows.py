@@ -98,6 +98,21 @@ def test_spread_rows_by_hand():
     assert not rows.group_rows[0, 1:].any()
 
 
+def test_last_rows_and_one_of_each_part_before_them_by_hand():
+    """With one last row of 4: three parts of 4 tokens from 4 on, drawn as without it, and 16."""
+    spans = _spans(Documents([[4, 13]]), 24)
+    rows = spread_rows(spans, 4, 24, BLOCK, seed=0, last=1)
+    [first, second, third, last] = _positions(rows, 0, 0)
+    assert (first in range(4, 8)) and (second in range(8, 12)) and (third in range(12, 16))
+    assert last == 16
+    assert rows.group.tolist()[0][0] == [0, 1, 2, 3]
+    assert rows.group_block[0, 0].tolist()[-1] == 4
+    # As many tokens as rows, or fewer: each of them once.
+    for length in (1, 3, 4):
+        short = spread_rows(_spans(Causal(valid=(length,)), 24), 4, 24, BLOCK, seed=0, last=1)
+        assert _positions(short, 0, 0) == list(range(length))
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
@@ -162,13 +177,15 @@ def test_a_selection_follows_the_seed():
     def choose(seed: int, **parameters) -> list[list[int]]:
         set_probe_seed(seed)
         assert probe_seed() == seed
-        pattern = VerticalSlash(recall=0.8, dense_below=16, **parameters)
+        pattern = VerticalSlash(recall=0.8, dense_below=16, count_sinks=True, **parameters)
         index = pattern.select(q, k, ranges, block_size=16)
         return [tensor.tolist() for tensor in index.tensors()]
 
     for budget in ("layer", "joint", "independent"):
         spread = dict(budget=budget, probe_rows="spread")
         first = choose(3, **spread)
+        both = dict(budget=budget, probe_rows="both")
+        assert choose(3, **both) != choose(4, **both)
         assert choose(4, **spread) != first
         # On the same ranges, and as on ranges that nothing was remembered for.
         assert choose(3, **spread) == first
@@ -198,7 +215,7 @@ def test_compiled_attention_follows_the_seed():
 
 
 def test_unknown_rows_are_refused():
-    with pytest.raises(ValueError, match='probe_rows="first".*"spread" or "last"'):
+    with pytest.raises(ValueError, match='probe_rows="first".*"spread", "last" or "both"'):
         VerticalSlash(probe_rows="first")
 
 

@@ -66,12 +66,15 @@ def last_rows(spans: Spans, queries: int, seq_len: int, block_size: int) -> Prob
     return ProbedRows(position, exists, group, group_block, in_group.sum(2))
 
 
-def spread_rows(spans: Spans, queries: int, seq_len: int, block_size: int, seed: int) -> ProbedRows:
-    """One row of each of P = `queries` equal parts of each span, at offsets drawn from `seed`.
+def spread_rows(
+    spans: Spans, queries: int, seq_len: int, block_size: int, seed: int, last: int = 0
+) -> ProbedRows:
+    """P = `queries` rows of each span: its `last` rows, and one of each equal part before them.
 
-    They are the same on every world size. Each row is a group. A span of P tokens or fewer has all
-    of them looked at.
-    With P = 2, a span of 8 tokens from 4 on has one row of 4 to 7 and one of 8 to 11.
+    Offsets in the parts are drawn from `seed`, the same on every world size. Each row is a group. A
+    span of P tokens or fewer has all of them looked at.
+    With P = 2, a span of 8 tokens from 4 on has one row of 4 to 7 and one of 8 to 11. With P = 3
+    and last = 1, a span of 9 has row 12 too.
     """
     device = spans.start.device
     n = spans.start.shape[1]
@@ -83,7 +86,9 @@ def spread_rows(spans: Spans, queries: int, seq_len: int, block_size: int, seed:
     fraction = _random_bits(number, seed)
     # [B, n, P]
     parts = (row << _FRACTION_BITS) + fraction
-    offset = (parts * length) // (queries << _FRACTION_BITS)
+    spread = queries - last
+    offset = (parts * (length - last)) // (spread << _FRACTION_BITS)
+    offset = torch.where(row < spread, offset, length - queries + row)
     is_short = length <= queries
     offset = torch.where(is_short, row, offset)
     exists = offset < length
