@@ -1,6 +1,7 @@
 """Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
 the same losses and ends with the same adapters."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.evaluate import main as evaluate
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
-from tests.models.helpers import causal, dense_attend
+from tests.fake_step import fake_world
+from tests.models.helpers import TINY, causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
 from tests.training.wired_run import (
@@ -25,23 +29,25 @@ from tests.training.wired_run import (
     write_model,
     write_shard,
 )
-from titan_sparse.config import Config, ConfigError, Lora
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, Lora
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.initialization import canonical_name
-from titan_sparse.models.lora import add_adapters
-from titan_sparse.models.lora_config import is_adapter
+from titan_sparse.models.initialization import canonical_name, initialize
+from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora_config import is_adapter, resolve_adapters
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
 from titan_sparse.training.checkpoint.disk import expected_bytes
 from titan_sparse.training.lora import draw_dropout
+from titan_sparse.training.parallelize import parallelize
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 LR = 0.02
 STEPS = 4
@@ -231,6 +237,27 @@ def test_levers_change_nothing(folder, name):
         _train(folder, plain, "Qwen3", {"training.steps": 3, "lora.targets": targets})
     _train(folder, name, "Qwen3", settings)
     _alike(folder, name, plain)
+
+
+def test_blocks_are_compiled_twice_however_many_there_are():
+    """The first one's input needs no gradient. PEFT's layers hold nothing that differs by layer."""
+    shape = dataclasses.replace(TINY, layers=10)
+    adapters = resolve_adapters(shape, 3, 6, 0.1, "all-linear", "default")
+    counter = CompileCounterWithBackend("aot_eager")
+    with fake_world(1):
+        with torch.device("meta"):
+            model = Decoder(shape, dense_attend)
+            add_adapters(model, adapters)
+        mesh = init_device_mesh("cpu", (1,))
+        checkpointing = ActivationCheckpoint("full")
+        parallelize(model, mesh, torch.float32, True, checkpointing, Compile(True, counter))
+        model.to_empty(device="cpu")
+        initialize(model, 0, shape)
+        initialize_adapters(model, 0, adapters)
+        tokens = torch.arange(13)[None]
+        for _ in range(2):
+            model(tokens, tokens, causal(13), tokens).backward()
+    assert counter.frame_count == 2
 
 
 @pytest.fixture(scope="module")
