@@ -55,6 +55,13 @@ def test_backend_case_is_what_backends_take():
     assert backends.explain(**case).endswith("asked for")
 
 
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba"])
+def test_backend_case_knows_which_patterns_choose(pattern):
+    attention = Attention(pattern=pattern)
+    case = backend_case(attention, "cuda", torch.bfloat16, 64)
+    assert case["dynamic"] == build_pattern(attention).dynamic
+
+
 def test_patterns():
     attention = Attention(pattern="vertical_slash")
     attention.vertical_slash.recall = 0.7

@@ -71,6 +71,7 @@ def backend_case(
         "head_dim": head_dim,
         "block_size": attention.block_size,
         "slices": has_slices(attention),
+        "dynamic": attention.pattern != "dense",
     }
 
 

@@ -2,7 +2,10 @@
 
     python -m scripts.benchmarks.attention --seq-lens 131072 262144 \\
         --densities 0.05 0.2 --head-sets 16:2 32:8 --out benchmarks/results/attention_h200.json
+    python -m scripts.benchmarks.attention --seq-lens 65536 131072 --densities --backends triton \\
+        --peers cudnn "ours, cudnn" "ours, triton" --repeats 9
 
+The second compares dense attention alone.
 Pattern per query head: `--sinks` first verticals, `--columns` of the sequence as random verticals,
 two local block diagonals, and random ones up to each of `--densities`. Times of our backends
 include building the block tables, forward and backward, but not the selection, which is timed
@@ -95,12 +98,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--seq-lens", type=int, nargs="+", default=[131072])
-    add("--backends", nargs="+", default=["flex", "triton"], choices=list(backends.BACKENDS))
+    sparse = [name for name in backends.BACKENDS if name != "cudnn"]
+    add("--backends", nargs="+", default=["flex", "triton"], choices=sparse)
     add(
         "--peers",
         nargs="*",
-        choices=[CUDNN, FLASH4, OURS_DENSE],
-        help="default: all that can run here",
+        choices=[CUDNN, FLASH4, *OURS_DENSE],
+        help="default: cudnn, 'ours, dense' and, if it can run here, flash-attn-4",
     )
     add(
         "--head-sets",
@@ -111,7 +115,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--head-dim", type=int, default=128)
     add("--block-size", type=int, default=128)
-    add("--densities", type=share, nargs="+", default=[0.05], help="shares of the causal pairs")
+    add(
+        "--densities",
+        type=share,
+        nargs="*",
+        default=[0.05],
+        help="shares of the causal pairs; none: dense attention only",
+    )
     add("--columns", type=share, default=0.005, help="share of the sequence that is verticals")
     add("--sinks", type=int, default=30)
     add("--repeats", type=int, default=5)
@@ -125,7 +135,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not torch.cuda.is_available():
         parser.exit(2, f"{PROGRAM} times kernels on a CUDA GPU, and there is none here\n")
     if args.peers is None:
-        args.peers = [CUDNN, OURS_DENSE]
+        args.peers = [CUDNN, "ours, dense"]
         if backends.has_flash_attention_4():
             args.peers.insert(1, FLASH4)
     refused = refusal(args)
@@ -147,10 +157,7 @@ def refusal(args: argparse.Namespace) -> str | None:
             '--peers flash-attn-4 cannot run here; pip install -e ".[flash]" on a Hopper GPU, '
             "or leave it out"
         )
-    used = list(args.backends)
-    if OURS_DENSE in args.peers:
-        used.append("flex")
-    for name in used:
+    for name in backends_used(args):
         refused = backends.BACKENDS[name].refusal(
             "cuda", torch.bfloat16, args.head_dim, args.block_size
         )
@@ -159,10 +166,15 @@ def refusal(args: argparse.Namespace) -> str | None:
     return None
 
 
+def backends_used(args: argparse.Namespace) -> list[str]:
+    """Our backends that are timed, sparse or dense, each once."""
+    dense = [OURS_DENSE[name] for name in args.peers if name in OURS_DENSE]
+    return list(dict.fromkeys([*args.backends, *dense]))
+
+
 def about_run(args: argparse.Namespace) -> dict:
     """The header of the result file: provenance, and the kernels behind each backend."""
-    used = dict.fromkeys([*args.backends, "flex"])
-    described = {name: backends.BACKENDS[name].describe() for name in used}
+    described = {name: backends.BACKENDS[name].describe() for name in backends_used(args)}
     return provenance(args) | {"backends": described}
 
 
@@ -219,7 +231,7 @@ def measure(
         "forward_ms": round(forward_ms, 3),
         "backward_ms": round(backward_ms, 3),
     }
-    if name in (*backends.BACKENDS, OURS_DENSE):
+    if name in (*args.backends, *OURS_DENSE):
         measured["alone_ms"] = round(sum(times(steps, repeats, lead=False)), 3)
         if args.profile:
             measured["kernels"] = longest_kernels(steps)

@@ -17,8 +17,10 @@ from titan_sparse.attention import attend, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
-CUDNN, FLASH4, OURS_DENSE = "cudnn", "flash-attn-4", "ours, dense"
-"""Names of the dense peers in rows and on the command line."""
+CUDNN, FLASH4 = "cudnn", "flash-attn-4"
+"""Names of others' dense attention in rows and on the command line."""
+OURS_DENSE = {"ours, dense": "flex", "ours, cudnn": "cudnn", "ours, triton": "triton"}
+"""{name in rows and on the command line: backend} of our own dense attention."""
 _numbers = itertools.count(1)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, Hq, S, D], k and v [B, Hkv, S, D] -> out [B, Hq, S, D]."""
@@ -35,11 +37,15 @@ class Shape(NamedTuple):
     device: str = "cuda"
 
 
-def chosen_backend(backend: str, shape: Shape) -> str:
-    """What "auto" means for this shape; another name means itself."""
+def chosen_backend(backend: str, shape: Shape, dynamic: bool) -> str:
+    """What "auto" means for this shape; another name means itself.
+
+    dynamic: whether the pattern is sparse.
+    """
     if backend != "auto":
         return backend
-    return backends.choose(backend, shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
+    case = (shape.device, torch.bfloat16, shape.head_dim, shape.block_size)
+    return backends.choose(backend, *case, dynamic=dynamic)
 
 
 def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
@@ -148,6 +154,7 @@ def dense_peers(names: list[str], ranges: MaskRanges, block_size: int) -> dict[s
     peers = {
         CUDNN: functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
         FLASH4: flash4,
-        OURS_DENSE: functools.partial(ours, "flex", Dense(), ranges, block_size),
     }
+    for name, backend in OURS_DENSE.items():
+        peers[name] = functools.partial(ours, backend, Dense(), ranges, block_size)
     return {name: call for name, call in peers.items() if name in names}

@@ -141,6 +141,8 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
             "one rank shares nothing; start torchrun with --nproc-per-node 2 or more, "
             "or write the cases errors and scaling"
         )
+    if args.backend == "cudnn" and set(args.cases) != {"dense"}:
+        return "--backend cudnn computes dense attention; write the case dense alone, or auto"
     scales_double_ring = "double_ring" in args.schedules and "scaling" in args.cases
     if world > 1 and scales_double_ring and world % max(2, args.pretend_nodes):
         return (

@@ -107,7 +107,7 @@ def scaling(bench: Bench) -> Iterator[dict]:
     block_size = bench.args.block_size
     # Pairs grow with the square of the length: a rank's share of them fits into this length.
     short = max(4, round(shape.seq_len / bench.world**0.5 / block_size)) * block_size
-    backend = chosen_backend(bench.args.backend, shape)
+    backend = chosen_backend(bench.args.backend, shape, dynamic=True)
     about = {"case": "scaling", "schedule": "alone", "seq_len": short, "backend": backend}
     measure = functools.partial(_scaled, bench, shape._replace(seq_len=short), None)
     alone = attempt(bench, about, measure)
@@ -154,7 +154,7 @@ def dense(bench: Bench) -> Iterator[dict]:
     """Dense causal attention: our layouts and schedules, and both of torch's rotations."""
     shape = bench.shape(262144)
     flops = tera_flops(shape, 1.0) / bench.world
-    backend = chosen_backend(bench.args.backend, shape)
+    backend = chosen_backend(bench.args.backend, shape, dynamic=False)
     ways = list(itertools.product(("zigzag", "striped"), ("ring", "all_gather")))
     methods = ["allgather", "alltoall"]
     if bench.args.brief:

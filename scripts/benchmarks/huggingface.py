@@ -10,7 +10,8 @@ checkpointing keeps attention's output, where the others compute attention again
 
 Full logits of 131,072 tokens do not fit beside the model, so that all arms share a head in chunks
 (titan_sparse.loss). Random weights attend to nearly everything, so that sparse rows have fixed
-budgets, and say which density and recall their times belong to. One GPU is used; on a machine with several, set CUDA_VISIBLE_DEVICES.
+budgets, and say which density and recall their times belong to. One GPU is used; on a machine with
+several, set CUDA_VISIBLE_DEVICES.
 """
 
 import argparse

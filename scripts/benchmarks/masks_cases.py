@@ -217,7 +217,7 @@ def _by_mask(bench: Bench, row: dict, case: KernelCase) -> Iterator[dict]:
     measure = functools.partial(_kernel, bench, case, bounds, FLASH4)
     peer = attempt(bench, row | {"name": FLASH4}, measure)
     yield peer
-    auto = chosen_backend("auto", case.shape)
+    auto = chosen_backend("auto", case.shape, dynamic=False)
     for name in bench.args.backends:
         measure = functools.partial(_kernel, bench, case, bounds, name)
         ours_row = attempt(bench, row | {"name": name, "auto": name == auto}, measure)
@@ -356,7 +356,7 @@ def _masked(
         **average,
         **rates(shape, average, cp.size),
         "sent_of_needed": rounded(sent / needed) if needed else None,
-        "backend": chosen_backend(bench.args.backend, shape),
+        "backend": chosen_backend(bench.args.backend, shape, dynamic=False),
     }
 
 

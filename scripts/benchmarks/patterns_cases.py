@@ -135,7 +135,7 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
         **measured,
         "step_ms": rounded(selection_ms + measured["total_ms"]),
         **{name: rounded(value.item()) for name, value in kept.items()},
-        "backend": chosen_backend(bench.args.backend, shape),
+        "backend": chosen_backend(bench.args.backend, shape, dynamic=True),
     }
 
 

@@ -18,6 +18,8 @@ COLOURS = {
     "cudnn": "tab:gray",
     "flash-attn-4": "tab:orange",
     "ours, dense": "tab:blue",
+    "ours, cudnn": "tab:cyan",
+    "ours, triton": "tab:olive",
     "flex": "tab:purple",
     "triton": "tab:green",
     "eager": "tab:brown",

@@ -41,6 +41,7 @@ class Rounding(types.SimpleNamespace):
             "READS_BY_KEY",
             "SERVES_SLICES",
             "COMPILES_BY_LENGTH",
+            "DENSE_BY_CHUNK",
             "refusal",
             "describe",
             "serves_dense",

@@ -73,6 +73,21 @@ BAD_COMBINATIONS = [
         1,
         'attention.backend = "auto"',
     ),
+    (
+        "--attention.window_sinks 4 --attention.sliding_window 64 --attention.pattern dense --attention.backend cudnn",
+        1,
+        'does not go with attention.backend = "cudnn" or "flex"; write attention.backend = "auto"',
+    ),
+    (
+        "--attention.backend cudnn --attention.pattern moba",
+        1,
+        'attention.backend = "cudnn" is for attention.pattern = "dense"; write attention.backend = "auto"',
+    ),
+    (
+        "--attention.backend cudnn --attention.pattern dense --training.deterministic true",
+        1,
+        'training.deterministic = true; write attention.backend = "triton"',
+    ),
     (VERTICAL_SLASH + "recall 0", 1, "attention.vertical_slash.recall = 0.0 is not in (0, 1]"),
     (VERTICAL_SLASH + "recall 1.01", 1, "attention.vertical_slash.recall = 1.01"),
     (

@@ -152,3 +152,22 @@ def test_eager_holds_scores_of_a_query_block():
     """Three in fp32, of all heads and keys."""
     step = Step(model=MODEL, sequences=2, seq_len=TOKENS, backend="eager")
     assert attention_workspace(step) == 3 * 4 * (2 * 4 * 128) * TOKENS
+
+
+@pytest.mark.parametrize("kv_heads, rounded", [(2, 2 * QUERY), (4, 0)])
+@pytest.mark.parametrize("schedule, share", [("local", 1), ("ring", 1), ("all_gather", None)])
+def test_cudnn_sums_in_fp32_and_by_query_head(kv_heads, rounded, schedule, share):
+    """dq; where query heads share keys also dk and dv of each, rounded. all_gather: a head a time."""
+    model = dataclasses.replace(MODEL, kv_heads=kv_heads)
+    ranks = 1 if schedule == "local" else 4
+    triton = Step(
+        model=model,
+        sequences=1,
+        seq_len=ranks * TOKENS,
+        cp=ranks,
+        schedule=SCHEDULES[schedule],
+        backend="triton",
+    )
+    by_cudnn = dataclasses.replace(triton, backend="cudnn")
+    more = attention_workspace(by_cudnn) - attention_workspace(triton)
+    assert more == (share or 1 / kv_heads) * (4 * QUERY + 2 * rounded)

@@ -3,6 +3,7 @@
 Also the allocator's default, the ready configurations and the launch scripts.
 """
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -15,7 +16,13 @@ import torch
 from titan_sparse import train
 from titan_sparse.config import ConfigError, Parallelism, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
-from titan_sparse.estimate.dry_run import World, dry_run, find_max_length, outside_gib
+from titan_sparse.estimate.dry_run import (
+    World,
+    _backend,
+    dry_run,
+    find_max_length,
+    outside_gib,
+)
 from titan_sparse.models.flavours import resolve
 from titan_sparse.training.start import open_data
 
@@ -118,6 +125,22 @@ def test_window_with_sinks(monkeypatch, capsys):
     assert "attention by flex" in printed[0] and "attention by triton" in printed[1]
     flops = [float(re.search(r"(\S+) PFLOP dense", text)[1]) for text in printed]
     assert flops[1] > flops[0]
+
+
+def test_head_dim_256_is_cudnns_where_attention_is_dense(monkeypatch):
+    """Without a GPU to ask: what "auto" means on a Hopper GPU."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def backend(head_dim: int, *words: str) -> str:
+        config, _ = load_and_check([*SMALL, *words], 1, 1)
+        model = dataclasses.replace(resolve(**vars(config.model)), head_dim=head_dim)
+        return _backend(config, model)
+
+    dense = ("--attention.pattern", "dense")
+    assert backend(128, *dense) == "flex"
+    assert backend(256, *dense) == backend(80, *dense) == "cudnn"
+    assert backend(128, *dense, "--attention.block_size", "64") == "cudnn"
+    assert backend(192, *dense) == backend(256) == "triton"
 
 
 def test_what_does_not_fit_says_what_would(monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from tests.estimate.steps import step_of_words
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, RING
 from titan_sparse.estimate.step import LEVERS, Step
@@ -49,6 +51,32 @@ def test_a_cap_on_slashes_bounds_the_lists_of_blocks():
     assert step_of_words("qwen3_8b_1m", "flex", 8, *words).most_blocks == 103
     words = ["--attention.pattern", "dense"]
     assert step_of_words("qwen3_8b_1m", "flex", 8, *words).most_blocks == 1048576 // 128
+
+
+@pytest.mark.parametrize(
+    "words, backend",
+    [
+        ("", "triton"),  # documents
+        ("--attention.mask causal_across_documents --attention.layout zigzag", "cudnn"),
+        ("--attention.mask causal_across_documents --attention.layout striped", "triton"),
+        ("--attention.mask causal_across_documents --parallelism.cp 1", "cudnn"),
+        (
+            "--attention.mask causal_across_documents --attention.layout zigzag "
+            "--attention.sliding_window 4096",
+            "triton",
+        ),
+        (
+            "--attention.mask causal_across_documents --attention.layout zigzag "
+            "--attention.schedule group_cast",
+            "triton",
+        ),
+    ],
+)
+def test_cudnns_memory_counts_where_it_computes(words, backend):
+    """Squares and rectangles; triton does the rest."""
+    words = ["--attention.pattern", "dense", *words.split()]
+    assert step_of_words("qwen3_8b_1m", "cudnn", 8, *words).backend == backend
+    assert step_of_words("qwen3_8b_1m", "flex", 8, *words).backend == "flex"
 
 
 def test_levers_are_fields_of_the_step():

@@ -133,7 +133,7 @@ except ValueError as error:
 
 
 def test_half_of_flash_attention_4(tmp_path):
-    """Its CUDA part is missing: triton computes and the banner says why; flex by name is refused."""
+    """Its CUDA part is missing: cuDNN computes and the banner says why; flex by name is refused."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention-4 is chosen on Hopper only")
     package = tmp_path / "flash_attn" / "cute"
@@ -151,6 +151,6 @@ def test_half_of_flash_attention_4(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     banner, finite, refused = result.stdout.splitlines()
-    assert banner.startswith("triton") and "installed in part" in banner
+    assert banner.startswith("cudnn") and "installed in part" in banner
     assert "no toolkit found" in banner and finite == "True"
     assert refused.startswith("refused: flex cannot run: flash-attn-4 is installed in part")

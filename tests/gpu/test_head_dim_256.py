@@ -84,7 +84,10 @@ def test_fp32(pattern: str):
 
 
 def test_it_is_chosen():
-    assert backends.choose("auto", "cuda", torch.bfloat16, DIM, 128) == "triton"
+    """By auto, for all but dense attention, which is cuDNN's."""
+    case = ("cuda", torch.bfloat16, DIM, 128)
+    assert backends.choose("auto", *case, dynamic=True) == "triton"
+    assert backends.choose("auto", *case) == "cudnn"
 
 
 def test_compiled():

@@ -47,8 +47,12 @@ def _see_gpus(monkeypatch, count: int, local_rank: str | None) -> None:
     ],
 )
 def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, wanted):
+    """On GPUs it is the current one too: what is tried before training is tried there."""
     _see_gpus(monkeypatch, gpus, local_rank)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert parallelize.choose_device(name) == torch.device(wanted)
+    assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,13 @@ def attend(
     # Constants of a compiled graph: for another D torch.compile compiles anew, as kernels do.
     head_dim = operator.index(q.shape[-1])
     backend = backends.choose(
-        backend, q.device.type, q.dtype, head_dim, ranks.block_size, has_slices
+        backend,
+        q.device.type,
+        q.dtype,
+        head_dim,
+        ranks.block_size,
+        has_slices,
+        pattern.dynamic,
     )
     index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)

@@ -32,6 +32,7 @@ def check_attention(config: Config) -> None:
         'attention.mask = "causal_across_documents" if it shall',
     )
     _check_window_sinks(attention)
+    _check_cudnn(attention, config.training.deterministic)
     _check_travel(attention, cp, config.training.dtype)
     for key, share, example in (
         ("vertical_slash.recall", attention.vertical_slash.recall, 0.95),
@@ -67,8 +68,25 @@ def _check_window_sinks(attention: Attention) -> None:
         'attention.pattern = "dense" or attention.window_sinks = 0',
     )
     require(
-        attention.backend != "flex",
-        f'{sinks} does not go with attention.backend = "flex"; write attention.backend = "auto"',
+        attention.backend not in ("cudnn", "flex"),
+        f'{sinks} does not go with attention.backend = "cudnn" or "flex"; '
+        'write attention.backend = "auto"',
+    )
+
+
+def _check_cudnn(attention: Attention, deterministic: bool) -> None:
+    """cuDNN computes dense attention, and its backward adds up in any order."""
+    if attention.backend != "cudnn":
+        return
+    require(
+        attention.pattern == "dense",
+        'attention.backend = "cudnn" is for attention.pattern = "dense"; '
+        'write attention.backend = "auto"',
+    )
+    require(
+        not deterministic,
+        'attention.backend = "cudnn" does not go with training.deterministic = true; write '
+        'attention.backend = "triton" or training.deterministic = false',
     )
 
 

@@ -226,8 +226,8 @@ class Attention:
     """what goes round a ring in the backward: keys and values, or queries; auto: fewer bytes"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of attention's gradients between ranks; sums are float32 (float64 for float64)"""
-    backend: Literal["auto", "eager", "flex", "triton"] = "auto"
-    """which kernel computes; eager is the slow, exact reference"""
+    backend: Literal["auto", "cudnn", "eager", "flex", "triton"] = "auto"
+    """which kernel computes; cudnn: dense only; eager: slow, exact"""
     block_size: int = 128
     """tokens of a block; a power of two, at least 16"""
     vertical_slash: VerticalSlash = field(default_factory=VerticalSlash)

@@ -46,6 +46,12 @@ def attention_workspace(step: Step) -> float:
         # FlashAttention-4 sums dq in fp32, and with grouped queries dk and dv too.
         grouped_sums = 2 * kv if model.heads > model.kv_heads else 0
         size += step.wide * (query + grouped_sums)
+    if step.backend == "cudnn":
+        # cuDNN sums dq in fp32, and with grouped queries has dk and dv of every query head, rounded.
+        by_query_head = 2 * query if model.heads > model.kv_heads else 0
+        heads_at_once = model.kv_heads if step.schedule.moves is not Moves.HEADS else 1
+        share_of_heads = heads_at_once / model.kv_heads
+        size += share_of_heads * (step.wide * query + step.width * by_query_head)
     return size + _WORKSPACE[step.schedule.moves](step)
 
 

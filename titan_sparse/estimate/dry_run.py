@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import flash
+from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple
@@ -18,7 +18,7 @@ from titan_sparse.config.sections import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
-from titan_sparse.from_config import build_pattern, has_slices
+from titan_sparse.from_config import backend_case, build_pattern, has_slices
 from titan_sparse.models.flavours import (
     DecoderConfig,
     TransformersConfig,
@@ -188,20 +188,21 @@ def _backend(config: Config, model: DecoderConfig) -> str:
         return name
     if config.training.device == "cpu":
         return "eager"
-    block_size = config.attention.block_size
     dtype = getattr(torch, config.training.dtype)
-    slices = has_slices(config.attention)
     if torch.cuda.is_available():
-        return backends.choose(name, "cuda", dtype, model.head_dim, block_size, slices)
+        case = backend_case(config.attention, "cuda", dtype, model.head_dim)
+        return backends.choose(**case)
     if dtype == torch.float64:
         return "eager"
-    flash_can = (
-        dtype == torch.bfloat16
-        and model.head_dim in flash.HEAD_DIMS
-        and block_size == 128
-        and not slices
-    )
-    return "flex" if flash_can else "triton"
+    block_size = config.attention.block_size
+    if dtype != torch.bfloat16 or has_slices(config.attention):
+        return "triton"
+    if model.head_dim in flash.HEAD_DIMS and block_size == 128:
+        return "flex"
+    cudnn_can = model.head_dim in cudnn.HEAD_DIMS and block_size in cudnn.BLOCK_SIZES
+    if cudnn_can and config.attention.pattern == "dense":
+        return "cudnn"
+    return "triton"
 
 
 def _shape(config: Config, step: Step, where: World) -> list[str]:
@@ -319,7 +320,7 @@ def _levers(step: Step) -> list[tuple[str, dict]]:
         levers.append(("training.loss_chunk_tokens = 1024", {"loss_chunk_tokens": 1024}))
     if not step.reshard_after_forward:
         levers.append(("parallelism.reshard_after_forward = true", {"reshard_after_forward": True}))
-    if step.backend == "flex":
+    if step.backend in ("cudnn", "flex"):
         levers.append(('attention.backend = "triton"', {"backend": "triton"}))
     wanted = {
         "attention_recompute": 1.0,

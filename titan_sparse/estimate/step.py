@@ -5,7 +5,12 @@ from operator import attrgetter
 
 import torch
 
-from titan_sparse.attention.context_parallel.schedule import LOCAL, SCHEDULES, Schedule
+from titan_sparse.attention.context_parallel.schedule import (
+    LOCAL,
+    SCHEDULES,
+    Moves,
+    Schedule,
+)
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import (
     Config,
@@ -113,6 +118,7 @@ def step_of(
     dtype = getattr(torch, training.dtype)
     intra = resolve_cp_intra(parallelism, local_world_size)
     inter = parallelism.cp // intra
+    schedule = SCHEDULES[schedule_named(attention, inter, intra)]
     multiple = padding_multiple(config)
     seq_len = -(-training.seq_len // multiple) * multiple
 
@@ -131,13 +137,13 @@ def step_of(
         width=dtype.itemsize,
         shards=world_size // parallelism.dp_replicate,
         cp=parallelism.cp,
-        schedule=SCHEDULES[schedule_named(attention, inter, intra)],
+        schedule=schedule,
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=gradient_width,
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
-        backend=backend,
+        backend=_computing_backend(config, backend, schedule),
         block_size=attention.block_size,
         optimizer_states=0 if config.optimizer.name == "SGD" else 2,
         optimizer_scratch=foreach or foreach_by_default,
@@ -148,6 +154,19 @@ def step_of(
         **_selection(config, model, pattern, seq_len),
         **levers,
     )
+
+
+def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
+    """The backend whose memory counts: cudnn leaves to triton what is no square or rectangle."""
+    if backend != "cudnn":
+        return backend
+    attention = config.attention
+    is_plain = attention.mask != "documents" and attention.sliding_window == 0
+    in_runs = attention.layout in ("contiguous", "zigzag")
+    makes_rectangles = schedule.moves in (Moves.CHUNKS, Moves.HEADS) and in_runs
+    if is_plain and (config.parallelism.cp == 1 or makes_rectangles):
+        return "cudnn"
+    return "triton"
 
 
 def _selection(

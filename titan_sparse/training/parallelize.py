@@ -39,7 +39,8 @@ class Meshes(NamedTuple):
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process: training.device; on GPUs the one of LOCAL_RANK.
+    """The device of this process: training.device; on GPUs the one of LOCAL_RANK, now the current
+    one, so that nobody tries anything on another process's GPU.
 
     Raises ValueError if there is none.
     """
@@ -53,7 +54,9 @@ def choose_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
 
 
 def init_distributed(device: torch.device, timeout_seconds: int) -> None:

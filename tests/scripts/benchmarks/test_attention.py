@@ -13,10 +13,11 @@ import torch
 from torch.autograd import DeviceType
 
 from scripts.benchmarks import attention as bench_attention
-from scripts.benchmarks import break_even, options, timing
+from scripts.benchmarks import attention_cases, break_even, options, timing
 from scripts.benchmarks import plot_attention as plot_attention_benchmark
 from scripts.benchmarks.attention_cases import Shape, draw, ours, random_index, ready_index
 from scripts.benchmarks.attention_errors import cases_to_check, check, errors
+from titan_sparse.attention import backends
 from titan_sparse.attention.masks.ranges import Causal
 
 ROOT = Path(__file__).parents[3]
@@ -189,6 +190,33 @@ def test_row_has_ratios_and_rates():
     assert row["visited_tflops"] == round(flops / 33e-3 / 1e12, 1)
     assert row["roofline_ms"] == round(flops / 790e12 * 1e3, 3)
     json.dumps(row)
+
+
+def test_dense_attention_alone(monkeypatch):
+    """Each of our backends beside torch's, and no sparse row."""
+    words = ["--densities", "--backends", "triton", "--seq-lens", "512", "--head-sets", "4:2"]
+    words += ["--peers", "cudnn", "ours, cudnn", "ours, triton"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("cudnn", "triton"):
+        monkeypatch.setattr(backends.BACKENDS[name], "refusal", lambda *case: None)
+    args = bench_attention.parse(words)
+    assert bench_attention.backends_used(args) == ["triton", "cudnn"]
+
+    asked = []
+    monkeypatch.setattr(attention_cases, "attend", lambda *_, backend, **__: asked.append(backend))
+
+    def measured(name, call, tensors, *_):
+        if name != "cudnn":
+            call(*tensors[:3])
+        return {"forward_ms": 1.0, "backward_ms": 3.0 if name == "cudnn" else 3.5}
+
+    monkeypatch.setattr(bench_attention, "measure", measured)
+    shape = SHAPE._replace(head_dim=128)
+    rows = list(bench_attention.measure_length(shape, args))
+    assert [row["name"] for row in rows] == ["cudnn", "ours, cudnn", "ours, triton"]
+    assert [row["ratio_to_cudnn"] for row in rows] == [1.0, 1.125, 1.125]
+    assert asked == ["cudnn", "triton"]
+    assert break_even.break_even(rows) == []
 
 
 def test_kernels_by_total_time():

@@ -302,6 +302,13 @@ def _attempt_alone(bench, row, measure):
 # Options ------------------------------------------------------------------------------------------------------------
 
 
+def test_cudnn_is_for_the_case_dense():
+    sparse, dense = _arguments("dense scaling"), _arguments("dense")
+    sparse.backend = dense.backend = "cudnn"
+    assert "write the case dense alone" in benchmark.refusal(sparse, 2)
+    assert benchmark.refusal(dense, 2) is None
+
+
 @pytest.mark.parametrize(
     "text, world, words",
     [

@@ -7,20 +7,24 @@ from typing import NamedTuple
 
 import torch
 
-from titan_sparse.attention.backends import eager, flash, flex, triton
+from titan_sparse.attention.backends import cudnn, eager, flash, flex, triton
 from titan_sparse.attention.backends.base import Backend
 
-BACKENDS: dict[str, Backend] = {"eager": eager, "flex": flex, "triton": triton}
+BACKENDS: dict[str, Backend] = {"cudnn": cudnn, "eager": eager, "flex": flex, "triton": triton}
 
 
 class _Case(NamedTuple):
-    """The inputs that a backend has to serve. slices: whether the mask has Slices."""
+    """The inputs that a backend has to serve.
+
+    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs.
+    """
 
     device_type: str
     dtype: torch.dtype
     head_dim: int
     block_size: int
     slices: bool
+    dynamic: bool
 
 
 @torch.compiler.assume_constant_result
@@ -31,15 +35,17 @@ def choose(
     head_dim: int,
     block_size: int,
     slices: bool = False,
+    dynamic: bool = False,
 ) -> str:
     """The name of the backend for these inputs. "auto" means the fastest one that serves them.
 
-    slices: whether the mask has Slices.
+    slices: whether the mask has Slices. dynamic: whether the pattern chooses by the inputs, as all
+    but Dense do.
 
     Raises ValueError for an unknown name, and if the named backend cannot serve the inputs; the
     message says why.
     """
-    case = _Case(device_type, dtype, head_dim, block_size, slices)
+    case = _Case(device_type, dtype, head_dim, block_size, slices, dynamic)
     if name == "auto":
         # The eager backend serves everything, so the search always ends.
         return next(backend for backend in _by_speed(case) if _refusal(backend, case) is None)
@@ -60,21 +66,22 @@ def explain(
     head_dim: int,
     block_size: int,
     slices: bool = False,
+    dynamic: bool = False,
 ) -> str:
     """What choose() returns and why, for the banner. Arguments and errors as in choose()."""
-    chosen = choose(name, device_type, dtype, head_dim, block_size, slices)
+    chosen = choose(name, device_type, dtype, head_dim, block_size, slices, dynamic)
     description = BACKENDS[chosen].describe()
     if name != "auto":
         return f"{description}; asked for"
 
-    case = _Case(device_type, dtype, head_dim, block_size, slices)
+    case = _Case(device_type, dtype, head_dim, block_size, slices, dynamic)
     for faster in _by_speed(case):
         if faster == chosen:
             break
         description += f"; not {faster}, since {_refusal(faster, case)}"
 
-    # Triton comes before flex only where FlashAttention-4 is missing or does not fit the inputs.
-    if chosen == "triton" and not slices and head_dim in flash.HEAD_DIMS:
+    # These come before flex only where FlashAttention-4 is missing or does not fit the inputs.
+    if chosen in ("cudnn", "triton") and not slices and head_dim in flash.HEAD_DIMS:
         missing = flash.missing()
         if missing:
             description += f"; flex would be faster, but {missing}"
@@ -91,9 +98,11 @@ def _by_speed(case: _Case) -> tuple[str, ...]:
     if case.device_type != "cuda":
         # On the CPU the kernels run in an interpreter, which is for tests only.
         return ("eager",)
+    # cuDNN is for what Dense computes; patterns that choose are nothing to it.
+    ours = ("triton",) if case.dynamic or case.slices else ("cudnn", "triton")
     if flash.serves(case.dtype, case.head_dim):
-        return ("flex", "triton", "eager")
-    return ("triton", "flex", "eager")
+        return ("flex", *ours, "eager")
+    return (*ours, "flex", "eager")
 
 
 def _refusal(name: str, case: _Case) -> str | None:
@@ -104,5 +113,10 @@ def _refusal(name: str, case: _Case) -> str | None:
         return (
             f'attention.backend = "{name}" does not compute masks of Slices; '
             f'write "auto" or one of {", ".join(serving)}'
+        )
+    if case.dynamic and backend is cudnn:
+        return (
+            'attention.backend = "cudnn" computes dense attention, and this pattern is sparse; '
+            'write "auto" or "triton"'
         )
     return backend.refusal(case.device_type, case.dtype, case.head_dim, case.block_size)

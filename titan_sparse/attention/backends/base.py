@@ -59,7 +59,8 @@ class DenseShape(NamedTuple):
     Of packed documents:
     offsets: int32 [n + 1], where each document begins in the tokens of all sequences, one after the
     other, and their number. longest: tokens of the longest document. window: keys that a query
-    sees, its own included; None for all.
+    sees, its own included; None for all. has_documents: False if a sequence is one document, with
+    or without padding.
     """
 
     causal: bool
@@ -69,6 +70,7 @@ class DenseShape(NamedTuple):
     offsets: Tensor | None = None
     longest: int = 0
     window: int | None = None
+    has_documents: bool = False
 
 
 class Backend(Protocol):
@@ -80,6 +82,8 @@ class Backend(Protocol):
     """Whether it takes tiles of a mask of slices."""
     COMPILES_BY_LENGTH: bool
     """Whether a number of keys that it has not seen before takes seconds to compile."""
+    DENSE_BY_CHUNK: bool
+    """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
 
     def refusal(
         self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int

@@ -38,6 +38,8 @@ SERVES_SLICES = False
 """Whether it takes tiles of a mask of slices."""
 COMPILES_BY_LENGTH = True
 """Whether a number of keys that it has not seen before takes seconds to compile."""
+DENSE_BY_CHUNK = False
+"""Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
 
 _compiled: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 _compile = torch._inductor.compile

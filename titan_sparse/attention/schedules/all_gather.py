@@ -1,8 +1,11 @@
 """Attention by the schedule all_gather: all keys and values come to every rank, head by head.
 
 The next KV head is gathered while this one is computed, in one launch over all ranks' blocks. In
-the backward the gradients of the last head are summed and scattered meanwhile. Nothing is merged,
-and only two heads' keys and values are held.
+the backward the gradients of the last head are summed and scattered meanwhile. Only two heads' keys
+and values are held, and nothing is merged but rectangles.
+
+A backend that is faster on dense rectangles than on tiles gets a rectangle for each rank's keys, as
+in a ring.
 """
 
 from collections.abc import Iterator
@@ -12,11 +15,11 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing
-from titan_sparse.attention.backends.base import Piece, Queries
+from titan_sparse.attention.backends.base import Partial, Piece, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
-from titan_sparse.attention.merge import accumulation_dtype, results
-from titan_sparse.attention.schedules import verticals
+from titan_sparse.attention.merge import accumulation_dtype, at_last, results
+from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 
 
@@ -41,8 +44,11 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     result = results(q, _query_heads(q, k), steps=1)
     has_verticals = gathered.result.shape[3] > 0
     tiles_of_verticals = None
-    with timing.computing(0):
-        tiles = call.tiles_of_all_ranks(len(q), transpose=False)
+    tiles = None
+    by_rectangles = _goes_by_rectangles(call, q)
+    if not by_rectangles:
+        with timing.computing(0):
+            tiles = call.tiles_of_all_ranks(len(q), transpose=False)
     outs = []
     lses = []
     for step, head in enumerate(kv_heads):
@@ -51,23 +57,21 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         if has_verticals:
             vertical_kv = gathered.wait()
         with timing.computing(step):
-            head_tiles = _tiles_of_heads(tiles, heads)
-            pieces = [Piece(head.k, head.v, head_tiles)]
-            if vertical_kv is not None:
-                if tiles_of_verticals is None:
+            if by_rectangles:
+                out, lse = _dense_forward(call, q[:, heads], head, result.parts[step])
+            else:
+                if has_verticals and tiles_of_verticals is None:
                     tiles_of_verticals = call.tiles_of_verticals(len(q), transpose=False)
-                vertical_k, vertical_v = vertical_kv[:, :, heads]
-                vertical_tiles = _tiles_of_heads(tiles_of_verticals, heads)
-                pieces.append(Piece(vertical_k, vertical_v, vertical_tiles))
-            # One launch sees all keys, so nothing is merged and out may be rounded right away.
-            out, lse = call.backend.forward(
-                q[:, heads],
-                pieces,
-                total=None,
-                scale=call.scale,
-                dtype=q.dtype,
-                into=result.parts[step],
-            )
+                pieces = _pieces(head, tiles, vertical_kv, tiles_of_verticals)
+                # One launch sees all keys: nothing is merged, and out may be rounded right away.
+                out, lse = call.backend.forward(
+                    q[:, heads],
+                    pieces,
+                    total=None,
+                    scale=call.scale,
+                    dtype=q.dtype,
+                    into=result.parts[step],
+                )
         outs.append(out)
         lses.append(lse)
     # [B, Hq, S_local, D] and [B, Hq, S_local]
@@ -86,7 +90,8 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     kv_heads = _gathered_heads(call, q, k, v)
     result = results(q, _query_heads(q, k), steps=1)
-    tiles = call.tiles_of_all_ranks(len(q), by_key)
+    by_rectangles = _goes_by_rectangles(call, q)
+    tiles = None if by_rectangles else call.tiles_of_all_ranks(len(q), by_key)
     has_verticals = vertical_kv.shape[3] > 0
     tiles_of_verticals = None
     if has_verticals:
@@ -97,26 +102,19 @@ def backward(
     dv_scattered: list[Pending] = []
     for head, into in zip(kv_heads, result.parts, strict=True):
         heads = head.query_heads
-        head_tiles = _tiles_of_heads(tiles, heads)
-        pieces = [Piece(head.k, head.v, head_tiles)]
-        if has_verticals:
-            vertical_k, vertical_v = vertical_kv[:, :, heads]
-            vertical_tiles = _tiles_of_heads(tiles_of_verticals, heads)
-            pieces.append(Piece(vertical_k, vertical_v, vertical_tiles))
-        queries_of_head = Queries(
-            q=queries.q[:, heads],
-            d_out=queries.d_out[:, heads],
-            out=queries.out[:, heads],
-            lse=queries.lse[:, heads],
-        )
-        dq_of_head, gradients = call.backend.backward(
-            queries_of_head,
-            pieces,
-            dq=None,
-            scale=call.scale,
-            dtype=dtype,
-            into=into,
-        )
+        queries_of_head = Queries._make(tensor[:, heads] for tensor in queries)
+        if by_rectangles:
+            dq_of_head, gradients = _dense_backward(call, queries_of_head, head, into)
+        else:
+            pieces = _pieces(head, tiles, vertical_kv, tiles_of_verticals)
+            dq_of_head, gradients = call.backend.backward(
+                queries_of_head,
+                pieces,
+                dq=None,
+                scale=call.scale,
+                dtype=dtype,
+                into=into,
+            )
         dq.append(dq_of_head)
         if has_verticals:
             d_verticals.append(torch.stack(gradients[1]))
@@ -142,6 +140,53 @@ def backward(
         verticals.add_gradients(call, (dk, dv), reduced.wait())
     dq = result.joined(dq)
     return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _goes_by_rectangles(call: AttentionCall, q: Tensor) -> bool:
+    """Whether each rank's keys are a rectangle for a dense kernel."""
+    own = rectangles.rectangle_of(call, q, call.cp.rank)
+    return own is not None and call.backend.DENSE_BY_CHUNK
+
+
+def _rectangles(call: AttentionCall, q: Tensor) -> list[tuple[rectangles.Rectangle, slice]]:
+    """The rectangle of each rank whose keys this rank's queries see, and where those keys are in a
+    KVHead. All queries see some of the first rank's."""
+    found = []
+    length = q.shape[2]
+    for source in range(call.cp.size):
+        rectangle = rectangles.rectangle_of(call, q, source)
+        if rectangle is not None:
+            found.append((rectangle, slice(source * length, (source + 1) * length)))
+    return found
+
+
+def _dense_forward(call: AttentionCall, q: Tensor, head: KVHead, into: Tensor | None) -> Partial:
+    """out and lse of the query heads of one KV head, merged in fp32 and written `into` at last."""
+    steps = _rectangles(call, q)
+    dtype = call.sum_dtype(q)
+    total = None
+    for (rectangle, keys), place in zip(steps, at_last(len(steps), into), strict=True):
+        kv = (head.k[:, :, keys], head.v[:, :, keys])
+        total = rectangles.forward(call, rectangle, q, kv, total, dtype, place)
+    return total
+
+
+def _dense_backward(
+    call: AttentionCall, queries: Queries, head: KVHead, into: Tensor | None
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """dq of the query heads of one KV head, and dk and dv of all ranks' keys, as a backend's."""
+    steps = _rectangles(call, queries.q)
+    dtype = call.sum_dtype(queries.q)
+    # Keys that nobody here sees keep gradients of 0.
+    dk = torch.zeros(head.k.shape, dtype=dtype, device=head.k.device)
+    dv = torch.zeros(head.v.shape, dtype=dtype, device=head.v.device)
+    dq = None
+    for (rectangle, keys), place in zip(steps, at_last(len(steps), into), strict=True):
+        kv = (head.k[:, :, keys], head.v[:, :, keys])
+        dq, dk_here, dv_here = rectangles.backward(call, rectangle, queries, kv, dq, dtype, place)
+        dk[:, :, keys] = dk_here
+        dv[:, :, keys] = dv_here
+    return dq, [(dk, dv)]
 
 
 def _gathered_heads(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Iterator[KVHead]:
@@ -195,6 +240,19 @@ def _one_rank_after_the_other(gathered: Pending) -> Tensor:
     # [B, 1, ranks, S_local, D]
     by_batch = by_rank.permute(1, 2, 0, 3, 4)
     return by_batch.flatten(2, 3)
+
+
+def _pieces(
+    head: KVHead, tiles: Tiles, vertical_kv: Tensor | None, tiles_of_verticals: Tiles | None
+) -> list[Piece]:
+    """What the query heads of one KV head meet: its keys, and the verticals if there are tiles."""
+    heads = head.query_heads
+    pieces = [Piece(head.k, head.v, _tiles_of_heads(tiles, heads))]
+    if tiles_of_verticals is not None:
+        vertical_k, vertical_v = vertical_kv[:, :, heads]
+        vertical_tiles = _tiles_of_heads(tiles_of_verticals, heads)
+        pieces.append(Piece(vertical_k, vertical_v, vertical_tiles))
+    return pieces
 
 
 def _start_scatter(call: AttentionCall, gradient: Tensor, dtype: torch.dtype) -> Pending:

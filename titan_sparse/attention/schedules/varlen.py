@@ -33,12 +33,17 @@ def packing_of(call: AttentionCall, q: Tensor) -> Packing | None:
         return None
     if call.plain or call.is_partial:
         return None
-    shape = DenseShape(causal=True, is_whole=True, is_packed=True)
+    has_documents = call.mask.document_start is not None
+    shape = DenseShape(causal=True, is_whole=True, is_packed=True, has_documents=has_documents)
+    # Asked twice: the first time spares the host the wait, the second time the window is known.
     if not call.backend.serves_dense(q, shape):
         return None
     batch = len(q)
     key = ("packing", batch)
-    return once_per_mask(call.mask, key, lambda: find_packing(call.mask, batch))
+    packing = once_per_mask(call.mask, key, lambda: find_packing(call.mask, batch))
+    if packing is None or not call.backend.serves_dense(q, packing.shape):
+        return None
+    return packing
 
 
 def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
@@ -86,6 +91,7 @@ def find_packing(ranges: MaskRanges, batch: int) -> Packing | None:
         offsets=offsets,
         longest=int(lengths.max()),
         window=window if window_cuts else None,
+        has_documents=ranges.document_start is not None,
     )
     return Packing(shape, padding if has_padding else None)
 

@@ -1,0 +1,348 @@
+"""The cudnn backend on the CPU: torch's two ops are there by their twins (cudnn_twin.py), in fp64."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from tests.attention.backends.cudnn_twin import on_the_cpu
+from tests.distributed import run_processes
+from tests.reference import attention_with_sinks, gradients, structured_qkv
+from titan_sparse.attention import ContextParallel, attend, backends
+from titan_sparse.attention.backends import cudnn, eager, flash
+from titan_sparse.attention.backends.base import DenseShape, Queries
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.training.activation_checkpoint import _full_contexts
+
+SCALE = 0.3
+CAUSAL = DenseShape(causal=True, is_whole=True)
+FULL = DenseShape(causal=False, is_whole=False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What cuDNN is asked for. Its ops run here, and eager takes the place of the Triton kernels."""
+    with on_the_cpu() as calls:
+        _make_room(monkeypatch)
+        yield calls
+
+
+def _make_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cudnn, "refusal", lambda *case: None)
+    patch.setattr(cudnn, "triton", eager)
+
+
+def _problem(q_len: int, k_len: int, heads: tuple[int, int] = (6, 2)) -> tuple[list[Tensor], ...]:
+    """[q, k, v] and [d_out] of two sequences, in fp64."""
+    g = torch.Generator().manual_seed(q_len)
+
+    def normal(heads: int, length: int) -> Tensor:
+        return torch.randn(2, heads, length, 8, generator=g, dtype=torch.float64)
+
+    qkv = [normal(heads[0], q_len), normal(heads[1], k_len), normal(heads[1], k_len)]
+    return qkv, normal(heads[0], q_len)
+
+
+def _dense(backend, qkv: list[Tensor], d_out: Tensor, shape: DenseShape) -> list[Tensor]:
+    q, k, v = qkv
+    out, lse = backend.dense_forward(q, k, v, shape, SCALE)
+    grads = backend.dense_backward(Queries(q, d_out, out, lse), k, v, shape, SCALE)
+    return [out, lse, *grads]
+
+
+def _assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
+        assert a.shape == b.shape, name
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The same numbers with [B, S, H, D] in memory, as a model's projections give them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape, q_len, k_len, pieces",
+    [
+        (CAUSAL, 33, 33, 1),
+        (CAUSAL, 1, 1, 1),
+        (FULL, 20, 7, 1),
+        (FULL, 7, 20, 1),
+        # The last queries of more keys: a rectangle and a square.
+        (CAUSAL, 9, 30, 2),
+    ],
+)
+def test_squares_and_rectangles(calls, shape, q_len, k_len, pieces, heads):
+    qkv, d_out = _problem(q_len, k_len, heads)
+    _assert_close(_dense(cudnn, qkv, d_out, shape), _dense(eager, qkv, d_out, shape))
+    assert len(calls) == 2 * pieces
+
+
+@pytest.mark.parametrize("layout", ["q", "k and v", "all", "part"])
+def test_layouts(calls, layout):
+    """out and d_out come as [B, H, S, D]; q, k and v as the model has them, or as parts of more."""
+    qkv, d_out = _problem(16, 16)
+    want = _dense(eager, qkv, d_out, CAUSAL)
+    q, k, v = qkv
+    if layout in ("q", "all"):
+        q = _by_token(q)
+    if layout in ("k and v", "all"):
+        k, v = _by_token(k), _by_token(v)
+    if layout == "part":
+        q, k, v = (torch.cat([x, x], dim=2)[:, :, 16:] for x in qkv)
+    _assert_close(_dense(cudnn, [q, k, v], d_out, CAUSAL), want)
+
+
+def test_gradients_of_pieces_add_up(calls):
+    """The backward of each piece takes out and lse over all keys."""
+    qkv, d_out = _problem(20, 20)
+    out, lse, *want = _dense(eager, qkv, d_out, CAUSAL)
+    q, k, v = qkv
+    later = slice(8, 20)
+    queries = Queries(q[:, :, later], d_out[:, :, later], out[:, :, later], lse[:, :, later])
+    first = Queries(*(x[:, :, :8] for x in (q, d_out, out, lse)))
+    square = cudnn.dense_backward(first, k[:, :, :8], v[:, :, :8], CAUSAL, SCALE)
+    rectangle = cudnn.dense_backward(queries, k[:, :, :8], v[:, :, :8], FULL, SCALE)
+    rest = cudnn.dense_backward(queries, k[:, :, later], v[:, :, later], CAUSAL, SCALE)
+    dq = torch.cat([square[0], rectangle[0] + rest[0]], dim=2)
+    dk = torch.cat([square[1] + rectangle[1], rest[1]], dim=2)
+    dv = torch.cat([square[2] + rectangle[2], rest[2]], dim=2)
+    for got, wanted in zip((dq, dk, dv), want, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("nothing", [torch.inf, -torch.inf])
+def test_rows_that_see_nothing(calls, nothing):
+    """Their lse may be infinite to either side: no gradient comes from them, and no NaN."""
+    (q, k, v), d_out = _problem(12, 12)
+    out, lse, *_ = _dense(eager, [q, k, v], d_out, CAUSAL)
+    hidden_lse = lse.index_fill(2, torch.arange(8, 12), nothing)
+    got = cudnn.dense_backward(Queries(q, d_out, out, hidden_lse), k, v, CAUSAL, SCALE)
+    seen = d_out.index_fill(2, torch.arange(8, 12), 0)
+    want = eager.dense_backward(Queries(q, seen, out, lse), k, v, CAUSAL, SCALE)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+    assert (got[0][:, :, 8:] == 0).all()
+
+
+def _everything(backend: str, mask: Mask, qkv: list[Tensor], **options) -> list[Tensor]:
+    """out, lse, dq, dk and dv of attend()."""
+    d_out = torch.randn(
+        qkv[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
+    run = functools.partial(attend, mask=mask, backend=backend, block_size=16, **options)
+    lse = run(*qkv, return_aux=True)[1].lse
+    out, grads = gradients(run, d_out, *qkv)
+    return [out, lse, *grads]
+
+
+MASKS = {
+    # name: (mask, tokens, tokens of the squares that cuDNN computes; 0 for tiles)
+    "causal": (Causal(), 96, 96),
+    "one token": (Causal(), 1, 16),
+    "ragged": (Causal(), 77, 80),
+    "padded": (Causal(valid=(96, 61)), 96, 96),
+    "window": (Causal() & SlidingWindow(20), 96, 0),
+    "documents": (Documents([50, 1, 40]), 96, 0),
+    "a window that cuts nothing": (Causal() & SlidingWindow(200), 77, 80),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, calls):
+    """Plain causal attention of any length is one square, whatever has more holes goes by tiles."""
+    mask, tokens, square = MASKS[name]
+    qkv = list(structured_qkv(2, 6, 2, tokens, 8, seed=1))
+    got = _everything("cudnn", mask, qkv)
+    computed = set(calls)
+    _assert_close(got, _everything("eager", mask, qkv))
+    expected = {(way, square, square, True) for way in ("forward", "backward")}
+    assert computed == (expected if square else set())
+
+
+def test_sinks(calls):
+    """Learned sinks are added behind: the backward reads an lse that counts them."""
+    qkv = list(structured_qkv(1, 4, 2, 64, 8, seed=1))
+    sinks = torch.tensor([0.5, -torch.inf, 2.0, 0.0], dtype=torch.float64)
+    got = _everything("cudnn", Causal(), qkv, sinks=sinks)
+    _assert_close(got, _everything("eager", Causal(), qkv, sinks=sinks))
+    seen = Causal().dense(64)[:, None].expand(1, 4, -1, -1)
+    torch.testing.assert_close(got[0], attention_with_sinks(*qkv, sinks, seen)[0])
+    assert len(calls) == 3
+
+
+def test_second_share_of_a_sequence(calls):
+    """attend(recomputed=0.5): the later queries meet all keys."""
+    qkv = list(structured_qkv(1, 4, 2, 64, 8, seed=1))
+    got = _everything("cudnn", Causal(), qkv, recomputed=0.5)
+    _assert_close(got, _everything("eager", Causal(), qkv))
+    assert {call for call in calls if call[0] == "forward"} == {
+        ("forward", 32, 32, True),
+        ("forward", 32, 32, False),
+    }
+
+
+def test_compiled_and_checkpointed(calls):
+    """torch.compile sees one op, and its result is not computed again in the backward."""
+    q, k, v = structured_qkv(1, 4, 2, 64, 8, seed=1)
+    d_out = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(2))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q * 2, k, v, backend="cudnn", block_size=16)
+
+    want, wanted = gradients(attention, d_out, q, k, v)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    kept = functools.partial(checkpoint, attention, use_reentrant=False, context_fn=_full_contexts)
+    for function in (compiled, kept):
+        calls.clear()
+        out, grads = gradients(function, d_out, q, k, v)
+        for a, b in zip((out, *grads), (want, *wanted), strict=True):
+            assert torch.equal(a, b)
+        assert [name for name, *_ in calls] == ["forward", "backward"]
+
+
+def _check_rings(world: int) -> None:
+    qkv = list(structured_qkv(2, 4, 2, 64 * world, 8, seed=5))
+    shape = qkv[0].shape
+    d_out = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    want, wanted = gradients(functools.partial(attend, backend="eager", block_size=16), d_out, *qkv)
+    cases = list(itertools.product(("zigzag", "contiguous"), ("ring", "all_gather"), [(1, world)]))
+    cases.append(("zigzag", "double_ring", (world, 1)))
+    for layout, schedule, axes in cases:
+        mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
+        cp = ContextParallel(mesh, layout, schedule, 16)
+        local = [cp.shard(x, 2) for x in qkv]
+        with on_the_cpu() as calls, pytest.MonkeyPatch.context() as patch:
+            _make_room(patch)
+            run = functools.partial(attend, backend="cudnn", cp=cp)
+            out, grads = gradients(run, cp.shard(d_out, 2), *local)
+        for a, b in zip((out, *grads), (want, *wanted), strict=True):
+            error = (cp.unshard(a, 2) - b).abs().max().item()
+            assert error < 1e-9, (cp.key, error)
+        steps = world if layout == "zigzag" else cp.rank + 1
+        # One KV head of two at a time.
+        groups = 1 if schedule == "ring" else 2
+        assert len(calls) == 2 * steps * groups, (cp.key, calls)
+        assert ("forward", 64, 64, True) in calls
+
+
+def test_rings():
+    """Each rank's keys are a square or a rectangle, with rings and with all_gather."""
+    run_processes(3, _check_rings, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_torchs_ops_take_what_they_are_given(dtype):
+    """Through torch's own schemas and shape functions, which this version brings."""
+    q = torch.empty(2, 6, 32, 64, dtype=dtype, device="meta")
+    kv = torch.empty(2, 2, 48, 64, dtype=dtype, device="meta")
+    out, lse = cudnn.dense_forward(q, kv, kv, FULL, SCALE)
+    assert out.shape == q.shape and out.dtype == dtype
+    assert lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    grads = cudnn.dense_backward(Queries(q, q, out, lse), kv, kv, FULL, SCALE)
+    assert [x.shape for x in grads] == [q.shape, kv.shape, kv.shape]
+    assert {x.dtype for x in grads} == {dtype}
+
+
+CASE = ("cuda", torch.bfloat16, 128, 128)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A Hopper GPU with cuDNN and without FlashAttention-4, as far as the choice can see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(cudnn, "_failure", lambda dtype, head_dim: None)
+    monkeypatch.setattr(backends.triton, "refusal", lambda *case: None)
+    monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed")
+
+
+def test_auto_takes_flash_attention_4_then_cudnn_then_triton(gpu, monkeypatch):
+    banner = backends.explain("auto", *CASE)
+    assert banner.startswith("cudnn: cuDNN 91900") and "flex would be faster" in banner
+    assert backends.choose("auto", *CASE) == "cudnn"
+    # head_dim 256 is nothing to FlashAttention-4.
+    assert backends.choose("auto", "cuda", torch.bfloat16, 256, 64) == "cudnn"
+    with monkeypatch.context() as patch:
+        patch.setattr(flash, "missing", lambda: None)
+        assert backends.choose("auto", *CASE) == "flex"
+        assert backends.choose("auto", "cuda", torch.bfloat16, 256, 64) == "cudnn"
+    assert backends.choose("auto", *CASE, dynamic=True) == "triton"
+    assert "cudnn" not in backends.explain("auto", *CASE, dynamic=True)
+    assert backends.choose("auto", *CASE, slices=True) == "triton"
+    assert backends.choose("auto", "cpu", torch.bfloat16, 128, 128) == "eager"
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        (("cpu", torch.bfloat16, 128, 128), "needs CUDA, not cpu"),
+        (("cuda", torch.float32, 128, 128), "bf16 or fp16, not torch.float32"),
+        (("cuda", torch.bfloat16, 128, 32), "attention.block_size 64 or 128, not 32"),
+        (("cuda", torch.bfloat16, 72, 128), "in steps of 16, and 256, not 72"),
+        (("cuda", torch.bfloat16, 192, 128), "in steps of 16, and 256, not 192"),
+        (("cuda", torch.bfloat16, 512, 128), "in steps of 16, and 256, not 512"),
+        ((*CASE, True), "does not compute masks of Slices"),
+        ((*CASE, False, True), "this pattern is sparse"),
+    ],
+)
+def test_refusals(gpu, case, words):
+    """By name; auto takes another one."""
+    with pytest.raises(ValueError, match='attention.backend = "cudnn"') as error:
+        backends.choose("cudnn", *case)
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert backends.choose("auto", *case) in ("triton", "eager")
+
+
+@pytest.mark.parametrize(
+    "target, name, value, words",
+    [
+        (torch.cuda, "get_device_capability", lambda: (7, 5), "Ampere"),
+        (torch.backends.cudnn, "is_available", lambda: False, "no cuDNN"),
+        (torch.version, "cuda", None, "no cuDNN"),
+        (torch, "are_deterministic_algorithms_enabled", lambda: True, "not deterministic"),
+        (cudnn, "_failure", lambda dtype, head_dim: "it says no", "it says no"),
+    ],
+)
+def test_where_cudnn_does_not_run(gpu, monkeypatch, target, name, value, words):
+    monkeypatch.setattr(target, name, value)
+    with pytest.raises(ValueError, match=f'"cudnn" cannot run: .*{words}.*; write "triton"'):
+        backends.choose("cudnn", *CASE)
+    banner = backends.explain("auto", *CASE)
+    assert banner.startswith("triton") and "not cudnn, since" in banner and words in banner
+
+
+def test_a_small_problem_is_tried(monkeypatch):
+    """What cuDNN raises becomes one line; it is tried once."""
+    tried = []
+
+    def fails(*inputs, **options):
+        tried.append(inputs)
+        raise RuntimeError("No valid execution plans built.\nand more")
+
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(cudnn, "_square_or_rectangle", fails)
+    cudnn._failure.cache_clear()
+    for _ in range(2):
+        reason = cudnn._failure(torch.bfloat16, 256)
+    cudnn._failure.cache_clear()
+    assert reason == (
+        "cuDNN refuses head_dim 256 in torch.bfloat16 (No valid execution plans built.)"
+    )
+    assert len(tried) == 1 and tried[0][0].shape == (1, 2, 128, 256)
+
+
+def test_by_name_on_a_cpu():
+    q = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
+    for pattern in (Dense(), VerticalSlash(recall=0.9)):
+        with pytest.raises(ValueError, match='attention.backend = "cudnn"'):
+            attend(q, q, q, pattern=pattern, backend="cudnn")
