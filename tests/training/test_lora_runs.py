@@ -1,7 +1,6 @@
 """Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
 the same losses and ends with the same adapters."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,38 +8,31 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.evaluate import main as evaluate
 from scripts.export_hf import main as export_hf
-from tests.distributed import run_processes
-from tests.fake_step import fake_world
-from tests.models.helpers import TINY, causal, dense_attend
+from tests.models.helpers import causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
+from tests.training.lora_runs import ALIKE, CODE, LR, STEPS, assert_close, train
 from tests.training.wired_run import (
     SEQ_LEN,
     lines_of,
     read_model,
-    run,
     write_model,
     write_shard,
 )
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, Lora
+from titan_sparse.config import ConfigError
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.evaluation.validation import Validation
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.initialization import canonical_name, initialize
-from titan_sparse.models.lora import add_adapters, initialize_adapters
-from titan_sparse.models.lora_config import is_adapter, resolve_adapters
+from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.checkpoint import read_metadata
 from titan_sparse.training.checkpoint.disk import expected_bytes
-from titan_sparse.training.lora import draw_dropout
-from titan_sparse.training.parallelize import parallelize
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -48,23 +40,6 @@ from safetensors.torch import load_file  # noqa: E402
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-LR = 0.02
-STEPS = 4
-ALIKE = 1e-5
-"""Relative error of a loss or a gradient norm: fp32, summed in another order."""
-
-ADAPTERS: dict[str, object] = {"lora.rank": 3, "lora.alpha": 12}
-SETTINGS: dict[str, object] = {
-    **ADAPTERS,
-    "training.steps": STEPS,
-    "training.max_norm": 0.0,
-    "optimizer.lr": LR,
-    "optimizer.weight_decay": 0.1,
-    "optimizer.beta2": 0.95,
-    "lr_scheduler.warmup_steps": 0,
-    "lr_scheduler.min_lr_factor": 1.0,
-}
 
 
 class Case(NamedTuple):
@@ -92,7 +67,6 @@ CASES = {
     "all of transformers' Phi-3": Case("phi3", {}, 8),
     "attention of transformers' Qwen3-MoE": Case("qwen3_moe", {"optimizer.name": "SGD"}, 12),
 }
-CODE = {"phi3": "transformers", "qwen3_moe": "transformers"}
 
 
 @pytest.fixture(scope="module")
@@ -108,40 +82,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _train(folder: Path, output: str, model: str, settings: dict[str, object]) -> Trainer:
-    alone = not dist.is_initialized()
-    settings = {
-        **SETTINGS,
-        "model.initial_hf": folder / model,
-        "model.implementation": CODE.get(model, "native"),
-        **settings,
-    }
-    trainer = run(folder, output, settings)
-    if alone:
-        dist.destroy_process_group()
-    return trainer
-
-
 def _adapters_at_first(folder: Path, output: str, case: Case) -> Path:
     """The adapters that a run begins with, in PEFT's format."""
     nothing = {"optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0, "training.steps": 1}
-    _train(folder, output, case.model, case.settings | nothing)
+    train(folder, output, case.model, case.settings | nothing)
     return folder / output / "huggingface/step-1"
-
-
-def _close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    largest = max(x.abs().max().item() for x in expected.values())
-    for name, tensor in expected.items():
-        assert (found[name] - tensor).abs().max().item() <= ALIKE * largest, name
-
-
-def _alike(folder: Path, output: str, wanted_output: str) -> None:
-    """Loss and gradient norm of every step."""
-    wanted_lines = lines_of(folder / wanted_output)
-    for line, wanted in zip(lines_of(folder / output), wanted_lines, strict=True):
-        for field in ("loss", "grad_norm"):
-            assert line[field] == pytest.approx(wanted[field], rel=ALIKE), (field, line["step"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -171,114 +116,36 @@ def test_a_run_is_pefts_loop(folder, name):
     ]
     wanted = by_hand.train(model, optimizer, steps, [LR] * STEPS, 0.0, z_loss)
 
-    _train(folder, output, case.model, case.settings)
+    train(folder, output, case.model, case.settings)
     for line, by_peft in zip(lines_of(folder / output), wanted, strict=True):
         assert line["loss"] == pytest.approx(by_peft.loss, rel=ALIKE), line["step"]
         assert line["grad_norm"] == pytest.approx(by_peft.grad_norm, rel=ALIKE), line["step"]
     expected = peft.get_peft_model_state_dict(model)
-    _close(
+    assert_close(
         load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors"), expected
     )
     assert all(not torch.equal(trained[name], before[name]) for name in trained)
 
 
-def _spread(folder: Path, output: str, settings: dict[str, object]) -> None:
-    _train(folder, output, "Qwen3", settings | {"training.steps": 3})
-
-
-MESHES = {
-    "cp": {"parallelism.cp": 2},
-    "shards": {"parallelism.dp_shard": 2},
-    "replicas": {"parallelism.dp_replicate": 2},
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_ranks_are_one(folder, mesh):
-    """Two data-parallel ranks read what one reads in two micro-batches."""
-    one: dict[str, object] = {}
-    if mesh != "cp":
-        one = {"training.gradient_accumulation_steps": 2}
-    _spread(folder, f"one-for-{mesh}", one)
-    run_processes(2, _spread, folder, mesh, MESHES[mesh])
-    _alike(folder, mesh, f"one-for-{mesh}")
-    files = [
-        load_file(folder / output / "huggingface/step-3/adapter_model.safetensors")
-        for output in (mesh, f"one-for-{mesh}")
-    ]
-    _close(*files)
-
-
-LEVERS = {
-    "fused": {"optimizer.implementation": "fused"},
-    "kept": {"activation_checkpoint.mode": "none"},
-    "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
-    "in chunks": {"training.mlp_chunk_tokens": 24},
-    "compiled in chunks": {
-        "training.mlp_chunk_tokens": 24,
-        "compile.enable": True,
-        "compile.backend": "aot_eager",
-        "lora.targets": "q_proj,up_proj",
-    },
-    "offloaded": {
-        "activation_checkpoint.offload": True,
-        "compile.enable": True,
-        "compile.backend": "aot_eager",
-    },
-}
-
-
-@pytest.mark.parametrize("name", LEVERS)
-def test_levers_change_nothing(folder, name):
-    settings = LEVERS[name] | {"training.steps": 3}
-    targets = settings.get("lora.targets", "all-linear")
-    plain = f"plain-{targets}"
-    if not (folder / plain).is_dir():
-        _train(folder, plain, "Qwen3", {"training.steps": 3, "lora.targets": targets})
-    _train(folder, name, "Qwen3", settings)
-    _alike(folder, name, plain)
-
-
-def test_blocks_are_compiled_twice_however_many_there_are():
-    """The first one's input needs no gradient. PEFT's layers hold nothing that differs by layer."""
-    shape = dataclasses.replace(TINY, layers=10)
-    adapters = resolve_adapters(shape, 3, 6, 0.1, "all-linear", "default")
-    counter = CompileCounterWithBackend("aot_eager")
-    with fake_world(1):
-        with torch.device("meta"):
-            model = Decoder(shape, dense_attend)
-            add_adapters(model, adapters)
-        mesh = init_device_mesh("cpu", (1,))
-        checkpointing = ActivationCheckpoint("full")
-        parallelize(model, mesh, torch.float32, True, checkpointing, Compile(True, counter))
-        model.to_empty(device="cpu")
-        initialize(model, 0, shape)
-        initialize_adapters(model, 0, adapters)
-        tokens = torch.arange(13)[None]
-        for _ in range(2):
-            model(tokens, tokens, causal(13), tokens).backward()
-    assert counter.frame_count == 2
-
-
 @pytest.fixture(scope="module")
 def trained(folder) -> Trainer:
     """A run of native Llama, whose adapters have come far from zero."""
-    return _train(folder, "trained", "Llama", {"optimizer.lr": 0.1})
+    return train(folder, "trained", "Llama", {"optimizer.lr": 0.1})
 
 
 def test_resuming_is_exact(folder):
     """With dropout, whose numbers come from the step alone."""
     drops = {"lora.dropout": 0.3, "checkpoint.interval": 1, "lr_scheduler.total_steps": STEPS}
-    whole = _train(folder, "whole", "Qwen3", drops)
-    _train(folder, "resumed", "Qwen3", drops | {"training.steps": 2})
+    whole = train(folder, "whole", "Qwen3", drops)
+    train(folder, "resumed", "Qwen3", drops | {"training.steps": 2})
     torch.rand(7)
-    resumed = _train(folder, "resumed", "Qwen3", drops)
+    resumed = train(folder, "resumed", "Qwen3", drops)
     for line, wanted in zip(lines_of(folder / "resumed"), lines_of(folder / "whole"), strict=True):
         assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
     for found, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(found.full_tensor(), wanted.full_tensor())
     # Dropout did something, and nothing of it is drawn twice.
-    _train(folder, "undropped", "Qwen3", drops | {"lora.dropout": 0.0})
+    train(folder, "undropped", "Qwen3", drops | {"lora.dropout": 0.0})
     losses = [line["loss"] for line in lines_of(folder / "undropped")]
     assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
 
@@ -288,34 +155,13 @@ def test_logged_flops_are_fewer(folder):
     pairs = []
     for output, adapters in (("flops", {}), ("flops-of-all", {"lora.rank": 0, "lora.alpha": 16})):
         settings = {"training.steps": 1, "metrics.peak_tflops": 1000.0, **adapters}
-        trainer = _train(folder, output, "Llama", settings)
+        trainer = train(folder, output, "Llama", settings)
         (line,) = lines_of(folder / output)
         flops = line["dense_equivalent_tflops"] * 1e12 / line["tokens_per_second_per_device"]
         assert line["mfu"] * 1e3 == pytest.approx(line["dense_equivalent_tflops"])
         without_attention = flops_per_token(trainer.model_config, 0.0, trainer.adapters)
         pairs.append(flops - without_attention)
     assert pairs[0] == pytest.approx(pairs[1], rel=1e-6) and pairs[0] > 0
-
-
-def test_recomputation_drops_what_the_forward_dropped(folder):
-    """In the backward of a checkpointed block, compiled or not."""
-    drops = {"lora.dropout": 0.3, "training.steps": 3}
-    compiled = {"compile.enable": True, "compile.backend": "aot_eager"}
-    _train(folder, "drops", "Qwen3", drops | {"activation_checkpoint.mode": "none"})
-    for output, settings in (("drops-again", drops), ("drops-compiled", drops | compiled)):
-        _train(folder, output, "Qwen3", settings)
-        _alike(folder, output, "drops")
-
-
-def _numbers(out: Path) -> None:
-    draw_dropout(Config(lora=Lora(rank=2, dropout=0.1)), 7)
-    torch.save(torch.rand(4), out / f"{dist.get_rank()}")
-
-
-def test_ranks_drop_different_inputs(tmp_path):
-    run_processes(2, _numbers, tmp_path)
-    first, second = (torch.load(tmp_path / name) for name in ("0", "1"))
-    assert not torch.equal(first, second)
 
 
 def test_validation_drops_nothing(folder, monkeypatch):
@@ -327,7 +173,7 @@ def test_validation_drops_nothing(folder, monkeypatch):
 
     monkeypatch.setattr(Validation, "run", spy)
     settings = {"validation.enable": True, "training.steps": 1, "lora.dropout": 0.5}
-    trainer = _train(folder, "validated", "Qwen3", settings)
+    trainer = train(folder, "validated", "Qwen3", settings)
     assert seen == [[False] * 14]
     assert all(module.training for module in trainer.model.modules())
 
@@ -362,10 +208,10 @@ def test_another_base_is_refused(folder, trained, capsys):
     _changed(folder, "another")
     steps = {"training.steps": STEPS + 1}
     with pytest.raises(ConfigError, match=r"initial_hf = .*another\" has other weights than those"):
-        _train(folder, "moved", "another", steps)
+        train(folder, "moved", "another", steps)
     # The same weights under another name are the same.
     shutil.copytree(folder / "Llama", folder / "same")
-    _train(folder, "moved", "same", steps | {"checkpoint.last_save_in_hf": False})
+    train(folder, "moved", "same", steps | {"checkpoint.last_save_in_hf": False})
     assert lines_of(folder / "moved")[-1]["step"] == STEPS + 1
 
     for changes, said in (
@@ -375,7 +221,7 @@ def test_another_base_is_refused(folder, trained, capsys):
         ({"lora.rank": 0, "lora.alpha": 16}, "lora.rank = 0, but .* with 3"),
     ):
         with pytest.raises(ConfigError, match=said):
-            _train(folder, "trained", "Llama", steps | changes)
+            train(folder, "trained", "Llama", steps | changes)
 
     weights = folder / "Llama/model.safetensors"
     kept = weights.read_bytes()
@@ -437,9 +283,9 @@ def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
     return json.loads((folder / out / "results.json").read_text())["position"]
 
 
-def test_a_run_and_its_merged_export_are_evaluated_alike(folder):
+def test_a_run_and_its_merged_export_are_evaluatedassert_alike(folder):
     """Without dropout."""
-    _train(folder, "evaluated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.5})
+    train(folder, "evaluated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.5})
     export = ["--merge", "--dtype", "float32"]
     assert export_hf([str(folder / "evaluated"), str(folder / "evaluated-hf"), *export]) == 0
     of_run = _evaluate(folder, "of-run", "--checkpoint", str(folder / "evaluated"))
@@ -458,7 +304,7 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
     output = "trained"
     if model != "Llama":
         output = "merged-run"
-        _train(folder, output, model, {"optimizer.lr": 0.1})
+        train(folder, output, model, {"optimizer.lr": 0.1})
     out = folder / f"{model}-merged"
     assert export_hf([str(folder / output), str(out), "--merge", "--dtype", "float32"]) == 0
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -479,7 +325,7 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
 
 def test_frozen_weights_stay_as_they_were_read(folder):
     """In bfloat16, without gradients and without states."""
-    trainer = _train(folder, "half-run", "Qwen3", {"training.dtype": "bfloat16"})
+    trainer = train(folder, "half-run", "Qwen3", {"training.dtype": "bfloat16"})
     base = read_model(folder / "Qwen3").state_dict()
     frozen = 0
     for name, parameter in trainer.model.named_parameters():
