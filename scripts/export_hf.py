@@ -1,10 +1,13 @@
 """Writes a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
 
-    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16]
+    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16] [--merge]
 
 RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
 checkpoint/step-N. The run's config.toml says which model it is. Nothing of the run is changed; one
 process on the CPU, whatever the run had.
+
+Of a run with adapters (lora.rank) OUT holds these alone, for PeftModel.from_pretrained() on the
+model of model.initial_hf; with --merge, that model with the adapters merged into its weights.
 """
 
 import argparse
@@ -14,10 +17,13 @@ from pathlib import Path
 
 import torch
 
-from titan_sparse.config import load
+from titan_sparse.config import Config, load, trains_random_base
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
+from titan_sparse.models.huggingface_adapter import export_adapter, merged
+from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
+from titan_sparse.training.lora import check_base
 
 
 def main(words: list[str]) -> int:
@@ -29,11 +35,15 @@ def main(words: list[str]) -> int:
     parser.add_argument("run_or_checkpoint", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16"
+        "--dtype",
+        choices=["bfloat16", "float16", "float32", "float64"],
+        help="of the weights; default: bfloat16, of adapters float32",
     )
+    parser.add_argument("--merge", action="store_true", help="adapters go into the weights")
     args = parser.parse_args(words)
     try:
-        checkpoint = export(args.run_or_checkpoint, args.out, getattr(torch, args.dtype))
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        checkpoint = export(args.run_or_checkpoint, args.out, dtype, args.merge)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,11 +51,40 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def export(source: str, out: str, dtype: torch.dtype) -> str:
+def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool = False) -> str:
     """Export what `source` names to the new folder `out`; returns the checkpoint that was read.
 
+    dtype: None for bfloat16, or float32 for adapters. merge: adapters go into the weights.
     Raises ValueError, one line, if there is none.
     """
+    checkpoint, config = _find(source)
+    model = config.model
+    shape = resolve(**vars(model))
+    verify(checkpoint)
+    if shape.tied_embeddings and "lm_head.weight" in read_metadata(checkpoint).state_dict_metadata:
+        # Its weights, which showed that the head is not tied, have gone since.
+        raise ValueError(
+            f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
+            "tie_word_embeddings = true; write false there"
+        )
+    read = functools.partial(read_into, checkpoint=checkpoint)
+    adapters = resolve_adapters(shape, **vars(config.lora))
+    if adapters is None:
+        if merge:
+            raise ValueError(f"--merge: {checkpoint} has no adapters; leave --merge out")
+    else:
+        _check_base(config, checkpoint)
+        if not merge:
+            dtype = dtype or torch.float32
+            export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf)
+            return checkpoint
+        read = merged(read, shape, adapters, model.initial_hf)
+    export_weights(checkpoint, read, out, shape, dtype or torch.bfloat16, model.initial_hf)
+    return checkpoint
+
+
+def _find(source: str) -> tuple[str, Config]:
+    """The checkpoint that `source` names, and the configuration of its run."""
     path = Path(source)
     if (path / ".metadata").is_file():
         checkpoint = str(path)
@@ -66,18 +105,17 @@ def export(source: str, out: str, dtype: torch.dtype) -> str:
             "write a run with one, or its folder checkpoint/step-N"
         )
     config, _ = load(["--config", str(config_path)])
-    model = config.model
-    shape = resolve(**vars(model))
-    verify(checkpoint)
-    if shape.tied_embeddings and "lm_head.weight" in read_metadata(checkpoint).state_dict_metadata:
-        # Its weights, which showed that the head is not tied, have gone since.
+    return checkpoint, config
+
+
+def _check_base(config: Config, checkpoint: str) -> None:
+    """Raises ValueError unless model.initial_hf has the weights that the adapters belong to."""
+    if trains_random_base(config):
         raise ValueError(
-            f"{checkpoint} has lm_head.weight, but {model.initial_hf}/config.json says "
-            "tie_word_embeddings = true; write false there"
+            f"{checkpoint} has adapters of random weights (training.seed = {config.training.seed}), "
+            "which no folder holds; train with model.initial_hf"
         )
-    read = functools.partial(read_into, checkpoint=checkpoint)
-    export_weights(checkpoint, read, out, shape, dtype, model.initial_hf)
-    return checkpoint
+    check_base(config, checkpoint)
 
 
 if __name__ == "__main__":

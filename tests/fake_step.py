@@ -5,6 +5,7 @@ RMSNorm, which is one kernel that keeps its input, and the loss, which works in 
 with the CUDA kernels' memory take their place.
 """
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,11 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
-from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
+from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.parallelize import parallelize
 
 _DENSE = Dense()
@@ -123,11 +127,18 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def peaks_of_a_step(
-    monkeypatch, config: DecoderConfig, mode: str, tokens: int, ranks: int, chunk: int
+    monkeypatch,
+    config: DecoderConfig,
+    mode: str,
+    tokens: int,
+    ranks: int,
+    chunk: int,
+    adapters: Adapters | None = None,
+    mlp_chunk_tokens: int = 0,
 ) -> tuple[float, ...]:
     """GiB at the peak of forward, backward and optimizer step of the second step.
 
-    Weights are in float32, the optimizer is AdamW (foreach).
+    Weights are in float32, with adapters in bfloat16; the optimizer is AdamW (foreach).
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskRanges) -> Tensor:
@@ -136,13 +147,20 @@ def peaks_of_a_step(
     live = LiveBytes()
     with fake_world(ranks):
         with torch.device("meta"):
-            model = Decoder(config, attention)
+            if adapters:
+                mlp = functools.partial(ChunkedLoraMLP, chunk_tokens=mlp_chunk_tokens)
+                model = Decoder(config, attention, mlp if mlp_chunk_tokens else MLP)
+                add_adapters(model.to(torch.bfloat16), adapters)
+            else:
+                model = Decoder(config, attention)
         mesh = init_device_mesh("cpu", (ranks,))
         parallelize(model, mesh, torch.bfloat16, True, ActivationCheckpoint(mode), Compile())
         like_cuda(monkeypatch, live)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            optimizer = torch.optim.AdamW(
+                [p for p in model.parameters() if p.requires_grad], foreach=True
+            )
             inputs = torch.zeros(1, tokens, dtype=torch.long, device="cpu")
             ranges = Causal().rows(tokens, torch.device("cpu"))
             with live:

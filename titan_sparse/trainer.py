@@ -52,6 +52,7 @@ from titan_sparse.training.checkpoint import (
 )
 from titan_sparse.training.float8 import check_device
 from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
+from titan_sparse.training.lora import base_digest, draw_dropout, find_adapters, without_dropout
 from titan_sparse.training.metrics import MetricsLog
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
 from titan_sparse.training.parallelize import (
@@ -70,7 +71,9 @@ from titan_sparse.training.start import (
     checkpoint_to_resume,
     local_world_size,
     open_data,
+    read_initial_hf,
     recomputed_share,
+    source_of_weights,
     step_path,
     step_size,
 )
@@ -96,11 +99,14 @@ class Trainer:
         check_async_mode(config.checkpoint, self.device)
         self.dtype = getattr(torch, training.dtype)
         self.model_config = resolve(**dataclasses.asdict(config.model))
+        self.adapters = find_adapters(config, self.model_config)
         if config.float8.enable:
             check_device(self.device)
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
-        self.origin = Origin(self.model_config, self.loader.tokenizer.digest, self.device.type)
+        self.origin = Origin(
+            self.model_config, self.loader.tokenizer.digest, self.device.type, base_digest(config)
+        )
         saved = read_saved(checkpoint_to_resume(config))
         if saved is not None:
             refuse_changes(saved, config, self.origin)
@@ -212,22 +218,23 @@ class Trainer:
     def _load(self) -> None:
         """Resume from the run's newest checkpoint, else read model.initial_hf where that is given."""
         initial_hf = self.config.model.initial_hf
+        # A checkpoint does not hold frozen weights.
+        if self.adapters:
+            read_initial_hf(self.config, self.model, self.model_config)
         if self.checkpointer.load():
             instead = ""
-            if initial_hf:
+            if initial_hf and not self.adapters:
                 instead = (
                     f", from the run's own checkpoint and not from model.initial_hf = {initial_hf}"
                 )
             logger.info("resumed at step %d%s", self.progress.step, instead)
             self._take_up_settings()
-        elif initial_hf and not self.config.model.random_weights:
-            # Only where asked for: it needs safetensors.
-            from titan_sparse.models.huggingface import load_weights
-
-            load_weights(self.model, initial_hf, self.model_config)
-            logger.info("read the weights of %s", initial_hf)
+        elif not self.adapters:
+            read_initial_hf(self.config, self.model, self.model_config)
         self.checkpointer.check_disk(self.config.training.steps)
-        refuse_bad_weights(self.model, self._source_of_weights(), self.device)
+        refuse_bad_weights(
+            self.model, source_of_weights(self.config, self.progress.step), self.device
+        )
 
     def _take_up_settings(self) -> None:
         """What the user writes counts, and not what the checkpoint was saved with."""
@@ -239,15 +246,6 @@ class Trainer:
         resume_schedule(self.optimizers, self.schedule, self.config.optimizer, step)
         if saved is not None and dist.get_rank() == 0:
             report_changes(saved, self.config, step)
-
-    def _source_of_weights(self) -> str:
-        if self.progress.step:
-            return f"the checkpoint of step {self.progress.step}"
-        if self.config.checkpoint.initial_load_path:
-            return f"checkpoint.initial_load_path = {self.config.checkpoint.initial_load_path}"
-        if self.config.model.initial_hf and not self.config.model.random_weights:
-            return f"model.initial_hf = {self.config.model.initial_hf}"
-        return f"the first weights (training.seed = {self.config.training.seed})"
 
     def _run_steps(self) -> bool:
         """All steps that are left. Returns whether a signal ended them."""
@@ -279,6 +277,7 @@ class Trainer:
         step = self.progress.step + 1
         is_logged = self.metrics.should_log(step)
         draw_probe_rows(self.config.training.seed, step)
+        draw_dropout(self.config, step)
 
         # Gradients add up over the micro-batches. Attention is recorded in the last one, what caps
         # cut is counted in all.
@@ -439,7 +438,8 @@ class Trainer:
             self.saved_step = step
             self.recovery.has_saved()
         if validates:
-            self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
+            with without_dropout(self.model):
+                self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
         if saves or validates or is_first:
             meet()
@@ -465,7 +465,7 @@ class Trainer:
         if dist.get_rank() == 0:
             initial_hf = self.config.model.initial_hf
             self.checkpointer.save_in_hf(
-                self.progress.step, self.model_config, self.dtype, initial_hf
+                self.progress.step, self.model_config, self.dtype, initial_hf, self.adapters
             )
         meet()
 

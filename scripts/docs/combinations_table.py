@@ -23,7 +23,7 @@ from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttention
 from titan_sparse.config import Config, ConfigError, check
-from titan_sparse.config.sections import KINDS
+from titan_sparse.config.keys import KINDS
 
 PAGE = generated.ROOT / "docs/masks_and_patterns.md"
 MARKER = "combinations"

@@ -15,8 +15,8 @@ from typing import get_args
 
 from scripts.docs import generated
 from titan_sparse.config import Config, field_docs
+from titan_sparse.config.keys import walk
 from titan_sparse.config.reading import show
-from titan_sparse.config.sections import walk
 
 PAGE = generated.ROOT / "docs/configuration.md"
 MARKER = "options"

@@ -163,6 +163,7 @@ def test_which_files_claim_a_share():
     assert claim == {name for name, path in zip(NAMES, FILES, strict=True) if any(_shares(path))}
     assert claim == {
         "llama3_1_8b_512k.toml",
+        "lora_llama3_1_8b_256k_1gpu.toml",
         "qwen2_5_3b_512k.toml",
         "qwen3_8b_1m.toml",
         "variants/minference.toml",

@@ -19,7 +19,7 @@ from tests.docs.commands import (
 )
 from tests.docs.pages import PAGES, ROOT, Command, all_commands, commands_of, fenced_blocks
 from titan_sparse.config import Config, load
-from titan_sparse.config.sections import SECTIONS, walk
+from titan_sparse.config.keys import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
 
 COMMANDS = all_commands()

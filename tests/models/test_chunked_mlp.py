@@ -66,7 +66,7 @@ def test_error_of_weight_gradients_does_not_grow_with_chunks():
     assert all(many < 1.1 * one for many, one in zip(errors[8], errors[4096], strict=True)), errors
 
 
-class _LargestTensor(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """The most elements that any tensor made inside has."""
 
     largest = 0
@@ -82,7 +82,7 @@ class _LargestTensor(TorchDispatchMode):
 def test_no_intermediate_of_all_tokens():
     _, chunked = _pair(torch.float32, 16)
     x, weights = torch.randn(1, 640, 32), [p.detach() for p in chunked.parameters()]
-    with _LargestTensor() as seen:
+    with LargestTensor() as seen:
         chunked_mlp._forward._init_fn(x, *weights, 16, "")
         chunked_mlp._backward._init_fn(x, x, *weights, 16, "")
     assert seen.largest == x.numel()  # the intermediate size is larger: 640 x 48 would be seen
@@ -92,7 +92,7 @@ def test_no_intermediate_of_all_tokens():
 def calls(monkeypatch) -> dict[str, int]:
     """How often a chunk was computed forward and backward."""
     count = {"forward": 0, "backward": 0}
-    forward, backward = chunked_mlp._swiglu, chunked_mlp._swiglu_backward
+    forward, backward = chunked_mlp.swiglu, chunked_mlp.swiglu_backward
 
     def counted_forward(*args):
         count["forward"] += 1
@@ -102,8 +102,8 @@ def calls(monkeypatch) -> dict[str, int]:
         count["backward"] += 1
         return backward(*args)
 
-    monkeypatch.setattr(chunked_mlp, "_swiglu", counted_forward)
-    monkeypatch.setattr(chunked_mlp, "_swiglu_backward", counted_backward)
+    monkeypatch.setattr(chunked_mlp, "swiglu", counted_forward)
+    monkeypatch.setattr(chunked_mlp, "swiglu_backward", counted_backward)
     return count
 
 

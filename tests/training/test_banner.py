@@ -28,6 +28,19 @@ def _lines(config: Config, recomputed: float = 0.0) -> dict[str, str]:
     return lines
 
 
+def test_what_is_trained():
+    config = Config()
+    config.model.flavour = "debug"
+    config.lora.rank = 8
+    config.lora.targets = "q_proj,v_proj"
+    # Four layers of 128 columns: q of 128, v of 64.
+    trained = 4 * 8 * (128 + 128 + 128 + 64) / 1e6
+    assert _lines(config)["model"] == (
+        f"debug, 0.8 M parameters, bfloat16, frozen, and {trained:.1f} M that are trained: adapters "
+        "of rank 8 of q_proj, v_proj"
+    )
+
+
 def test_every_line():
     config = Config()
     config.model.flavour = "debug"

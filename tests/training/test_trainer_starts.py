@@ -15,6 +15,7 @@ from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.config import Config, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.start import source_of_weights
 
 SETTINGS = {
     "training__steps": 2,
@@ -197,7 +198,7 @@ def _loading(**parts) -> SimpleNamespace:
         model_config="shape",
         device="device",
         events=[],
-        _source_of_weights=lambda: "source",
+        adapters=None,
     )
     run.checkpointer = SimpleNamespace(
         load=lambda: parts["resumes"], check_disk=lambda n: run.events.append(f"disk for {n}")
@@ -216,11 +217,12 @@ def test_where_the_first_weights_come_from(monkeypatch, caplog, resumes, initial
     note = run.events.append
     run.config.model.initial_hf = initial_hf
     monkeypatch.setattr(trainer, "refuse_bad_weights", lambda *args: note(args))
+    monkeypatch.setattr(trainer, "source_of_weights", lambda config, step: f"source at {step}")
     monkeypatch.setattr(huggingface, "load_weights", lambda *args: note(args))
     Trainer._load(run)
     read = [("model", "weights", "shape")] if initial_hf else []
     begin = ["settings"] if resumes else read
-    assert run.events == [*begin, "disk for 10", ("model", "source", "device")]
+    assert run.events == [*begin, "disk for 10", ("model", "source at 6", "device")]
     not_from = ", from the run's own checkpoint and not from model.initial_hf = weights"
     if resumes:
         wanted = ["resumed at step 6" + (not_from if initial_hf else "")]
@@ -264,11 +266,11 @@ def test_settings_of_this_start_count(monkeypatch, saved, rank):
     ],
 )
 def test_bad_weights_are_told_by_their_source(step, initial_load_path, initial_hf, source):
-    run = SimpleNamespace(config=Config(), progress=SimpleNamespace(step=step))
-    run.config.training.seed = 3
-    run.config.checkpoint.initial_load_path = initial_load_path
-    run.config.model.initial_hf = initial_hf
-    assert Trainer._source_of_weights(run) == source
+    config = Config()
+    config.training.seed = 3
+    config.checkpoint.initial_load_path = initial_load_path
+    config.model.initial_hf = initial_hf
+    assert source_of_weights(config, step) == source
 
 
 def test_a_stop_between_micro_batches(folder, monkeypatch, caplog):

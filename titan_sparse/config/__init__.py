@@ -16,8 +16,10 @@ from titan_sparse.config.checking import (
     resolve_cp_intra,
     resolve_overlap_stages,
 )
+from titan_sparse.config.checking_lora import trains_random_base
 from titan_sparse.config.checking_start import check_start
 from titan_sparse.config.environment import check_launch, world_from_environment, world_of
+from titan_sparse.config.keys import field_docs
 from titan_sparse.config.reading import ConfigError, Refusal, load, save, to_toml, usage
 from titan_sparse.config.sections import (
     ActivationCheckpoint,
@@ -30,6 +32,7 @@ from titan_sparse.config.sections import (
     Flags,
     Float8,
     Guard,
+    Lora,
     LRScheduler,
     Metrics,
     MoBA,
@@ -41,7 +44,6 @@ from titan_sparse.config.sections import (
     Validation,
     VerticalSlash,
     XAttention,
-    field_docs,
 )
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Float8",
     "Guard",
     "LRScheduler",
+    "Lora",
     "Metrics",
     "MoBA",
     "Model",
@@ -80,6 +83,7 @@ __all__ = [
     "resolve_overlap_stages",
     "save",
     "to_toml",
+    "trains_random_base",
     "usage",
     "world_from_environment",
     "world_of",

@@ -15,8 +15,9 @@ from typing import Any
 
 import tomli
 
+from titan_sparse.config.keys import KINDS
 from titan_sparse.config.reading import ConfigError, flatten, show, typed
-from titan_sparse.config.sections import KINDS, Config, Model
+from titan_sparse.config.sections import Config, Model
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
 
@@ -33,6 +34,8 @@ class Origin:
     """Tokenizer.digest"""
     device: str
     """cpu or cuda"""
+    base: str = ""
+    """what tells the frozen weights from others; empty where all weights are trained"""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     if dtype is not None and "float64" in (dtype.saved, dtype.now):
         _refuse(saved, dtype, "and weights of float64 and of float32 are not each other's")
 
+    _refuse_other_adapters(saved, found, config, origin)
     tokenizer = saved.origin.get("tokenizer", origin.tokenizer)
     if tokenizer != origin.tokenizer:
         raise ConfigError(_another_tokenizer(saved, config, tokenizer, origin.tokenizer))
@@ -141,6 +145,31 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
             "was saved on the CPU and has no random numbers of a GPU; write "
             f'training.device = "cpu", or {_new_run(saved)}'
         )
+
+
+def _refuse_other_adapters(
+    saved: Saved, found: dict[str, Change], config: Config, origin: Origin
+) -> None:
+    """Adapters belong to their frozen weights, and to what they count."""
+    new_run = "another training.output_dir for a new run"
+    for key in ("lora.rank", "lora.alpha", "lora.targets"):
+        if key in found:
+            change = found[key]
+            raise ConfigError(
+                f"{key} = {show(change.now)}, but {saved.checkpoint} was saved with "
+                f"{show(change.saved)}; write {key} = {show(change.saved)}, or {new_run}"
+            )
+    base = saved.origin.get("base", origin.base)
+    if base == origin.base:
+        return
+    if origin.base.startswith("training.seed"):
+        said = f"{origin.base} draws other frozen weights than those ({base})"
+    else:
+        said = f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those"
+    raise ConfigError(
+        f"{said} that the adapters of {saved.checkpoint} were trained on; write what they were, "
+        f"or {new_run}"
+    )
 
 
 def _refuse(saved: Saved, change: Change, reason: str) -> None:

@@ -5,6 +5,7 @@ import math
 from operator import attrgetter
 
 from titan_sparse.config.checking_attention import check_attention, check_recompute
+from titan_sparse.config.checking_lora import check_lora
 from titan_sparse.config.environment import world_of
 from titan_sparse.config.mixture import single_source, source_formats, source_weights
 from titan_sparse.config.ranges import check_ranges
@@ -72,6 +73,7 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     _check_optimizer(config.optimizer)
     _check_memory_levers(config)
     _check_float8(config)
+    check_lora(config)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
     _check_pictures(config.metrics)

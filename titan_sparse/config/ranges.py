@@ -2,8 +2,9 @@
 
 from operator import attrgetter
 
+from titan_sparse.config.keys import KINDS
 from titan_sparse.config.reading import require, show
-from titan_sparse.config.sections import KINDS, Config
+from titan_sparse.config.sections import Config
 
 # Least value -> the keys that it holds for.
 _MINIMUMS = {
@@ -31,6 +32,8 @@ _MINIMUMS = {
         "attention.vertical_slash.dense_below",
         "attention.xattention.dense_below",
         "optimizer.weight_decay",
+        "lora.rank",
+        "lora.dropout",
         "lr_scheduler.warmup_steps",
         "lr_scheduler.total_steps",
         "guard.spike_factor",
@@ -58,6 +61,7 @@ _MINIMUMS = {
         "attention.xattention.stride",
         "attention.moba.chunk_size",
         "attention.moba.top_k",
+        "lora.alpha",
         "checkpoint.interval",
         "guard.average_steps",
         "guard.max_skips_in_a_row",
@@ -82,6 +86,7 @@ sums and products of a few stay within int64."""
 _MAXIMUMS = {
     "model.layers": 10**4,
     "model.vocab_size": 10**7,
+    "lora.rank": 10**5,
     "training.local_batch_size": 10**4,
     "training.gradient_accumulation_steps": 10**6,
     "metrics.recall_rows": 10**6,
@@ -97,6 +102,7 @@ _NEVER_EMPTY = (
     "data.text_field",
     "data.messages_field",
     "data.split",
+    "lora.targets",
     "training.output_dir",
 )
 

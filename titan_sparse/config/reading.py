@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import tomli
 
-from titan_sparse.config.sections import KINDS, SECTIONS, Config, Flags, field_docs, walk
+from titan_sparse.config.keys import KINDS, SECTIONS, field_docs, walk
+from titan_sparse.config.sections import Config, Flags
 
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""

@@ -3,12 +3,8 @@
 --help and the table of options are made from these docstrings.
 """
 
-import ast
-import inspect
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass
@@ -308,6 +304,22 @@ class Float8:
 
 
 @dataclass
+class Lora:
+    """Low-rank adapters in place of training all weights, through PEFT. Does nothing with rank 0."""
+
+    rank: int = 0
+    """rank of the adapters; 0: all weights are trained. Above, these are frozen in training.dtype"""
+    alpha: int = 16
+    """adapters count alpha / rank"""
+    dropout: float = 0.0
+    """share of an adapter's inputs that training drops, in [0, 1)"""
+    targets: str = "all-linear"
+    """linear layers with adapters, such as "q_proj,v_proj"; all-linear: all of attention and MLP"""
+    init: Literal["default", "gaussian"] = "default"
+    """how A begins, as PEFT names it: default is uniform as nn.Linear; B begins as zero"""
+
+
+@dataclass
 class Compile:
     """torch.compile of each block. Does nothing unless enabled."""
 
@@ -428,6 +440,7 @@ class Config:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     float8: Float8 = field(default_factory=Float8)
+    lora: Lora = field(default_factory=Lora)
     compile: Compile = field(default_factory=Compile)
     guard: Guard = field(default_factory=Guard)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -461,34 +474,3 @@ class Flags:
     def starts_nothing(self) -> bool:
         """Whether something is printed in place of a run."""
         return self.print_config or self.dry_run or self.find_max_length
-
-
-def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below a section with its type. Sub-sections come after the plain fields and
-    before their own."""
-    plain_fields_first = sorted(fields(section), key=lambda field: is_dataclass(field.type))
-    for item in plain_fields_first:
-        yield prefix + item.name, item.type
-        if is_dataclass(item.type):
-            yield from walk(item.type, f"{prefix}{item.name}.")
-
-
-SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
-"""Dotted key -> class of every section."""
-
-KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
-"""Dotted key -> type of every other field."""
-
-
-def field_docs(section: type) -> dict[str, str]:
-    """The docstring below each field of a section class, in one line, by field name.
-
-    A field without one is left out.
-    """
-    body = ast.parse(inspect.getsource(section)).body[0].body
-    docs = {}
-    for item, following in itertools.pairwise(body):
-        is_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if isinstance(item, ast.AnnAssign) and is_docstring:
-            docs[item.target.id] = " ".join(following.value.value.split())
-    return docs

@@ -14,7 +14,7 @@ from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple
-from titan_sparse.config.sections import KINDS
+from titan_sparse.config.keys import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of
@@ -26,6 +26,7 @@ from titan_sparse.models.flavours import (
     number_of_parameters,
     resolve,
 )
+from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
 
 OUTSIDE_GIB = 1.5
 """Device memory that PyTorch's allocator does not hand out: CUDA context, libraries and gaps."""
@@ -210,8 +211,13 @@ def _shape(config: Config, step: Step, where: World) -> list[str]:
     parameters = number_of_parameters(step.model) / 1e6
     seq_len = config.training.seq_len
     compiled = "compiled" if step.compiled else "not compiled"
+    trained = ""
+    if step.adapters:
+        millions = adapter_elements(step.model, step.adapters) / 1e6
+        trained = f" and {millions:,.1f} M of adapters of rank {step.adapters.rank}"
     model_line = (
-        f"{name}, {parameters:,.1f} M parameters, {_ranks(where)}, parameters over {step.shards}"
+        f"{name}, {parameters:,.1f} M parameters{trained}, {_ranks(where)}, "
+        f"parameters over {step.shards}"
     )
     step_line = (
         f"{step.sequences} x {seq_len:,} tokens (padded to {step.seq_len:,}), "
@@ -323,7 +329,8 @@ def _levers(step: Step) -> list[tuple[str, dict]]:
         "offload_optimizer": True,
     }
     for field, value in wanted.items():
-        if LEVERS[field] in KINDS and not getattr(step, field):
+        is_possible = field != "offload_optimizer" or step.adapters is None
+        if LEVERS[field] in KINDS and is_possible and not getattr(step, field):
             levers.append((f"{LEVERS[field]} = {str(value).lower()}", {field: value}))
     return levers
 
@@ -377,11 +384,12 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
     sequences_of_rank = training.local_batch_size * training.gradient_accumulation_steps
     sequences = sequences_of_rank * where.ranks // config.parallelism.cp
     tokens = sequences * seq_len
+    adapters = resolve_adapters(model, **vars(config.lora))
 
     def step_flops(pairs: float) -> float:
         """pairs: visited in one sequence by a head of each layer, summed over layers."""
         pairs_per_token = model.heads * pairs / seq_len
-        return tokens * flops_per_token(model, pairs_per_token)
+        return tokens * flops_per_token(model, pairs_per_token, adapters)
 
     # Of the layers that the pattern applies to, and of those with a window of their own.
     dense_pairs = 0.0
@@ -393,7 +401,7 @@ def _flops(config: Config, model: DecoderConfig, pattern: Pattern, where: World)
         else:
             dense_pairs += pairs
     dense = step_flops(dense_pairs + window_pairs)
-    without_attention = tokens * flops_per_token(model, 0.0)
+    without_attention = tokens * flops_per_token(model, 0.0, adapters)
     attention_percent = 100 * (1 - without_attention / dense)
     dense_line = (
         f"a step: {sequences:,} sequences, {tokens:,} tokens, {dense / 1e15:,.2f} PFLOP dense, "

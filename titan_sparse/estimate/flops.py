@@ -1,12 +1,13 @@
 """FLOPs of a training step: what MFU compares with the chip's peak.
 
 Only the multiplications and additions that a step has to do are counted: forward 1x and backward
-2x. Recomputation and the embedding lookup are not counted, and attention only over the pairs
-visited (causal and sparse). What a dense model would have needed for the same tokens is another
-number (dense-equivalent). It is never part of MFU.
+2x, which is 1x for frozen weights. Recomputation and the embedding lookup are not counted, and
+attention only over the pairs visited (causal and sparse). What a dense model would have needed for
+the same tokens is another number (dense-equivalent). It is never part of MFU.
 """
 
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
+from titan_sparse.models.lora_config import Adapters, adapter_elements
 
 PEAK_TFLOPS = {
     "H200": 989.5,
@@ -38,14 +39,25 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
     return None
 
 
-def linear_flops_per_token(config: DecoderConfig) -> float:
+def linear_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
     """Training FLOPs of one token in the blocks' linear layers.
 
-    6 for each weight. Biases and norms are not matmuls. Of a mixture of experts, the router and the
-    experts that a token is sent to.
+    6 for each weight, 4 for a frozen one. Biases and norms are not matmuls. Of a mixture of experts,
+    the router and the experts that a token is sent to.
     """
+    base = _flops_of_weight(adapters) * _linear_weights(config)
+    return base + 6.0 * adapter_elements(config, adapters)
+
+
+def _flops_of_weight(adapters: Adapters | None) -> float:
+    """Of a weight of the model, for one token: forward, gradient of the input, and of the weight."""
+    return 4.0 if adapters else 6.0
+
+
+def _linear_weights(config: DecoderConfig) -> int:
+    """Weights of the blocks' linear layers that one token is multiplied by."""
     if isinstance(config, TransformersConfig):
-        return 6.0 * config.linear_weights
+        return config.linear_weights
     query_size = config.heads * config.head_dim
     kv_size = config.kv_heads * config.head_dim
     # Projections of q and out, of k and v.
@@ -53,12 +65,12 @@ def linear_flops_per_token(config: DecoderConfig) -> float:
     # Gate, up and down.
     mlp_width = 3 * config.intermediate_size
     width_of_matrices = attention_width + mlp_width
-    return 6.0 * config.layers * config.hidden_size * width_of_matrices
+    return config.layers * config.hidden_size * width_of_matrices
 
 
-def head_flops_per_token(config: DecoderConfig) -> float:
+def head_flops_per_token(config: DecoderConfig, adapters: Adapters | None = None) -> float:
     """Training FLOPs of one token in the LM head, tied or not."""
-    return 6.0 * config.vocab_size * config.hidden_size
+    return _flops_of_weight(adapters) * config.vocab_size * config.hidden_size
 
 
 def attention_flops(config: DecoderConfig, visited_pairs: float) -> float:
@@ -97,14 +109,16 @@ def windows_of(config: DecoderConfig, window: int = 0) -> list[int]:
     return [min(window, of_layer) or window or of_layer for of_layer in own]
 
 
-def flops_per_token(config: DecoderConfig, pairs_per_token: float) -> float:
+def flops_per_token(
+    config: DecoderConfig, pairs_per_token: float, adapters: Adapters | None = None
+) -> float:
     """All training FLOPs of one token.
 
     pairs_per_token: pairs visited, summed over layers and heads.
     """
     return (
-        linear_flops_per_token(config)
-        + head_flops_per_token(config)
+        linear_flops_per_token(config, adapters)
+        + head_flops_per_token(config, adapters)
         + attention_flops(config, pairs_per_token)
     )
 
@@ -115,14 +129,15 @@ def utilization(
     tokens_per_second: float,
     peak: float,
     float8: bool = False,
+    adapters: Adapters | None = None,
 ) -> float:
     """MFU of one device: the seconds that a token takes at the peak, over those that it took.
 
     peak: bf16 FLOP/s. float8: linear layers are compared with the float8 peak, head and attention
     still with bf16's. So no speed-up of float8 counts as utilization.
     """
-    linear = linear_flops_per_token(config)
-    rest = flops_per_token(config, pairs_per_token) - linear
+    linear = linear_flops_per_token(config, adapters)
+    rest = flops_per_token(config, pairs_per_token, adapters) - linear
     speedup = FLOAT8_SPEEDUP if float8 else 1.0
     # As many bf16 FLOPs would take as long.
     bf16_flops = linear / speedup + rest

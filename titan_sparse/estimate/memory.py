@@ -15,12 +15,14 @@ from typing import NamedTuple
 from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
 from titan_sparse.estimate.step import LEVERS, Step, step_of
 from titan_sparse.models.flavours import number_of_parameters
+from titan_sparse.models.lora_config import adapter_elements, block_elements
 
 __all__ = [
     "GIB",
     "LEVERS",
     "Step",
     "estimate",
+    "frozen_bytes",
     "kept_by_block",
     "master_bytes",
     "peak_gib",
@@ -81,7 +83,11 @@ def _forward(step: Step) -> dict[str, float]:
     """The last block's forward: by part the bytes that are alive, as for all phases below."""
     # The residual, the second norm and the result; silu of gate, up and their product. Without
     # recomputation the block keeps all but one of them, so they are counted there.
-    mlp_units = Units(hidden=1) if step.mode == "none" else Units(hidden=3, intermediate=3)
+    mlp_units = Units(hidden=1)
+    if step.mode != "none":
+        # An adapter's product is there beside what it is added to.
+        adapted = step.adapters is not None and _has_adapter(step, "up_proj", "gate_up_proj")
+        mlp_units = Units(hidden=3, intermediate=4 if adapted else 3)
     mlp = _bytes(step, mlp_units, _mlp_tokens(step))
     rotary = 0
     if not step.compiled:
@@ -118,7 +124,7 @@ def _backward(step: Step, blocks_left: int) -> dict[str, float]:
     The block itself is one of them.
     """
     blocks_done = step.model.layers - blocks_left
-    block = _block_parameters(step)
+    block = _trained_in_block(step)
     if step.accumulates:
         gradients = _gradient_bytes(step)
     elif step.offload_optimizer:
@@ -129,7 +135,7 @@ def _backward(step: Step, blocks_left: int) -> dict[str, float]:
     # The head's gradient waits for the end. A block's gradient is there whole when it is reduced,
     # beside the one before it, which is being reduced.
     being_reduced = block * step.wide if blocks_done else 0
-    gradients += _head_parameters(step) * step.width + block * step.width + being_reduced
+    gradients += _head_gradient(step) * step.width + block * step.width + being_reduced
     return _standing(step) | {
         "gradients": gradients,
         "gathered weights": _gathered(step, blocks=2),
@@ -145,6 +151,12 @@ def _embedding(step: Step) -> dict[str, float]:
     freed. A tied embedding has one gradient from the loss and one from the look-up until they are
     added.
     """
+    if step.adapters:
+        # Nothing of this is trained.
+        return _standing(step) | {
+            "gradients": _gradient_bytes(step),
+            "kept for backward": _kept(step, 0),
+        }
     second_gradient = 0
     if step.model.tied_embeddings:
         second_gradient = _head_parameters(step) * step.width
@@ -180,6 +192,18 @@ def _block_parameters(step: Step) -> float:
     return in_blocks / model.layers
 
 
+def _trained_in_block(step: Step) -> float:
+    """Elements of one block that have gradients."""
+    if step.adapters:
+        return block_elements(step.model, step.adapters)
+    return _block_parameters(step)
+
+
+def _head_gradient(step: Step) -> float:
+    """Elements of the gradient of the matrix that the loss reads."""
+    return 0 if step.adapters else _head_parameters(step)
+
+
 def _head_parameters(step: Step) -> float:
     """Elements of the matrix that the loss reads."""
     model = step.model
@@ -187,10 +211,20 @@ def _head_parameters(step: Step) -> float:
 
 
 def master_bytes(step: Step) -> float:
-    """This rank's share of all parameters, in fp32."""
-    parameters = number_of_parameters(step.model)
+    """This rank's share of all parameters that are trained, in fp32."""
+    if step.adapters:
+        parameters = adapter_elements(step.model, step.adapters)
+    else:
+        parameters = number_of_parameters(step.model)
     bytes_of_model = parameters * step.wide
     return bytes_of_model / step.shards
+
+
+def frozen_bytes(step: Step) -> float:
+    """This rank's share of the parameters that are not trained, in training.dtype."""
+    if not step.adapters:
+        return 0
+    return number_of_parameters(step.model) * step.width / step.shards
 
 
 def _gradient_bytes(step: Step) -> float:
@@ -210,6 +244,8 @@ def _gathered(step: Step, blocks: int) -> float:
     the buffer that they arrive in.
     """
     block = _block_parameters(step)
+    if step.adapters:
+        block += _trained_in_block(step)
     if not step.reshard_after_forward:
         # Nothing is given back after the forward.
         blocks = step.model.layers
@@ -222,10 +258,10 @@ def _gathered(step: Step, blocks: int) -> float:
 
 def _standing(step: Step) -> dict[str, float]:
     """What is there in every phase."""
-    parameters = 0 if step.offload_optimizer else master_bytes(step)
+    trained = 0 if step.offload_optimizer else master_bytes(step)
     return {
-        "parameters": parameters,
-        "optimizer states": parameters * step.optimizer_states,
+        "parameters": trained + frozen_bytes(step),
+        "optimizer states": trained * step.optimizer_states,
         "context-parallel buffers": cp_buffers(step),
     }
 
@@ -247,6 +283,11 @@ def _bytes(step: Step, units: Units, intermediate_tokens: int | None = None) -> 
     return step.width * elements
 
 
+def _has_adapter(step: Step, *names: str) -> bool:
+    """Whether one of these linear layers needs its input for a gradient: without adapters all do."""
+    return step.adapters is None or any(name in step.adapters.targets for name in names)
+
+
 def _kept_units(step: Step) -> Units:
     """What a block keeps for its backward, without its lse."""
     # Norms of q and k keep what comes in.
@@ -266,12 +307,17 @@ def _kept_units(step: Step) -> Units:
             intermediate=intermediate,
         )
     # Both norms with what comes in; q, k, v, out twice; gate, up, their product; outside of the
-    # compiler also silu(gate).
+    # compiler also silu(gate). What only a frozen matrix reads is not kept.
+    read_by_qkv = _has_adapter(step, "q_proj", "k_proj", "v_proj", "qkv_proj")
+    read_by_mlp = _has_adapter(step, "gate_proj", "up_proj", "gate_up_proj")
+    read_by_o = _has_adapter(step, "o_proj")
+    read_by_down = _has_adapter(step, "down_proj")
+    tensors_of_mlp = (2 if step.compiled else 3) + read_by_down
     return Units(
-        hidden=4,
-        query=3 + norms,
+        hidden=2 + read_by_qkv + read_by_mlp,
+        query=2 + read_by_o + norms,
         kv=2 + norms,
-        intermediate=(3 if step.compiled else 4) * intermediate,
+        intermediate=tensors_of_mlp * intermediate,
     )
 
 
@@ -364,7 +410,7 @@ def _block_peak(step: Step) -> float:
     model = step.model
     tokens = _mlp_tokens(step)
     mlp = _bytes(step, _recomputed_units(step), tokens)
-    if step.mlp_chunk_tokens:
+    if step.mlp_chunk_tokens and not step.adapters:
         # The weights' gradients are summed over chunks in fp32.
         mlp += 3 * model.hidden_size * model.intermediate_size * step.wide
     if step.float8:
@@ -402,6 +448,6 @@ def _loss_tile(step: Step) -> float:
     chunk_width = model.vocab_size + model.hidden_size
     chunk_tokens = min(step.loss_chunk_tokens, step.tokens)
     chunk = chunk_tokens * chunk_width * step.wide
-    head_gradient = _head_parameters(step) * step.wide
+    head_gradient = _head_gradient(step) * step.wide
     hidden_states = _bytes(step, Units(hidden=3))
     return hidden_states + head_gradient + chunk

@@ -18,9 +18,10 @@ from titan_sparse.config import (
     resolve_cp_intra,
     resolve_overlap_stages,
 )
-from titan_sparse.config.sections import KINDS
+from titan_sparse.config.keys import KINDS
 from titan_sparse.from_config import schedule_named
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.lora_config import Adapters, resolve_adapters
 
 LEVERS = {
     "attention_recompute": "activation_checkpoint.attention_recompute",
@@ -51,6 +52,7 @@ class Step:
     optimizer_states: copies of the parameters that the optimizer keeps. optimizer_scratch: whether
         its step needs one more for a moment.
     accumulates: whether gradients are summed over several forwards.
+    adapters: what is trained in place of the model's own weights.
     """
 
     model: DecoderConfig
@@ -81,6 +83,7 @@ class Step:
     offload_optimizer: bool = False
     float8: bool = False
     float8_recipe: str = "rowwise"
+    adapters: Adapters | None = None
 
     @property
     def tokens(self) -> int:
@@ -147,6 +150,7 @@ def step_of(
         accumulates=training.gradient_accumulation_steps > 1,
         reshard_after_forward=parallelism.reshard_after_forward,
         loss_chunk_tokens=training.loss_chunk_tokens,
+        adapters=resolve_adapters(model, **vars(config.lora)),
         **_selection(config, model, pattern, seq_len),
         **levers,
     )

@@ -8,7 +8,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
 from titan_sparse.data.tokenizer import Tokenizer
@@ -17,13 +17,19 @@ from titan_sparse.from_config import build_attends, build_context_parallel
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import DecoderConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights, tensor_shapes
+from titan_sparse.models.huggingface_adapter import adapter_shapes
+from titan_sparse.models.initialization import initialize
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import Adapters, resolve_adapters
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
+from titan_sparse.training.lora import check_base
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
     init_distributed,
     parallelize,
 )
+from titan_sparse.training.start import read_initial_hf
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
@@ -44,14 +50,15 @@ def find_checkpoint(path: str) -> str:
     return folder
 
 
-def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
+def _check_checkpoint(folder: str, config: DecoderConfig, adapters: Adapters | None) -> None:
     """Raises ValueError, one line, if the tensors of `folder` are not those of the model.
 
     It names a tensor that only one of them has, or that has two shapes.
     """
     metadata = read_metadata(folder).state_dict_metadata
     saved = {name: list(item.size) for name, item in metadata.items() if name.startswith(_NAMES)}
-    wanted = {name: list(shape) for name, shape in tensor_shapes(config).items()}
+    shapes = adapter_shapes(config, adapters) if adapters else tensor_shapes(config)
+    wanted = {name: list(shape) for name, shape in shapes.items()}
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise ValueError(
@@ -62,7 +69,8 @@ def _check_checkpoint(folder: str, config: DecoderConfig) -> None:
 
 def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -> Scorer:
     """Build config.model and fill it from `checkpoint` (a folder step-N), or from
-    config.model.initial_hf if that is None.
+    config.model.initial_hf if that is None. A checkpoint of adapters lies on top of the weights that
+    they were trained on.
 
     Joins the process group unless that is done. Weights are kept in training.dtype, sharded over all
     ranks. Raises ValueError, before any process group, for a tokenizer or weights that do not fit
@@ -76,10 +84,15 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
             f"the model has {model_config.vocab_size} tokens, data.tokenizer = {config.data.tokenizer} "
             f"{tokenizer.vocab_size}; write the tokenizer that the model was trained with"
         )
+    adapters = None
     if checkpoint is None:
         check_weights(config.model.initial_hf, model_config)
     else:
-        _check_checkpoint(checkpoint, model_config)
+        # Nothing is dropped outside of training.
+        adapters = resolve_adapters(model_config, **vars(config.lora) | {"dropout": 0.0})
+        _check_checkpoint(checkpoint, model_config, adapters)
+    if adapters:
+        check_base(config, checkpoint)
     if not dist.is_initialized():
         init_distributed(device, config.parallelism.first_step_timeout_seconds)
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -87,6 +100,8 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
     cp = build_context_parallel(config.attention, meshes.cp)
     with torch.device("meta"):
         model = build_decoder(model_config, build_attends(config.attention, cp)).to(dtype)
+        if adapters:
+            add_adapters(model, adapters)
     parallelize(
         model,
         meshes.fsdp,
@@ -96,11 +111,17 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         compile=Compile(),
     )
     model.to_empty(device=device)
+    if adapters:
+        # The frozen weights, as at the start of training.
+        initialize(model, config.training.seed, model_config, device)
+        read_initial_hf(config, model, model_config)
     if checkpoint is None:
         load_weights(model, config.model.initial_hf, model_config)
     else:
         verify(checkpoint)
-        read_into(get_model_state_dict(model), checkpoint)  # casts while it copies
+        # Casts while it copies.
+        trained = StateDictOptions(ignore_frozen_params=True)
+        read_into(get_model_state_dict(model, options=trained), checkpoint)
     return Scorer(
         model, model_config, config, cp, device, tokenizer, meshes.dp_rank, meshes.dp_size
     )

@@ -41,19 +41,20 @@ class ChunkedMLP(MLP):
         )
 
 
-def _chunks(rows: int, chunk_tokens: int) -> list[slice]:
+def chunks(rows: int, chunk_tokens: int) -> list[slice]:
+    """The parts of so many rows, each of chunk_tokens, the last one of what is left."""
     return [slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens)]
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, computed in fp32 (fp64 for fp64), returned in gate's dtype."""
     wide = torch.promote_types(gate.dtype, torch.float32)
     hidden = F.silu(gate.to(wide)) * up.to(wide)
     return hidden.to(gate.dtype)
 
 
-def _swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """_swiglu(gate, up) once more, then the gradients of gate and up."""
+def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """swiglu(gate, up) once more, then the gradients of gate and up."""
     dtype = gate.dtype
     wide = torch.promote_types(dtype, torch.float32)
     gate = gate.to(wide)
@@ -66,14 +67,15 @@ def _swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor
 
 
 @functools.cache
-def _compiled(function: Callable, backend: str) -> Callable:
+def compiled(function: Callable, backend: str) -> Callable:
+    """The function under torch.compile; as it is with the backend ""."""
     if not backend:
         return function
     # dynamic=False: there are two shapes at most, that of a whole chunk and that of the last one.
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, rounded only to total's dtype, so that the error does not grow with the
     number of chunks."""
     if total.dtype == a.dtype:
@@ -94,10 +96,10 @@ def _forward(
     out_rows = out.view(-1, x.shape[-1])
     # A custom op runs without gradients anyway, but what is compiled looks at the grad mode.
     with torch.no_grad():
-        for chunk in _chunks(len(rows), chunk_tokens):
+        for chunk in chunks(len(rows), chunk_tokens):
             # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at
             # once.
-            hidden = _compiled(_swiglu, compile_backend)(
+            hidden = compiled(swiglu, compile_backend)(
                 F.linear(rows[chunk], gate),
                 F.linear(rows[chunk], up),
             )
@@ -131,17 +133,17 @@ def _backward(
     d_up = torch.zeros(up.shape, dtype=wide, device=up.device)
     d_down = torch.zeros(down.shape, dtype=wide, device=down.device)
     with torch.no_grad():
-        for chunk in _chunks(len(rows), chunk_tokens):
+        for chunk in chunks(len(rows), chunk_tokens):
             # [chunk_tokens, intermediate_size] each. What goes in has no name, so that it is freed
             # at once.
-            hidden, d_gate_rows, d_up_rows = _compiled(_swiglu_backward, compile_backend)(
+            hidden, d_gate_rows, d_up_rows = compiled(swiglu_backward, compile_backend)(
                 F.linear(rows[chunk], gate),
                 F.linear(rows[chunk], up),
                 d_out_rows[chunk] @ down,
             )
-            _add_product(d_down, d_out_rows[chunk].T, hidden)
-            _add_product(d_gate, d_gate_rows.T, rows[chunk])
-            _add_product(d_up, d_up_rows.T, rows[chunk])
+            add_product(d_down, d_out_rows[chunk].T, hidden)
+            add_product(d_gate, d_gate_rows.T, rows[chunk])
+            add_product(d_up, d_up_rows.T, rows[chunk])
             torch.mm(d_gate_rows, gate, out=d_rows[chunk]).addmm_(d_up_rows, up)
     return dx, d_gate.to(gate.dtype), d_up.to(up.dtype), d_down.to(down.dtype)
 

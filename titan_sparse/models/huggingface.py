@@ -8,8 +8,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from titan_sparse.models.huggingface_config import config_json, read_json
 from titan_sparse.models.huggingface_files import INDEX_FILE, SINGLE_FILE, weight_files
 from titan_sparse.models.huggingface_layout import huggingface_name, overlap, stored_tensors
 from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "export_weights",
     "huggingface_name",
     "load_weights",
+    "new_folder",
+    "open_tensors",
     "tensor_shapes",
 ]
 
@@ -72,7 +75,7 @@ def check_weights(folder: str, config: DecoderConfig) -> None:
         for stored in stored_tensors(name, shape, config)
     }
     with ExitStack() as stack:
-        file_of_tensor = _open_tensors(folder, stack)
+        file_of_tensor = open_tensors(folder, stack)
         needed_names = {name for name in file_of_tensor if not _is_spare(name, config)}
         _refuse_names("has no tensor", shapes.keys() - file_of_tensor.keys(), folder)
         _refuse_names("has an unexpected tensor", needed_names - shapes.keys(), folder)
@@ -99,16 +102,18 @@ def _refuse_names(problem: str, names: set[str], folder: str) -> None:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str, config: DecoderConfig) -> None:
-    """Fill every parameter of a materialized Decoder, plain or DTensor, in place, in the
-    parameter's dtype.
+    """Fill every parameter of a materialized Decoder but adapters, plain or DTensor, in place, in
+    the parameter's dtype.
 
     Each rank reads its own shard of each tensor and nothing else; nothing is sent. Raises what
     check_weights() raises.
     """
     check_weights(folder, config)
     with ExitStack() as stack:
-        file_of_tensor = _open_tensors(folder, stack)
+        file_of_tensor = open_tensors(folder, stack)
         for parameter_name, parameter in model.named_parameters():
+            if is_adapter(parameter_name):
+                continue
             name = canonical_name(parameter_name)
             local, begin = _local_part(parameter)
             for stored in stored_tensors(name, parameter.shape, config):
@@ -140,29 +145,39 @@ def export_weights(
     Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints,
     where old ones are deleted.
     """
-    folder = Path(folder)
+    values = _config_to_write(config, str(dtype).removeprefix("torch."), source)
+    with new_folder(folder, checkpoint) as incomplete:
+        _write_tensors(read, incomplete, config, dtype, max_file_bytes)
+        config_text = json.dumps(values, indent=2) + "\n"
+        (incomplete / "config.json").write_text(config_text, encoding="utf-8")
+        if source:
+            for name in COPIED_FILES:
+                file = Path(source).expanduser() / name
+                if file.is_file():
+                    shutil.copy(file, incomplete / name)
+
+
+@contextmanager
+def new_folder(folder: str, checkpoint: str) -> Iterator[Path]:
+    """A folder to write to, which gets the name `folder` when all is written.
+
+    Raises ValueError of one line if `folder` already exists, or lies among the run's checkpoints
+    (beside `checkpoint`), where old ones are deleted.
+    """
+    path = Path(folder)
     incomplete = Path(f"{folder}.incomplete")
-    if folder.exists():
+    if path.exists():
         raise ValueError(f"{folder} is already there; write the name of a new folder")
-    if _looks_like_checkpoint(folder, Path(checkpoint).resolve().parent):
+    if _looks_like_checkpoint(path, Path(checkpoint).resolve().parent):
         raise ValueError(
             f"{folder} lies among the run's checkpoints, where old ones are deleted; "
             "write another folder"
         )
-
-    values = _config_to_write(config, str(dtype).removeprefix("torch."), source)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
-    _write_tensors(read, incomplete, config, dtype, max_file_bytes)
-    config_text = json.dumps(values, indent=2) + "\n"
-    (incomplete / "config.json").write_text(config_text, encoding="utf-8")
-    if source:
-        for name in COPIED_FILES:
-            file = Path(source).expanduser() / name
-            if file.is_file():
-                shutil.copy(file, incomplete / name)
+    yield incomplete
     # Last, so that a folder of this name is always complete.
-    os.rename(incomplete, folder)
+    os.rename(incomplete, path)
 
 
 def _config_to_write(config: DecoderConfig, dtype: str, source: str) -> dict[str, Any]:
@@ -248,7 +263,7 @@ def _split_over_files(
     return names_by_file
 
 
-def _open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
+def open_tensors(folder: str, stack: ExitStack) -> dict[str, safe_open]:
     """The open file that holds each tensor; files stay open until `stack` is left."""
     file_of_tensor: dict[str, safe_open] = {}
     for path in weight_files(Path(folder).expanduser()):

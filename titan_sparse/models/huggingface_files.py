@@ -1,6 +1,7 @@
 """The weight files of a Hugging Face folder: which ones count, and whether a tied head is one.
 Imports no torch."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import NamedTuple
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _CHUNK_BYTES = 2**24
+_HEADER_BYTES = 2**20
+"""Enough for the names in a safetensors file."""
+_SAMPLES = 64
+_SAMPLE_BYTES = 2**16
 _MAX_HEADER_BYTES = 10**8
 """safetensors refuses longer headers too."""
 
@@ -54,6 +59,25 @@ def weight_files(folder: Path) -> list[Path]:
                 f"names of *.safetensors that lie in {folder} itself"
             )
     return sorted(folder / name for name in set(names))
+
+
+def weights_digest(folder: str) -> str:
+    """Tells the weights of a folder from others: sha256 over names and sizes of their files, headers,
+    and samples of 64 KiB, as reading all would take minutes for a large model.
+
+    Training changes nearly every number, so that other weights of the same shape show.
+    Raises what weight_files() raises.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(Path(folder).expanduser()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEADER_BYTES))
+            for sample in range(_SAMPLES):
+                file.seek(sample * size // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def has_own_head(folder: Path) -> bool:

@@ -8,20 +8,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_sparse.models.config import DecoderConfig
+from titan_sparse.models.lora_config import is_adapter
 from titan_sparse.models.transformers_config import TransformersConfig
 from titan_sparse.models.transformers_families import FAMILIES
 
 _STD = 0.02
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
 
 
 @torch.no_grad()
 def initialize(
     model: nn.Module, seed: int, config: DecoderConfig, device: torch.device | None = None
 ) -> None:
-    """Fill every parameter of a materialized (to_empty) decoder in place.
+    """Fill every parameter of a materialized (to_empty) decoder in place, but for adapters.
 
-    Parameters are fp32 or fp64, plain or DTensor.
+    Parameters are plain or DTensor, of any dtype.
 
     Each full tensor is drawn in fp32 on `device` (default: the parameter's), one at a time, and
     each rank keeps its local shard without communication. Another kind of device draws other
@@ -32,6 +33,8 @@ def initialize(
             raise ValueError(
                 f"parameter {name} is on the meta device; call model.to_empty(device=...) first."
             )
+        if is_adapter(name):
+            continue
         full = _draw(
             canonical_name(name),
             parameter.shape,
@@ -39,11 +42,11 @@ def initialize(
             seed,
             config,
         )
-        _assign(parameter, full)
+        assign(parameter, full)
 
 
 def canonical_name(name: str) -> str:
-    """The name without what activation checkpointing and torch.compile wrap around modules."""
+    """The name without what activation checkpointing, torch.compile and PEFT wrap around modules."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -63,7 +66,7 @@ def _draw(
     # keeps its variance.
     writes_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     std = _STD / math.sqrt(2 * config.layers) if writes_residual else _STD
-    generator = torch.Generator(device=device).manual_seed(_stable_seed(seed, name))
+    generator = torch.Generator(device=device).manual_seed(stable_seed(seed, name))
     return nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
@@ -74,7 +77,7 @@ def _norm_weight(config: DecoderConfig) -> float:
     return 1.0
 
 
-def _stable_seed(seed: int, name: str) -> int:
+def stable_seed(seed: int, name: str) -> int:
     """A seed of 63 bits for one parameter, as manual_seed takes an int64.
 
     It comes from hashlib, because hash() of a string differs from process to process.
@@ -83,7 +86,8 @@ def _stable_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _assign(parameter: Tensor, full: Tensor) -> None:
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into a parameter, sharded or not."""
     if isinstance(parameter, DTensor):
         # src_data_rank=None: every rank has drawn the same tensor and cuts its own shard; nothing
         # is sent.

@@ -38,8 +38,9 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
     if mode == "none":
         return block
     contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
-    # Nothing in a block draws random numbers.
-    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
+    # Nothing in a block draws random numbers but the dropout of adapters.
+    draws = any(isinstance(module, nn.Dropout) for module in block.modules())
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=draws)
 
 
 def _full_contexts():

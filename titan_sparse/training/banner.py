@@ -12,6 +12,7 @@ from titan_sparse.models.flavours import (
     choose_implementation,
     number_of_parameters,
 )
+from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
 from titan_sparse.training.parallelize import Meshes
 
 _REACHES_RECALL = {
@@ -64,7 +65,14 @@ def _model(config: Config, resolved: Resolved) -> str:
     name = config.model.initial_hf or config.model.flavour
     millions = number_of_parameters(resolved.model) / 1e6
     dtype = config.training.dtype
-    if dtype != "float64":
+    adapters = resolve_adapters(resolved.model, **vars(config.lora))
+    if adapters:
+        trained = adapter_elements(resolved.model, adapters) / 1e6
+        dtype += (
+            f", frozen, and {trained:,.1f} M that are trained: adapters of rank {adapters.rank} of "
+            f"{', '.join(adapters.targets)}"
+        )
+    elif dtype != "float64":
         dtype += ", float32 weights and optimizer"
     line = f"{name}, {millions:,.1f} M parameters, {dtype}"
     if not config.model.initial_hf:

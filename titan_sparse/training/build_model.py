@@ -9,11 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.config import Config
 from titan_sparse.models.build import build_decoder
+from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.layer_masks import Attends
+from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.float8 import convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
 from titan_sparse.training.parallelize import parallelize
@@ -28,12 +31,16 @@ def build_model(
 ) -> Decoder:
     """The decoder, sharded over `fsdp`, with random weights of training.seed. Collective.
 
-    attends: of its layers. Weights are float32, in float64 runs float64.
+    attends: of its layers. Weights that are trained are float32, in float64 runs float64. With
+    adapters, all others are frozen in training.dtype.
     """
     dtype = getattr(torch, config.training.dtype)
-    weights_dtype = torch.promote_types(dtype, torch.float32)
+    adapters = resolve_adapters(model_config, **vars(config.lora))
+    weights_dtype = dtype if adapters else torch.promote_types(dtype, torch.float32)
     with torch.device("meta"):
         model = build_decoder(model_config, attends, _mlp(config)).to(weights_dtype)
+        if adapters:
+            add_adapters(model, adapters)
     if config.float8.enable:
         convert_to_float8(model, config.float8)
     if config.activation_checkpoint.offload:
@@ -49,6 +56,8 @@ def build_model(
     )
     model.to_empty(device="cpu" if config.optimizer.offload else device)
     initialize(model, config.training.seed, model_config, device)
+    if adapters:
+        initialize_adapters(model, config.training.seed, adapters, device)
     return model
 
 
@@ -58,4 +67,5 @@ def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
     if not chunk_tokens:
         return MLP
     backend = config.compile.backend if config.compile.enable else ""
-    return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
+    mlp = ChunkedLoraMLP if config.lora.rank else ChunkedMLP
+    return functools.partial(mlp, chunk_tokens=chunk_tokens, compile_backend=backend)

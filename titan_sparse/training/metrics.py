@@ -21,6 +21,7 @@ from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.board import write_board
 from titan_sparse.training.metrics_file import JsonLines
 from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
@@ -87,6 +88,7 @@ class MetricsLog:
         # Linear layers that compute in float8 have another peak.
         self.float8 = config.float8.enable
         self.model = model
+        self.adapters = resolve_adapters(model, **vars(config.lora))
         # Of layers with a window of their own nothing is selected.
         windows = getattr(model, "windows", (0,) * model.layers)
         self.selecting = [layer for layer, window in enumerate(windows) if not window]
@@ -212,10 +214,12 @@ class MetricsLog:
         visited, visible: pairs of tokens that were computed, and that the mask allows, per token,
         over layers and heads.
         """
-        dense = flops_per_token(self.model, visible) * tokens_per_second / 1e12
+        dense = flops_per_token(self.model, visible, self.adapters) * tokens_per_second / 1e12
         mfu = None
         if self.peak is not None:
-            mfu = utilization(self.model, visited, tokens_per_second, self.peak, self.float8)
+            mfu = utilization(
+                self.model, visited, tokens_per_second, self.peak, self.float8, self.adapters
+            )
             if mfu > 1:
                 logger.info(
                     "an mfu of %.0f %% is impossible and not written: metrics.peak_tflops = %g is too small for this "

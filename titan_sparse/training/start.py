@@ -2,11 +2,13 @@
 attention is computed again for want of memory."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
@@ -15,6 +17,8 @@ from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
+
+logger = logging.getLogger("titan_sparse")
 
 _AUTO_SHARE = 0.9
 """Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
@@ -52,6 +56,27 @@ def check_initial_weights(config: Config, model: DecoderConfig) -> None:
         from titan_sparse.models.huggingface import check_weights
 
         check_weights(config.model.initial_hf, model)
+
+
+def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
+    """Read the weights of model.initial_hf into the model, where they are wanted."""
+    if config.model.initial_hf and not config.model.random_weights:
+        # Only where asked for: it needs safetensors.
+        from titan_sparse.models.huggingface import load_weights
+
+        load_weights(model, config.model.initial_hf, model_config)
+        logger.info("read the weights of %s", config.model.initial_hf)
+
+
+def source_of_weights(config: Config, step: int) -> str:
+    """Where the weights came from that a run goes on with after `step`, for people."""
+    if step:
+        return f"the checkpoint of step {step}"
+    if config.checkpoint.initial_load_path:
+        return f"checkpoint.initial_load_path = {config.checkpoint.initial_load_path}"
+    if config.model.initial_hf and not config.model.random_weights:
+        return f"model.initial_hf = {config.model.initial_hf}"
+    return f"the first weights (training.seed = {config.training.seed})"
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from titan_sparse.config import Checkpoint, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.checkpoint import folders
 from titan_sparse.training.checkpoint.disk import check_disk, expected_bytes
 from titan_sparse.training.checkpoint.progress import Progress
@@ -170,8 +171,16 @@ class Checkpointer:
         if self.section.enable:
             self.saver.close()
 
-    def save_in_hf(self, step: int, config: DecoderConfig, dtype: torch.dtype, source: str) -> None:
-        """Write step's checkpoint once more, for transformers, as export_weights() does.
+    def save_in_hf(
+        self,
+        step: int,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        source: str,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Write step's checkpoint once more, for transformers, as export_weights() does; adapters
+        for PEFT, in float32.
 
         Does nothing if that folder is there already. Call it after close(), and on one rank only,
         which reads what all have saved. Raises ValueError if there is nothing to read.
@@ -183,11 +192,16 @@ class Checkpointer:
         if not folder.exists():
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import export_weights
+            from titan_sparse.models.huggingface_adapter import export_adapter
 
             def read(state: dict[str, Tensor]) -> None:
                 read_into(state, checkpoint, alone=True)
 
-            export_weights(str(checkpoint), read, str(folder), config, dtype, source)
+            if adapters:
+                wide = torch.promote_types(dtype, torch.float32)
+                export_adapter(str(checkpoint), read, str(folder), config, adapters, wide, source)
+            else:
+                export_weights(str(checkpoint), read, str(folder), config, dtype, source)
             logger.info("saved %s for transformers", folder)
 
     def _values(self) -> dict[str, dict[str, Any]]:

@@ -24,11 +24,12 @@ def save_bytes(own: Iterable[Tensor]) -> int:
 def expected_bytes(model: nn.Module, optimizers: list[Optimizer]) -> int:
     """Bytes of a save's tensors over all ranks, before the optimizer has made its own.
 
-    Replicas are written once. Adam has two tensors of each parameter's size.
+    Replicas are written once, frozen weights not at all. Adam has two tensors of each parameter's size.
     """
     total = 0
     for parameter in model.parameters():
-        total += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad:
+            total += parameter.numel() * parameter.element_size()
     moments = 0 if all(isinstance(o, torch.optim.SGD) for o in optimizers) else 2
     return total * (1 + moments)
 

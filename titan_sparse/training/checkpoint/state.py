@@ -1,14 +1,18 @@
 """What of a run is saved, under the names that it has on disk.
 
-model: as in the model. optimizer: optimizer.state.<parameter>.<key>; its settings (learning rate,
-betas) are the config's. loader: dataloader.*. progress: train_state.*. Whatever else has a state is
-saved under its own name.
+model: as in the model, but for frozen weights. optimizer: optimizer.state.<parameter>.<key>; its
+settings (learning rate, betas) are the config's. loader: dataloader.*. progress: train_state.*.
+Whatever else has a state is saved under its own name.
 """
 
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from titan_sparse.models.initialization import canonical_name
@@ -31,7 +35,9 @@ class Tensors:
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]):
         self.model = model
         self.optimizers = optimizers
-        self.of_model: dict[str, Tensor] = get_model_state_dict(model)
+        self.of_model: dict[str, Tensor] = get_model_state_dict(
+            model, options=StateDictOptions(ignore_frozen_params=True)
+        )
         self.parameter_names = {
             parameter: canonical_name(name) for name, parameter in model.named_parameters()
         }

@@ -1,0 +1,235 @@
+"""Adapters on a decoder: which layers have them, what they begin with, and PEFT's layers against the
+formula."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.models.helpers import TINY, causal, dense_attend, pretended_rank, sample
+from tests.models.test_chunked_mlp import LargestTensor
+from tests.models.transformers_models import MODELS, save_model
+from titan_sparse.models import chunked_lora_mlp
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
+from titan_sparse.models.decoder import MLP, Decoder
+from titan_sparse.models.huggingface_files import weights_digest
+from titan_sparse.models.initialization import canonical_name, initialize
+from titan_sparse.models.lora import add_adapters, initialize_adapters
+from titan_sparse.models.lora_config import (
+    ALL_LINEAR,
+    Adapters,
+    adapter_elements,
+    is_adapter,
+    linear_sizes,
+    resolve_adapters,
+)
+from titan_sparse.models.transformers_config import read_transformers_config
+
+peft = pytest.importorskip("peft")
+
+torch.set_num_threads(1)
+
+
+def _adapters(targets: str = ALL_LINEAR, init: str = "default", rank: int = 3) -> Adapters:
+    return resolve_adapters(TINY, rank, 6, 0.0, targets, init)
+
+
+def _decoder(adapters: Adapters, mlp=MLP, dtype: torch.dtype = torch.float64) -> Decoder:
+    """With adapters that are not zero."""
+    with torch.device("meta"):
+        model = Decoder(TINY, dense_attend, mlp).to(dtype)
+        add_adapters(model, adapters)
+    model = model.to_empty(device="cpu")
+    initialize(model, 0, TINY)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            with torch.no_grad():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "," not in name])
+def test_every_linear_layer_of_a_family(tmp_path: Path, name: str):
+    """Names and sizes are those of the modules that transformers builds."""
+    save_model(tmp_path, name)
+    config = read_transformers_config(str(tmp_path))
+    adapters = resolve_adapters(config, 2, 4, 0.0, ALL_LINEAR, "default")
+    with torch.device("meta"):
+        model = build_decoder(config)
+        linears = {
+            path: module
+            for path, module in model.layers.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        if config.experts:
+            linears = {path: module for path, module in linears.items() if "self_attn" in path}
+        add_adapters(model, adapters)
+    for path, module in linears.items():
+        size = linear_sizes(config)[path.rpartition(".")[2]]
+        assert size == (module.in_features, module.out_features), path
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * len(linears) and all(is_adapter(n) for n in trained)
+    assert sum(p.numel() for p in trained.values()) == adapter_elements(config, adapters)
+
+
+def test_a_block_with_adapters_is_the_formula():
+    """W x + alpha / rank * B (A x): the same logits from a decoder with these weights."""
+    adapters = _adapters("q_proj,o_proj,down_proj")
+    model = _decoder(adapters)
+    parameters = {canonical_name(n): p.detach() for n, p in model.named_parameters()}
+    with torch.device("meta"):
+        plain = Decoder(TINY, dense_attend).double()
+    plain = plain.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(parameters[name])
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A.default.weight" in parameters:
+                a = parameters[f"{layer}.lora_A.default.weight"]
+                b = parameters[f"{layer}.lora_B.default.weight"]
+                parameter += 2.0 * b @ a
+    tokens, positions = sample(TINY)
+    mask = causal(tokens.shape[1])
+    torch.testing.assert_close(
+        model(tokens, positions, mask), plain(tokens, positions, mask), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_first_adapters():
+    a_of = {}
+    for init in ("default", "gaussian"):
+        adapters = _adapters(init=init, rank=16)
+        model = _decoder(adapters, dtype=torch.float32)
+        initialize_adapters(model, 5, adapters)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                assert not parameter.any(), name
+            elif ".lora_A." in name:
+                a_of[init, name] = parameter.detach()
+    for (init, name), a in a_of.items():
+        if init == "gaussian":
+            assert a.std().item() == pytest.approx(1 / 16, rel=0.15)
+        else:
+            bound = 1 / math.sqrt(a.shape[1])
+            assert 0.95 * bound < a.abs().max().item() <= bound, name
+    first, second = [
+        a for (_, name), a in a_of.items() if name.endswith("up_proj.lora_A.default.weight")
+    ][:2]
+    assert not torch.equal(first, second)
+
+
+def test_first_adapters_are_those_of_any_rank():
+    """Those of the whole tensor, cut, without communication; another seed draws others."""
+    adapters = _adapters()
+    whole = _decoder(adapters, dtype=torch.float32)
+    initialize_adapters(whole, 5, adapters)
+    other = _decoder(adapters, dtype=torch.float32)
+    initialize_adapters(other, 6, adapters)
+    name = "layers.1.mlp.down_proj.lora_A.default.weight"
+    wanted = whole.get_parameter(name).detach()
+    assert not torch.equal(other.get_parameter(name), wanted)
+    with pretended_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        shard = distribute_tensor(torch.empty(3, 40), mesh, [Shard(0)], src_data_rank=None)
+        sharded = _decoder(adapters, dtype=torch.float32)
+        layer = sharded.get_submodule(name.removesuffix(".weight"))
+        layer.weight = nn.Parameter(shard)
+        initialize_adapters(sharded, 5, adapters)
+        assert torch.equal(layer.weight.to_local(), wanted[2:])
+
+
+def _gradients(model: Decoder) -> dict[str, Tensor]:
+    """The loss, and the gradient of every adapter."""
+    tokens, positions = sample(TINY)
+    loss = model(tokens, positions, causal(tokens.shape[1]), tokens)
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        assert is_adapter(name) == (parameter.grad is not None), name
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+    return found
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("targets", [ALL_LINEAR, "up_proj", "gate_proj,down_proj", "q_proj"])
+@pytest.mark.parametrize("chunk_tokens, backend", [(1, ""), (7, ""), (100, ""), (8, "aot_eager")])
+def test_an_mlp_in_chunks_is_the_whole_one(targets, chunk_tokens, backend):
+    """2 x 13 rows: ragged last chunks, and chunks over the seam of two sequences."""
+    adapters = _adapters(targets)
+
+    def mlp(config):
+        return ChunkedLoraMLP(config, chunk_tokens, backend)
+
+    wanted = _gradients(_decoder(adapters))
+    found = _gradients(_decoder(adapters, mlp))
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_chunks_hold_no_intermediate_of_all_tokens():
+    model = _decoder(_adapters(), lambda config: ChunkedLoraMLP(config, 4))
+    mlp = model.layers["0"].mlp
+    parts = [
+        chunked_lora_mlp._parts(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    ]
+    arguments = (
+        [part.weight.detach() for part in parts],
+        [adapter.detach() for part in parts for adapter in (part.a, part.b)],
+        [part.scale for part in parts],
+        4,
+        "",
+    )
+    x = torch.randn(1, 640, TINY.hidden_size, dtype=torch.float64)
+    with LargestTensor() as seen:
+        chunked_lora_mlp._forward._init_fn(x, *arguments)
+        chunked_lora_mlp._backward._init_fn(x, x, *arguments)
+    assert seen.largest == x.numel()
+
+
+def test_sums_of_adapters_gradients_do_not_grow_with_chunks():
+    """In bfloat16 they are summed in float32."""
+    adapters = replace(_adapters("up_proj"), rank=4)
+    torch.manual_seed(0)
+    rows = torch.randn(1, 4096, TINY.hidden_size).bfloat16()
+    errors = []
+    exact = None
+    for dtype, chunk in ((torch.float64, 4096), (torch.bfloat16, 4096), (torch.bfloat16, 8)):
+        model = _decoder(adapters, lambda config, chunk=chunk: ChunkedLoraMLP(config, chunk))
+        mlp = model.layers["0"].mlp.to(dtype)
+        mlp(rows.to(dtype)).sum().backward()
+        gradient = mlp.up_proj.lora_A["default"].weight.grad.double()
+        if exact is None:
+            exact = gradient
+        else:
+            errors.append(((gradient - exact).norm() / exact.norm()).item())
+    assert errors[1] < 1.1 * errors[0] + 1e-3, errors
+
+
+def test_digest_sees_other_numbers(tmp_path: Path):
+    save_model(tmp_path / "model", "qwen3", vocab_size=20000)
+    digest = weights_digest(str(tmp_path / "model"))
+    assert digest == weights_digest(str(tmp_path / "model"))
+    path = tmp_path / "model/model.safetensors"
+    data = bytearray(path.read_bytes())
+    # The numbers of one matrix, far behind the header.
+    assert len(data) > 2**22
+    for place in range(2**21, 2**22):
+        data[place] ^= 1
+    path.write_bytes(data)
+    assert weights_digest(str(tmp_path / "model")) != digest
+
+
+def test_without_peft_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r'lora.rank = 3 needs PEFT.*pip install "peft>=0.21"'):
+        add_adapters(nn.Linear(2, 2), _adapters())

@@ -1,0 +1,344 @@
+"""Whole runs with adapters: PEFT on the model of transformers, in a loop that anybody would write, has
+the same losses and ends with the same adapters."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scripts.evaluate import main as evaluate
+from scripts.export_hf import main as export_hf
+from tests.models.helpers import causal, dense_attend
+from tests.models.transformers_models import save_model
+from tests.training import reference_loop as by_hand
+from tests.training.lora_runs import ALIKE, CODE, LR, STEPS, assert_close, train
+from tests.training.wired_run import (
+    SEQ_LEN,
+    lines_of,
+    read_model,
+    write_model,
+    write_shard,
+)
+from titan_sparse.config import ConfigError
+from titan_sparse.estimate.flops import flops_per_token
+from titan_sparse.evaluation.validation import Validation
+from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.initialization import canonical_name
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import is_adapter
+from titan_sparse.trainer import Trainer
+from titan_sparse.training.checkpoint import read_metadata
+from titan_sparse.training.checkpoint.disk import expected_bytes
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+from safetensors.torch import load_file  # noqa: E402
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+class Case(NamedTuple):
+    """A model, and adapters of some of its layers."""
+
+    model: str
+    settings: dict[str, object]
+    layers: int
+    """linear layers with adapters"""
+
+
+CASES = {
+    "all of native Qwen3": Case("Qwen3", {}, 14),
+    "two of native Llama": Case(
+        "Llama",
+        {
+            "lora.targets": "q_proj, down_proj",
+            "lora.init": "gaussian",
+            "optimizer.name": "SGD",
+            "training.z_loss": 0.02,
+            "training.gradient_accumulation_steps": 2,
+        },
+        4,
+    ),
+    "all of transformers' Phi-3": Case("phi3", {}, 8),
+    "attention of transformers' Qwen3-MoE": Case("qwen3_moe", {"optimizer.name": "SGD"}, 12),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A shard, and the models."""
+    folder = tmp_path_factory.mktemp("lora")
+    write_shard(folder)
+    for case in CASES.values():
+        if case.model in CODE:
+            save_model(folder / case.model, case.model)
+        else:
+            write_model(folder, case.model)
+    return folder
+
+
+def _adapters_at_first(folder: Path, output: str, case: Case) -> Path:
+    """The adapters that a run begins with, in PEFT's format."""
+    nothing = {"optimizer.lr": 1e-30, "optimizer.weight_decay": 0.0, "training.steps": 1}
+    train(folder, output, case.model, case.settings | nothing)
+    return folder / output / "huggingface/step-1"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_pefts_loop(folder, name):
+    case = CASES[name]
+    output = name.replace(" ", "_")
+    first = _adapters_at_first(folder, f"{output}-first", case)
+    model = peft.PeftModel.from_pretrained(
+        read_model(folder / case.model), first, is_trainable=True
+    )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * case.layers
+    before = {name: p.detach().clone() for name, p in trained.items()}
+
+    accumulated = int(case.settings.get("training.gradient_accumulation_steps", 1))
+    z_loss = float(case.settings.get("training.z_loss", 0.0))
+    groups = [{"params": list(trained.values()), "weight_decay": 0.1}]
+    if case.settings.get("optimizer.name") == "SGD":
+        optimizer = torch.optim.SGD(groups, lr=LR)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    documents = by_hand.ordered(by_hand.read_documents(folder / "shards"), epochs=1)
+    sequences = by_hand.pack(documents, SEQ_LEN)
+    steps = [
+        sum(sequences[start : start + accumulated], [])
+        for start in range(0, STEPS * accumulated, accumulated)
+    ]
+    wanted = by_hand.train(model, optimizer, steps, [LR] * STEPS, 0.0, z_loss)
+
+    train(folder, output, case.model, case.settings)
+    for line, by_peft in zip(lines_of(folder / output), wanted, strict=True):
+        assert line["loss"] == pytest.approx(by_peft.loss, rel=ALIKE), line["step"]
+        assert line["grad_norm"] == pytest.approx(by_peft.grad_norm, rel=ALIKE), line["step"]
+    expected = peft.get_peft_model_state_dict(model)
+    assert_close(
+        load_file(folder / output / f"huggingface/step-{STEPS}/adapter_model.safetensors"), expected
+    )
+    assert all(not torch.equal(trained[name], before[name]) for name in trained)
+
+
+@pytest.fixture(scope="module")
+def trained(folder) -> Trainer:
+    """A run of native Llama, whose adapters have come far from zero."""
+    return train(folder, "trained", "Llama", {"optimizer.lr": 0.1})
+
+
+def test_resuming_is_exact(folder):
+    """With dropout, whose numbers come from the step alone."""
+    drops = {"lora.dropout": 0.3, "checkpoint.interval": 1, "lr_scheduler.total_steps": STEPS}
+    whole = train(folder, "whole", "Qwen3", drops)
+    train(folder, "resumed", "Qwen3", drops | {"training.steps": 2})
+    torch.rand(7)
+    resumed = train(folder, "resumed", "Qwen3", drops)
+    for line, wanted in zip(lines_of(folder / "resumed"), lines_of(folder / "whole"), strict=True):
+        assert (line["loss"], line["grad_norm"]) == (wanted["loss"], wanted["grad_norm"])
+    for found, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), wanted.full_tensor())
+    # Dropout did something, and nothing of it is drawn twice.
+    train(folder, "undropped", "Qwen3", drops | {"lora.dropout": 0.0})
+    losses = [line["loss"] for line in lines_of(folder / "undropped")]
+    assert losses[1:] != [line["loss"] for line in lines_of(folder / "whole")][1:]
+
+
+def test_logged_flops_are_fewer(folder):
+    """Without attention, which sees the same pairs, they are those of the estimate."""
+    pairs = []
+    for output, adapters in (("flops", {}), ("flops-of-all", {"lora.rank": 0, "lora.alpha": 16})):
+        settings = {"training.steps": 1, "metrics.peak_tflops": 1000.0, **adapters}
+        trainer = train(folder, output, "Llama", settings)
+        (line,) = lines_of(folder / output)
+        flops = line["dense_equivalent_tflops"] * 1e12 / line["tokens_per_second_per_device"]
+        assert line["mfu"] * 1e3 == pytest.approx(line["dense_equivalent_tflops"])
+        without_attention = flops_per_token(trainer.model_config, 0.0, trainer.adapters)
+        pairs.append(flops - without_attention)
+    assert pairs[0] == pytest.approx(pairs[1], rel=1e-6) and pairs[0] > 0
+
+
+def test_validation_drops_nothing(folder, monkeypatch):
+    seen = []
+
+    def spy(self, scorer, step, board, writes) -> None:
+        dropouts = [m for m in scorer.model.modules() if isinstance(m, nn.Dropout)]
+        seen.append([module.training for module in dropouts])
+
+    monkeypatch.setattr(Validation, "run", spy)
+    settings = {"validation.enable": True, "training.steps": 1, "lora.dropout": 0.5}
+    trainer = train(folder, "validated", "Qwen3", settings)
+    assert seen == [[False] * 14]
+    assert all(module.training for module in trainer.model.modules())
+
+
+def test_checkpoints_hold_adapters_alone(folder, trained):
+    saved = read_metadata(folder / f"trained/checkpoint/step-{STEPS}").state_dict_metadata
+    tensors = [name for name, item in saved.items() if hasattr(item, "size")]
+    of_model = [name for name in tensors if name.startswith("layers.")]
+    assert len(of_model) == 2 * 14 and all(is_adapter(name) for name in of_model)
+    of_optimizer = [name for name in tensors if name.startswith("optimizer.state.")]
+    assert len(of_optimizer) == 3 * 2 * 14
+    # What a save is told to take on the disk: adapters, and Adam's two tensors of each.
+    trained_bytes = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
+    assert expected_bytes(trained.model, trained.optimizers) == 3 * trained_bytes
+
+
+def _changed(folder: Path, model: str) -> Path:
+    """The same names, shapes and sizes, with one number changed in every tensor."""
+    from safetensors.torch import save_file
+
+    path = folder / model
+    shutil.copytree(folder / "Llama", path)
+    tensors = load_file(path / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.view(-1)[0] += 1
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_another_base_is_refused(folder, trained, capsys):
+    shutil.copytree(folder / "trained", folder / "moved")
+    _changed(folder, "another")
+    steps = {"training.steps": STEPS + 1}
+    with pytest.raises(ConfigError, match=r"initial_hf = .*another\" has other weights than those"):
+        train(folder, "moved", "another", steps)
+    # The same weights under another name are the same.
+    shutil.copytree(folder / "Llama", folder / "same")
+    train(folder, "moved", "same", steps | {"checkpoint.last_save_in_hf": False})
+    assert lines_of(folder / "moved")[-1]["step"] == STEPS + 1
+
+    for changes, said in (
+        ({"lora.rank": 2}, r"lora.rank = 2, but .* was saved with 3; write lora.rank = 3"),
+        ({"lora.alpha": 5}, "lora.alpha = 5, but .* with 12"),
+        ({"lora.targets": "q_proj"}, "lora.targets = .* with .all-linear.; write"),
+        ({"lora.rank": 0, "lora.alpha": 16}, "lora.rank = 0, but .* with 3"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(folder, "trained", "Llama", steps | changes)
+
+    weights = folder / "Llama/model.safetensors"
+    kept = weights.read_bytes()
+    shutil.copy(folder / "another/model.safetensors", weights)
+    try:
+        assert export_hf([str(folder / "trained"), str(folder / "wrong"), "--merge"]) == 2
+    finally:
+        weights.write_bytes(kept)
+    assert "has other weights than those that the adapters" in capsys.readouterr().err
+    assert not (folder / "wrong").exists()
+
+
+def _logits(model: nn.Module) -> Tensor:
+    tokens = torch.arange(3, 3 + SEQ_LEN)[None]
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def _our_logits(trainer: Trainer) -> Tensor:
+    """Of the decoder alone: its process group has gone, and its weights are whole."""
+    with torch.device("meta"):
+        model = Decoder(trainer.model_config, dense_attend)
+        add_adapters(model, trainer.adapters)
+    model = model.to_empty(device="cpu")
+    weights = {canonical_name(n): p.to_local() for n, p in trainer.model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[canonical_name(name)])
+        tokens = torch.arange(3, 3 + SEQ_LEN)[None]
+        return model(tokens, torch.arange(SEQ_LEN)[None], causal(SEQ_LEN))
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_peft_loads_what_is_exported(folder, trained):
+    ours = _our_logits(trained)
+    base = read_model(folder / "Llama")
+    assert _distance(_logits(base), ours) > 0.01
+    assert export_hf([str(folder / "trained"), str(folder / "adapter")]) == 0
+    for path in (folder / "adapter", folder / f"trained/huggingface/step-{STEPS}"):
+        files = {file.name for file in path.iterdir()}
+        assert files >= {"adapter_config.json", "adapter_model.safetensors"}
+        assert "model.safetensors" not in files
+        model = peft.PeftModel.from_pretrained(read_model(folder / "Llama"), path)
+        assert model.peft_config["default"].base_model_name_or_path == str(folder / "Llama")
+        assert _distance(_logits(model), ours) < 1e-5
+    assert export_hf([str(folder / "trained"), str(folder / "half"), "--dtype", "bfloat16"]) == 0
+    tensors = load_file(folder / "half/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
+    """The losses by position of scripts.evaluate."""
+    common = ["--config", str(folder / "evaluated/config.toml"), "--lengths", "96"]
+    rest = ["--tasks", "position", "--buckets", "2", "--samples", "2", "--out", str(folder / out)]
+    assert evaluate([*common, *words, *rest]) == 0
+    return json.loads((folder / out / "results.json").read_text())["position"]
+
+
+def test_a_run_and_its_merged_export_are_evaluatedassert_alike(folder):
+    """Without dropout."""
+    train(folder, "evaluated", "Qwen3", {"optimizer.lr": 0.1, "lora.dropout": 0.5})
+    export = ["--merge", "--dtype", "float32"]
+    assert export_hf([str(folder / "evaluated"), str(folder / "evaluated-hf"), *export]) == 0
+    of_run = _evaluate(folder, "of-run", "--checkpoint", str(folder / "evaluated"))
+    of_export = _evaluate(folder, "of-export", "--hf", str(folder / "evaluated-hf"))
+    of_base = _evaluate(folder, "of-base", "--hf", str(folder / "Qwen3"))
+    losses, wanted, before = (
+        [bucket["loss"] for line in lines for bucket in line["buckets"]]
+        for lines in (of_run, of_export, of_base)
+    )
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert losses != pytest.approx(before, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", ["Llama", "qwen3_moe"])
+def test_merged_weights_are_what_peft_merges(folder, trained, model):
+    output = "trained"
+    if model != "Llama":
+        output = "merged-run"
+        train(folder, output, model, {"optimizer.lr": 0.1})
+    out = folder / f"{model}-merged"
+    assert export_hf([str(folder / output), str(out), "--merge", "--dtype", "float32"]) == 0
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert not any(report.values()), report
+    adapter = folder / output / f"huggingface/step-{STEPS}"
+    by_peft = peft.PeftModel.from_pretrained(read_model(folder / model), adapter)
+    expected = by_peft.merge_and_unload()
+    base = read_model(folder / model).state_dict()
+    moved = 0
+    for name, tensor in expected.state_dict().items():
+        assert _distance(found.state_dict()[name], tensor) < 1e-6, name
+        moved += not torch.equal(tensor, base[name])
+    assert moved == (14 if model == "Llama" else 12)
+    assert _distance(_logits(found), _logits(expected)) < 1e-5
+
+
+def test_frozen_weights_stay_as_they_were_read(folder):
+    """In bfloat16, without gradients and without states."""
+    trainer = train(folder, "half-run", "Qwen3", {"training.dtype": "bfloat16"})
+    base = read_model(folder / "Qwen3").state_dict()
+    frozen = 0
+    for name, parameter in trainer.model.named_parameters():
+        if is_adapter(name):
+            assert parameter.dtype == torch.float32 and parameter.requires_grad
+            continue
+        frozen += 1
+        assert parameter.dtype == torch.bfloat16 and not parameter.requires_grad
+        assert parameter.grad is None
+        stored = base[f"model.{canonical_name(name)}"]
+        assert torch.equal(parameter.to_local(), stored.bfloat16()), name
+    assert frozen == len(base) - 1  # transformers has the tied head twice
+    states = sum(len(optimizer.state) for optimizer in trainer.optimizers)
+    assert states == 2 * 14
+    losses = [line["loss"] for line in lines_of(folder / "half-run")]
+    assert losses[-1] < losses[0]
