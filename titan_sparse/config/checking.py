@@ -7,11 +7,11 @@ from operator import attrgetter
 from titan_sparse.config.checking_attention import check_attention, check_recompute
 from titan_sparse.config.checking_lora import check_lora
 from titan_sparse.config.environment import world_of
+from titan_sparse.config.keys import KINDS
 from titan_sparse.config.mixture import single_source, source_formats, source_weights
 from titan_sparse.config.ranges import check_ranges
 from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
 from titan_sparse.config.sections import (
-    KINDS,
     Attention,
     Config,
     Data,
