@@ -78,9 +78,6 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     config = load_for_evaluation(
         ["--config", args.config, *rest], args.hf, args.attention == "dense"
     )
-    if args.hf:
-        # A model as published has no adapters.
-        config.lora.rank = 0
     check(config, *world_from_environment())
     return args, config
 

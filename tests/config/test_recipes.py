@@ -26,6 +26,12 @@ NAMES = [str(path.relative_to(FOLDER)) for path in FILES]
 SEQ_LEN = 72
 LENGTHS = [90, 30, 20, 250, 75, 1, 40, 160, 71]
 """Tokens of the small documents; the n-th consists of the n-th letter."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+"""Of chats: what is said, and nothing else."""
 OF_NOBODY = -1
 DEVICE_MEMORY = 139.8
 
@@ -38,19 +44,31 @@ def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "letters.jsonl"
-    write_rows(path, [{"text": chr(65 + n) * length} for n, length in enumerate(LENGTHS)])
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        text = chr(65 + number) * length
+        question, answer = text[: length // 2], text[length // 2 :]
+        chat = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+        rows.append({"text": text, "messages": chat})
+    write_rows(path, rows)
+    path.with_name("template.jinja").write_text(TEMPLATE)
     return path
 
 
 def _small(config: Config, letters: Path) -> Config:
     """The file's data and mask, at 72 tokens on one rank, over the documents of `letters`."""
     attention = config.attention
+    is_chats = config.data.format == "messages"
     small = Config(
         data=replace(
             config.data,
             source=str(letters),
             join_packages=False,
             tokenizer="bytes",
+            chat_template=str(letters.with_name("template.jinja")) if is_chats else "",
             min_document_length=min(config.data.min_document_length, 20),
         ),
         attention=Attention(
@@ -138,11 +156,19 @@ def test_a_sequence_of_one_document_takes_the_causal_mask():
 def test_the_head_names_the_data_the_sample_and_who_sees_whom(path):
     config, _ = load(["--config", str(path)])
     head = path.read_text().partition("[model]")[0].replace("\n# ", " ")
-    source = {"python": "Data: the Python ", "./data/long_documents": "./data/long_documents"}
+    source = {
+        "python": "Data: the Python ",
+        "./data/long_documents": "./data/long_documents",
+        "./data/chats": "./data/chats",
+        "outputs/chat_demo/chats/train.jsonl": "scripts.chat_demo.chats",
+    }
     assert source[config.data.source] in head
     assert f"Sample: {config.training.seq_len:,} tokens of " in head
     if config.data.sequences == "fixed":
         assert "tokens of one document" in head and "no query sees another document" in head
+    elif config.data.format == "messages":
+        assert "tokens of whole chats, packed" in head
+        assert "A query sees its own chat only" in head
     else:
         assert re.search(r"tokens of (files|packages) of at least [\d,]+, packed", head)
         assert f"of at least {config.data.min_document_length:,}, packed" in head
@@ -162,6 +188,7 @@ def test_which_files_claim_a_share():
     }
     assert claim == {name for name, path in zip(NAMES, FILES, strict=True) if any(_shares(path))}
     assert claim == {
+        "extend_qwen2_5_7b_256k.toml",
         "llama3_1_8b_512k.toml",
         "lora_llama3_1_8b_256k_1gpu.toml",
         "qwen2_5_3b_512k.toml",
