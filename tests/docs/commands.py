@@ -85,6 +85,7 @@ RULES = {
     "scripts.study.density": PARSED,
     "scripts.study.real_model": PARSED,
     "scripts.summarize_trace": Rule(),
+    "titan_sparse.integrations.lm_eval": PARSED,
 }
 
 
