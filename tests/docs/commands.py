@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch.distributed as dist
 import zstandard
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -44,6 +45,7 @@ class Parsed(Exception):
 
 class Rule(NamedTuple):
     """How a program is tried. `stop_when_parsed`: no more than its command line. `shrink`: options appended to it.
+    `needs`: an optional package, without which the program is not tried.
 
     `refuses_options` is False for the programs that take file names and nothing else.
     """
@@ -51,6 +53,7 @@ class Rule(NamedTuple):
     shrink: tuple[str, ...] = ()
     stop_when_parsed: bool = False
     refuses_options: bool = True
+    needs: str = ""
 
 
 PARSED = Rule(stop_when_parsed=True)
@@ -85,7 +88,7 @@ RULES = {
     "scripts.study.density": PARSED,
     "scripts.study.real_model": PARSED,
     "scripts.summarize_trace": Rule(),
-    "titan_sparse.integrations.lm_eval": PARSED,
+    "titan_sparse.integrations.lm_eval": Rule(stop_when_parsed=True, needs="lm_eval"),
 }
 
 
@@ -156,6 +159,8 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
         return
     assert invocation.program in RULES, f"no rule for {invocation.program}; add one to RULES"
     rule = RULES[invocation.program]
+    if rule.needs:
+        pytest.importorskip(rule.needs)
     if rule.stop_when_parsed:
         assert is_parsed(invocation.program, invocation.words, folder)
     else:
@@ -174,6 +179,8 @@ def refuses_unknown_options(words: tuple[str, ...], folder: Path) -> bool:
     if is_training(invocation):
         return run_training(extended, invocation.processes) == REFUSED
     rule = RULES[invocation.program]
+    if rule.needs:
+        pytest.importorskip(rule.needs)
     if not rule.refuses_options:
         return True
     if rule.stop_when_parsed:
