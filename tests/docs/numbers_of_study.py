@@ -5,52 +5,95 @@ from statistics import mean
 from tests.docs.numbers import README, Claim, result
 
 STUDY = "docs/study.md"
+NOW = "study_real_h200"
 _ROWS = {
-    "dense": "dense",
-    "`layer`": "default_95",
-    "published, 0.95": "published_95",
-    "xattention 0.9": "xattention",
+    "dense": (NOW, "dense"),
+    "default": (NOW, "default"),
+    "published, 0.95": (NOW, "published_95"),
+    "xattention 0.9": (NOW, "xattention"),
+    "`layer`": ("study_layer_h200", "default_95"),
 }
-"""From a row of the page to a run."""
+"""From a row of the page to a file and its run."""
 
 
 def study() -> list[Claim]:
-    found = result("study_real_h200")
-    evaluated = {(one["weights"], one["mode"]): one for one in found["evaluations"]}
-    dense = _loss(evaluated["dense", "dense"])
-    claims = [Claim(STUDY, "above dense ({:.3f})", (dense,))]
-    headline = []
-    for shown, name in _ROWS.items():
-        trained = evaluated[name, name]
-        read_densely = evaluated[name, "dense"]
-        attention = trained["attention"]
-        speed = found["runs"][name]["tokens_per_second"]
-        needles = (*_needles(trained), *_needles(read_densely))
-        row = f"| {shown} | "
-        if name == "dense":
-            row += "100 % | | {:,.0f} | 0 | 0 | {:.0f} / {:.0f} % | {:.0f} / {:.0f} % |"
-            claims.append(Claim(STUDY, row, (speed, *needles)))
-            continue
-        costs = (_loss(trained) - dense, _loss(read_densely) - dense)
-        kept = (100 * attention["density"], attention["recall"])
-        row += "{:.1f} % | {:.2f} | {:,.0f} | {:.3f} | {:.3f} | {:.0f} / {:.0f} % | {:.0f} / {:.0f} % |"
-        claims.append(Claim(STUDY, row, (*kept, speed, *costs, *needles)))
-        headline.insert(0, (costs[0], *kept))
+    claims = [_row(shown, *of) for shown, of in _ROWS.items()]
+    claims.append(Claim(STUDY, "dense ({:.3f})", (_loss(NOW, "dense", "dense"),)))
+
+    seed = _loss(NOW, "default_seed1", "default") - _loss(NOW, "dense_seed1", "dense")
+    text = "{:.3f} above its dense run, needles {:.0f} / {:.0f} %."
+    claims.append(Claim(STUDY, text, (seed, *_needles(NOW, "default_seed1", "default"))))
+
+    by_measure = {cost["measure"]: cost for cost in result(NOW)["costs"]}
+    names = ("loss, code", "loss, mixed, last positions", "niah_multiquery@own forced, 32768")
+    lost = [by_measure[name] for name in names]
+    assert not any(cost["is_noise"] for cost in lost)
     text = (
-        "xattention {:.3f} ({:.0f} % density, recall {:.2f}), published {:.3f} ({:.0f} %, {:.2f}), "
-        "`layer` {:.3f} ({:.0f} %, {:.2f})"
+        "lose on code ({:.3f}) and at the last positions of mixed text ({:.3f}), "
+        "and find fewer of several needles at 32,768 tokens (by {:.0f} %)."
     )
-    values = tuple(value for row in headline for value in row)
-    return [*claims, Claim(README, text, values)]
+    claims.append(Claim(STUDY, text, tuple(mean(cost["worse"]) for cost in lost)))
+
+    read = _loss(NOW, "dense", "default") - _loss(NOW, "dense", "dense")
+    claims.append(Claim(STUDY, "Dense weights read by the default lose {:.3f}.", (read,)))
+
+    moba = result(NOW)["runs"]["moba"]
+    dense = result(NOW)["runs"]["dense"]
+    above = 100 * (moba["final_loss"] / dense["final_loss"] - 1)
+    text = "MoBA, {:.0f} % density, ended {:.0f} % above dense in training loss."
+    claims.append(Claim(STUDY, text, (100 * moba["mean_density"], above)))
+    return [*claims, _headline()]
 
 
-def _loss(evaluation: dict) -> float:
+def _row(shown: str, file: str, name: str) -> Claim:
+    """Density, recall, speed; loss above dense as trained and read densely; needles of both."""
+    dense = _loss(file, "dense", "dense")
+    mode = result(file)["runs"][name]["method"]
+    speed = result(file)["runs"][name]["tokens_per_second"]
+    needles = (*_needles(file, name, mode), *_needles(file, name, "dense"))
+    of_needles = " {:.0f} / {:.0f} % | {:.0f} / {:.0f} % |"
+    if name == "dense":
+        return Claim(STUDY, "| dense | 100 % | | {:,.0f} | 0 | 0 |" + of_needles, (speed, *needles))
+    costs = (_loss(file, name, mode) - dense, _loss(file, name, "dense") - dense)
+    of_speed = " **{:,.0f}** |" if name == "default" else " {:,.0f} |"
+    row = f"| {shown} |" + " {:.1f} % | {:.2f} |" + of_speed + " {:.3f} | {:.3f} |" + of_needles
+    return Claim(STUDY, row, (*_kept(file, name, mode), speed, *costs, *needles))
+
+
+def _headline() -> Claim:
+    values = []
+    for name in ("default", "xattention", "published_95"):
+        file = NOW
+        cost = _loss(file, name, name) - _loss(file, "dense", "dense")
+        values += [cost, *_kept(file, name, name), *_needles(file, name, name)[:1]]
+    values += _needles(NOW, "dense", "dense")[:1]
+    text = (
+        "default {:.3f} ({:.0f} % density, recall {:.2f}, needles {:.0f} %), xattention {:.3f} "
+        "({:.0f} %, {:.2f}, {:.0f} %), published {:.3f} ({:.0f} %, {:.2f}, {:.0f} %); dense {:.0f} %"
+    )
+    return Claim(README, text, tuple(values))
+
+
+def _evaluated(file: str, name: str, mode: str) -> dict:
+    [found] = [
+        one for one in result(file)["evaluations"] if (one["weights"], one["mode"]) == (name, mode)
+    ]
+    return found
+
+
+def _kept(file: str, name: str, mode: str) -> tuple[float, float]:
+    """Density in %, and recall."""
+    attention = _evaluated(file, name, mode)["attention"]
+    return 100 * attention["density"], attention["recall"]
+
+
+def _loss(file: str, name: str, mode: str) -> float:
     """On held-out text, mean of its kinds."""
-    scores = evaluation["scores"]
+    scores = _evaluated(file, name, mode)["scores"]
     return mean(scores[f"loss, {kind}"] for kind in ("code", "prose", "mixed"))
 
 
-def _needles(evaluation: dict) -> tuple[float, float]:
+def _needles(file: str, name: str, mode: str) -> tuple[float, float]:
     """Right tokens of needles at the shortest sparse length and at the longest, %."""
-    scores = evaluation["scores"]
+    scores = _evaluated(file, name, mode)["scores"]
     return scores["needle forced, 8192"], scores["needle forced, 65536"]

@@ -16,6 +16,7 @@ from tests.docs.numbers_of_attention import (
     masks,
     patterns,
 )
+from tests.docs.numbers_of_huggingface import huggingface
 from tests.docs.numbers_of_real_model import real_model
 from tests.docs.numbers_of_steps import scaling_of_steps, whole_steps
 from tests.docs.numbers_of_study import study
@@ -31,6 +32,7 @@ CLAIMS = [
     *patterns(),
     *real_model(),
     *study(),
+    *huggingface(),
     *whole_steps(),
     *scaling_of_steps(),
     *loss(),

@@ -16,8 +16,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-USUAL = dict(recall=0.9, sinks=4, local_diagonals=1, dense_below=256)
+USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_diagonals=1, dense_below=256)
 PATTERNS = {
+    "default": VerticalSlash(dense_below=256),
     "layer": VerticalSlash(**USUAL, budget="layer", probe_rows="spread"),
     "joint, last rows": VerticalSlash(**USUAL, budget="joint", probe_rows="last"),
     "capped": VerticalSlash(
@@ -97,7 +98,8 @@ def test_all_rows_keep_the_recall_that_was_asked_for(mask):
         kept = []
         for seed in range(4):
             set_probe_seed(seed)
-            pattern = VerticalSlash(**USUAL | {"recall": recall}, budget="layer")
+            asked = USUAL | {"recall": recall, "probe_rows": "spread"}
+            pattern = VerticalSlash(**asked, budget="layer")
             chosen = pattern.select(q, k, of_length).dense(of_length)
             for head in range(4):
                 scores = q[0, head].float() @ k[0, head // 2].float().T / 8

@@ -3,7 +3,7 @@
 The bound of out and of the gradients of q, k and v is that of test_gradient_matrix.py: at most 5e-3,
 and at most twice the error of torch's dense flash attention, which knows no sinks, on the same
 tensors. The sinks' gradient is a sum over all rows of a head in which much cancels: its bound is 5e-3,
-or twice what rounding an exact output to bf16 alone does to it.
+or three times what rounding an exact output to bf16 does to it: kernels round once, and sinks again.
 """
 
 import functools
@@ -61,7 +61,7 @@ def _check(backend: str, dim: int, mask: str, pattern: str, sink_dtype: torch.dt
     errors = _errors(got, want)
     exact_out, lse = attention_with_sinks(*exact, seen)
     rounding = relative_error(_sinks_gradient_of(exact_out, lse, exact[3], d_out), want[4])
-    allowed = [min(5e-3, 2 * x) for x in _flash_errors(*HEADS, dim)] + [max(5e-3, 2 * rounding)]
+    allowed = [min(5e-3, 2 * x) for x in _flash_errors(*HEADS, dim)] + [max(5e-3, 3 * rounding)]
     print(f"{backend} {dim} {mask} {pattern}:", *(f"{error:.1e}" for error in errors))
     assert all(e <= a for e, a in zip(errors, allowed, strict=True)), (errors, allowed)
     assert (aux.lse - lse).abs().max() < 1e-3
