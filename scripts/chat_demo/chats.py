@@ -124,11 +124,8 @@ def _register(draw: random.Random, count: int, held_out: bool) -> list[Entry]:
 def _pairs(firsts: list[str], lasts: list[str], held_out: bool) -> list[str]:
     """Two words each. The last quarter of `lasts` is held out."""
     kept = len(lasts) * 3 // 4
-    return [
-        f"{first} {last}"
-        for first in firsts
-        for last in (lasts[kept:] if held_out else lasts[:kept])
-    ]
+    own = lasts[kept:] if held_out else lasts[:kept]
+    return [f"{first} {last}" for first in firsts for last in own]
 
 
 if __name__ == "__main__":
