@@ -33,7 +33,8 @@ FIRST_NAMES = (
 ).split()
 LAST_NAMES = (
     "Olsen Baker Novak Reyes Lind Carter Moreau Hayes Fischer Quinn Rossi Webb Larsen Doyle Sato "
-    "Marsh Keller Boyd Vargas Stone Petit Flynn Weber Nash"
+    "Marsh Keller Boyd Vargas Stone Petit Flynn Weber Nash Brandt Costa Evans Falk Gruber Holt Ivanov "
+    "Jensen Koch Lopez Meyer Perez"
 ).split()
 MATERIALS = (
     "copper wooden silver paper glass leather iron plastic cotton marble golden woolen brass "
@@ -41,7 +42,8 @@ MATERIALS = (
 ).split()
 OBJECTS = (
     "lanterns baskets clocks maps bottles saddles kettles toys curtains statues rings blankets "
-    "bells boots scarves bowls drums mirrors ropes hammers combs plates masks flutes"
+    "bells boots scarves bowls drums mirrors ropes hammers combs plates masks flutes candles spoons "
+    "trays wheels gloves pens jars hats tables cages buttons ladders"
 ).split()
 QUESTIONS_OF_A_CHAT = 6
 
@@ -122,8 +124,8 @@ def _register(draw: random.Random, count: int, held_out: bool) -> list[Entry]:
 
 
 def _pairs(firsts: list[str], lasts: list[str], held_out: bool) -> list[str]:
-    """Two words each. The last quarter of `lasts` is held out."""
-    kept = len(lasts) * 3 // 4
+    """Two words each. The second half of `lasts` is held out."""
+    kept = len(lasts) // 2
     own = lasts[kept:] if held_out else lasts[:kept]
     return [f"{first} {last}" for first in firsts for last in own]
 
