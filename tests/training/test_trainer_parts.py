@@ -212,6 +212,7 @@ class _Run(SimpleNamespace):
             run=lambda scorer, step, board, writes: note(f"validate {step} {scorer} {writes}"),
         )
         self.scorer = "scorer"
+        self.model = torch.nn.Identity()
         self.metrics = SimpleNamespace(
             leave_out=lambda seconds: note(f"leave out {seconds}"),
             start_interval=lambda: note("start_interval"),
@@ -333,6 +334,7 @@ def test_rank_0_exports_and_the_others_wait(monkeypatch, world, rank):
         config=Config(),
         progress=SimpleNamespace(step=9),
         model_config="shape",
+        adapters="adapters",
         dtype=torch.bfloat16,
         checkpointer=SimpleNamespace(save_in_hf=lambda *args: events.append(args)),
         _set_timeout=lambda seconds: events.append(f"timeout {seconds}"),
@@ -340,7 +342,7 @@ def test_rank_0_exports_and_the_others_wait(monkeypatch, world, rank):
     run.config.parallelism.first_step_timeout_seconds = LONG
     run.config.model.initial_hf = "source"
     Trainer._save_in_hf(run)
-    exported = [(9, "shape", torch.bfloat16, "source")] if rank == 0 else []
+    exported = [(9, "shape", torch.bfloat16, "source", "adapters")] if rank == 0 else []
     assert events == [f"timeout {LONG}", *exported, "meet"]
 
 

@@ -351,8 +351,10 @@ def test_defaults_can_be_chosen_by_loss():
     }
     for (budget, diagonals), name in names.items():
         common: dict[str, Any] = {"recall": 0.9, "probe_rows": "spread", "sinks": 4}
+        common["count_sinks"] = True
         expected = VerticalSlash(budget=budget, local_diagonals=diagonals, **common)
         assert specs[name].pattern(0.9) == expected
+    assert specs["joint, behind sinks, both"].pattern(0.9) == VerticalSlash(), "the default"
 
 
 @pytest.mark.gpu

@@ -255,8 +255,8 @@ def test_configurations_differ_in_attention_and_order_alone(size, tmp_path, toy_
     assert published.model.rope_scaling == "flavour"
 
 
-def test_the_default_method_sets_nothing_but_recall():
-    assert methods(FULL)[SPARSE] == {"pattern": "vertical_slash", "vertical_slash.recall": 0.95}
+def test_the_default_method_sets_nothing():
+    assert methods(FULL)[SPARSE] == {"pattern": "vertical_slash"}
     published = methods(FULL)["published_95"]
     assert published["vertical_slash.budget"] == "independent"
     assert published["vertical_slash.probe"] == 64
