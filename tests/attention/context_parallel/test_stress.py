@@ -217,9 +217,7 @@ def _check_no_new_buffers(axes: tuple[int, ...], schedules: list[str]) -> None:
         held = []
         for step in range(20):
             _Call(cp, step, 1, 2, 8, Documents([100 + step, 200]), VERTICAL).alone()
-            held.append(
-                {key: [x.data_ptr() for x in buffers] for key, buffers in cp._buffers.items()}
-            )
+            held.append(cp.buffers.addresses)
         assert held[0] and held == held[:1] * 20, cp.key
 
 

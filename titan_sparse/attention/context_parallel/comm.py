@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel.buffers import Buffers
+
 # Renamed in torch 2.13, where the old names warn; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -96,7 +98,7 @@ class Communicator:
         self.size = len(all_ranks)
         self.sent = Counter()
         self.plain_ring_bytes = 0
-        self._buffers: dict[tuple, list[Tensor]] = {}
+        self.buffers = Buffers()
         node, local_rank = divmod(rank, len(nodes[0]))
         inner = nodes[node]
         outer = [other[local_rank] for other in nodes]
@@ -172,7 +174,8 @@ class Communicator:
         """Begin to gather x of all ranks, [ranks, *x.shape], into the buffer `slot`."""
         others = self.size - 1
         self.sent["inner"] += x.nbytes * others
-        [out] = self.buffer(slot, [x], self.size)
+        shape = (self.size, *x.shape)
+        [out] = self.buffers.take(slot, [(shape, x.dtype)], x.device)
         work = _all_gather(
             out.flatten(0, 1),
             x.contiguous(),
@@ -236,40 +239,18 @@ class Communicator:
                 self.sent[axis] += x.nbytes
         received = []
         if receives:
-            received = self.buffer(slot, chunk)
+            kinds = [(x.shape, x.dtype) for x in chunk]
+            received = self.buffers.take(slot, kinds, chunk[0].device)
         group = self.groups[axis]
         return Transfer(chunk, received, group, sends)
 
     # Memory and bookkeeping
 
-    def buffer(self, slot: str, like: list[Tensor], ranks: int | None = None) -> list[Tensor]:
-        """Memory for tensors like these, or for `ranks` of each.
-
-        It is the same memory for the same slot, shapes and dtypes.
-        """
-        shapes = [(x.shape, x.dtype, x.device) for x in like]
-        key = (slot, ranks, *shapes)
-        if key not in self._buffers:
-            leading = [] if ranks is None else [ranks]
-            buffers = []
-            for x in like:
-                buffers.append(x.new_empty(*leading, *x.shape))
-            self._buffers[key] = buffers
-        return self._buffers[key]
-
     def rows(self, slot: str, like: Tensor, count: int) -> Tensor:
-        """[count, *like.shape[1:]]: the first rows of memory that is kept for the slot.
-
-        The memory grows where it is too small.
-        """
-        row_shape = like.shape[1:]
-        key = (slot, row_shape, like.dtype, like.device)
-        kept = self._buffers.get(key)
-        if kept is None or len(kept[0]) < count:
-            kept = [like.new_empty(count, *row_shape)]
-            self._buffers[key] = kept
-        [memory] = kept
-        return memory[:count]
+        """[count, *like.shape[1:]] in the memory that is kept for the slot."""
+        shape = (count, *like.shape[1:])
+        [memory] = self.buffers.take(slot, [(shape, like.dtype)], like.device)
+        return memory
 
     @property
     def bytes_sent(self) -> int:
