@@ -5,7 +5,7 @@ What depends on the schedule is a small table, keyed by what moves between ranks
 
 import math
 
-from titan_sparse.attention.context_parallel.schedule import Moves
+from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import Step
 
 
@@ -74,7 +74,12 @@ def _workspace_of_chunks(step: Step) -> float:
     """Sums over chunks: dq, dK and dV; and the chunks that are sent."""
     if step.cp == 1:
         return 0
-    return step.wide * (_query_elements(step) + 4 * _kv_elements(step))
+    query = _query_elements(step)
+    kv = _kv_elements(step)
+    if step.circulates_queries:
+        # dK and dV; dq of a chunk, and as it is sent. q and d_out side by side, and a chunk's out.
+        return step.wide * (2 * kv + 2 * query) + step.width * 3 * query
+    return step.wide * (query + 4 * kv)
 
 
 def _workspace_of_blocks(step: Step) -> float:
@@ -144,11 +149,29 @@ def _buffers_of_chunks(step: Step) -> float:
     inner = min(2, inner_ranks - 1)
     outer = min(2, outer_ranks - 1)
     held_back = (inner > 0) * step.width
-    # Each hop has a buffer for keys and values and one for their gradients.
-    hop_bytes = step.width + step.gradient_width
-    # Bytes for each element of a chunk.
-    element_bytes = (inner + outer) * hop_bytes + held_back
-    return _chunk_elements(step) * element_bytes
+    forward_chunk = _chunk_elements(step) * step.width
+    if step.circulates_queries:
+        # All queries take the place of one group of KV heads; the other groups keep theirs.
+        groups = head_groups(step.model.kv_heads, outer_ranks)
+        chunk, gradient = _query_chunk_bytes(step)
+        group = forward_chunk / groups
+        hop = max(group, chunk) + forward_chunk - group + gradient
+    else:
+        # Each hop has a buffer for keys and values and one for their gradients.
+        chunk = forward_chunk
+        gradient = _chunk_elements(step) * step.gradient_width
+        hop = chunk + gradient
+    held_back = (inner > 0) * chunk
+    return (inner + outer) * hop + held_back
+
+
+def _query_chunk_bytes(step: Step) -> tuple[float, float]:
+    """Bytes of what goes around a backward with queries circulating, and of its gradient, dq."""
+    query = _query_elements(step)
+    rows = step.tokens * step.model.heads
+    # q and d_out, and two sums a row.
+    chunk = 2 * query * step.width + 2 * rows * step.wide
+    return chunk, query * step.gradient_width
 
 
 def _buffers_of_blocks(step: Step) -> float:

@@ -10,6 +10,7 @@ from titan_sparse.attention.context_parallel.schedule import (
     SCHEDULES,
     Moves,
     Schedule,
+    circulates_queries,
 )
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import (
@@ -46,6 +47,7 @@ class Step:
     overlap_stages: of the schedule group_cast, forward and backward. Its ranks are taken to need
         every block.
     gradient_width: bytes of an element of dK and dV as they are sent.
+    circulates_queries: whether queries go around a ring in the backward, not keys and values.
     mode: of activation checkpointing.
     index_bytes: what one layer's selection keeps. verticals: gathered verticals a head, of one
         layer. most_blocks: bound on the KV blocks that a query block meets.
@@ -65,6 +67,7 @@ class Step:
     inter: int = 1
     overlap_stages: tuple[int, int] = (2, 2)
     gradient_width: int = 4
+    circulates_queries: bool = False
     mode: str = "full"
     compiled: bool = False
     backend: str = "eager"
@@ -141,6 +144,14 @@ def step_of(
         inter=inter,
         overlap_stages=resolve_overlap_stages(attention, inter),
         gradient_width=gradient_width,
+        circulates_queries=circulates_queries(
+            attention.backward_circulates,
+            model.heads,
+            model.kv_heads,
+            model.head_dim,
+            dtype.itemsize,
+            gradient_width,
+        ),
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
         backend=_computing_backend(config, backend, schedule),

@@ -16,6 +16,7 @@ from titan_sparse.attention.context_parallel.layouts import (
 from titan_sparse.attention.context_parallel.schedule import (
     SCHEDULES,
     choose,
+    circulates_queries,
     double_ring,
     local,
     ring,
@@ -257,3 +258,26 @@ def test_auto_casts_where_few_blocks_are_needed(inter, intra, usual):
     assert resolve_overlap_stages(Attention(), inter) == (stages, stages)
     assert resolve_overlap_stages(Attention(overlap_stages=3), inter) == (3, 3)
     assert resolve_overlap_stages(Attention(overlap_stages_backward=4), inter) == (stages, 4)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, width, gradient_width, queries",
+    [
+        # 8 Hq D + 8 Hq bytes against 12 Hkv D, by hand.
+        (16, 16, 128, 2, 4, True),
+        (16, 8, 128, 2, 4, False),
+        (3, 2, 64, 2, 4, False),
+        # With bf16 gradients 6 Hq D + 8 Hq against 8 Hkv D: 3D + 4 < 4D.
+        (16, 16, 128, 2, 2, True),
+        (16, 16, 4, 2, 2, False),
+        (16, 16, 5, 2, 2, True),
+        # fp64: 24 Hq D + 16 Hq against 32 Hkv D.
+        (1, 1, 2, 8, 8, False),
+        (1, 1, 3, 8, 8, True),
+    ],
+)
+def test_auto_circulates_what_is_less(heads, kv_heads, head_dim, width, gradient_width, queries):
+    sizes = (heads, kv_heads, head_dim, width, gradient_width)
+    assert circulates_queries("auto", *sizes) == queries
+    assert circulates_queries("q", *sizes)
+    assert not circulates_queries("kv", *sizes)

@@ -275,10 +275,10 @@ def _check_bytes(
         sent = (rank < size - 1) * kv * dtype.itemsize
         sent += sum(source < size - 1 for source in sources(range(1, size))) * kv * gradient_bytes
     else:
-        # All chunks but the first go to the rank before, the long way round, as q, d_out, out and
-        # lse. dq makes one hop.
+        # All chunks but the first go to the rank before, the long way round, as q, d_out, lse and
+        # delta. dq makes one hop.
         sent = sum(source > 0 for source in sources(range(size - 1))) * (
-            3 * q.numel() * dtype.itemsize + 4 * rows
+            2 * q.numel() * dtype.itemsize + 2 * 4 * rows
         )
         sent += sum(source > 0 for source in sources([size - 1])) * q.numel() * gradient_bytes
     assert (forward, cp.bytes_sent - forward) == ((rank < size - 1) * kv * dtype.itemsize, sent)

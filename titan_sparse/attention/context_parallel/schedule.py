@@ -137,6 +137,27 @@ def choose(
     return DOUBLE_RING
 
 
+def circulates_queries(
+    setting: str, heads: int, kv_heads: int, head_dim: int, width: int, gradient_width: int
+) -> bool:
+    """Whether queries travel in the backward of a ring, instead of keys and values.
+
+    setting: what the user says, "q" or "kv". With "auto" it is whichever sends fewer bytes a token:
+    - keys and values with their gradients: Hkv D (2 e + 2 g), with e = `width` bytes an element of
+      the inputs and g = `gradient_width` bytes an element of gradients between ranks;
+    - queries and d_out with the gradient of the queries, and two sums a row, lse and d_out times
+      out: Hq D (2 e + g) + 8 Hq (BurstEngine, section 3.2).
+    In bf16 with fp32 gradients that is 12 Hkv D against 8 Hq D. So queries are cheaper when every
+    head has keys of its own (MHA), and keys and values are for all grouped-query models.
+    """
+    if setting != "auto":
+        return setting == "q"
+    width_of_sums = max(width, 4)
+    kv_bytes = kv_heads * head_dim * (2 * width + 2 * gradient_width)
+    query_bytes = heads * (head_dim * (2 * width + gradient_width) + 2 * width_of_sums)
+    return query_bytes < kv_bytes
+
+
 def backward_order(windows: int, steps: int) -> list[int]:
     """The order in which a backward takes the steps. Steps are counted as in the forward.
 

@@ -15,7 +15,11 @@ from torch import Tensor
 from titan_sparse.attention import timing
 from titan_sparse.attention.backends.base import Partial, Piece, Queries
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel.schedule import head_groups, vertical_steps
+from titan_sparse.attention.context_parallel.schedule import (
+    circulates_queries,
+    head_groups,
+    vertical_steps,
+)
 from titan_sparse.attention.merge import Results, at_last, results
 from titan_sparse.attention.schedules import rectangles, verticals
 from titan_sparse.attention.schedules.needs import needed_chunks
@@ -284,28 +288,16 @@ def _outputs(
 
 
 def _circulates_queries(call: AttentionCall, q: Tensor, k: Tensor) -> bool:
-    """Whether queries travel in the backward instead of keys and values.
-
-    It is what the user says; for "auto", whichever sends fewer bytes a token:
-    - keys and values with their gradients: Hkv D (2 e + 2 g), with e bytes an element of the inputs
-      and g bytes an element of gradients between ranks;
-    - queries, d_out and out with the gradient of the queries and lse: Hq D (3 e + g) + 4 Hq.
-    In bf16 with fp32 gradients that is 12 Hkv D against 10 Hq D. So queries are cheaper when every
-    head has keys of its own (MHA), and keys and values are for all grouped-query models.
-    (BurstEngine, section 3.2, sends out summed up with d_out: 8 Hq D.)
-    """
-    if call.cp.backward_circulates != "auto":
-        return call.cp.backward_circulates == "q"
-    query_heads = q.shape[1]
-    kv_heads = k.shape[1]
-    head_dim = q.shape[3]
+    """Whether queries travel in the backward instead of keys and values."""
     gradient_dtype = call.cp.gradient_dtype or call.sum_dtype(q)
-    # As in the formulas above: bytes an element.
-    e = q.element_size()
-    g = gradient_dtype.itemsize
-    kv_bytes = kv_heads * head_dim * (2 * e + 2 * g)
-    query_bytes = query_heads * head_dim * (3 * e + g) + 4 * query_heads
-    return query_bytes < kv_bytes
+    return circulates_queries(
+        call.cp.backward_circulates,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[3],
+        width=q.element_size(),
+        gradient_width=gradient_dtype.itemsize,
+    )
 
 
 def _backward_with_queries_circulating(
@@ -314,7 +306,8 @@ def _backward_with_queries_circulating(
     """As backward(), with queries traveling instead of keys and values.
 
     Each rank adds up dk and dv of its own keys while the others' queries pass by. Their dq travels
-    with them.
+    with them. Their out does not: a backward needs its product with d_out alone, one number a row
+    (BurstEngine, section 3.2).
     """
     q, d_out, out, lse = queries
     dtype = call.sum_dtype(q)
@@ -337,7 +330,8 @@ def _backward_with_queries_circulating(
 
     def gradient_of(step: Step) -> Tensor:
         """dq of the step's queries through this rank's keys."""
-        (passing_q, passing_d_out, passing_out), passing_lse = step.chunk
+        (passing_q, passing_d_out), (passing_lse, passing_delta) = step.chunk
+        passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
         tiles = call.tiles_of_rank(
             len(q),
@@ -364,11 +358,29 @@ def _backward_with_queries_circulating(
     if needed is not None:
         needed = needed.T
     route = route_of(call.cp, needed)
-    # [3, B, Hq, S_local, D] and [B, Hq, S_local]
-    query_tensors = torch.stack([q, d_out, out.to(q.dtype)])
-    chunk = [query_tensors, lse]
+    # [B, Hq, S_local]
+    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
+    # [2, B, Hq, S_local, D] and [2, B, Hq, S_local]
+    chunk = [torch.stack([q, d_out]), torch.stack([lse, delta])]
     [dq] = circulate_with_gradients(call.cp, route, [chunk], gradient_of)
     if reduced is not None:
         dq += dq_of_verticals
         verticals.add_gradients(call, d_kv, reduced.wait())
     return _outputs(dq, d_kv[0], d_kv[1], q.dtype)
+
+
+def _out_with(d_out: Tensor, delta: Tensor) -> Tensor:
+    """An out [B, Hq, S, D] whose product with d_out, summed over the head dim, is delta [B, Hq, S].
+
+    Any such out gives the same gradients. This one is a multiple of d_out, and no longer than the
+    true one: rounding it to d_out's dtype costs no more than rounding that.
+    """
+    dtype = delta.dtype
+    # Of unit size, so that no square underflows.
+    largest = d_out.abs().amax(-1, keepdim=True).to(dtype)
+    # Where d_out is 0, so is delta.
+    largest = torch.where(largest == 0, 1, largest)
+    direction = d_out.to(dtype) / largest
+    square = direction.square().sum(-1, keepdim=True).clamp(min=1)
+    length = delta[..., None] / (largest * square)
+    return (direction * length).to(d_out.dtype)

@@ -1,0 +1,44 @@
+"""Of out only its product with d_out travels with queries; any out with that product serves."""
+
+import pytest
+import torch
+
+from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends.base import DenseShape, Queries
+from titan_sparse.attention.schedules.ring import _out_with
+
+SHAPE = DenseShape(causal=True, is_whole=True)
+SCALE = 0.3
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_product_is_right(dtype, size):
+    torch.manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    d_out = (torch.randn(2, 3, 50, 24) * size).to(dtype)
+    d_out[:, :, 7] = 0
+    true = torch.randn(2, 3, 50, 24).to(dtype)
+    # fp64 knows the product that fp32 sums.
+    product = (d_out.double() * true.double()).sum(-1)
+    out = _out_with(d_out, product.to(wide))
+    assert out.dtype == dtype and out.isfinite().all()
+    error = (d_out.double() * out.double()).sum(-1) - product
+    # The rounding of the true out would cost as much.
+    bound = torch.finfo(dtype).eps * d_out.double().norm(dim=-1) * true.double().norm(dim=-1)
+    assert (error.abs() <= bound).all()
+    assert (out.double().norm(dim=-1) <= 1.01 * true.double().norm(dim=-1)).all()
+
+
+def test_the_gradients_are_those_of_the_true_out():
+    torch.manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, 2, 40, 16, dtype=torch.float64)
+    partial = eager.dense_forward(q, k, v, SHAPE, SCALE)
+    delta = (d_out * partial.out).sum(-1)
+    stand_in = _out_with(d_out, delta)
+    assert (stand_in - partial.out).abs().max() > 0.1
+    queries = Queries(q, d_out, partial.out, partial.lse)
+    wanted = eager.dense_backward(queries, k, v, SHAPE, SCALE)
+    got = eager.dense_backward(queries._replace(out=stand_in), k, v, SHAPE, SCALE)
+    for x, y in zip(got, wanted, strict=True):
+        assert (x - y).abs().max() < 1e-12
