@@ -295,12 +295,13 @@ class Trainer:
             with self.metrics.caps.counting(), self._recording(step, is_recorded) as recorded:
                 loss += self._forward_backward(batch, valid)
 
-        grad_norm = self._clip()
-        learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
-        self.checkpointer.before_update()
-        self.guard.update(step, loss, grad_norm, self.optimizers)
-        self.schedule.step()
-        self.optimizers.zero_grad()
+        with torch.profiler.record_function("Optimizer.update"):
+            grad_norm = self._clip()
+            learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
+            self.checkpointer.before_update()
+            self.guard.update(step, loss, grad_norm, self.optimizers)
+            self.schedule.step()
+            self.optimizers.zero_grad()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
