@@ -28,6 +28,7 @@ from torch import Tensor
 
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import attend
+from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe.visits import count_visits_of_all_heads
@@ -171,9 +172,10 @@ def tile_constants(args: argparse.Namespace, device: torch.device) -> Constants:
     whole_seconds, partial_seconds = tile_seconds(runs)
     tile_flops = args.heads[0] * BLOCK_SIZE**2 * args.head_dim * (FORWARD_FLOPS + BACKWARD_FLOPS)
     longest = max(run.seconds for run in runs)
+    backend = choose("auto", device.type, _dtype(device), args.head_dim, BLOCK_SIZE)
     source = (
         f"attend() with pattern dense under {len(runs)} windows, up to {longest * 1e3:.2f} ms at "
-        f"{args.seq_len} tokens, {args.heads[0]}:{args.heads[1]} heads"
+        f"{args.seq_len} tokens, {args.heads[0]}:{args.heads[1]} heads, backend {backend}"
     )
     return {
         "dense_tflops": (tile_flops / whole_seconds / 1e12, source),
@@ -291,13 +293,17 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
 def random_inputs(seq_len: int, args: argparse.Namespace, device: torch.device) -> list[Tensor]:
     """q, k and v, [1, heads or KV heads, S, D]."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(device)
     heads, kv_heads = args.heads
     inputs = []
     for number in (heads, kv_heads, kv_heads):
         size = (1, number, seq_len, args.head_dim)
         inputs.append(torch.randn(size, device=device, dtype=dtype, requires_grad=True))
     return inputs
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def link(

@@ -295,7 +295,9 @@ def test_calibration_writes_what_plans_read(tmp_path):
         and 0 < constants.inside_gb_s < 1000
     )
     assert constants.dense_tflops > 0 and constants.partial_tile >= 1
-    assert json.loads(printed)["machine"] == "CPU, 1 nodes of 2"
+    written = json.loads(printed)
+    assert written["machine"] == "CPU, 1 nodes of 2"
+    assert written["constants"]["dense_tflops"]["source"].endswith("2:1 heads, backend eager")
 
 
 @pytest.mark.parametrize("call, whole, partial", [(0.0, 2e-6, 3e-6), (5e-3, 1e-5, 2e-5)])
