@@ -55,3 +55,42 @@ def _routes() -> list[Claim]:
         "with 16; between two nodes {:.2f}, {:.2f}, and {:.2f}"
     )
     return [Claim("docs/context_parallel.md", text, (*ring, *across))]
+
+
+def _row(shown: str, name: str) -> Claim:
+    """Density at two recalls, kernel time at the first, loss at two densities, and needles."""
+    at_recall = [_found("at_recall", name, recall) for recall in (0.9, 0.95)]
+    text = f"| {shown} |" + " {:.1f} % |" * 2
+    values = [100 * mean(at["density"] for at in found) for found in at_recall]
+    if "kernel_ms" in at_recall[0][0]:
+        text += " {:.1f} |"
+        values.append(mean(at["kernel_ms"]["triton"] for at in at_recall[0]))
+    at_density = [_found("at_density", name, density) for density in (0.1, 0.15)]
+    if at_density[0]:
+        losses = "".join(" **{:.3f}** |" if name == DEFAULT and i else " {:.3f} |" for i in (0, 1))
+        text += losses + (" **{:.0f} %** |" if name == DEFAULT else " {:.0f} % |")
+        values += [mean(at["above_dense"] for at in found) for found in at_density]
+        values.append(100 * mean(at["needles"] for at in at_density[0]))
+    return Claim(BENCHMARKS, text, tuple(values))
+
+
+def _found(key: str, name: str, value: float) -> list[dict]:
+    """What each text says of a pattern at a recall or a density."""
+    found = []
+    for text in result(FILE)["texts"].values():
+        found += [at for at in text[key] if (at["name"], at[key]) == (name, value)]
+    return found
+
+
+def _whole(name: str, recall: float) -> tuple[float, float, float]:
+    """Loss above dense, density, and needles of a pattern asked for a recall, in all layers."""
+    found = []
+    for text in result(FILE)["texts"].values():
+        for row in text["rows"]:
+            if (row["name"], row["value"]) == (name, recall):
+                found.append(row["in_all_layers"])
+    return (
+        mean(one["above_dense"] for one in found),
+        100 * mean(one["density"] for one in found),
+        100 * mean(one["needles"] for one in found),
+    )
