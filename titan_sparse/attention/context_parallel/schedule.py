@@ -9,7 +9,6 @@ double ring.
 """
 
 import enum
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -202,4 +201,4 @@ def head_groups(kv_heads: int, windows: int, by_index: bool = False) -> int:
     """
     if windows == 1 and not by_index:
         return 1
-    return math.gcd(kv_heads, 4)
+    return max(count for count in range(1, 5) if kv_heads % count == 0)
