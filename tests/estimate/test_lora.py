@@ -129,7 +129,11 @@ def test_estimate_is_what_a_gpu_measures(tmp_path, chunk):
     assert expected == pytest.approx(measured, rel=0.1)
 
 
-MEASURED = (("65536", "8", "0", 38.31), ("65536", "8", "4096", 20.75), ("131072", "32", "16384", 93.13))
+MEASURED = (
+    ("65536", "8", "0", 38.31),
+    ("65536", "8", "4096", 20.75),
+    ("131072", "32", "16384", 93.13),
+)
 """Tokens, layers, tokens of an MLP's chunk, and GiB of three steps on an H200 with torch 2.11."""
 
 
