@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,16 @@ def run_processes(world_size: int, function: Callable, *args) -> None:
     # A folder, since the last process to leave the store deletes its file.
     with tempfile.TemporaryDirectory() as folder:
         _start(_entry, (world_size, os.path.join(folder, "rendezvous"), function, args), world_size)
+
+
+def on_one_rank(function: Callable, *args) -> Any:
+    """function(*args), computed by rank 0 and sent to all. Collective.
+
+    For what is the same on all ranks: each of them would take a core for it.
+    """
+    results = [function(*args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results)
+    return results[0]
 
 
 def run_program(world_size: int, main: Callable[[list[str]], int], words: list[str]) -> str:

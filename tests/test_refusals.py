@@ -47,8 +47,9 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """main() fails where it goes on to load torch."""
+    """main() fails where it goes on to load torch. Ranks that leave the line to the first do not wait."""
     monkeypatch.setattr(train, "set_allocator", lambda: pytest.fail("not refused before torch"))
+    monkeypatch.setattr(train.time, "sleep", lambda seconds: None)
 
 
 def words_of(start: BadStart, folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ SCHEDULES = ("all_gather", "ring")
 
 
 def _run(folder: Path, output: str, overrides: dict) -> dict:
-    config = tiny_config(folder, output, **overrides)
+    config = tiny_config(folder, output, training__steps=3, **overrides)
     trainer = train(config)
     weights = {
         name: p.full_tensor() if isinstance(p, DTensor) else p

@@ -381,27 +381,27 @@ def _check_ranks() -> None:
         *((documents, pattern) for pattern in PATTERNS.values()),
         (SLICES, Dense()),
     ]
-    for cp, (mask, pattern) in itertools.product(contexts, cases):
+    for (i, cp), (j, (mask, pattern)) in itertools.product(enumerate(contexts), enumerate(cases)):
+        # One share of the three: any two of context, case and share meet.
+        share = SHARES[(i + j) % 3] if cp.layout == "striped" else 1.0
         ranges, leaves = mask.rows(seq_len), [cp.shard(x, 2).requires_grad_() for x in full]
         want, want_seen = _recorded(_block(ranges, pattern, 0.0, cp), leaves)
-        for share in SHARES if cp.layout == "striped" else (1.0,):
-            got, seen = _recorded(
-                functools.partial(SELECTIVE, _block(ranges, pattern, share, cp)), leaves
-            )
-            _assert_equal(got, want, (cp.key, mask, pattern.key, share))
-            assert torch.equal(seen.density(), want_seen.density())
-            torch.testing.assert_close(torch.stack(seen.recall), torch.stack(want_seen.recall))
-            assert len(seen.calls) == len(seen.work) == (1 if share == 1 else 2)
-            assert (
-                torch.equal(sum(seen.work), want_seen.work[0])
-                and (seen.by_rank().elapsed.sum((1, 2)) > 0).all()
-            )
-            # Keys and values of the first part go round twice more, those of the rest and gradients as often as before.
-            again = 1 if share == 1 else 2 * int(share * 12 / world + 0.5) * world / 12
-            extra = again * 2 * leaves[1].nbytes * (world - 1)
-            assert seen.plain_ring_bytes == want_seen.plain_ring_bytes + extra, (share, cp.key)
-            if cp.schedule == "all_gather":
-                assert seen.bytes_sent == seen.plain_ring_bytes
+        got, seen = _recorded(
+            functools.partial(SELECTIVE, _block(ranges, pattern, share, cp)), leaves
+        )
+        _assert_equal(got, want, (cp.key, mask, pattern.key, share))
+        assert torch.equal(seen.density(), want_seen.density())
+        torch.testing.assert_close(torch.stack(seen.recall), torch.stack(want_seen.recall))
+        assert len(seen.calls) == len(seen.work) == (1 if share == 1 else 2)
+        assert torch.equal(sum(seen.work), want_seen.work[0])
+        assert (seen.by_rank().elapsed.sum((1, 2)) > 0).all()
+        # Keys and values of the first part go round twice more, those of the rest and gradients
+        # as often as before.
+        again = 1 if share == 1 else 2 * int(share * 12 / world + 0.5) * world / 12
+        extra = again * 2 * leaves[1].nbytes * (world - 1)
+        assert seen.plain_ring_bytes == want_seen.plain_ring_bytes + extra, (share, cp.key)
+        if cp.schedule == "all_gather":
+            assert seen.bytes_sent == seen.plain_ring_bytes
 
 
 def _recorded(function: Callable, leaves: list[Tensor]):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.distributed import run_processes
+from tests.distributed import on_one_rank, run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
@@ -53,7 +53,7 @@ def check_everything(
         ContextParallel(mesh, layout, schedules[-1], BLOCK, "q") for layout in ("zigzag", "striped")
     ]
     for (i, mask), (j, pattern) in itertools.product(enumerate(masks), enumerate(patterns)):
-        wanted = _single(full, d_out, mask, pattern)
+        wanted = on_one_rank(_single, full, d_out, mask, pattern)
         for cp in contexts[(i + j) % every :: every]:
             for name, got, want in zip(
                 ("out", "lse", "dq", "dk", "dv", "density", "recall"),
@@ -76,7 +76,7 @@ def _check_rectangles(axes: tuple[int, ...]) -> None:
     d_out = torch.randn(
         full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
     )
-    wanted = _single(full, d_out, Causal(), Dense())
+    wanted = on_one_rank(_single, full, d_out, Causal(), Dense())
     for layout, schedule in itertools.product(("contiguous", "zigzag"), ("ring", "double_ring")):
         cp = ContextParallel(mesh, layout, schedule, BLOCK)
         used = []
