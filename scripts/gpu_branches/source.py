@@ -17,9 +17,9 @@ class Module(NamedTuple):
 
 
 @functools.cache
-def nodes_of(function: Function) -> tuple[ast.AST, ...]:
-    """A function and all that is in it."""
-    return tuple(ast.walk(function))
+def nodes_of(tree: ast.Module | Function) -> tuple[ast.AST, ...]:
+    """A file or a function, and all that is in it."""
+    return tuple(ast.walk(tree))
 
 
 def functions_of(tree: ast.Module) -> Iterator[tuple[str, Function]]:

@@ -132,7 +132,7 @@ def facts_of(modules: Sequence[Module], before: Facts) -> Facts:
                     _note_attributes(node, scope, attributes)
                 if isinstance(node, ast.Call):
                     _note_arguments(node, scope, parameters, arguments)
-        for node in ast.walk(module.tree):
+        for node in nodes_of(module.tree):
             if isinstance(node, ast.ClassDef):
                 for field in node.body:
                     if isinstance(field, ast.AnnAssign) and is_of_cuda(field.annotation):

@@ -216,6 +216,7 @@ def test_a_stop_signal_in_a_long_accumulation(run):
     assert run.losses() == whole.losses()
 
 
+@pytest.mark.faults  # as a whole job; tests/training/test_poison.py shows the same of the trainer
 def test_one_poisoned_gradient_costs_one_update(run):
     settings = {"parallelism.cp": 2}
     status, text = run.train(settings, ranks=2, faults=Faults(rank=1, poisoned=[5]))

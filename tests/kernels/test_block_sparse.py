@@ -198,7 +198,16 @@ def test_pieces_alone(name):
     assert relative_error(total, dq) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["window", "documents", "head_dim 96", "head_dim 256", "fp16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        # The mask and the width go into one piece as into two: test_blocks_and_verticals.
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("documents", "head_dim 96")),
+        "head_dim 256",
+        "fp16",
+    ],
+)
 def test_going_on_from_a_total(name):
     """Piece after piece into one total is both pieces at once.
 
@@ -331,7 +340,7 @@ def test_split_query_lists(monkeypatch):
     monkeypatch.setattr(
         sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3
     )
-    case = Case(Causal(), heads=(2, 1), blocks=8, batch=2, whole=True)
+    case = Case(Causal(), heads=(2, 1), blocks=8, batch=1, whole=True)
     _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
 
 
