@@ -20,7 +20,10 @@ def scorer_of(config: Config) -> tuple[Scorer, Documents]:
 
 
 def plain_decoder(model: Decoder) -> Decoder:
-    """The tiny model's weights in a decoder that is not sharded, with causal attention by torch."""
+    """The tiny model's weights in a decoder that is not sharded, with causal attention by torch.
+
+    Collective.
+    """
 
     def attend(q, k, v, _):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -36,8 +39,6 @@ def plain_decoder(model: Decoder) -> Decoder:
 
 
 @torch.no_grad()
-def plain_logits(model: Decoder, tokens: np.ndarray) -> torch.Tensor:
-    """[S, V] of plain_decoder(model), float64."""
-    return plain_decoder(model)(
-        torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], None
-    )[0]
+def plain_logits(plain: Decoder, tokens: np.ndarray) -> torch.Tensor:
+    """[S, V] of a plain_decoder(), float64."""
+    return plain(torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], None)[0]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from tests.distributed import run_processes
+from tests.distributed import on_one_rank, run_processes
 from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.data.documents import TokenizedTexts
@@ -131,8 +132,9 @@ def _forced(folder, cp: int) -> None:
     )
     records = score_samples(scorer, _samples(), generate=False)
     assert len(records) == 3
+    plain = plain_decoder(scorer.model)
     for sample, record in zip(_samples(), records):
-        logits = plain_logits(scorer.model, np.concatenate([sample.prompt, sample.answer]))
+        logits = plain_logits(plain, np.concatenate([sample.prompt, sample.answer]))
         logits, answer = logits[len(sample.prompt) - 1 : -1], torch.from_numpy(sample.answer)
         assert record["loss"] == pytest.approx(F.cross_entropy(logits, answer).item(), rel=1e-9)
         assert record["prediction"] == TOKENIZER.decode(logits.argmax(-1))
@@ -154,12 +156,20 @@ def _generated(folder, cp: int) -> None:
     _sharpen(scorer.model)
     samples = _samples()
     records = score_samples(scorer, samples, generate=True)
-    for sample, record in zip(samples, records):
+    expected = on_one_rank(_continued, plain_decoder(scorer.model), samples)
+    assert [record["prediction"] for record in records] == expected
+    assert len(set(expected)) > 1
+
+
+def _continued(plain: Decoder, samples: list[Sample]) -> list[str]:
+    """What follows each prompt, each token by a forward over all before it."""
+    texts = []
+    for sample in samples:
         tokens = sample.prompt
         for _ in range(sample.new_tokens):
-            tokens = np.append(tokens, plain_logits(scorer.model, tokens)[-1].argmax().item())
-        assert record["prediction"] == text_of(TOKENIZER, tokens[len(sample.prompt) :])
-    assert len({record["prediction"] for record in records}) > 1
+            tokens = np.append(tokens, plain_logits(plain, tokens)[-1].argmax().item())
+        texts.append(text_of(TOKENIZER, tokens[len(sample.prompt) :]))
+    return texts
 
 
 def _sharpen(model: Decoder) -> None:
@@ -209,20 +219,21 @@ def _memorised(folder) -> None:
 
 def _teach(model: Decoder, sample: Sample) -> None:
     """Until the answer comes by dense attention, in the plain twin: that is faster."""
-    plain, (prompt, answer) = (
-        plain_decoder(model),
-        map(torch.from_numpy, (sample.prompt, sample.answer)),
-    )
-    tokens, optimizer = (
-        torch.cat([prompt, answer])[None],
-        torch.optim.Adam(plain.parameters(), 1e-2),
-    )
+    weights = on_one_rank(_taught, plain_decoder(model), sample)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+def _taught(plain: Decoder, sample: Sample) -> dict[str, Tensor]:
+    """The weights."""
+    prompt, answer = map(torch.from_numpy, (sample.prompt, sample.answer))
+    tokens = torch.cat([prompt, answer])[None]
+    optimizer = torch.optim.Adam(plain.parameters(), 1e-2)
     for _ in range(60):
         logits = plain(tokens, torch.arange(tokens.shape[1])[None], None)[0, len(prompt) - 1 : -1]
         F.cross_entropy(logits, answer).backward()
         optimizer.step()
         optimizer.zero_grad()
-    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+    return plain.state_dict()
 
 
 def _on_two_ranks(folder) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed import run_processes
-from tests.evaluation.helpers import plain_logits, scorer_of
+from tests.evaluation.helpers import plain_decoder, plain_logits, scorer_of
 from tests.runs import tiny_config, write_texts
 from titan_sparse.config import Data
 from titan_sparse.data.documents import open_documents
@@ -91,12 +91,13 @@ def _compare(folder, cp: int, layout: str, schedule: str) -> None:
         attention__schedule=schedule,
     )
     scorer, documents = scorer_of(config)
+    plain = plain_decoder(scorer.model)
     for stride in (LENGTH, 40):
         found = first_windows(documents, 0, LENGTH, stride, WINDOWS)
         sums, counts = np.zeros(BUCKETS), np.zeros(BUCKETS, dtype=int)
         for tokens, labels in found:
             losses = F.cross_entropy(
-                plain_logits(scorer.model, tokens), torch.from_numpy(labels), reduction="none"
+                plain_logits(plain, tokens), torch.from_numpy(labels), reduction="none"
             )
             for place in np.flatnonzero(labels != -100):
                 sums[int(place / LENGTH * BUCKETS)] += losses[place]
