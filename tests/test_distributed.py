@@ -5,7 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import run_processes, run_program
+from tests.distributed import on_one_rank, run_processes, run_program
 
 
 def _program(words: list[str]) -> int:
@@ -28,3 +28,11 @@ def test_a_failing_rank_fails_the_test():
 def _fail() -> None:
     if dist.get_rank() == 1:
         raise RuntimeError(f"rank 1 of {dist.get_world_size()}")
+
+
+def _check_one_rank() -> None:
+    assert on_one_rank(lambda x: (x, dist.get_rank()), 7) == (7, 0)
+
+
+def test_one_rank_computes_for_all():
+    run_processes(3, _check_one_rank)

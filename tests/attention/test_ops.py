@@ -109,7 +109,14 @@ LONGER = [(3, 128, 8), (5, 96, 8), (7, 100, 8)]
     [(WIDTHS, True, 3), (WIDTHS, None, 3), (LONGER, True, 1), (LONGER, None, 2)],
     ids=["D, dynamic", "D", "B and S, dynamic", "B and S"],
 )
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "pattern",
+    # The others select by blocks as well; test_compiled_once_equal_to_eager_for_all_documents.
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "xattention" else ())
+        for name in PATTERNS
+    ],
+)
 def test_compiles_for_changing_shapes(pattern, shapes, graphs, dynamic):
     """Another D makes another graph, as kernels need; other batches and lengths share one."""
     calls_with_new_graphs = set()

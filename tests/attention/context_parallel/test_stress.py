@@ -87,7 +87,7 @@ def layers(
     pattern: Pattern,
     inputs: list[Tensor],
     backend: str = "eager",
-    block_size: int = BLOCK,
+    block_size: int | None = None,
 ) -> list[Tensor]:
     """Three attention layers, each the queries of the next: out, dq, and dk and dv of each; the whole tensors."""
     shard, unshard = (cp.shard, cp.unshard) if cp else (lambda x, dim: x,) * 2
@@ -101,14 +101,16 @@ def layers(
 
 
 def _check_delays(cases: list[tuple]) -> None:
-    contexts = [
-        (_context(_mesh(axes), layout, schedule, BLOCK, circulates), mask, pattern)
-        for axes, layout, schedule, circulates, mask, pattern in cases
-    ]
+    contexts = []
+    for axes, layout, schedule, circulates, mask, pattern in cases:
+        # Most time goes by tile. Half as many blocks cannot be dealt in a zigzag over four ranks.
+        block = BLOCK if layout == "zigzag" else 2 * BLOCK
+        cp = _context(_mesh(axes), layout, schedule, block, circulates)
+        contexts.append((cp, mask, pattern))
     inputs = layer_inputs()
     wanted = [layers(*case, inputs) for case in contexts]
     for (cp, mask, pattern), result in zip(contexts, wanted):
-        truth = on_one_rank(layers, None, mask, pattern, inputs)
+        truth = on_one_rank(layers, None, mask, pattern, inputs, "eager", cp.block_size)
         for got, want in zip(result, truth, strict=True):
             assert (got - want).abs().max() < 1e-9, (cp.key, pattern.key)
     _inject_delays()
@@ -186,7 +188,7 @@ class _Call:
 
 def _check_interleaved(axes: tuple[int, ...], options: list[tuple]) -> None:
     for schedule, circulates in options:
-        cp = _context(_mesh(axes), "striped", schedule, BLOCK, circulates)
+        cp = _context(_mesh(axes), "striped", schedule, 2 * BLOCK, circulates)
         # The same shapes twice, so that the buffers are the same, and two others; a batch of 1 makes views of them.
         calls = [
             _Call(cp, 1, 1, 2, 8, Causal(), VERTICAL),
@@ -238,7 +240,7 @@ def _check_no_new_buffers_for_blocks(axes: tuple[int, int]) -> None:
     for layout, pattern in (("striped", Dense()), ("zigzag", VERTICAL)):
         cp = _context(_mesh(axes), layout, "group_cast", BLOCK)
         calls = []
-        for number in range(6):
+        for number in range(0, 6, 2):
             mask = Documents([60 + 40 * number, 100]) & SlidingWindow(90)
             calls.append(_Call(cp, number, 1, 2, 8, mask, pattern))
         for call in calls:
@@ -269,7 +271,7 @@ def _check_groups_beside_each_other() -> None:
     assert cp.ranks == [[0, 1, 4, 5], [2, 3, 6, 7]][group]
     inputs = layer_inputs()
     cases = [(Causal(), VERTICAL), (PACKED, Dense()), (Causal(), Dense())]
-    wanted = [on_one_rank(layers, None, *case, inputs) for case in cases]
+    wanted = [on_one_rank(layers, None, *case, inputs, "eager", BLOCK) for case in cases]
     for (mask, pattern), truth in list(zip(cases, wanted))[group:]:
         for got, want in zip(layers(cp, mask, pattern, inputs), truth, strict=True):
             assert (got - want).abs().max() < 1e-9, (cp.key, pattern.key)

@@ -142,9 +142,7 @@ def _run(cp: ContextParallel | None, mask: Mask, pattern: VerticalSlash) -> list
 
 
 def _check_one_process(axes: tuple[int, ...], schedule: str) -> None:
-    cases = list(
-        itertools.product((Causal(), Documents([100, 70, 22])), (PATTERN, WITH_VERTICALS))
-    )
+    cases = list(itertools.product((Causal(), Documents([100, 70, 22])), (PATTERN, WITH_VERTICALS)))
     wanted = [on_one_rank(_run, None, *case) for case in cases]
     for circulates in ("kv", "q"):
         options = {"backward_circulates": circulates}
