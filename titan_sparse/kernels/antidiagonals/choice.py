@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
 
-MOST_BLOCKS = 1 << 16
+MOST_BLOCKS = 1 << 15
 """Of keys, that the registers of a program hold."""
 
 
@@ -135,6 +135,6 @@ def chosen_blocks(
         RUN=sums.run,
         CELLS=cells,
         BLOCKS=size,
-        num_warps=min(16, max(4, size // 1024)),
+        num_warps=min(32, max(4, size // 512)),
     )
     return words

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 HOPPER = Shape()
 """Takes 196 KiB of shared memory."""
 
-SMALLER = Shape(key_cells=128, warps=4, stages=3)
+SMALLER = Shape(key_cells=128, stages=3)
 """For GPUs that have less."""
 
 _HOPPER_SHARED_MEMORY = 232448
