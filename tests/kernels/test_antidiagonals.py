@@ -118,14 +118,25 @@ def test_weights_that_vanish_beside_the_largest():
     assert want.top.max() > 1000
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.9, 1.0])
-@pytest.mark.parametrize("mask", ["causal", "documents", "documents, window"])
+def test_rows_that_see_nothing_of_a_tile():
+    """Row 32 sees key cells from 14 on, row 63 from 45 on; they share a tile with the first 32."""
+    sums = sums_of(problem("window", group=1))
+    assert (sums.weight[0, 0, 32, :8] > 0).any()
+    assert (sums.weight[0, 0, 63, :8] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "mask, threshold",
+    [("causal", 0.3), ("padding", 0.9), ("documents", 0.9), ("documents, window", 1.0)],
+)
 def test_choice(mask, threshold):
+    """From sums with several maxima a row."""
     given = problem(mask)
-    sums = twin_of(given)
-    want = kernels.chosen_blocks_naive(sums, given.blocks, threshold, BLOCKS, BLOCKS)
-    rounded = BlockSums(sums.weight.float(), sums.top.float(), sums.run)
-    got = kernels.chosen_blocks(rounded, given.blocks, threshold, BLOCKS, BLOCKS)
+    sums = sums_of(given)
+    assert sums.run < BLOCKS
+    got = kernels.chosen_blocks(sums, given.blocks, threshold, BLOCKS, BLOCKS)
+    exact = BlockSums(sums.weight.double(), sums.top.double(), sums.run)
+    want = kernels.chosen_blocks_naive(exact, given.blocks, threshold, BLOCKS, BLOCKS)
     assert torch.equal(got, want)
     chosen = unpack(got, BLOCKS)
     assert 0.05 < chosen.double().mean() < 0.6
@@ -156,7 +167,7 @@ def _one_row(mass: list[float], forced: tuple[int, int]) -> tuple[BlockSums, Que
     [
         # Equal ones in order of position.
         ([1, 3, 1, 1, 1, 1], (5, 5), 0.7, [0, 1, 2, 5]),
-        ([1.0] * 40, (0, 39), 0.5, [*range(19), 39]),
+        ([1.0] * 64, (0, 63), 0.5, [*range(31), 63]),
         # What is always on is enough.
         ([4, 1, 1, 1, 4], (0, 4), 0.7, [0, 4]),
         # All that hold anything, however little, and no others.
@@ -181,6 +192,18 @@ def test_tiles():
     row_pairs = [[0, 3], [6, 9, 7, 10], [12, 13, 14]]
     first = [tile for tiles in row_pairs for tile in tiles]
     assert seen == first + [tile + 15 for tile in first]
+
+
+def test_a_tile_ends_where_the_next_begins():
+    """One row of tiles sees key cells 8 to 15, the second of four tiles; the other sees nothing."""
+    _, blocks = _one_row([1.0], (0, 0))
+    blocks = blocks._replace(
+        first=torch.tensor([[[8], [0]]], dtype=torch.int32, device=DEVICE),
+        stop=torch.tensor([[[16], [0]]], dtype=torch.int32, device=DEVICE),
+    )
+    number, count, _ = kernels.visible_tiles(blocks, 32, 1, Shape(query_cells=1, key_cells=8))
+    assert count.tolist() == 1
+    assert number[0] == 1
 
 
 def test_tiles_of_windows_and_documents():

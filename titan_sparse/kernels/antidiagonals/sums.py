@@ -124,7 +124,7 @@ def _store_sums(
         seen = (o_n[None, :] >= b_first[:, None]) & (o_n[None, :] < b_stop[:, None])
         scores = tl.where(seen, scores, float("-inf"))
 
-    # [M], finite also for rows that see nothing: their weights are 0, not NaN.
+    # [M], finite also for rows that see nothing of the tile: their weights are 0, not NaN.
     b_top = tl.maximum(tl.max(scores, 1), -3.0e38)
     b_weight = tl.math.exp2(scores - b_top[:, None])
     # [M, BLOCKS]
