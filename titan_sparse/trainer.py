@@ -111,6 +111,10 @@ class Trainer:
         if saved is not None:
             refuse_changes(saved, config, self.origin)
         self.validation = Validation(config, self.loader.tokenizer)
+        # A backend may be refused for it.
+        if training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         case = backend_case(
             config.attention, self.device.type, self.dtype, self.model_config.head_dim
         )
@@ -120,11 +124,7 @@ class Trainer:
         if os.environ.get("RANK", "0") == "0":
             lock_run(training.output_dir)
         tracker = open_tracker(config)
-
         torch.manual_seed(training.seed)
-        if training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
 
         # Who works together.
         if not dist.is_initialized():

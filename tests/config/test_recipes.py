@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.helpers import END, PADDING, write_rows
+from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse.config import Attention, Config, ConfigError, Data, check, load, load_and_check
 from titan_sparse.data.loader import Batch
 from titan_sparse.estimate.dry_run import World, dry_run
@@ -198,7 +199,8 @@ def test_which_files_claim_a_share():
 
 
 @every_file
-def test_the_shares_are_what_a_dry_run_says(path):
+def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path, path):
+    in_a_folder_with_the_model(monkeypatch, tmp_path)
     columns, pairs = _shares(path)
     ranks = load(["--config", str(path)])[0].parallelism.cp
     config, _ = load_and_check(["--config", str(path)], ranks, 8)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.demo_model import in_a_folder_with_the_model
 from titan_sparse import train
 from titan_sparse.config import ConfigError, Parallelism, load, load_and_check, world_of
 from titan_sparse.config.sections import Flags
@@ -41,8 +42,9 @@ def _main(monkeypatch, capsys, *words: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, path):
+def test_every_configuration_is_accepted_and_fits(monkeypatch, capsys, tmp_path, path):
     """On the GPUs that its first lines speak of: H200s, 139.8 GiB."""
+    in_a_folder_with_the_model(monkeypatch, tmp_path)
     ranks = load(["--config", str(path)])[0].parallelism.cp
     status, printed = _main(
         monkeypatch,
