@@ -229,9 +229,10 @@ def _counted(
     # Of a cell across a border those of its last document count as keys, of its first as queries.
     keys = known & (span == span[..., -1:])
     queries = known & (span == span[..., :1])
-    by_block = (x.flatten(1).unflatten(1, (-1, block_size))[:, own_blocks] for x in (keys, queries))
-    of_keys, of_queries = by_block
-    return of_keys, of_queries
+    # [B, blocks, block]
+    keys = keys.flatten(1).unflatten(1, (-1, block_size))
+    queries = queries.flatten(1).unflatten(1, (-1, block_size))
+    return keys[:, own_blocks], queries[:, own_blocks]
 
 
 def _query_blocks(

@@ -6,14 +6,15 @@ memory. A tile is M query cells x N key cells. Sums over its blocks of keys are 
 row's maximum in the tile; whoever reads them brings the maxima together. That takes one pass, where
 normalizers first would take the product twice.
 
-At 524,288 tokens, stride 16 and 16 query heads of 128 the product takes 35 TFLOP. Tiles of 128 x
-256 take 85 FLOP a byte from the L2 cache, which tiles of 128 x 128 would keep from the peak.
+With 16 query heads of 128 at 524,288 tokens and stride 16, the product takes 35 TFLOP: S^2 D heads /
+stride. Tiles of 128 x 256 take 85 FLOP for each byte from the L2 cache, those of 128 x 128 take 64.
 """
 
 import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,7 +26,8 @@ from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
 class Shape(NamedTuple):
     """Of a tile: M query cells, N key cells, and K of their numbers at a time; launch options.
 
-    key_cells is a multiple of the cells of a block. programs: that share a multiprocessor.
+    Sizes are powers of two; key_cells are no fewer than the cells of a block. programs: that share a
+    multiprocessor.
     """
 
     query_cells: int = 128
@@ -50,8 +52,7 @@ _HEADS_TOGETHER = 8
 class Tiles(NamedTuple):
     """The tiles in which anything is seen.
 
-    number: int32 [B * M tiles * N tiles], their numbers, and then any others. The last index is
-        that of the key cells.
+    number: int32 [n], their numbers in [B, M tiles, N tiles], and then any others.
     count: int32 [1], how many they are.
     """
 
@@ -86,23 +87,29 @@ def visible_tiles(blocks: QueryBlocks, key_cells: int, group: int, shape: Shape)
     visible = (begin < stop) & (begin + shape.key_cells > first)
     number = torch.arange(visible.numel(), device=device).view_as(visible)
 
-    # Some rows of tiles go along the keys together: [B, M tiles / together, N tiles, together].
-    together = max(1, _HEADS_TOGETHER // group)
-    missing = -visible.shape[1] % together
-    visible, number = (
-        torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, together)).transpose(2, 3)
-        for x in (visible, number)
-    )
-    visible = visible.flatten()
     # Those that count first, without a wait for how many they are.
-    order = torch.argsort(~visible, stable=True)
-    return Tiles(number.flatten()[order].int(), visible.sum(dtype=torch.int32), shape)
+    together = max(1, _HEADS_TOGETHER // group)
+    visible = _side_by_side(visible, together)
+    order = torch.argsort((~visible).int(), stable=True)
+    number = _side_by_side(number, together)[order].int()
+    return Tiles(number, visible.sum(dtype=torch.int32), shape)
 
 
 def _by_tile(cells: Tensor, size: int) -> Tensor:
     """[B, n] -> [B, tiles, size], filled up with zeros."""
     missing = -cells.shape[1] % size
-    return torch.nn.functional.pad(cells, (0, missing)).unflatten(1, (-1, size))
+    return F.pad(cells, (0, missing)).unflatten(1, (-1, size))
+
+
+def _side_by_side(tiles: Tensor, together: int) -> Tensor:
+    """[B, M tiles, N tiles] in an order in which `together` rows go along the keys side by side.
+
+    Zeros fill up the last rows.
+    """
+    missing = -tiles.shape[1] % together
+    # [B, M tiles / together, together, N tiles]
+    rows = F.pad(tiles, (0, 0, 0, missing)).unflatten(1, (-1, together))
+    return rows.transpose(2, 3).flatten()
 
 
 @triton.jit
