@@ -138,5 +138,5 @@ def test_time_at_524288_tokens(shape, monkeypatch, capsys):
         for name, of_kernel in sorted(spent.items(), key=lambda item: -item[1])[:6]:
             print(f"    {of_kernel:8.2f} ms  {name[:80]}")
     assert milliseconds > 0
-    # One KV head's keys, sums by block, and a part of the queries; and the choice.
-    assert extra < 640 * 2**20
+    # Two KV heads' keys, a part's sums by block and queries, twice these; and the choice.
+    assert extra < 768 * 2**20

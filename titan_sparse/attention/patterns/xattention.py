@@ -142,23 +142,30 @@ class XAttention(Pattern):
         q: [B, G, S_local, D]. keys: [B, S, D], of all ranks. scale: of the sums along
         antidiagonals.
         """
-        count = keys.shape[1] // block_size
         # [B, G, n_local, block, D]
         q_blocks = q.unflatten(2, (-1, block_size))
         chosen = []
-        for part, blocks, visible, tiles in plan.parts:
+        for part in plan.parts:
             # [B, G, m block, D]
-            counted = plan.queries[:, None, part, :, None]
-            queries = _where_counted(q_blocks[:, :, part], counted).flatten(2, 3)
-            if tiles is None:
-                seen = keys[:, : visible * block_size]
-                sums = kernels.block_sums_naive(queries, seen, blocks, self.stride, scale)
-                choose = kernels.chosen_blocks_naive
-            else:
-                sums = kernels.block_sums(queries, keys, blocks, self.stride, scale, tiles)
-                choose = kernels.chosen_blocks
-            chosen.append(choose(sums, blocks, self.threshold, visible, count))
+            counted = plan.queries[:, None, part.where, :, None]
+            queries = _where_counted(q_blocks[:, :, part.where], counted).flatten(2, 3)
+            chosen.append(self._choose_part(queries, keys, part, block_size, scale))
         return torch.cat(chosen, dim=2)
+
+    def _choose_part(
+        self, q: Tensor, keys: Tensor, part: "Part", block_size: int, scale: float
+    ) -> Tensor:
+        """int32 [B, G, m, words]. The sums are freed as it returns, so that one part's are held."""
+        blocks = part.blocks
+        if part.tiles is None:
+            seen = keys[:, : part.visible * block_size]
+            sums = kernels.block_sums_naive(q, seen, blocks, self.stride, scale)
+            choose = kernels.chosen_blocks_naive
+        else:
+            sums = kernels.block_sums(q, keys, blocks, self.stride, scale, part.tiles)
+            choose = kernels.chosen_blocks
+        count = keys.shape[1] // block_size
+        return choose(sums, blocks, self.threshold, part.visible, count)
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -261,7 +268,7 @@ def _query_blocks(
     touching = spans_of_blocks(spans, own_blocks, block_size)
     by_block = span.unflatten(1, (-1, per_block))
     is_of = by_block[..., None] == touching[:, :, None]
-    slot = torch.where(is_of.any(-1), is_of.int().argmax(-1), -1)
+    slot = is_of.int().argmax(-1)
     first_block = lookup(spans.first_block, touching.clamp(min=0))
     return QueryBlocks(
         first=torch.where(sees, first, 0).unflatten(1, (-1, per_block)).int(),

@@ -9,7 +9,7 @@ class QueryBlocks(NamedTuple):
     """m blocks of queries, cut into c cells each. T = 1 or 2 documents touch a block.
 
     first, stop: int32 [B, m, c], the range of key cells that each query cell sees; 0 and 0 for none.
-    slot: int32 [B, m, c], which of its block's documents each cell belongs to, -1 for none.
+    slot: int32 [B, m, c], which of its block's documents each cell that sees anything belongs to.
     number: int32 [m], global numbers of the blocks.
     first_block: int32 [B, m, T], the first block of each of these documents, -1 for no document.
     dense_from: int32 [B, m], from this block of keys up to its own a block takes all.
