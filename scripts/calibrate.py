@@ -1,12 +1,15 @@
 """Measures the constants that scripts.plan plans with, on the machines at hand, and writes JSON.
+attention.balance_costs takes the same file.
 
     torchrun --nproc-per-node 8 -m scripts.calibrate --out constants.json --across-gb-s 25  # 1 node
     torchrun --nnodes 4 --nproc-per-node 8 ... -m scripts.calibrate --out constants.json    # several
 
 Kernels: attend() on each rank alone, a vertical-slash pattern at its caps, the selection's time
 taken off, at --seq-len and a quarter of it. The line through both gives the rate and what a launch
-costs. Links: all ranks hop at the same time, in rings inside the nodes, and in rings of one rank a
-node. The slowest rank's medians count. Without a GPU it measures the CPU.
+costs. Tiles: dense attention under four windows, which differ in the tiles that they see whole and
+in those that they cut through. Links: all ranks hop at the same time, in rings inside the nodes,
+and in rings of one rank a node. The slowest rank's medians count. Without a GPU it measures the
+CPU.
 """
 
 import argparse
@@ -25,10 +28,11 @@ from torch import Tensor
 
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import attend
+from titan_sparse.attention.backends import choose
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.ranges import Causal
+from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe.visits import count_visits_of_all_heads
-from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
+from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
 
@@ -141,6 +145,7 @@ def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) 
         launch_ms = max(launch * 1e3, launch_ms)
         source = "time of attend() at no work, extrapolated; the host's time of a call is in it"
         constants["launch_ms"] = (launch_ms, source)
+    constants |= tile_constants(args, device)
 
     world = dist.get_world_size()
     nodes = [list(range(first, first + ranks_of_node)) for first in range(0, world, ranks_of_node)]
@@ -161,6 +166,81 @@ def measure(args: argparse.Namespace, device: torch.device, ranks_of_node: int) 
     return constants
 
 
+def tile_constants(args: argparse.Namespace, device: torch.device) -> Constants:
+    """dense_tflops and partial_tile."""
+    runs = windowed_runs(args, device)
+    whole_seconds, partial_seconds = tile_seconds(runs)
+    tile_flops = args.heads[0] * BLOCK_SIZE**2 * args.head_dim * (FORWARD_FLOPS + BACKWARD_FLOPS)
+    longest = max(run.seconds for run in runs)
+    backend = choose("auto", device.type, _dtype(device), args.head_dim, BLOCK_SIZE)
+    source = (
+        f"attend() with pattern dense under {len(runs)} windows, up to {longest * 1e3:.2f} ms at "
+        f"{args.seq_len} tokens, {args.heads[0]}:{args.heads[1]} heads, backend {backend}"
+    )
+    return {
+        "dense_tflops": (tile_flops / whole_seconds / 1e12, source),
+        "partial_tile": (partial_seconds / whole_seconds, source),
+    }
+
+
+class TiledRun(NamedTuple):
+    """Of attend(), forward and backward: tiles of a head that the mask leaves whole, those that it
+    cuts through, and seconds of the slowest rank."""
+
+    whole: int
+    partial: int
+    seconds: float
+
+
+def windowed_runs(args: argparse.Namespace, device: torch.device) -> list[TiledRun]:
+    """Time dense attention on this rank alone, under windows narrow and wide.
+
+    A window of whole blocks and one token cuts two tiles of each block of queries: the last one,
+    and the one where it begins. Half a block more, and it begins in two tiles.
+    """
+    inputs = random_inputs(args.seq_len, args, device)
+    d_out = torch.randn_like(inputs[0])
+    one_rank = block_ids("contiguous", 1, args.seq_len, BLOCK_SIZE)
+    widest = min(64, args.seq_len // BLOCK_SIZE // 4)
+    runs = []
+    for blocks in (1, widest):
+        for begin in (1, BLOCK_SIZE // 2 + 1):
+            mask = Causal() & SlidingWindow(blocks * BLOCK_SIZE + begin)
+            ranges = mask.rows(args.seq_len, device)
+
+            def call(ranges: MaskRanges = ranges) -> None:
+                out = attend(*inputs, ranges, Dense(), block_size=BLOCK_SIZE)
+                torch.autograd.grad(out, inputs, d_out)
+
+            took = slowest(seconds(call, device, args.repeats))
+            on_cpu = mask.rows(args.seq_len)
+            index = Dense().index([], on_cpu, 1, 1, BLOCK_SIZE)
+            visits = count_visits_of_all_heads(index, on_cpu, one_rank)
+            runs.append(TiledRun(visits.full.sum().item(), visits.partial.sum().item(), took))
+    return runs
+
+
+def tile_seconds(runs: list[TiledRun]) -> tuple[float, float]:
+    """(seconds of a whole tile, of a partial one): a fit of least relative errors to runs.
+
+    What else a call takes is the same for all of them. A partial tile has the products of a whole
+    one and takes no less. ValueError for times that do not grow with whole tiles.
+    """
+    # [runs, 3]: what a call takes, and what each kind of tile adds.
+    tiles = torch.tensor([[1, run.whole, run.partial] for run in runs], dtype=torch.float64)
+    took = torch.tensor([run.seconds for run in runs], dtype=torch.float64)
+    # Columns of like size, for the numerics.
+    largest = tiles.amax(0)
+    fit = torch.linalg.lstsq(tiles / largest / took[:, None], torch.ones_like(took)[:, None])
+    _, whole, partial = (fit.solution[:, 0] / largest).tolist()
+    if whole <= 0:
+        raise ValueError(
+            f"{whole} s is no time of a tile: these timings are noise; "
+            "write a larger --seq-len or --repeats"
+        )
+    return whole, max(whole, partial)
+
+
 class KernelTimes(NamedTuple):
     """Of attend() over one length: pairs visited, and seconds without the selection."""
 
@@ -171,16 +251,7 @@ class KernelTimes(NamedTuple):
 
 def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device) -> KernelTimes:
     """Time attend() on this rank alone."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    def normal(heads: int) -> Tensor:  # [1, heads, S, D]
-        size = (1, heads, seq_len, args.head_dim)
-        return torch.randn(size, device=device, dtype=dtype, requires_grad=True)
-
-    q = normal(args.heads[0])
-    k = normal(args.heads[1])
-    v = normal(args.heads[1])
+    q, k, v = random_inputs(seq_len, args, device)
     # On random inputs the caps decide: one diagonal in thirty, one vertical in four hundred. Budgets
     # by prices would leave out many alike ones together.
     blocks = seq_len // BLOCK_SIZE
@@ -217,6 +288,22 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     one_rank = block_ids("contiguous", 1, seq_len, BLOCK_SIZE)
     visits = count_visits_of_all_heads(index, ranges_on_cpu, one_rank)
     return KernelTimes(int(visits.total().sum()), forward, backward)
+
+
+def random_inputs(seq_len: int, args: argparse.Namespace, device: torch.device) -> list[Tensor]:
+    """q, k and v, [1, heads or KV heads, S, D]."""
+    torch.manual_seed(0)
+    dtype = _dtype(device)
+    heads, kv_heads = args.heads
+    inputs = []
+    for number in (heads, kv_heads, kv_heads):
+        size = (1, number, seq_len, args.head_dim)
+        inputs.append(torch.randn(size, device=device, dtype=dtype, requires_grad=True))
+    return inputs
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def link(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from titan_sparse.attention.context_parallel import schedule as schedules
+from titan_sparse.attention.context_parallel.balanced import DEFAULT_COSTS, Costs
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
@@ -35,9 +36,19 @@ from titan_sparse.config import (
     padding_multiple,
     resolve_overlap_stages,
 )
+from titan_sparse.estimate import planner
+from titan_sparse.estimate.balance_costs import costs_of, costs_of_run, shape_of
 from titan_sparse.estimate.expected_selection import expected_selection
 from titan_sparse.estimate.index_file import load_indexes
-from titan_sparse.estimate.planner import Constants, Plan, Shape, count, load_constants, plan
+from titan_sparse.estimate.planner import (
+    Constants,
+    Layer,
+    LayerPlan,
+    Shape,
+    count,
+    load_constants,
+    plan_layer,
+)
 from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
@@ -55,12 +66,10 @@ def main(words: list[str]) -> int:
         config = setting.config
         constants = load_constants(args.constants)
         model = resolve(**vars(config.model))
+        costs = balance_costs(config, model, constants)
         ranges, indexes = get_indexes(args, config, model)
-        # Bytes of an element: of keys and values, and of their gradients.
-        bytes_of = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}
-        key_bytes, gradient_bytes = bytes_of[config.training.dtype]
-        shape = Shape(model.kv_heads, model.head_dim, key_bytes, gradient_bytes)
-        plans = make_plans(ranges, indexes, setting, shape, constants)
+        shape = shape_of(config, model)
+        plans = make_plans(ranges, indexes, setting, shape, constants, costs)
     except ModuleNotFoundError as error:
         print(
             f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png',
@@ -83,6 +92,7 @@ def main(words: list[str]) -> int:
         "block_size": indexes[0].block_size,
         "density": mean_summary(plans[0])["density"],
         "constants": vars(constants),
+        "balance_costs": costs._asdict(),
     }
     for key, value in about.items():
         print(f"{key:>16}  {value}")
@@ -196,12 +206,15 @@ def settings(args: argparse.Namespace, words: list[str]) -> Setting:
             asked = dataclasses.replace(config.attention, layout=layout, schedule=schedule)
             pairs.append((layout, schedule_named(asked, nodes, ranks_of_node)))
     casts = any(schedule == "group_cast" for _, schedule in pairs)
+    compares_balanced = any(layout == "balanced" for layout, _ in pairs)
     for layout, schedule in pairs:
         attention = dataclasses.replace(config.attention, layout=layout, schedule=schedule)
         if casts and schedule != "group_cast":
             # Stages are group_cast's alone, which is no reason to refuse to compare it with others.
             attention.overlap_stages = 0
             attention.overlap_stages_backward = 0
+        if layout != "balanced" and compares_balanced:
+            attention.balance_costs = ""
         check(dataclasses.replace(config, attention=attention), ranks, ranks_of_node)
 
     # The sequence is padded once, for all layouts; zigzag's multiple suits the others too.
@@ -276,39 +289,47 @@ def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
     return [int(word) for word in args.documents]
 
 
+def balance_costs(config: Config, model: DecoderConfig, constants: Constants) -> Costs:
+    """By which the layout "balanced" deals out blocks: those that the run would take from
+    attention.balance_costs, else those of --constants, else the built-in ones."""
+    costs = costs_of_run(config, model)
+    if costs is None:
+        shape = shape_of(config, model)
+        costs = costs_of(constants, shape, model.heads, config.attention.block_size)
+    return costs or DEFAULT_COSTS
+
+
 def make_plans(
     ranges: MaskRanges,
     indexes: list[BlockIndex],
     setting: Setting,
     shape: Shape,
     constants: Constants,
-) -> list[list[Plan]]:
+    costs: Costs,
+) -> list[list[LayerPlan]]:
     """For each (layout, schedule) the plans of all layers. Work is counted once a layout."""
     overlap_stages = resolve_overlap_stages(setting.config.attention, setting.nodes)
     ranks = setting.nodes * setting.ranks_of_node
-    plans: dict[tuple[str, str], list[Plan]] = {pair: [] for pair in setting.pairs}
+    plans: dict[tuple[str, str], list[LayerPlan]] = {pair: [] for pair in setting.pairs}
     for index in indexes:
+        layer = Layer(index, ranges, shape)
         visits = {}  # by layout
         for layout, schedule in setting.pairs:
             if layout not in visits:
-                visits[layout] = count(index, ranges, layout, ranks)
-            of_layer = plan(
-                visits[layout],
-                index,
-                ranges,
+                visits[layout] = count(index, ranges, layout, ranks, costs)
+            spread = planner.Setting(
                 layout,
-                schedule,
+                schedules.SCHEDULES[schedule],
                 setting.nodes,
                 setting.ranks_of_node,
-                shape,
-                constants,
                 overlap_stages,
+                costs,
             )
-            plans[layout, schedule].append(of_layer)
+            plans[layout, schedule].append(plan_layer(visits[layout], layer, spread, constants))
     return list(plans.values())
 
 
-def summary(p: Plan) -> dict[str, float]:
+def summary(p: LayerPlan) -> dict[str, float]:
     """The numbers of one plan: ms, MB (1e6 bytes) of the busiest rank, and imbalance degrees."""
     elapsed = p.forward.compute + p.forward.waiting
     numbers = {
@@ -336,7 +357,7 @@ def summary(p: Plan) -> dict[str, float]:
     return numbers
 
 
-def mean_summary(plans: list[Plan]) -> dict[str, float]:
+def mean_summary(plans: list[LayerPlan]) -> dict[str, float]:
     """summary(), averaged over layers."""
     each = [summary(p) for p in plans]
     return {key: sum(numbers[key] for numbers in each) / len(each) for key in each[0]}
@@ -359,7 +380,7 @@ COLUMNS = {
 }
 
 
-def table(plans: list[list[Plan]]) -> str:
+def table(plans: list[list[LayerPlan]]) -> str:
     """A line of numbers for each setting; bytes are those of the forward."""
     lines = [
         "| layout | schedule | " + " | ".join(COLUMNS) + " |",
@@ -376,7 +397,7 @@ def table(plans: list[list[Plan]]) -> str:
     return "\n".join(lines)
 
 
-def work_lines(plans: list[Plan]) -> str:
+def work_lines(plans: list[LayerPlan]) -> str:
     """Work of each rank and of the steps, in million pairs of a layer.
 
     Where there are many ranks, only of the extreme ones.
@@ -398,7 +419,7 @@ def work_lines(plans: list[Plan]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: str, plans: list[list[Plan]], about: dict) -> None:
+def write_json(path: str, plans: list[list[LayerPlan]], about: dict) -> None:
     """All numbers; work per rank, and up to 64 ranks per rank and step, averaged over layers."""
     found = []
     for layers in plans:
@@ -415,7 +436,7 @@ def write_json(path: str, plans: list[list[Plan]], about: dict) -> None:
     Path(path).write_text(json.dumps(about | {"plans": found}, indent=1) + "\n", encoding="utf-8")
 
 
-def draw(path: str, plans: list[list[Plan]]) -> None:
+def draw(path: str, plans: list[list[LayerPlan]]) -> None:
     """A picture: work of each rank and step, relative to the mean of all, a panel for each setting."""
     from matplotlib.figure import Figure
 

@@ -36,6 +36,8 @@ GOOD_LAUNCH = {
 }
 """What torchrun sets for one process."""
 
+TWO_RANKS = GOOD_LAUNCH | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
 HUGE = (2**63, 2**64, 10**23)
 
 
@@ -51,6 +53,13 @@ class BadStart:
     def __str__(self) -> str:
         text = " ".join([*self.words, *(f"{k}={v}" for k, v in self.environment.items())])
         return text or repr((self.toml or b"")[:40])
+
+
+def with_costs(path: str) -> BadStart:
+    """A file of costs for two ranks that share sequences."""
+    key = "attention.balance_costs"
+    words = ["--attention.layout=balanced", "--parallelism.cp=2", f"--{key}={path}"]
+    return BadStart(words, key, environment=TWO_RANKS)
 
 
 def wrong_values() -> list[BadStart]:
@@ -138,6 +147,9 @@ def wrong_paths() -> list[BadStart]:
     starts += [BadStart([f"--{key}={value}"], key) for value in odd_sources]
     starts += [
         BadStart(["--data.tokenizer={folder}/none.json"], "data.tokenizer"),
+        with_costs("{folder}/none"),
+        with_costs("{folder}/texts"),
+        with_costs("n" * 5000),
         BadStart(["--data.tokenizer={folder}/texts"], "data.tokenizer"),
         BadStart(["--data.tokenizer=" + "n" * 5000], "data.tokenizer"),
         BadStart(["--model.initial_hf={folder}/none"], "model.initial_hf"),
@@ -167,7 +179,7 @@ def wrong_paths() -> list[BadStart]:
 
 
 def wrong_texts() -> list[BadStart]:
-    """Sources that only reading shows to be of no use: told after torch is loaded, before the first
+    """Files that only reading shows to be of no use: told after torch is loaded, before the first
     step."""
     files = ("garbage.jsonl.zst", "garbage.jsonl", "garbage.parquet", "blank.jsonl", "prepared")
     starts = [BadStart([f"--data.source={{folder}}/{name}"], "data.source") for name in files]
@@ -175,6 +187,7 @@ def wrong_texts() -> list[BadStart]:
         *starts,
         BadStart(["--data.source={folder}/numbers.jsonl"], "data.text_field"),
         BadStart(["--data.tokenizer={folder}/tokenizer.json"], "data.tokenizer"),
+        with_costs("{folder}/tokenizer.json"),
         BadStart(["--data.min_document_length=10000"], "data.min_document_length"),
         BadStart(["--data.source=no_owner/no_dataset"], "data.source"),
     ]

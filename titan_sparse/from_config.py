@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.context_parallel.schedule import choose
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import (
@@ -119,10 +120,13 @@ def gradient_dtype(attention: Attention) -> torch.dtype | None:
     return getattr(torch, attention.gradient_dtype)
 
 
-def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextParallel:
+def build_context_parallel(
+    attention: Attention, mesh: DeviceMesh, costs: Costs | None = None
+) -> ContextParallel:
     """What the section says about the ranks of `mesh`, which share a sequence.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
+    costs: what attention.balance_costs holds (estimate/balance_costs.py).
     """
     if mesh.ndim == 2:
         inter, intra = mesh.shape
@@ -137,6 +141,7 @@ def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextPar
         gradient_dtype=gradient_dtype(attention),
         overlap_stages=resolve_overlap_stages(attention, inter),
         route_by=attention.route_by,
+        costs=costs,
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
@@ -29,6 +28,7 @@ from titan_sparse.config.changes import (
     refuse_changes,
 )
 from titan_sparse.data import Batch
+from titan_sparse.estimate.balance_costs import costs_of_run
 from titan_sparse.estimate.memory import Step, estimate, peak_phase
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation
@@ -54,7 +54,12 @@ from titan_sparse.training.float8 import check_device
 from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
 from titan_sparse.training.lora import base_digest, draw_dropout, find_adapters, without_dropout
 from titan_sparse.training.metrics import MetricsLog
-from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
+from titan_sparse.training.optimizer import (
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    resume_schedule,
+)
 from titan_sparse.training.parallelize import (
     build_meshes,
     choose_device,
@@ -120,6 +125,7 @@ class Trainer:
         )
         self.backend = backends.choose(**case)
         self.kernel = backends.explain(**case)
+        costs = costs_of_run(config, self.model_config)
 
         if os.environ.get("RANK", "0") == "0":
             lock_run(training.output_dir)
@@ -132,7 +138,7 @@ class Trainer:
         self.start_folder = begin_start(config, self.device)
         cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
-        self.cp = build_context_parallel(config.attention, self.meshes.cp)
+        self.cp = build_context_parallel(config.attention, self.meshes.cp, costs)
         table_of_batch = None
         if self.cp.depends_on_mask:
             table_of_batch = functools.partial(block_table, config.attention, self.cp)
@@ -289,12 +295,13 @@ class Trainer:
             with self.metrics.caps.counting(), self._recording(step, is_recorded) as recorded:
                 loss += self._forward_backward(batch, valid)
 
-        grad_norm = self._clip()
-        learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
-        self.checkpointer.before_update()
-        self.guard.update(step, loss, grad_norm, self.optimizers)
-        self.schedule.step()
-        self.optimizers.zero_grad()
+        with torch.profiler.record_function("Optimizer.update"):
+            grad_norm = self._clip()
+            learning_rate = self.schedule.schedulers[0].get_last_lr()[0]
+            self.checkpointer.before_update()
+            self.guard.update(step, loss, grad_norm, self.optimizers)
+            self.schedule.step()
+            self.optimizers.zero_grad()
 
         self.progress.step = step
         self.progress.tokens_seen += tokens
@@ -401,15 +408,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Scale gradients down to training.max_norm. Returns their norm before that."""
-        parameters = list(self.model.parameters())
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        max_norm = self.config.training.max_norm
-        if max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return clip_gradients(self.model, self.config.training.max_norm)
 
     def _after_step(self, stopped: bool, is_first: bool) -> None:
         """What is due after a step: going back, saving, validation, collecting garbage."""

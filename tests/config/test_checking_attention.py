@@ -17,6 +17,16 @@ BAD_COMBINATIONS = [
         'attention.schedule = "double_ring" needs parallelism.cp',
     ),
     (
+        "--attention.balance_costs c.json --parallelism.cp 2",
+        2,
+        'attention.balance_costs = "c.json" would be ignored with attention.layout = "striped"',
+    ),
+    (
+        "--attention.balance_costs c.json --attention.layout balanced",
+        1,
+        'attention.balance_costs = "c.json" would be ignored with parallelism.cp = 1',
+    ),
+    (
         "--attention.backward_circulates q",
         1,
         'backward_circulates = "q" would be ignored with parallelism.cp = 1',

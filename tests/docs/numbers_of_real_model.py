@@ -51,8 +51,8 @@ def _routes() -> list[Claim]:
     ring = [share("ring", ranks) for ranks in (4, 8, 16)]
     across = [share("across", ranks) for ranks in (4, 8, 16)]
     text = (
-        "sends {:.2f} of a plain ring's bytes\nwith 4 ranks by the index, {:.2f} with 8, and {:.2f} "
-        "with 16; between two nodes {:.2f}, {:.2f}, and {:.2f}"
+        "sends {:.2f} of a plain ring's bytes with 4 ranks, {:.2f} with 8, and\n{:.2f} with 16; "
+        "between two nodes {:.2f}, {:.2f}, and {:.2f}"
     )
     return [Claim("docs/context_parallel.md", text, (*ring, *across))]
 

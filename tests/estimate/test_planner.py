@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.group_cast_plan import blocks_before_others
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.context_parallel.schedule import RING, SCHEDULES
@@ -50,6 +51,26 @@ def test_bytes_and_times_of_a_plan_by_hand():
     # Nothing but the slow link counts.
     assert p.forward.seconds() == pytest.approx(3 * chunk / 1e8, rel=0.01)
     assert _plan("local", 1, 1).forward.waiting.sum() == 0
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "group_cast"])
+def test_all_of_a_plan_is_of_the_table_of_its_costs(schedule, monkeypatch):
+    """What is counted and what is played through."""
+    costs = balanced.Costs(transfer=10**6)
+    seen = []
+    block_table = balanced.block_table
+
+    def noted(*args):
+        seen.append(args[-1])
+        return block_table(*args)
+
+    monkeypatch.setattr(balanced, "block_table", noted)
+    ranges = Causal().rows(64 * 8)
+    index = Dense().index([], ranges, 1, 4, 8)
+    visits = count(index, ranges, "balanced", 4, costs)
+    setting = Setting("balanced", SCHEDULES[schedule], 1, 4, balance=costs)
+    plan_layer(visits, Layer(index, ranges, Shape(2, 16, 2, 4)), setting, DEFAULTS)
+    assert seen == [costs] * 2
 
 
 def test_the_schedule_may_be_given_by_its_name():

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.summarize_trace import summary
+from scripts.trace_parts import PARTS
 from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.estimate import dry_run
 from titan_sparse.models import flavours
@@ -124,6 +126,28 @@ def test_a_trace_has_kernels(tmp_path):
     train(config)
     events = json.loads((tmp_path / "traced/profile/rank0.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
+    """Each was launched in a CPU op that says what it was for."""
+    config = _config(
+        tmp_path,
+        "traced",
+        compile__enable=compiled,
+        optimizer__name="AdamW",
+        profiling__enable=True,
+        profiling__first_step=3,
+        profiling__steps=2,
+    )
+    train(config)
+    events = json.loads((tmp_path / "traced/profile/rank0.json").read_text())["traceEvents"]
+    found = summary(events)
+    assert found["device"] == "gpu" and found["steps"] == 2
+    assert sum(found["part_ms"].values()) == pytest.approx(found["span_ms"])
+    assert found["launches_of_part"]["not attributed"] == 0
+    for part in PARTS[:7]:
+        assert found["ran_ms"][part] > 0, part
 
 
 def test_memory_and_an_unknown_gpu(tmp_path, monkeypatch, caplog):

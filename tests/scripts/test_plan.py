@@ -205,6 +205,42 @@ def test_the_script_refuses_in_one_line(config, capsys, words, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_balanced_is_dealt_by_the_costs_of_the_machine(config, tmp_path, capsys):
+    """Of --constants, and before those of the file that the run would read. Where key blocks cost
+    as much as thousands of tiles, ranks fetch fewer of them."""
+    built_in = json.loads(script.DEFAULT_CONSTANTS.read_text())
+    for name, gb_s in (("slow.json", 1e-4), ("fast.json", 1e6)):
+        constants = built_in["constants"] | {
+            "dense_tflops": {"value": 400, "source": "planted"},
+            "partial_tile": {"value": 2, "source": "planted"},
+            "inside_gb_s": {"value": gb_s, "source": "planted"},
+        }
+        (tmp_path / name).write_text(json.dumps({"constants": constants}))
+    slow, fast = str(tmp_path / "slow.json"), str(tmp_path / "fast.json")
+    words = [config, "--attention.pattern", "dense", "--ranks", "4", "--nodes", "1"]
+    words += ["--documents", "4096", *["64"] * 60, "--schedule", "group_cast"]
+    words += ["--out", str(tmp_path / "plan.json"), "--layout", "balanced"]
+    found = []
+    for more in (
+        [],
+        ["--constants", slow],
+        ["--constants", fast],
+        # The run's own file, which layouts beside "balanced" do not mind.
+        ["striped", "--constants", fast, "--attention.balance_costs", slow],
+    ):
+        assert script.main([*words, *more]) == 0, capsys.readouterr().err
+        found.append(json.loads((tmp_path / "plan.json").read_text()))
+    costs = [plan["balance_costs"] for plan in found]
+    megabytes = [plan["plans"][0]["skipping_forward_inside_mb"] for plan in found]
+    assert costs[0] == {"partial": 120, "transfer": 280}
+    assert costs[1] == costs[3] and costs[1]["partial"] == 200
+    assert costs[2]["transfer"] == 0 < 100_000 < costs[1]["transfer"]
+    assert megabytes[1] == megabytes[3] < megabytes[2]
+
+    assert script.main([*words, "striped", "--attention.balance_costs", "none"]) == 2
+    assert 'attention.balance_costs = "none": cannot read it' in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_thousand_ranks_are_planned(config, capsys):
     began = time.process_time()
@@ -245,7 +281,7 @@ def test_calibration_writes_what_plans_read(tmp_path):
         "--megabytes",
         "0.1",
         "--repeats",
-        "1",
+        "3",
         "--device",
         "cpu",
         "--across-gb-s",
@@ -258,7 +294,46 @@ def test_calibration_writes_what_plans_read(tmp_path):
         and constants.forward_tflops > 0
         and 0 < constants.inside_gb_s < 1000
     )
-    assert json.loads(printed)["machine"] == "CPU, 1 nodes of 2"
+    assert constants.dense_tflops > 0 and constants.partial_tile >= 1
+    written = json.loads(printed)
+    assert written["machine"] == "CPU, 1 nodes of 2"
+    assert written["constants"]["dense_tflops"]["source"].endswith("2:1 heads, backend eager")
+
+
+@pytest.mark.parametrize("call, whole, partial", [(0.0, 2e-6, 3e-6), (5e-3, 1e-5, 2e-5)])
+def test_times_of_tiles_are_recovered(call, whole, partial):
+    tiles = [(0, 200), (3, 290), (700, 190), (700, 280)]
+    runs = [calibrate.TiledRun(w, p, call + w * whole + p * partial) for w, p in tiles]
+    assert calibrate.tile_seconds(runs) == pytest.approx((whole, partial))
+    # A little noise spoils little.
+    noisy = [
+        run._replace(seconds=run.seconds * (0.998, 1.002)[n % 2]) for n, run in enumerate(runs)
+    ]
+    assert calibrate.tile_seconds(noisy) == pytest.approx((whole, partial), rel=0.1)
+
+
+def test_times_of_tiles_that_cannot_be():
+    tiles = [(0, 200), (0, 290), (700, 190), (700, 280)]
+    cheaper_if_cut = [calibrate.TiledRun(w, p, 1e-6 * w + 5e-7 * p) for w, p in tiles]
+    whole, partial = calibrate.tile_seconds(cheaper_if_cut)
+    assert partial == whole == pytest.approx(1e-6)
+    with pytest.raises(ValueError, match="noise; write a larger --seq-len"):
+        calibrate.tile_seconds([calibrate.TiledRun(w, p, 1.0 - 1e-4 * w) for w, p in tiles])
+
+
+def test_windows_differ_in_their_tiles(monkeypatch):
+    """Of 32 blocks of queries: the first windows cut two tiles, or three, and see none whole."""
+    monkeypatch.setattr(calibrate, "slowest", lambda seconds: seconds)
+    monkeypatch.setattr(calibrate, "seconds", lambda call, device, repeats: call() or 1.0)
+    words = ["--out", "x", "--seq-len", "4096", "--heads", "1", "1", "--head-dim", "8"]
+    runs = calibrate.windowed_runs(calibrate.arguments(words), torch.device("cpu"))
+    # The k-th block of queries from the start sees k blocks before it, or as many as fit.
+    assert [run[:2] for run in runs] == [
+        (0, 32 + 31),
+        (0, 32 + 31 + 30),
+        (sum(min(k, 7) for k in range(32)), 32 + 24),
+        (sum(min(k, 7) for k in range(32)), 32 + 24 + 23),
+    ]
 
 
 def test_the_line_through_two_timings():

@@ -38,7 +38,7 @@ def test_shares_add_up_and_hidden_work_counts_nothing():
 
 
 def test_script(tmp_path):
-    def run(events: list[dict]) -> subprocess.CompletedProcess:
+    def run(events: list[dict], *words: str) -> subprocess.CompletedProcess:
         (tmp_path / "rank0.json").write_text(json.dumps({"traceEvents": events}))
         return subprocess.run(
             [
@@ -48,6 +48,7 @@ def test_script(tmp_path):
                 tmp_path / "rank0.json",
                 "--json",
                 tmp_path / "out.json",
+                *words,
             ],
             cwd=ROOT,
             check=False,
@@ -58,7 +59,13 @@ def test_script(tmp_path):
     result = run(EVENTS)
     assert result.returncode == 0 and "14.0 ms, 6 launches" in result.stdout, result.stderr
     assert json.loads((tmp_path / "out.json").read_text()) == summary(EVENTS)
-    empty = run(EVENTS[:1])
-    assert (
-        empty.returncode == 1 and "no work of a GPU; write profiling.enable = true" in empty.stderr
-    )
+    assert "norms, rope, elementwise" in result.stdout
+    on_cpu = run(EVENTS[:1])
+    assert on_cpu.returncode == 0 and "100.0 ms, 1 pieces of CPU ops" in on_cpu.stdout
+    halved = run(EVENTS, "--steps", "2")
+    assert "7.0 ms a step, 3 launches (mean of 2 steps)" in halved.stdout
+    none = run(EVENTS, "--steps", "0")
+    assert none.returncode == 1 and "--steps 0: write 1 or more" in none.stderr
+    empty = run([])
+    assert empty.returncode == 1
+    assert "no work of a GPU, nor ops of a CPU; write profiling.enable = true" in empty.stderr

@@ -2,7 +2,7 @@
 
 import math
 
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import require, show
 from titan_sparse.config.sections import Attention, Config, MoBA, VerticalSlash, XAttention
 
 
@@ -31,6 +31,7 @@ def check_attention(config: Config) -> None:
         '"packed"; write attention.mask = "documents" or data.sequences = "fixed", or '
         'attention.mask = "causal_across_documents" if it shall',
     )
+    _check_balance_costs(attention, cp)
     _check_window_sinks(attention)
     _check_cudnn(attention, config.training.deterministic)
     _check_travel(attention, cp, config.training.dtype)
@@ -50,6 +51,21 @@ def check_attention(config: Config) -> None:
         _check_xattention(attention.xattention, size)
     if attention.pattern == "moba":
         _check_moba(attention.moba, size)
+
+
+def _check_balance_costs(attention: Attention, cp: int) -> None:
+    """Costs are for dealing out blocks: only the layout "balanced" does."""
+    key = f"attention.balance_costs = {show(attention.balance_costs)}"
+    require(
+        not attention.balance_costs or attention.layout == "balanced",
+        f'{key} would be ignored with attention.layout = "{attention.layout}"; '
+        'write attention.layout = "balanced" or attention.balance_costs = ""',
+    )
+    require(
+        not attention.balance_costs or cp > 1,
+        f"{key} would be ignored with parallelism.cp = 1; "
+        'write attention.balance_costs = "" or parallelism.cp = 2 or more',
+    )
 
 
 def _check_window_sinks(attention: Attention) -> None:

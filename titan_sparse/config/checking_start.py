@@ -33,6 +33,7 @@ def check_start(config: Config) -> None:
         )
     if config.data.tokenizer != "bytes":
         tokenizer_file(config.data.tokenizer)
+    _check_balance_costs(config.attention.balance_costs)
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
 
 
@@ -104,6 +105,14 @@ def _check_source(source: str, key: str) -> None:
     # The folder of prepared tokens says more of itself when it is opened.
     if source != "python" and not is_prepared and is_path(source):
         data_files(source, key)
+
+
+def _check_balance_costs(path: str) -> None:
+    require(
+        not path or os.path.isfile(path),
+        f"attention.balance_costs = {show(path)}: no such file; write what scripts.calibrate wrote "
+        'with --out, or ""',
+    )
 
 
 def _check_first_checkpoint(section: Checkpoint, output_dir: Path) -> None:

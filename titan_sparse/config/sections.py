@@ -214,6 +214,9 @@ class Attention:
     """what is worth seeing"""
     layout: Literal["contiguous", "zigzag", "striped", "balanced"] = "striped"
     """which rank owns which blocks (docs/context_parallel.md)"""
+    balance_costs: str = ""
+    """file of scripts.calibrate: layout = balanced deals out blocks by this machine's costs; empty:
+    by those of an H200"""
     schedule: Literal["auto", "local", "all_gather", "ring", "double_ring", "group_cast"] = "auto"
     """in which order keys and values meet queries"""
     overlap_stages: int = 0

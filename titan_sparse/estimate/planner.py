@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
 from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import MaskRanges
@@ -93,9 +94,15 @@ _PLAYS = {
 """How a schedule is played through, by what moves between ranks."""
 
 
-def count(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Visits:
-    """What a layout gives each rank to compute, all heads together."""
-    table = table_of(ranges, layout, ranks, index.block_size)
+def count(
+    index: BlockIndex,
+    ranges: MaskRanges,
+    layout: str,
+    ranks: int,
+    balance: balanced.Costs = balanced.DEFAULT_COSTS,
+) -> Visits:
+    """What a layout gives each rank to compute, all heads together. balance: as in Setting."""
+    table = table_of(ranges, layout, ranks, index.block_size, balance)
     return count_visits_of_all_heads(index, ranges, table)
 
 

@@ -51,7 +51,8 @@ class Layer:
 class Setting:
     """How the work is spread over `inter` nodes of `intra` ranks.
 
-    overlap_stages: of group_cast, forward and backward.
+    overlap_stages: of group_cast, forward and backward. balance: costs by which the layout
+    "balanced" deals out blocks.
     """
 
     layout: str
@@ -59,6 +60,7 @@ class Setting:
     inter: int
     intra: int
     overlap_stages: tuple[int, int] = (2, 2)
+    balance: balanced.Costs = balanced.DEFAULT_COSTS
 
     @property
     def ranks(self) -> int:
@@ -238,12 +240,19 @@ class Costs:
         }
 
 
-def table_of(ranges: MaskRanges, layout: str, ranks: int, block_size: int) -> Tensor:
+def table_of(
+    ranges: MaskRanges,
+    layout: str,
+    ranks: int,
+    block_size: int,
+    balance: balanced.Costs = balanced.DEFAULT_COSTS,
+) -> Tensor:
     """The blocks of each rank under this mask, int64 [ranks, n].
 
-    Raises ValueError if the sequence does not divide.
+    balance: costs by which the layout "balanced" deals them out. Raises ValueError if the sequence
+    does not divide.
     """
     if layout == "balanced":
-        return balanced.block_table(ranges, ranks, block_size)
+        return balanced.block_table(ranges, ranks, block_size, balance)
     seq_len = ranges.start.shape[1]
     return layouts.block_ids(layout, ranks, seq_len, block_size)

@@ -24,7 +24,7 @@ def play_group_cast(visits: Visits, costs: Costs) -> Played:
     index = costs.layer.index
     ranges = costs.layer.ranges
     setting = costs.setting
-    table = table_of(ranges, setting.layout, setting.ranks, index.block_size)
+    table = table_of(ranges, setting.layout, setting.ranks, index.block_size, setting.balance)
     if isinstance(index, DenseIndex):
         # The mask alone says what a dense pattern needs.
         needed = seen_blocks(ranges, table, index.block_size)

@@ -97,7 +97,8 @@ def _computed_chunks(costs: Costs) -> Tensor:
     setting = costs.setting
     ranges = layer.ranges
     if setting.layout == "balanced":
-        table = table_of(ranges, setting.layout, setting.ranks, layer.index.block_size)
+        size = layer.index.block_size
+        table = table_of(ranges, setting.layout, setting.ranks, size, setting.balance)
         ranges = ranges._replace(table=table)
     return needed_chunks_of(layer.index, ranges, setting.layout, setting.ranks)
 

@@ -32,6 +32,7 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
     config.attention.backward_circulates = "auto"
     config.attention.route_by = "auto"
     config.attention.gradient_dtype = "float32"
+    config.attention.balance_costs = ""
     defaults = Config()
     config = dataclasses.replace(
         config,

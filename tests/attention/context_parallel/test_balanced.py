@@ -245,6 +245,23 @@ def test_slow_links_outweigh_work():
     assert many < few
 
 
+def test_dear_partial_tiles_are_shared_out():
+    """Long documents are mostly whole tiles, short ones only partial ones. What costs anything is
+    dealt out evenly, and the other kind of tile falls as it may."""
+    ranges = Documents([1 << 14, 1 << 13] + [200] * 40).rows(1 << 15)
+    index = Dense().index([], ranges, 1, 1, BLOCK)
+    degrees = {}
+    for partial in (1, 100_000):
+        table = block_table(ranges, 4, BLOCK, Costs(partial=partial, transfer=0))
+        visits = count_visits(index, ranges, table)
+        # [ranks]
+        whole_tiles = visits.full.sum((0, 1, 3)).double()
+        partial_tiles = visits.partial.sum((0, 1, 3)).double()
+        degrees[partial] = (degree(whole_tiles), degree(partial_tiles))
+    assert degrees[1][0] < 1.01 and degrees[1][1] > 1.1
+    assert degrees[100_000][0] > 1.3 and degrees[100_000][1] < 1.02
+
+
 def test_planning_a_million_tokens_is_short():
     ranges, spent = Documents(ragged_lengths(MILLION, 0)).rows(MILLION), []
     for _ in range(5):

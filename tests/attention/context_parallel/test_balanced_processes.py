@@ -1,6 +1,7 @@
 """Attention and training in the layout "balanced" over 2, 3 and 4 processes against one."""
 
 import functools
+import json
 import weakref
 from pathlib import Path
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from scripts.plan import DEFAULT_CONSTANTS
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.backends import eager
+from titan_sparse.attention.context_parallel import balanced
+from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -164,6 +168,32 @@ def test_backward_has_the_table_of_its_forward():
     run_processes(2, _check_tables_in_use)
 
 
+def _check_costs() -> None:
+    """All ranks deal by the costs that they are given, and tell when those differ."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    ranges = Documents([1 << 12] + [64] * 64).rows(3 << 12)
+    tables = []
+    for costs in (None, Costs(transfer=100_000)):
+        cp = ContextParallel(mesh, "balanced", "ring", BLOCK, costs=costs)
+        table = cp.balance(ranges).table
+        assert torch.equal(table, balanced.block_table(ranges, cp.size, BLOCK, cp.costs))
+        assert (cp.all_gather(table) == table).all()
+        tables.append(table)
+    assert not torch.equal(*tables)
+    assert ContextParallel(mesh, "balanced", costs=Costs()).bytes_sent == 0
+
+    # One rank of three has another file.
+    with pytest.raises(ValueError, match=r"\[120, 280\], \[120, 281\], \[120, 280\]"):
+        ContextParallel(mesh, "balanced", costs=Costs(transfer=280 + (rank == 1)))
+    with pytest.raises(ValueError, match='costs would be ignored with layout "striped"'):
+        ContextParallel(mesh, "striped", costs=Costs())
+
+
+def test_ranks_deal_by_the_same_costs():
+    run_processes(3, _check_costs)
+
+
 RUNS = [
     {
         "attention__pattern": "vertical_slash",
@@ -227,9 +257,12 @@ def _train(folder: Path) -> None:
         if "attention__mask" not in case:
             assert len({str(table.tolist()) for table in tables}) > 1
     # What outlives the process groups may abort the process when Python ends.
-    trainer = Trainer(
-        tiny_config(folder, "held", attention__layout="balanced", parallelism__cp=size)
-    )
+    layout = {"attention__layout": "balanced", "parallelism__cp": size}
+    if size > 1:
+        layout["attention__balance_costs"] = str(folder / "constants.json")
+    trainer = Trainer(tiny_config(folder, "held", **layout))
+    # In fp64: 2 x 16 x 8 x 24 bytes in 6.144 us, beside tiles of 2 x 16 x 16 x 8 x 14 FLOP in 4.096.
+    assert trainer.cp.costs == (Costs(300, 150) if size > 1 else Costs())
     held = weakref.ref(trainer)
     del trainer
     assert held() is None
@@ -237,5 +270,9 @@ def _train(folder: Path) -> None:
 
 def test_training_is_that_of_one_process(tmp_path):
     write_texts(tmp_path / "texts")
+    constants = json.loads(DEFAULT_CONSTANTS.read_text())["constants"]
+    for name, value in (("dense_tflops", 0.014), ("partial_tile", 3), ("inside_gb_s", 1)):
+        constants[name] = {"value": value}
+    (tmp_path / "constants.json").write_text(json.dumps({"constants": constants}))
     for size in (1, 2):
         run_processes(size, _train, tmp_path)

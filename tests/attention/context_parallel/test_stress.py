@@ -133,6 +133,8 @@ def _check_delays(cases: list[tuple]) -> None:
             [
                 ((3,), "contiguous", "ring", "kv", PACKED, VERTICAL),
                 ((3, 1), "striped", "double_ring", "kv", Causal(), Dense()),
+                ((1, 3), "contiguous", "group_cast", "auto", PACKED, Dense()),
+                ((1, 3), "striped", "group_cast", "auto", PACKED, VERTICAL),
             ],
         ),
         (
@@ -141,6 +143,8 @@ def _check_delays(cases: list[tuple]) -> None:
                 ((4,), "striped", "ring", "q", Causal(), VERTICAL),
                 ((2, 2), "striped", "double_ring", "kv", Causal(), VERTICAL),
                 ((2, 2), "zigzag", "double_ring", "q", PACKED, Dense()),
+                ((2, 2), "contiguous", "group_cast", "auto", PACKED, VERTICAL),
+                ((2, 2), "zigzag", "group_cast", "auto", PACKED, Dense()),
             ],
         ),
     ],
@@ -203,7 +207,8 @@ def _check_interleaved(axes: tuple[int, ...], options: list[tuple]) -> None:
     "axes, options",
     [
         ((3,), [("ring", "kv"), ("ring", "q"), ("all_gather", "auto")]),
-        ((2, 2), [("double_ring", "kv"), ("double_ring", "q")]),
+        ((1, 3), [("group_cast", "auto")]),
+        ((2, 2), [("double_ring", "kv"), ("double_ring", "q"), ("group_cast", "auto")]),
     ],
     ids=str,
 )
@@ -224,6 +229,35 @@ def _check_no_new_buffers(axes: tuple[int, ...], schedules: list[str]) -> None:
 
 def test_steps_allocate_no_new_buffers():
     run_processes(4, _check_no_new_buffers, (2, 2), ["double_ring", "all_gather"])
+
+
+def _check_no_new_buffers_for_blocks(axes: tuple[int, int]) -> None:
+    """How many blocks come depends on the batch: a slot grows until it has held the most of them.
+    Batches that come again find all the memory that they need."""
+    for layout, pattern in (("striped", Dense()), ("zigzag", VERTICAL)):
+        cp = _context(_mesh(axes), layout, "group_cast", BLOCK)
+        calls = []
+        for number in range(6):
+            mask = Documents([60 + 40 * number, 100]) & SlidingWindow(90)
+            calls.append(_Call(cp, number, 1, 2, 8, mask, pattern))
+        for call in calls:
+            call.alone()
+        held = cp.buffers.addresses
+        # Blocks inside the node, those that are handed on, and their gradients.
+        slots = {"group cast received", "inner_gradient"}
+        if axes[0] > 1:
+            slots |= {"group cast", "outer_gradient"}
+        assert {slot for slot, _ in held} >= slots, (cp.key, held)
+        nbytes = cp.buffers.nbytes
+        for call in calls * 2:
+            call.alone()
+            assert cp.buffers.addresses == held, cp.key
+        assert cp.buffers.nbytes == nbytes
+
+
+@pytest.mark.parametrize("axes", [(1, 3), (2, 2)], ids=str)
+def test_batches_that_come_again_allocate_no_new_buffers(axes):
+    run_processes(torch.Size(axes).numel(), _check_no_new_buffers_for_blocks, axes)
 
 
 def _check_groups_beside_each_other() -> None:

@@ -45,11 +45,13 @@ class Costs(NamedTuple):
 
     A whole tile is a block of queries on a block of keys.
 
-    partial: a tile that the mask cuts through. It has the same products, and the mask; an estimate.
+    partial: a tile that the mask cuts through. It has the same products, and the mask.
     transfer: one block of keys and values that has to come, twice, and its gradients that leave.
-    From benchmarks/results/constants_h200.json inside a node, with 8 query heads to a KV head,
-    bf16 with gradients in fp32, blocks of 128. tests/attention/context_parallel/test_balanced.py
-    works it out.
+
+    The defaults are those of H200s inside a node, with 8 query heads to a KV head, bf16 with
+    gradients in fp32, blocks of 128: `transfer` from benchmarks/results/constants_h200.json, as
+    tests/attention/context_parallel/test_balanced.py works it out, `partial` an estimate.
+    estimate/balance_costs.py has those of another machine, as scripts.calibrate measures it.
     """
 
     partial: int = 120

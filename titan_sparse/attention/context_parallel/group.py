@@ -36,6 +36,7 @@ class ContextParallel(Communicator):
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: tuple[int, int] = (2, 2),
         route_by: str = "auto",
+        costs: balanced.Costs | None = None,
     ):
         """mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for one process.
         layout: "contiguous", "zigzag", "striped", or "balanced", which follows from a mask
@@ -53,6 +54,8 @@ class ContextParallel(Communicator):
         block diagonals that each group of KV heads selected, for which the host waits in every
         layer; "auto": "mask" in the layouts striped and balanced, "index" in the others, for all
         heads together.
+        costs: by which "balanced" deals out blocks, the same on all ranks; by default those of an
+        H200.
 
         Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
         """
@@ -79,6 +82,10 @@ class ContextParallel(Communicator):
             raise ValueError(
                 f"overlap_stages={overlap_stages}: remote blocks come in one part or more; "
                 "write 1 or more"
+            )
+        if costs is not None and layout != "balanced":
+            raise ValueError(
+                f'costs would be ignored with layout "{layout}"; write layout="balanced" or costs=None'
             )
         if mesh is None:
             nodes = [[0]]
@@ -109,11 +116,29 @@ class ContextParallel(Communicator):
         self.route_by = route_by
         self.windows = record.windows(self.inter, self.intra, rank)
         super().__init__(nodes, rank, record.has_node_axis, device_type)
+        self.costs = costs or balanced.DEFAULT_COSTS
+        if self.depends_on_mask:
+            self._refuse_different_costs(device_type)
         self._tables: dict[tuple, Tensor] = {}
         self.calls: dict[str, Any] = {}
         """What ops are told about attention calls over this group, by key (registry.py)."""
         self.key = f"cp{next(_numbers)}:{layout}:{self.schedule}:{block_size}:{self.ranks}"
         registry.register(self.key, self)
+
+    def _refuse_different_costs(self, device_type: str) -> None:
+        """Raises ValueError unless all ranks were given the same costs. Collective.
+
+        Ranks with other costs come to another table, and nobody would notice.
+        """
+        costs = torch.tensor(self.costs, device=device_type)
+        costs_of_ranks = self.all_gather(costs)
+        # What is sent is counted from the first attention call on.
+        self.sent.clear()
+        if (costs_of_ranks != costs).any():
+            raise ValueError(
+                f"the ranks of a sequence have different costs: {costs_of_ranks.tolist()}; write the "
+                "same on all of them (attention.balance_costs: the same file on all nodes)"
+            )
 
     # Layout
 
@@ -152,7 +177,7 @@ class ContextParallel(Communicator):
         """
         if not self.depends_on_mask:
             return ranges
-        table = balanced.block_table(ranges, self.size, self.block_size)
+        table = balanced.block_table(ranges, self.size, self.block_size, self.costs)
         device = ranges.start.device
         return ranges._replace(table=table.to(device))
 
