@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.base import Queries
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges

@@ -374,9 +374,7 @@ def query_side(
     return QuerySide(q, d_out, lse_2, delta, start, stop, block_size, scale)
 
 
-def query_gradient(
-    queries: QuerySide, pieces: list[Piece], output: GradientOutput
-) -> Tensor:
+def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
     """dq through all pieces in one launch, and what `output` adds to it."""
     q = queries.q
     d_out = queries.d_out
@@ -415,9 +413,7 @@ def query_gradient(
     return dq
 
 
-def key_gradient(
-    queries: QuerySide, piece: Piece, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dk and dv of one piece, in `dtype`."""
     q = queries.q
     d_out = queries.d_out

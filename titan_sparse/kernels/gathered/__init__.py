@@ -9,7 +9,12 @@ backward(d_out, q, out, lse, plan) -> dq, dk, dv
 
 from titan_sparse.kernels.gathered import naive
 from titan_sparse.kernels.gathered.attention import Plan, backward, forward
-from titan_sparse.kernels.gathered.lists import Choices, chosen_pairs, gather_queries
+from titan_sparse.kernels.gathered.lists import (
+    Choices,
+    chosen_pairs,
+    gather_queries,
+    tile_table,
+)
 
 __all__ = [
     "Choices",
@@ -19,4 +24,5 @@ __all__ = [
     "forward",
     "gather_queries",
     "naive",
+    "tile_table",
 ]

@@ -14,20 +14,24 @@ from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import GradientOutput, Lists, Piece, QuerySide
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
 from titan_sparse.kernels.gathered.forward import add_attention
-from titan_sparse.kernels.gathered.launch import parts
+from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
 from titan_sparse.kernels.gathered.lists import (
     Choices,
     Gathered,
+    TileTable,
     chosen_pairs,
     gather_queries,
+    tile_table,
 )
 
 
 class Plan(NamedTuple):
-    """What is computed besides the gathered pairs, and for whom.
+    """What is computed.
 
-    own: the lists of blocks. start, stop: int32 [B, S], contiguous: in their partial tiles a query
-    sees start <= p < stop. block_size: no larger than a chunk. scale: of the logits, above 0.
+    own: the lists of blocks, and keys and values. choices: the chunks, of the same keys.
+    start, stop: int32 [B, S], contiguous: in partial tiles of the blocks a query sees start <= p <
+        stop.
+    block_size: no larger than a chunk. scale: of the logits, above 0.
     """
 
     own: Piece
@@ -37,116 +41,154 @@ class Plan(NamedTuple):
     block_size: int
     scale: float
 
+    def of(self, share: Share) -> "Plan":
+        """The plan of a share, as views."""
+        keys = (share.batches, share.kv_heads)
+        own = self.own._replace(
+            k=self.own.k[keys],
+            v=self.own.v[keys],
+            by_query=_lists_of(self.own.by_query, share),
+            # dk and dv of the blocks are computed for all heads at once.
+            by_key=None,
+        )
+        return self._replace(
+            own=own,
+            choices=self.choices.of(share),
+            start=self.start[share.batches],
+            stop=self.stop[share.batches],
+        )
 
-class Part(NamedTuple):
-    """Some of the sequences and heads of a plan."""
 
-    batches: slice
-    heads: slice
-    kv_heads: slice
+class Work(NamedTuple):
+    """A share of a plan, with its lists of queries."""
+
+    share: Share
     plan: Plan
     gathered: Gathered
+    tiles: TileTable
 
 
 def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """out like q [B, Hq, S, D], contiguous, and natural-log lse fp32 [B, Hq, S].
 
-    Keys and values are those of plan.own. Rows that see nothing: 0 and -inf.
+    Rows that see nothing: 0 and -inf.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
-    for part in _parts(q, plan):
-        rows = (part.batches, part.heads)
-        own = part.plan.own
-        total = torch.zeros(q[rows].shape, dtype=torch.float32, device=q.device)
-        add_attention(
-            q[rows],
-            own.k,
-            own.v,
-            part.plan.choices,
-            part.gathered,
-            plan.scale,
-            plan.block_size,
-            (total, lse[rows]),
-        )
-        block_sparse.forward(
-            q[rows],
-            [own],
-            part.plan.start,
-            part.plan.stop,
-            plan.block_size,
-            plan.scale,
-            total=(total, lse[rows]),
-            into=out[rows],
-        )
+    for work in _works(q, plan):
+        for part in _parts(q, work):
+            rows = (part.share.batches, part.share.heads)
+            _forward_of(q[rows], part, out[rows], lse[rows])
     return out, lse
+
+
+def _forward_of(q: Tensor, work: Work, out: Tensor, lse: Tensor) -> None:
+    """out and lse, which is -inf before, of a share whose sums are kept at once."""
+    _, plan, gathered, tiles = work
+    own = plan.own
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    add_attention(
+        q,
+        own.k,
+        own.v,
+        plan.choices,
+        (gathered, tiles),
+        plan.scale,
+        plan.block_size,
+        (total, lse),
+    )
+    block_sparse.forward(
+        q,
+        [own],
+        plan.start,
+        plan.stop,
+        plan.block_size,
+        plan.scale,
+        total=(total, lse),
+        into=out,
+    )
 
 
 def backward(
     d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, in q's dtype. out and lse are forward()'s."""
+    """dq, dk and dv, in q's dtype. out and lse are forward()'s; plan.own needs by_key."""
     queries = block_sparse.query_side(
         d_out, q, out, lse, plan.start, plan.stop, plan.block_size, plan.scale
     )
-    # What the chunks add is summed up with it before it is rounded.
+    # In fp32: what the chunks add is summed up with it before it is rounded.
     dk, dv = block_sparse.key_gradient(queries, plan.own, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for part in _parts(q, plan):
-        rows = (part.batches, part.heads)
-        keys = (part.batches, part.kv_heads)
-        own = part.plan.own
-        of_part = _some_queries(queries, part)
-        total = torch.zeros(q[rows].shape, dtype=torch.float32, device=q.device)
-        pairs = (part.plan.choices, part.gathered)
-        add_query_gradient(of_part, own.k, own.v, *pairs, total)
-        add_key_gradient(of_part, own.k, own.v, *pairs, (dk[keys], dv[keys]))
-        output = GradientOutput(q.dtype, [], before=total, into=dq[rows])
-        block_sparse.query_gradient(of_part, [own], output)
+    for work in _works(q, plan):
+        own = work.plan.own
+        keys = (work.share.batches, work.share.kv_heads)
+        add_key_gradient(
+            _queries_of(queries, work),
+            own.k,
+            own.v,
+            work.plan.choices,
+            work.gathered,
+            (dk[keys], dv[keys]),
+        )
+        for part in _parts(q, work):
+            rows = (part.share.batches, part.share.heads)
+            _query_gradient_of(_queries_of(queries, part), part, dq[rows])
     return dq, dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _parts(q: Tensor, plan: Plan) -> Iterator[Part]:
-    """The parts of a plan, each with its lists, which are made when their turn comes."""
-    batch, heads, q_len, dim = q.shape
+def _query_gradient_of(queries: QuerySide, work: Work, dq: Tensor) -> None:
+    """dq of a share whose sums are kept at once."""
+    _, plan, gathered, tiles = work
     own = plan.own
-    kv_heads = own.k.shape[1]
-    row_bytes = q_len * dim * 4
-    for batches, some_heads, some_kv_heads in parts(batch, heads, kv_heads, row_bytes):
-        by_key = own.by_key
-        if by_key is not None:
-            by_key = _some_lists(by_key, batches, some_heads)
-        piece = own._replace(
-            k=own.k[batches, some_kv_heads],
-            v=own.v[batches, some_kv_heads],
-            by_query=_some_lists(own.by_query, batches, some_heads),
-            by_key=by_key,
-        )
-        choices = plan.choices.of(batches, some_heads)
-        some = plan._replace(
-            own=piece,
-            choices=choices,
-            start=plan.start[batches],
-            stop=plan.stop[batches],
-        )
-        gathered = gather_queries(chosen_pairs(choices), choices.begin.shape[1])
-        yield Part(batches, some_heads, some_kv_heads, some, gathered)
+    total = torch.zeros(queries.q.shape, dtype=torch.float32, device=dq.device)
+    add_query_gradient(queries, own.k, own.v, plan.choices, (gathered, tiles), total)
+    output = GradientOutput(dq.dtype, [], before=total, into=dq)
+    block_sparse.query_gradient(queries, [own], output)
 
 
-def _some_lists(lists: Lists, batches: slice, heads: slice) -> Lists:
+def _works(q: Tensor, plan: Plan) -> Iterator[Work]:
+    """All shares of a plan; the lists of each are made when its turn comes."""
+    kv_heads = plan.own.k.shape[1]
+    chunks = plan.choices.begin.shape[1]
+    rows, _ = row_tile(q.shape[-1], plan.block_size, q.element_size())
+    for share in list_shares(tuple(q.shape[:3]), kv_heads, chunks, plan.choices.slots):
+        some = plan.of(share)
+        gathered = gather_queries(chosen_pairs(some.choices), chunks)
+        yield Work(share, some, gathered, tile_table(gathered, rows))
+
+
+def _parts(q: Tensor, work: Work) -> Iterator[Work]:
+    """Smaller shares of `work`, whose sums are kept at once. Their heads count in the whole."""
+    batches, heads, kv_heads = work.share
+    shape = q[batches, heads].shape
+    for inner in total_shares(tuple(shape), kv_heads.stop - kv_heads.start):
+        share = Share(
+            batches=_within(batches, inner.batches),
+            heads=_within(heads, inner.heads),
+            kv_heads=_within(kv_heads, inner.kv_heads),
+        )
+        yield Work(share, work.plan.of(inner), work.gathered.of(inner), work.tiles.of(inner))
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """What `inner` is of the whole, if it counts from the beginning of `outer`."""
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+def _lists_of(lists: Lists, share: Share) -> Lists:
     fields = []
     for field in lists:
-        fields.append(None if field is None else field[batches, heads])
+        fields.append(None if field is None else field[share.batches, share.heads])
     return Lists._make(fields)
 
 
-def _some_queries(queries: QuerySide, part: Part) -> QuerySide:
-    rows = (part.batches, part.heads)
+def _queries_of(queries: QuerySide, work: Work) -> QuerySide:
+    rows = (work.share.batches, work.share.heads)
     return queries._replace(
         q=queries.q[rows],
         d_out=queries.d_out[rows],
         lse_2=queries.lse_2[rows],
         delta=queries.delta[rows],
-        start=part.plan.start,
-        stop=part.plan.stop,
+        start=work.plan.start,
+        stop=work.plan.stop,
     )

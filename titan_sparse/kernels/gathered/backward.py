@@ -18,7 +18,7 @@ from titan_sparse.kernels.gathered.launch import (
     row_options,
     row_tile,
 )
-from titan_sparse.kernels.gathered.lists import Choices, Gathered, tile_table
+from titan_sparse.kernels.gathered.lists import Choices, Gathered, TileTable
 
 
 @triton.jit
@@ -85,18 +85,22 @@ def add_query_gradient(
     k: Tensor,
     v: Tensor,
     choices: Choices,
-    gathered: Gathered,
+    lists: tuple[Gathered, TileTable],
     dq: Tensor,
 ) -> None:
-    """dq through the gathered pairs, added to dq [B, Hq, S, D], contiguous fp32, in place."""
+    """dq through the gathered pairs, added to dq [B, Hq, S, D], contiguous fp32, in place.
+
+    lists: as add_attention() takes them.
+    """
     q = queries.q
     d_out = queries.d_out
     k = dense_rows(k)
     v = dense_rows(v)
+    gathered, tiles = lists
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
-    m, n = row_tile(dim, queries.block_size, q.element_size())
-    tiles = tile_table(gathered, m)
+    m = tiles.rows
+    _, n = row_tile(dim, queries.block_size, q.element_size())
     for slot in range(choices.slots):
         _query_kernel[tiles.count.shape[-1], heads, batch](
             q,

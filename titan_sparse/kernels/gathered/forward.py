@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.piece import LOG2_E, dense_rows, load_rows, slice_of
 from titan_sparse.kernels.gathered.launch import row_options, row_tile
-from titan_sparse.kernels.gathered.lists import Choices, Gathered, tile_table
+from titan_sparse.kernels.gathered.lists import Choices, Gathered, TileTable
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def add_attention(
     k: Tensor,
     v: Tensor,
     choices: Choices,
-    gathered: Gathered,
+    lists: tuple[Gathered, TileTable],
     scale: float,
     block_size: int,
     total: tuple[Tensor, Tensor],
@@ -134,18 +134,19 @@ def add_attention(
     """Attention of the gathered pairs, added to `total` in place.
 
     q: [B, Hq, S, D]. k, v: [B, Hkv, Sk, D]. scale: of the logits, above 0.
-    block_size: no larger than a chunk.
+    lists: with their tile_table(). block_size: no larger than a chunk.
     total: contiguous out [B, Hq, S, D] and natural-log lse [B, Hq, S] over other keys, fp32; 0 and
     -inf where a query has met none.
     """
     q = dense_rows(q)
     k = dense_rows(k)
     v = dense_rows(v)
+    gathered, tiles = lists
     out, lse = total
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
-    m, n = row_tile(dim, block_size, q.element_size())
-    tiles = tile_table(gathered, m)
+    m = tiles.rows
+    _, n = row_tile(dim, block_size, q.element_size())
     for slot in range(choices.slots):
         _forward_kernel[tiles.count.shape[-1], heads, batch](
             q,

@@ -3,18 +3,36 @@
 They are fixed, as those of block_sparse are, so that results are equal to the bit in every run.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from titan_sparse.kernels.block_sparse.launch import key_tile, options, query_tile
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
+
+SORTED_ROWS = 256
+"""Queries that a program of the lists compares with each other."""
 
 _PROGRAMS = 2048
 """So many programs fill a GPU, though the queries of a chunk are many or few."""
 
 _MOST_SPLITS = 8
 
-_TOTAL_BYTES = 1 << 28
-"""fp32 sums that are kept at a time, for some of the heads."""
+_LIST_BYTES = 1 << 28
+"""Lists that are made at a time, for some of the heads."""
+
+_TOTAL_BYTES = 1 << 25
+"""fp32 sums that are kept at a time, for some of the heads: they are read and written once a slot,
+and should stay in an L2 cache of 50 MB."""
+
+
+class Share(NamedTuple):
+    """Some sequences and heads of a tensor [B, Hq, ...]: all of them, or some heads of one sequence,
+    so that they are contiguous in memory."""
+
+    batches: slice
+    heads: slice
+    kv_heads: slice
 
 
 def row_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
@@ -59,29 +77,39 @@ def list_splits(programs: int) -> int:
     return min(max(1, _PROGRAMS // max(1, programs)), _MOST_SPLITS)
 
 
-def parts(
-    batch: int, heads: int, kv_heads: int, row_bytes: int
-) -> list[tuple[slice, slice, slice]]:
-    """Which sequences, query heads and KV heads are computed at a time.
+def list_shares(shape: tuple[int, int, int], kv_heads: int, chunks: int, slots: int) -> list[Share]:
+    """The heads whose lists are made at a time. shape: B, Hq and S of the queries."""
+    batch, heads, q_len = shape
+    # Pairs and queries, and how many there are of each kind, twice.
+    entries = 2 * slots * q_len
+    counts = 2 * (chunks + 1) * slots * -(-q_len // SORTED_ROWS)
+    return _shares(batch, heads, kv_heads, _LIST_BYTES // (4 * (entries + counts)))
 
-    row_bytes: of the sums of one head. They are all sequences, or some heads of one: contiguous in
-    memory.
-    """
-    fitting = max(1, _TOTAL_BYTES // row_bytes)
-    every_kv_head = slice(0, kv_heads)
+
+def total_shares(shape: tuple[int, int, int, int], kv_heads: int) -> list[Share]:
+    """The heads whose sums are kept at a time. shape: of the queries."""
+    batch, heads, q_len, dim = shape
+    return _shares(batch, heads, kv_heads, _TOTAL_BYTES // (4 * q_len * dim))
+
+
+def _shares(batch: int, heads: int, kv_heads: int, fitting: int) -> list[Share]:
+    """Shares of up to `fitting` heads, but of one head at least."""
     if fitting >= batch * heads:
-        return [(slice(0, batch), slice(0, heads), every_kv_head)]
+        return [Share(slice(0, batch), slice(0, heads), slice(0, kv_heads))]
 
-    # Whole groups of heads, or parts of a group that are equally large.
+    # Whole groups of heads, or equal parts of a group.
     group = heads // kv_heads
     if fitting >= group:
         step = fitting // group * group
     else:
-        step = max(size for size in range(1, fitting + 1) if group % size == 0)
-    some = []
+        step = 1
+        for size in range(1, fitting + 1):
+            if group % size == 0:
+                step = size
+    shares = []
     for sequence in range(batch):
         for first in range(0, heads, step):
             last = min(first + step, heads)
             some_kv_heads = slice(first // group, -(-last // group))
-            some.append((slice(sequence, sequence + 1), slice(first, last), some_kv_heads))
-    return some
+            shares.append(Share(slice(sequence, sequence + 1), slice(first, last), some_kv_heads))
+    return shares

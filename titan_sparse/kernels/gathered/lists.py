@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_sparse.kernels.gathered.launch import SORTED_ROWS, Share
+
 _ROWS = 128
 """Queries of a program that reads bits."""
-
-_SORTED_ROWS = 256
-"""Queries that a program compares with each other."""
 
 
 class Choices(NamedTuple):
@@ -38,13 +37,13 @@ class Choices(NamedTuple):
     tokens: int
     slots: int
 
-    def of(self, batches: slice, heads: slice) -> "Choices":
-        """The choices of some sequences and heads, as views."""
+    def of(self, share: Share) -> "Choices":
+        """The choices of a share, as views."""
         return self._replace(
-            words=self.words[batches, heads],
-            earlier=self.earlier[batches],
-            offset=self.offset[batches],
-            begin=self.begin[batches],
+            words=self.words[share.batches, share.heads],
+            earlier=self.earlier[share.batches],
+            offset=self.offset[share.batches],
+            begin=self.begin[share.batches],
         )
 
 
@@ -61,17 +60,29 @@ class Gathered(NamedTuple):
     begin: Tensor
     slots: int
 
+    def of(self, share: Share) -> "Gathered":
+        """The lists of a share, as views."""
+        rows = (share.batches, share.heads)
+        return self._replace(queries=self.queries[rows], begin=self.begin[rows])
+
 
 class TileTable(NamedTuple):
     """Tiles of gathered queries of one chunk, by slot. int32 [B, Hq, slots, T] each.
 
     chunk: whose keys the tile meets. first: where its queries begin in Gathered.queries.
     count: how many they are, 0 behind the last tile.
+    rows: the most queries of a tile.
     """
 
     chunk: Tensor
     first: Tensor
     count: Tensor
+    rows: int
+
+    def of(self, share: Share) -> "TileTable":
+        """The tiles of a share, as views."""
+        rows = (share.batches, share.heads)
+        return TileTable(self.chunk[rows], self.first[rows], self.count[rows], self.rows)
 
 
 @triton.jit
@@ -171,16 +182,18 @@ def gather_queries(pairs: Tensor, chunks: int) -> Gathered:
     batch, heads, slots, q_len = pairs.shape
     rows = batch * heads
     key_count = (chunks + 1) * slots
-    tiles = triton.cdiv(q_len, _SORTED_ROWS)
+    tiles = triton.cdiv(q_len, SORTED_ROWS)
     grid = (tiles, slots, rows)
 
     # [B H, keys, tiles]. Every place of `pairs` has a key, so that each row adds up to slots * S.
     counts = torch.zeros(rows, key_count, tiles, dtype=torch.int32, device=pairs.device)
-    _count_kernel[grid](pairs, counts, q_len, key_count, ROWS=_SORTED_ROWS)
+    _count_kernel[grid](pairs, counts, q_len, key_count, ROWS=SORTED_ROWS, num_warps=8)
     # One scan over all rows: a GPU is slow where there are few and long ones.
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
     queries = torch.empty(rows, slots * q_len, dtype=torch.int32, device=pairs.device)
-    _place_kernel[grid](pairs, ends, counts, queries, q_len, key_count, ROWS=_SORTED_ROWS)
+    _place_kernel[grid](
+        pairs, ends, counts, queries, q_len, key_count, ROWS=SORTED_ROWS, num_warps=8
+    )
 
     # [B H, keys + 1]: where each key ends, counted from the row's beginning, behind a 0.
     ends = ends.view_as(counts)[..., -1]
@@ -213,4 +226,4 @@ def tile_table(gathered: Gathered, rows: int) -> TileTable:
     tile_first = first.gather(-1, known) + in_chunk * rows
     count = (last.gather(-1, known) - tile_first).clamp(max=rows)
     count = torch.where(chunk < chunks, count, 0)
-    return TileTable(known.int(), tile_first.int(), count.int())
+    return TileTable(known.int(), tile_first.int(), count.int(), rows)

@@ -109,17 +109,13 @@ def seen_keys(choices: Choices, gathered: Gathered, k_len: int) -> Tensor:
     return (met[..., :chunks].float() @ in_chunk[:, None].float()) > 0
 
 
-def _of_query_heads(
-    k: Tensor, v: Tensor, heads: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _of_query_heads(k: Tensor, v: Tensor, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hq, Sk, D]."""
     group = heads // k.shape[1]
     return k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
 
 
-def _scores(
-    q: Tensor, keys: Tensor, choices: Choices, gathered: Gathered, scale: float
-) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, choices: Choices, gathered: Gathered, scale: float) -> Tensor:
     """Scores [B, Hq, S, Sk], -inf for the pairs that are not on the lists."""
     seen = seen_keys(choices, gathered, keys.shape[2])
     scores = q.to(keys.dtype) @ keys.mT * scale
