@@ -176,7 +176,10 @@ class Case:
 CASES = {
     "causal": Case(dict(documents=[[320]], chunk=64, slots=3, heads=4), 2, 32, 64),
     "packed, a chunk of no tile": Case(
-        dict(documents=[[190, 40, 90], [20, 300]], chunk=72, slots=2, heads=3, padding=20), 1, 16, 64
+        dict(documents=[[190, 40, 90], [20, 300]], chunk=72, slots=2, heads=3, padding=20),
+        1,
+        16,
+        64,
     ),
     "head_dim 96": Case(dict(documents=[[256]], chunk=64, slots=2, heads=2), 2, 96, 64),
     "fp16": Case(dict(documents=[[256]], chunk=64, slots=2, heads=2), 1, 64, 64, torch.float16),

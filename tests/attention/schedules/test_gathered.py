@@ -154,14 +154,14 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
 
     The same bits, but for dk and dv, which are sums over heads.
     """
-    case = CASES["packed"]
+    case = Case(MoBA(64, 2), [[128], [128]], Causal(), seq_len=128)
     want = _run(case, backend="triton")
-    for lists, totals in ((2, 1), (1, 1), (4, 2)):
-        # Bytes that hold so many heads.
-        slots = 2
-        of_head = 8 * slots * (320 + 6 * 2)
-        monkeypatch.setattr(launch, "_LIST_BYTES", lists * of_head)
-        monkeypatch.setattr(launch, "_TOTAL_BYTES", totals * 4 * 320 * 16)
+    for lists, totals in ((2, 1), (4, 2)):
+        # Bytes that hold so many heads: of lists, with 3 counts of each of 1 slot; and of sums.
+        monkeypatch.setattr(launch, "_LIST_BYTES", lists * 8 * (128 + 3))
+        monkeypatch.setattr(launch, "_TOTAL_BYTES", totals * 4 * 128 * 16)
+        assert len(launch.list_shares((2, 4, 128), 2, 2, 1)) == 8 // lists
+        assert len(launch.total_shares((1, lists, 128, 16), lists // 2)) == lists // totals
         out, dq, *rest = _run(case, backend="triton")
         assert torch.equal(out, want[0]) and torch.equal(dq, want[1])
         _assert_close(rest, want[2:], 1e-6)
