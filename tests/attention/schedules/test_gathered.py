@@ -26,7 +26,7 @@ class Case(NamedTuple):
     documents: list[list[int]]
     mask: Mask | None = None
     heads: tuple[int, int] = (4, 2)
-    seq_len: int = 320
+    seq_len: int = 256
     dtype: torch.dtype = torch.float32
     is_gathered: bool = True
 
@@ -43,19 +43,18 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "causal": Case(MoBA(64, 3), [[320]], Causal()),
-    "ragged": Case(MoBA(64, 3), [[301]], Causal(), seq_len=301),
-    "a chunk of no tile": Case(MoBA(72, 3), [[320]], Causal(), heads=(3, 3)),
-    "group of 5": Case(MoBA(64, 2), [[256]], Causal(), heads=(5, 1), seq_len=256),
-    "packed": Case(MoBA(64, 3), [[190, 30, 64, 36], [20, 300]]),
-    "packed and padded": Case(MoBA(70, 3), [[215, 75], [64, 63]], heads=(3, 1)),
-    "padding": Case(MoBA(64, 3), [[200], [0]], Causal(valid=(200, 0))),
-    "everything": Case(MoBA(64, 99), [[320]], Causal(), heads=(2, 1)),
-    "fp16": Case(MoBA(64, 3), [[320]], Causal(), dtype=torch.float16),
-    "window": Case(MoBA(64, 3), [[320]], Causal() & SlidingWindow(150), is_gathered=False),
-    "wide window": Case(MoBA(64, 3), [[320]], Causal() & SlidingWindow(320)),
-    "own chunk alone": Case(MoBA(64, 1), [[320]], Causal(), is_gathered=False),
-    "one chunk": Case(MoBA(320, 4), [[320]], Causal(), is_gathered=False),
+    "causal": Case(MoBA(64, 3), [[256]], Causal()),
+    "ragged": Case(MoBA(64, 2), [[237]], Causal(), heads=(2, 2), seq_len=237),
+    "a chunk of no tile": Case(MoBA(72, 2), [[256]], Causal(), heads=(3, 3)),
+    "group of 5": Case(MoBA(64, 2), [[192]], Causal(), heads=(5, 1), seq_len=192),
+    "packed": Case(MoBA(64, 3), [[190, 30, 36], [20, 236]], heads=(2, 1)),
+    "packed and padded": Case(MoBA(70, 2), [[175, 75], [64, 63]], heads=(3, 1)),
+    "padding": Case(MoBA(64, 3), [[150], [0]], Causal(valid=(150, 0)), heads=(2, 1), seq_len=192),
+    "everything": Case(MoBA(64, 99), [[256]], Causal(), heads=(1, 1)),
+    "fp16": Case(MoBA(64, 3), [[256]], Causal(), heads=(2, 1), dtype=torch.float16),
+    "window": Case(MoBA(64, 3), [[256]], Causal() & SlidingWindow(150), (2, 1), is_gathered=False),
+    "own chunk alone": Case(MoBA(64, 1), [[128]], Causal(), (1, 1), 128, is_gathered=False),
+    "one chunk": Case(MoBA(128, 4), [[128]], Causal(), (1, 1), 128, is_gathered=False),
 }
 
 
@@ -133,7 +132,7 @@ def test_normalizer_and_rows_that_see_nothing():
     seen = brute_force(case, q.double().cpu(), k.double().cpu())
     _, lse = dense_attention(*(x.double().cpu() for x in (q, k, v)), seen)
     assert torch.equal(aux.lse.cpu().isinf(), lse.isinf())
-    assert (out[0, :, 200:] == 0).all() and (out[1] == 0).all()
+    assert (out[0, :, 150:] == 0).all() and (out[1] == 0).all()
     torch.testing.assert_close(aux.lse.cpu().double(), lse, rtol=0, atol=1e-5)
 
 
@@ -177,12 +176,26 @@ def test_the_mask_is_looked_at_once(monkeypatch):
         return real(ranges)
 
     monkeypatch.setattr(schedule, "shows_the_past", look)
-    case = CASES["group of 5"]
-    _, q, k, v = case.tensors()
-    options = dict(pattern=case.pattern, block_size=SIZE, backend="triton")
-    attend(q, k, v, Causal(), **options)
+    q = torch.randn(1, 1, 128, 16, device=DEVICE)
+    options = dict(pattern=MoBA(64, 2), block_size=SIZE, backend="triton")
+    attend(q, q, q, Causal(), **options)
     assert looked == []
-    ranges = Documents([[256]]).rows(256, DEVICE)
-    attend(q, k, v, ranges, **options)
-    attend(q, k, v, ranges, **options)
+    ranges = Documents([128]).rows(128, DEVICE)
+    attend(q, q, q, ranges, **options)
+    attend(q, q, q, ranges, **options)
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    "mask, wanted",
+    [
+        (Causal(), True),
+        (Causal(valid=(40, 0)), True),
+        (Documents([[30, 10], [48]]), True),
+        (Causal() & SlidingWindow(48), True),
+        (Causal() & SlidingWindow(47), False),
+        (Documents([[30, 10], [48]]) & SlidingWindow(29), False),
+    ],
+)
+def test_masks_that_cut_no_chunk(mask, wanted):
+    assert schedule.shows_the_past(mask.rows(48)) is wanted
