@@ -208,6 +208,21 @@ def test_lists_cut_into_parts(monkeypatch):
     _check(CASES["packed, a chunk of no tile"])
 
 
+def test_logits_far_below_zero():
+    """Keys behind a chunk's end have logit 0, far above all others: no infinity comes from them."""
+    case = Case(dict(documents=[[144]], chunk=72, slots=1, heads=2), 1, 16, 64)
+    case.q = 10 + case.q
+    case.k = -30 + case.k
+    # Every row's normalizer is far below 0.
+    case.lse.fill_(-torch.inf)
+    case.out.zero_()
+    got, want = case.kernels(), case.twin()
+    assert want[1][:, :, 72:].max() < -200
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a[:, :, 72:].double(), b[:, :, 72:], rtol=1e-3, atol=1e-3)
+        assert not a.isnan().any()
+
+
 def test_nobody_chose():
     """Sums and gradients stay as they are."""
     case = Case(dict(documents=[[128]], chunk=64, slots=1, heads=1), 1, 16, 64)

@@ -32,6 +32,7 @@ def _meet_keys(
     # [M, N]
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     if CUT:
+        # p of a key of 0 may be infinite, where all logits are far below 0.
         scores = tl.where((tl.arange(0, N) < left)[None, :], scores, float("-inf"))
     p = tl.math.exp2(scores * scale - lse[:, None])
     dp = tl.dot(d_tile, tl.trans(v_tile), input_precision="ieee")
@@ -150,8 +151,8 @@ def _walk_queries(
         d_tile = gather_rows(d_out, d_out_step, rows, inside, HEAD_DIM, D)
         # [N, M]
         scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
-        # Behind the list's end p becomes 0.
-        row_lse = tl.load(lse + rows, mask=inside, other=float("inf"))
+        # Behind the list's end q and d_out are 0, and add nothing.
+        row_lse = tl.load(lse + rows, mask=inside, other=0.0)
         p = tl.math.exp2(scores * scale - row_lse[None, :])
         dv = tl.dot(p.to(d_tile.dtype), d_tile, dv, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(d_tile), input_precision="ieee")

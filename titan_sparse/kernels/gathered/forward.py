@@ -100,10 +100,11 @@ def _forward_kernel(
         lse_rows = lse + head_row * q_len + rows
         # [M, D]
         q_tile = gather_rows(q_head, q_stride[2], rows, inside, HEAD_DIM, D)
-        # A finished softmax is one whose weights add up to 1 at top = lse.
+        # A finished softmax is one whose weights add up to 1 at top = lse. Where nothing was met, lse
+        # is -inf, and what was there is forgotten at the first tile.
         acc = gather_rows(out_head, HEAD_DIM, rows, inside, HEAD_DIM, D)
         top = tl.load(lse_rows, mask=inside, other=0.0) * LOG2_E
-        weight = tl.where(top == float("-inf"), 0.0, 1.0)
+        weight = tl.full([M], 1.0, tl.float32)
 
         for done in range(0, CHUNK // N * N, N):
             acc, weight, top = _meet(
