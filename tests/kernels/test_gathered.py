@@ -12,7 +12,14 @@ from torch import Tensor
 from tests.reference import relative_error
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.bits import pack
-from titan_sparse.kernels.gathered import Choices, chosen_pairs, gather_queries, naive, tile_table
+from titan_sparse.kernels.gathered import (
+    Choices,
+    chosen_pairs,
+    gather_queries,
+    launch,
+    naive,
+    tile_table,
+)
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
 from titan_sparse.kernels.gathered.forward import add_attention
 from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
@@ -133,7 +140,8 @@ class Case:
     def lists(self):
         chunks = self.choices.begin.shape[1]
         gathered = naive.gather_queries(naive.chosen_pairs(self.choices), chunks)
-        rows, _ = row_tile(self.q.shape[-1], self.size, self.q.element_size())
+        chunk = self.choices.tokens
+        rows, _ = row_tile(self.q.shape[-1], self.size, self.q.element_size(), chunk)
         return gathered, tile_table(gathered, rows)
 
     def kernels(self) -> list[Tensor]:
@@ -260,3 +268,18 @@ def test_sums_of_a_million_tokens_are_kept_head_by_head():
     shares = total_shares((1, 16, 1 << 20, 128), 2)
     assert len(shares) == 16
     assert total_shares((2, 16, 1024, 128), 2) == [Share(slice(0, 2), slice(0, 16), slice(0, 2))]
+
+
+def test_short_chunks_leave_room_for_a_second_program(monkeypatch):
+    """At head_dim 128, where a chunk's products take little longer than gathering its queries."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    short = row_tile(128, 64, 2, chunk=512)
+    long = row_tile(128, 64, 2, chunk=4096)
+    device = torch.device(DEVICE)
+    assert short == (128, 32) and long == (128, 64)
+    assert launch.forward_keys(short, 128) == 32 and launch.forward_keys(long, 128) == 128
+    assert launch.row_options(*short, 128, device)["maxnreg"] == 128
+    assert "maxnreg" not in launch.row_options(*long, 128, device)
+    # Other sizes have one way for all chunks.
+    for dim in (64, 256):
+        assert row_tile(dim, 128, 2, 512) == row_tile(dim, 128, 2, 4096)

@@ -150,7 +150,8 @@ def _works(q: Tensor, plan: Plan) -> Iterator[Work]:
     """All shares of a plan; the lists of each are made when its turn comes."""
     kv_heads = plan.own.k.shape[1]
     chunks = plan.choices.begin.shape[1]
-    rows, _ = row_tile(q.shape[-1], plan.block_size, q.element_size())
+    chunk = plan.choices.tokens
+    rows, _ = row_tile(q.shape[-1], plan.block_size, q.element_size(), chunk)
     for share in list_shares(tuple(q.shape[:3]), kv_heads, chunks, plan.choices.slots):
         some = plan.of(share)
         gathered = gather_queries(chosen_pairs(some.choices), chunks)

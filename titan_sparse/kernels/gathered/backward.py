@@ -101,7 +101,7 @@ def add_query_gradient(
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
     m = tiles.rows
-    _, n = row_tile(dim, queries.block_size, q.element_size())
+    _, n = row_tile(dim, queries.block_size, q.element_size(), choices.tokens)
     for slot in range(choices.slots):
         _query_kernel[tiles.count.shape[-1], heads, batch](
             q,

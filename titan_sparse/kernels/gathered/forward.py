@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.piece import LOG2_E, dense_rows, load_rows, slice_of
-from titan_sparse.kernels.gathered.launch import row_options, row_tile
+from titan_sparse.kernels.gathered.launch import forward_keys, row_options, row_tile
 from titan_sparse.kernels.gathered.lists import Choices, Gathered, TileTable
 
 
@@ -147,7 +147,8 @@ def add_attention(
     batch, heads, q_len, dim = q.shape
     padded_dim = triton.next_power_of_2(dim)
     m = tiles.rows
-    _, n = row_tile(dim, block_size, q.element_size())
+    tile = row_tile(dim, block_size, q.element_size(), choices.tokens)
+    n = forward_keys(tile, dim)
     for slot in range(choices.slots):
         _forward_kernel[tiles.count.shape[-1], heads, batch](
             q,

@@ -18,6 +18,12 @@ _PROGRAMS = 2048
 
 _MOST_SPLITS = 8
 
+_SHORT_CHUNK = 1024
+"""Keys of a chunk up to which two programs share an SM."""
+
+_TWO_PROGRAMS = (128, 32)
+"""Queries and keys of a tile with which they do, at head_dim 128."""
+
 _LIST_BYTES = 1 << 28
 """Lists that are made at a time, for some of the heads."""
 
@@ -35,23 +41,45 @@ class Share(NamedTuple):
     kv_heads: slice
 
 
-def row_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
-    """Gathered queries, and keys, of a tile of the forward and of the dq kernel."""
-    return query_tile(head_dim, block_size, element_size)
+def row_tile(head_dim: int, block_size: int, element_size: int, chunk: int) -> tuple[int, int]:
+    """Gathered queries, and keys, of a tile of the forward and of the dq kernel.
+
+    A program gathers its queries and adds to their sums once for every chunk. Where that is not
+    little beside the chunk's products, small tiles of keys leave room for a second program, which
+    computes meanwhile.
+    """
+    queries, keys = query_tile(head_dim, _rows_of_blocks(block_size), element_size)
+    if queries == 128 and 64 < head_dim <= 128 and chunk <= _SHORT_CHUNK:
+        return _TWO_PROGRAMS
+    return queries, keys
+
+
+def forward_keys(tile: tuple[int, int], head_dim: int) -> int:
+    """Keys of a tile of the forward; tile: row_tile()'s."""
+    queries, keys = tile
+    if queries == 128 and keys == 64 < head_dim <= 128:
+        # The forward holds fewer sums than dq does.
+        return 128
+    return keys
 
 
 def chunk_tile(head_dim: int, block_size: int, element_size: int) -> tuple[int, int]:
     """Gathered queries, and keys, of a tile of the dk and dv kernel."""
-    return key_tile(head_dim, block_size, element_size)
+    return key_tile(head_dim, _rows_of_blocks(block_size), element_size)
+
+
+def _rows_of_blocks(block_size: int) -> int:
+    """The largest tile. Lists of queries know no blocks; tests in the interpreter want small ones."""
+    return block_size if INTERPRETED else 128
 
 
 def row_options(m: int, n: int, padded_dim: int, device: torch.device) -> dict[str, int]:
-    """num_warps and num_stages of the forward and of the dq kernel.
-
-    A program gathers its queries and adds to their sums once for every chunk. Buffers for two tiles
-    of keys leave room for a second program, which computes meanwhile.
-    """
+    """num_warps and num_stages of the forward and of the dq kernel, and what limits registers."""
+    if (m, n) == _TWO_PROGRAMS and padded_dim == 128:
+        # Two programs of 8 warps share the registers of an SM.
+        return {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
     chosen = options(m, n, padded_dim, device)
+    # No number of a block is loaded ahead of its keys, which takes the other stages elsewhere.
     chosen["num_stages"] = min(chosen["num_stages"], 3)
     return chosen
 
