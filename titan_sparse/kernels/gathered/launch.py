@@ -27,9 +27,9 @@ _TWO_PROGRAMS = (128, 32)
 _LIST_BYTES = 1 << 28
 """Lists that are made at a time, for some of the heads."""
 
-_TOTAL_BYTES = 1 << 25
-"""fp32 sums that are kept at a time, for some of the heads: they are read and written once a slot,
-and should stay in an L2 cache of 50 MB."""
+_TOTAL_BYTES = 1 << 28
+"""fp32 sums that are kept at a time, for some of the heads. A launch of fewer tiles would end with
+most of a GPU idle."""
 
 
 class Share(NamedTuple):
