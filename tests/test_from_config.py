@@ -117,6 +117,7 @@ def test_a_context_parallel_group_has_the_sections_choices(schedule):
         gradient_dtype="bfloat16",
         overlap_stages=3,
         overlap_stages_backward=5,
+        route_by="mask",
     )
     with pretended_rank(1, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp_inter", "cp_intra"))
@@ -124,7 +125,7 @@ def test_a_context_parallel_group_has_the_sections_choices(schedule):
     assert (cp.inter, cp.intra, cp.ranks) == (2, 2, [0, 1, 2, 3])
     assert (cp.layout, cp.schedule, cp.block_size) == ("zigzag", schedule, 32)
     assert (cp.backward_circulates, cp.gradient_dtype) == ("q", torch.bfloat16)
-    assert cp.overlap_stages == (3, 5)
+    assert (cp.overlap_stages, cp.route_by) == ((3, 5), "mask")
 
 
 def test_gradients_travel_as_they_are_summed_unless_asked():

@@ -136,6 +136,7 @@ def build_context_parallel(attention: Attention, mesh: DeviceMesh) -> ContextPar
         backward_circulates=attention.backward_circulates,
         gradient_dtype=gradient_dtype(attention),
         overlap_stages=resolve_overlap_stages(attention, inter),
+        route_by=attention.route_by,
     )
 
 

@@ -106,7 +106,12 @@ def _assert_equal(got: list[Tensor], want: list[Tensor], note: object = None) ->
 
 
 @pytest.mark.parametrize(
-    "how, compiled", [*((how, False) for how in CHECKPOINTS), ("selective", True), ("plain", True)]
+    "how, compiled",
+    [
+        *((how, False) for how in CHECKPOINTS),
+        ("selective", True),
+        pytest.param("plain", True, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_keeping_everything(pattern, how, compiled):
@@ -293,7 +298,11 @@ def _kept_by_hooks(function: Callable, leaves: list[Tensor]) -> int:
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["eager", "compiled"],
+)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_kept_shrinks_as_promised(pattern, compiled):
     """By out and lse of the rows before the boundary, and by nothing else; at 1 also by the gathered verticals."""
@@ -401,7 +410,7 @@ def _recorded(function: Callable, leaves: list[Tensor]):
     return results, seen
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_over_ranks(ranks):
     run_processes(ranks, _check_ranks)
 

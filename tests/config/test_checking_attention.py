@@ -32,6 +32,31 @@ BAD_COMBINATIONS = [
         'would be ignored with attention.schedule = "group_cast"; write attention.backward_circulates = "auto"',
     ),
     (
+        "--attention.route_by mask",
+        1,
+        'attention.route_by = "mask" would be ignored with parallelism.cp = 1',
+    ),
+    (
+        "--attention.route_by mask --attention.schedule all_gather --parallelism.cp 2",
+        2,
+        'attention.route_by = "mask" would be ignored with attention.schedule = "all_gather"',
+    ),
+    (
+        "--attention.route_by index --parallelism.cp 2",
+        2,
+        'write attention.route_by = "auto" or attention.schedule = "ring"',
+    ),
+    (
+        "--attention.route_by index --attention.schedule ring --attention.pattern moba --parallelism.cp 2",
+        2,
+        'says no more than the mask with attention.pattern = "moba"',
+    ),
+    (
+        "--attention.route_by index --attention.schedule ring --attention.layout balanced --parallelism.cp 2",
+        2,
+        'skips nothing with attention.layout = "balanced"',
+    ),
+    (
         "--attention.overlap_stages 3",
         1,
         'attention.overlap_stages = 3 would be ignored with attention.schedule = "auto"',
@@ -185,6 +210,8 @@ def test_impossible_combination(words, world_size, expected):
         ("--parallelism.cp 4 --attention.schedule double_ring", 4),
         ("--parallelism.cp 4 --attention.schedule double_ring --parallelism.cp_intra 4", 4),
         ("--attention.schedule ring", 1),
+        ("--attention.schedule ring --attention.route_by index --parallelism.cp 2", 2),
+        ("--attention.schedule double_ring --attention.route_by mask --parallelism.cp 4", 4),
         ("--attention.schedule group_cast --attention.backend flex --parallelism.cp 2", 2),
         (
             "--attention.schedule group_cast --attention.overlap_stages 4 "

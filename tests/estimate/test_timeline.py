@@ -42,8 +42,9 @@ class Recorder:
         self.vertical_blocks = vertical_blocks
         self.windows = DOUBLE_RING.windows(inter, intra, rank)
         self.order = DOUBLE_RING.step_sources(inter, intra)[rank]
-        self.route = transport.route_of(self, needed)
-        self.computes = self.route.computes_by_step
+        route = transport.route_of(self, needed)
+        self.routes = [route] * groups
+        self.computes = route.computes_by_step
         self.chunks = [[torch.zeros(1)] for _ in range(groups)]
 
     def shift(self, chunk, axis, slot, sends, receives):
@@ -62,7 +63,7 @@ class Recorder:
     def forward(self):
         vertical_steps_here = vertical_steps(self.computes, self.vertical_blocks)  # as in ring.py
         self.operations.append(("start verticals",))
-        for circulated in transport.circulate(self, self.route, self.chunks):
+        for circulated in transport.circulate(self, self.routes, self.chunks):
             step = self.order.index(circulated.source)
             if step in vertical_steps_here:
                 self.operations.append(("verticals",))
@@ -82,7 +83,7 @@ class Recorder:
                     self.operations.append(("start verticals",))
             return torch.zeros(1)
 
-        transport.circulate_with_gradients(self, self.route, self.chunks, compute)
+        transport.circulate_with_gradients(self, self.routes, self.chunks, compute)
         if shares > 0:
             self.operations.append(("verticals",))
         return self.operations

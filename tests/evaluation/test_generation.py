@@ -66,7 +66,7 @@ def _ranks_write_what_one_writes(folder: Path) -> None:
         assert all(len(text) == NEW for text in found)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_write_what_one_writes(tmp_path, ranks):
     write_texts(tmp_path / "texts")
     run_processes(ranks, _ranks_write_what_one_writes, tmp_path)
@@ -180,7 +180,7 @@ def _weigh_sinks(model: torch.nn.Module) -> None:
             parameter.add_(6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_of_transformers(tmp_path, ranks):
     """Models of ours (llama) and those that run through transformers' code, on the same weights."""
     pytest.importorskip("transformers")

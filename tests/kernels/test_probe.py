@@ -116,7 +116,7 @@ def test_prices(mask, kind, queries):
     torch.testing.assert_close(got_mass, mass, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(got_count, count, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(mass.sum(), final.held.sum())
-    assert count.sum() == (final.codes > 0).sum() > 50
+    assert count.sum() == (final.codes > 0).sum() > 20
 
 
 def _check_first(free: Probe, keys: KeyBlocks, lse: Tensor) -> tuple[Tensor, ...]:

@@ -138,7 +138,7 @@ def test_the_tests_exist():
         assert function in defined, name
 
 
-@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("taken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_no_test_took_is_printed(tmp_path, taken):
     """A planted branch in a project of its own: taken, and not taken, on a thread of another process."""
     _plant(

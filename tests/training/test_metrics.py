@@ -300,9 +300,9 @@ def _check_bytes() -> None:
     )
     seen = record("zigzag", "ring", "auto", torch.bfloat16)
     assert seen.bytes_sent == seen.plain_ring_bytes == (ranks - 1) * 3 * chunk
-    # The queries with d_out and out (bf16), lse (fp32), and their gradient (fp32); forward as ever.
+    # The queries with d_out (bf16), lse and delta (fp32), and their gradient (fp32); forward as ever.
     seen = record("zigzag", "ring", "q")
-    queries = BATCH * HEADS * n * (DIM * (3 * 2 + 4) + 4)
+    queries = BATCH * HEADS * n * (DIM * (2 * 2 + 4) + 2 * 4)
     assert seen.bytes_sent == (ranks - 1) * (chunk + queries) and seen.plain_ring_bytes == plain
     cp = _cp("zigzag", "ring")
     for _ in range(2):  # what was sent before a recording is not in it

@@ -116,6 +116,7 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.faults
 def test_a_job_recovers_from_a_killed_rank(tmp_path):
     output = finish(start(tmp_path, {"training.steps": 4}, {("0", "1", 4, 1): KILL}, restarts=1))
     assert (tmp_path / "hit0").exists() and "resumed at step 2" in output, output

@@ -75,7 +75,9 @@ def _stop_and_resume(folder: Path, grace: int, wanted_step: int) -> None:
     assert _losses(stopped) == _losses(whole)
 
 
-@pytest.mark.parametrize(("grace", "wanted_step"), [(1, 2), (60, 3)])
+@pytest.mark.parametrize(
+    ("grace", "wanted_step"), [(1, 2), pytest.param(60, 3, marks=pytest.mark.slow)]
+)
 def test_a_step_is_left_out_or_finished_and_a_resume_loses_nothing(tmp_path, grace, wanted_step):
     write_texts(tmp_path / "texts")
     run_processes(2, _stop_and_resume, tmp_path, grace, wanted_step)

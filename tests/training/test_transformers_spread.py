@@ -72,7 +72,7 @@ def _train_data_parallel(folder: Path) -> None:
         train(folder, name, f"dp-2-cp-{cp}", {"parallelism.cp": cp})
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_data_parallel_runs_are_those_of_one_process(folder: Path, ranks: int) -> None:
     """Mixtral's router loss is counted over both sequences, as in one process that has both."""
     run_processes(ranks, _train_data_parallel, folder)

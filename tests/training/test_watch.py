@@ -89,6 +89,7 @@ def _run_until_it_ends(folder: Path, rank: int, action: str) -> tuple[str, float
     )
 
 
+@pytest.mark.faults
 def test_a_killed_rank_is_named(tmp_path):
     output, seconds = _run_until_it_ends(
         tmp_path, 1, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"

@@ -90,6 +90,35 @@ def _check_cudnn(attention: Attention, deterministic: bool) -> None:
     )
 
 
+def _check_routes(attention: Attention, cp: int) -> None:
+    """route_by: only for a ring, and the index only where it says more than the mask."""
+    asked = f'attention.route_by = "{attention.route_by}"'
+    if attention.route_by == "auto":
+        return
+    require(
+        cp > 1,
+        f"{asked} would be ignored with parallelism.cp = 1; "
+        'write attention.route_by = "auto" or parallelism.cp = 2 or more',
+    )
+    require(
+        attention.schedule in ("ring", "double_ring"),
+        f'{asked} would be ignored with attention.schedule = "{attention.schedule}"; write '
+        'attention.route_by = "auto" or attention.schedule = "ring"',
+    )
+    if attention.route_by == "mask":
+        return
+    require(
+        attention.pattern == "vertical_slash",
+        f'{asked} says no more than the mask with attention.pattern = "{attention.pattern}"; '
+        'write attention.route_by = "auto"',
+    )
+    require(
+        attention.layout != "balanced",
+        f'{asked} skips nothing with attention.layout = "balanced"; '
+        'write attention.route_by = "auto" or attention.layout = "striped"',
+    )
+
+
 def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
     """What travels between ranks, and in which dtype: only where something does."""
     for name, default in (("backward_circulates", "auto"), ("gradient_dtype", "float32")):
@@ -107,6 +136,7 @@ def _check_travel(attention: Attention, cp: int, dtype: str) -> None:
         f'attention.schedule = "{schedule}"; write attention.backward_circulates = "auto" or '
         'attention.schedule = "ring"',
     )
+    _check_routes(attention, cp)
     for name in ("overlap_stages", "overlap_stages_backward"):
         stages = getattr(attention, name)
         require(

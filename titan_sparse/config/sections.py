@@ -223,6 +223,9 @@ class Attention:
     """the same in the backward; 0: as in the forward"""
     backward_circulates: Literal["auto", "kv", "q"] = "auto"
     """what goes round a ring in the backward; auto: fewer bytes"""
+    route_by: Literal["auto", "mask", "index"] = "auto"
+    """what decides how far a ring sends a chunk; index: also the diagonals that a group of heads
+    selected, for which the host waits in every layer; auto: mask for striped and balanced"""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of attention's gradients between ranks"""
     backend: Literal["auto", "cudnn", "eager", "flex", "triton"] = "auto"

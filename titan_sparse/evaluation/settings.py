@@ -30,6 +30,7 @@ def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config
         config.attention.overlap_stages = 0
         config.attention.overlap_stages_backward = 0
     config.attention.backward_circulates = "auto"
+    config.attention.route_by = "auto"
     config.attention.gradient_dtype = "float32"
     defaults = Config()
     config = dataclasses.replace(

@@ -102,11 +102,13 @@ def events_of_attention(
     kv_heads: int = 1,
     overlap_stages: tuple[int, int] = (2, 2),
 ) -> tuple[list[str], list[str]]:
-    """The events of a forward and of its backward, on rank 0; every rank needs every chunk."""
+    """The events of a forward and of its backward, on rank 0; every rank needs every chunk. Keys and
+    values circulate."""
     ranks = axes[0] * axes[1]
     with fake_world(ranks):
         mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
-        cp = ContextParallel(mesh, "striped", schedule, BLOCK, overlap_stages=overlap_stages)
+        options = {"overlap_stages": overlap_stages, "backward_circulates": "kv"}
+        cp = ContextParallel(mesh, "striped", schedule, BLOCK, **options)
         events = Events(monkeypatch)
         generator = torch.Generator().manual_seed(0)
         seq_len = 4 * BLOCK

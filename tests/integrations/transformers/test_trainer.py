@@ -19,11 +19,10 @@ FAULTY = [run.__name__ for run in FAULTS]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files of one process, two and three."""
+    """The files of one process and of two."""
     folder = str(tmp_path_factory.mktemp("runs"))
     run_all(folder, NAMES)
-    run_processes(2, run_all, folder, NAMES + FAULTY)
-    run_processes(3, run_all, folder, ["plain"])
+    run_processes(2, run_all, folder, NAMES)
     return folder
 
 
@@ -32,14 +31,18 @@ def test_two_processes_train_like_one(folder, name):
     assert_same(read(folder, name, 2), read(folder, name, 1))
 
 
+@pytest.mark.slow
 def test_three_processes_train_like_one(folder):
+    run_processes(3, run_all, folder, ["plain"])
     assert_same(read(folder, "plain", 3), read(folder, "plain", 1))
 
 
-@pytest.mark.parametrize("name", FAULTY)
-def test_faults_show(folder, name):
-    with pytest.raises(AssertionError):
-        assert_same(read(folder, name, 2), read(folder, "plain", 1))
+@pytest.mark.slow
+def test_faults_show(folder):
+    run_processes(2, run_all, folder, FAULTY)
+    for name in FAULTY:
+        with pytest.raises(AssertionError):
+            assert_same(read(folder, name, 2), read(folder, "plain", 1))
 
 
 @pytest.mark.slow

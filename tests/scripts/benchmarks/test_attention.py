@@ -116,7 +116,7 @@ def test_break_even_against_cudnn_and_alone():
     ]
 
 
-@pytest.mark.parametrize("density", [0.3, 0.6])
+@pytest.mark.parametrize("density", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])
 def test_random_index_has_the_density(density):
     shape = SHAPE._replace(seq_len=2048)
     pattern, index = random_index(shape, density, 0.03, 6)

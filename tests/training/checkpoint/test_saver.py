@@ -159,11 +159,11 @@ join_alone()
 Run(Path(sys.argv[1]), keep_latest_k=2, async_mode=sys.argv[4]).train(5)
 """
 POINTS = [
-    ("writer.share_out", 4, 3),
-    ("writer._write_bytes", 10, 3),
+    pytest.param("writer.share_out", 4, 3, marks=pytest.mark.faults),
+    pytest.param("writer._write_bytes", 10, 3, marks=pytest.mark.faults),
     ("writer._write_bytes", 11, 3),
     ("writer.publish", 4, 3),
-    ("folders.sync_folder", 9, 3),
+    pytest.param("folders.sync_folder", 9, 3, marks=pytest.mark.faults),
     ("writer.rotate", 4, 4),
 ]
 """Where it dies: function, at which call, and the step that is whole then."""

@@ -35,6 +35,7 @@ class ContextParallel(Communicator):
         backward_circulates: str = "auto",
         gradient_dtype: torch.dtype | None = None,
         overlap_stages: tuple[int, int] = (2, 2),
+        route_by: str = "auto",
     ):
         """mesh: axes ("cp_inter", "cp_intra") or ("cp",), one rank a device; None for one process.
         layout: "contiguous", "zigzag", "striped", or "balanced", which follows from a mask
@@ -48,12 +49,23 @@ class ContextParallel(Communicator):
         are summed in.
         overlap_stages: in how many stages group_cast moves other ranks' blocks in the forward and
         in the backward.
+        route_by: what decides how far a ring sends a chunk: "mask", once a batch; "index", also the
+        block diagonals that each group of KV heads selected, for which the host waits in every
+        layer; "auto": "mask" in the layouts striped and balanced, "index" in the others, for all
+        heads together.
 
         Creating one is collective over the mesh. Raises ValueError for what the mesh cannot do.
         """
         if backward_circulates not in ("auto", "kv", "q"):
             raise ValueError(
                 f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"'
+            )
+        if route_by not in ("auto", "mask", "index"):
+            raise ValueError(f'route_by "{route_by}" is unknown; write "auto", "mask" or "index"')
+        if route_by == "index" and layout == "balanced":
+            raise ValueError(
+                'route_by "index" skips nothing in the layout "balanced"; write layout "striped" or '
+                'route_by "auto"'
             )
         if layout not in layouts.ALL_LAYOUTS:
             raise ValueError(
@@ -94,6 +106,7 @@ class ContextParallel(Communicator):
         self.backward_circulates = backward_circulates
         self.gradient_dtype = gradient_dtype
         self.overlap_stages = overlap_stages
+        self.route_by = route_by
         self.windows = record.windows(self.inter, self.intra, rank)
         super().__init__(nodes, rank, record.has_node_axis, device_type)
         self._tables: dict[tuple, Tensor] = {}

@@ -9,7 +9,6 @@ double ring.
 """
 
 import enum
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -194,11 +193,12 @@ def vertical_steps(
     return steps[len(steps) - shares :]
 
 
-def head_groups(kv_heads: int, windows: int) -> int:
-    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring.
+def head_groups(kv_heads: int, windows: int, by_index: bool = False) -> int:
+    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring, and
+    where the index says how far each goes (`by_index`).
 
     schedules/ring.py says why.
     """
-    if windows == 1:
+    if windows == 1 and not by_index:
         return 1
-    return math.gcd(kv_heads, 4)
+    return max(count for count in range(1, 5) if kv_heads % count == 0)

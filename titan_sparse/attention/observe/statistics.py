@@ -222,7 +222,9 @@ def _work_by_step(
     if key_blocks:
         computes = [len(blocks) > 0 for blocks in key_blocks]
     else:
-        route = route_of(call.cp, needed_chunks(call))
+        # A step that any group of heads computes on counts as a step.
+        [needed] = needed_chunks(call)
+        route = route_of(call.cp, needed)
         computes = route.computes_by_step
         # From the order of ranks to that of steps.
         sources = []

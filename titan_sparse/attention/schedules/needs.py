@@ -4,6 +4,7 @@ All ranks work this out alike without asking: from the mask, and from the index 
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,16 +26,22 @@ _TILES_AT_ONCE = 1 << 26
 """How many tiles of all heads are looked at together, which bounds the memory."""
 
 
-def needed_chunks(call: AttentionCall) -> Tensor | None:
-    """bool [W, W] on the host: some query of rank r meets a block of rank s outside the verticals.
+ALL_HEADS = slice(None)
+
+
+def needed_chunks(
+    call: AttentionCall, groups: Sequence[slice] = (ALL_HEADS,)
+) -> list[Tensor | None]:
+    """For each group of query heads bool [W, W], on the host: some query of rank r meets a block of
+    rank s outside the verticals.
 
     None for one rank. It may say yes too often, never too seldom. The mask is looked at once a
-    batch. The block diagonals of a vertical-slash index are looked at too, unless the layout is
-    striped or balanced: there any few diagonals touch every rank, and looking makes the host wait
-    for the selection.
+    batch. The block diagonals of a vertical-slash index are looked at too where
+    ContextParallel.route_by says so: that makes the host wait for the selection, once for all
+    groups.
     """
     if call.cp.size == 1:
-        return None
+        return [None] * len(groups)
 
     def by_mask() -> Tensor:
         table = call.cp.table(call.mask)
@@ -42,11 +49,26 @@ def needed_chunks(call: AttentionCall) -> Tensor | None:
         return chunks.cpu()
 
     seen = once_per_mask(call.mask, ("needed", call.cp.key), by_mask)
-    return _without_unmet(seen, call.index, call.cp.layout)
+    if not looks_at_index(call.cp.route_by, call.cp.layout):
+        return [seen] * len(groups)
+    return _without_unmet(seen, call.index, call.cp.layout, groups)
 
 
-def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int) -> Tensor:
-    """needed_chunks() of a call over so many ranks, without a ContextParallel.
+def looks_at_index(route_by: str, layout: str) -> bool:
+    """Whether the index decides how far a chunk goes: route_by of ContextParallel, with "auto"
+    resolved.
+
+    Under "balanced" any few diagonals touch every rank; under "striped" they do with few ranks.
+    """
+    if route_by == "auto":
+        return layout not in ("striped", "balanced")
+    return route_by == "index"
+
+
+def needed_chunks_of(
+    index: BlockIndex, ranges: MaskRanges, layout: str, ranks: int, route_by: str = "auto"
+) -> Tensor:
+    """needed_chunks() of a call over so many ranks, without a ContextParallel, for all heads.
 
     ranges: for the layout "balanced" with their table.
     """
@@ -56,28 +78,35 @@ def needed_chunks_of(index: BlockIndex, ranges: MaskRanges, layout: str, ranks: 
         table = block_ids(layout, ranks, index.seq_len, index.block_size)
     device = ranges.start.device
     seen = seen_chunks(ranges, table.to(device), index.block_size)
-    return _without_unmet(seen.cpu(), index, layout)
+    if not looks_at_index(route_by, layout):
+        return seen.cpu()
+    [needed] = _without_unmet(seen.cpu(), index, layout, [ALL_HEADS])
+    return needed
 
 
-def _without_unmet(by_mask: Tensor, index: BlockIndex, layout: str) -> Tensor:
-    """Of the chunks that the mask lets ranks see, those that block diagonals meet. bool [W, W].
+def _without_unmet(
+    by_mask: Tensor, index: BlockIndex, layout: str, groups: Sequence[slice]
+) -> list[Tensor]:
+    """Of the chunks that the mask lets ranks see, those that block diagonals of each group of heads
+    meet: bool [W, W] each.
 
-    by_mask: bool [W, W]. It is returned unchanged where it is not worth looking.
+    by_mask: bool [W, W]. It is returned unchanged where there is nothing to look at.
     """
-    if not isinstance(index, VerticalSlashIndex) or layout in ("striped", "balanced"):
-        return by_mask
+    if not isinstance(index, VerticalSlashIndex):
+        return [by_mask] * len(groups)
     ranks = len(by_mask)
     # [blocks, W * W]
     distances = block_distances(
         layout, ranks, index.seq_len, index.block_size, index.slashes.device
     )
     if distances is None:
-        return by_mask
-    # [W * W]: at how many distances a pair of ranks has blocks and a diagonal is on
-    diagonals_on = distances_on(index).to(distances.dtype)
-    shared = diagonals_on @ distances
-    meets = shared.view(ranks, ranks) > 0
-    return by_mask & meets.cpu()
+        return [by_mask] * len(groups)
+    # [groups, blocks]
+    diagonals_on = torch.stack([distances_on(index.of_heads(heads)) for heads in groups])
+    # [groups, W * W]: at how many distances a pair of ranks has blocks and a diagonal is on
+    shared = diagonals_on.to(distances.dtype) @ distances
+    meets = shared.view(-1, ranks, ranks) > 0
+    return list(by_mask & meets.cpu())
 
 
 def needed_blocks(call: AttentionCall) -> Tensor:

@@ -34,9 +34,11 @@ from titan_sparse.attention.schedules.transport import (
 
 
 class HeadGroup(NamedTuple):
-    """Some KV heads, the query heads that share them, and the call for those."""
+    """Some KV heads, the query heads that share them, the call for those, and how their keys and
+    values travel."""
 
     call: AttentionCall
+    route: Route
     heads: slice
     kv_heads: slice
 
@@ -51,17 +53,22 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     call.count_plain_ring(k)
     gathered = verticals.gather(call, k, v)
     groups = _head_groups(call, q, k)
-    route = route_of(call.cp, needed_chunks(call))
     blocks_of_verticals = gathered.result.shape[3] // call.cp.block_size
-    with_verticals = vertical_steps(route.computes_by_step, blocks_of_verticals)
-    result, places = _places(q, groups, route)
+    steps_with_verticals = []
+    for group in groups:
+        steps_with_verticals.append(
+            vertical_steps(group.route.computes_by_step, blocks_of_verticals)
+        )
+    result, places = _places(q, groups)
     dtype = call.sum_dtype(q)
     totals: list[Partial | None] = [None] * len(groups)
 
-    for step in circulate(call.cp, route, _kv_chunks(groups, k, v)):
-        if not route.computes[step.window][step.place]:
-            continue
+    routes = [group.route for group in groups]
+    for step in circulate(call.cp, routes, _kv_chunks(groups, k, v)):
         group = groups[step.group]
+        if not group.route.computes[step.window][step.place]:
+            continue
+        with_verticals = steps_with_verticals[step.group]
         total = totals[step.group]
         into = next(places[step.group])
         q_group = q[:, group.heads]
@@ -121,10 +128,12 @@ def backward(
     if _circulates_queries(call, q, k):
         return _backward_with_queries_circulating(call, queries, k, v, vertical_kv)
     groups = _head_groups(call, q, k)
-    route = route_of(call.cp, needed_chunks(call))
     blocks_of_verticals = vertical_kv.shape[3] // call.cp.block_size
-    shares = len(vertical_steps(route.computes_by_step, blocks_of_verticals))
-    result, places = _places(q, groups, route)
+    shares_of_groups = []
+    for group in groups:
+        steps = vertical_steps(group.route.computes_by_step, blocks_of_verticals)
+        shares_of_groups.append(len(steps))
+    result, places = _places(q, groups)
     dtype = call.sum_dtype(q)
     by_key = call.backend.READS_BY_KEY
     dq: list[Tensor | None] = [None] * len(groups)
@@ -161,6 +170,7 @@ def backward(
         tiles = group.call.tiles_of_rank(len(q), step.source, transpose=by_key)
         pieces = [Piece(k_chunk, v_chunk, tiles)]
         share = shares_done[step.group]
+        shares = shares_of_groups[step.group]
         if share < shares:
             vertical_piece = group.call.vertical_piece(
                 vertical_kv[:, :, group.heads],
@@ -189,13 +199,14 @@ def backward(
             shares_done[step.group] += 1
             # Groups come in another order than steps do. The exchange begins when all of them have
             # met all verticals.
-            if sum(shares_done) == shares * len(groups):
+            if shares_done == shares_of_groups:
                 reduced = verticals.reduce_gradients(call, d_verticals)
         dk, dv = gradients[0]
         return _stacked(dk, dv, dtype)
 
+    routes = [group.route for group in groups]
     chunks = _kv_chunks(groups, k, v)
-    d_kv_by_group = circulate_with_gradients(call.cp, route, chunks, gradient_of)
+    d_kv_by_group = circulate_with_gradients(call.cp, routes, chunks, gradient_of)
     # [2, B, Hkv, S_local, D]
     d_kv = _joined(d_kv_by_group, dim=2)
     if reduced is not None:
@@ -209,38 +220,40 @@ def _head_groups(call: AttentionCall, q: Tensor, k: Tensor) -> list[HeadGroup]:
 
     With several groups, the first chunk from another node is computed while the next is on its
     way, and its gradient leaves while the next is computed. With all heads at once a rank of two
-    nodes waits for one transfer with half of its work still to do.
+    nodes waits for one transfer with half of its work still to do. Where the index says how far
+    chunks go, there are several groups in any ring: few heads have diagonals that reach far.
     """
-    count = head_groups(k.shape[1], len(call.cp.windows))
-    if count == 1:
-        all_heads = slice(None)
-        return [HeadGroup(call, heads=all_heads, kv_heads=all_heads)]
-    heads_a_group = q.shape[1] // count
-    kv_heads_a_group = k.shape[1] // count
+    by_index = call.cp.route_by == "index" and call.pattern.dynamic
+    count = head_groups(k.shape[1], len(call.cp.windows), by_index)
+    heads = _equal_slices(q.shape[1], count)
+    kv_heads = _equal_slices(k.shape[1], count)
+    needed = needed_chunks(call, heads)
     groups = []
     for number in range(count):
-        first_head = number * heads_a_group
-        heads = slice(first_head, first_head + heads_a_group)
-        first_kv_head = number * kv_heads_a_group
-        kv_heads = slice(first_kv_head, first_kv_head + kv_heads_a_group)
-        group_call = call.of_heads(heads)
-        groups.append(HeadGroup(group_call, heads, kv_heads))
+        # The heads of a single group are not taken out of the index.
+        group_call = call if count == 1 else call.of_heads(heads[number])
+        route = route_of(call.cp, needed[number])
+        groups.append(HeadGroup(group_call, route, heads[number], kv_heads[number]))
     return groups
 
 
-def _places(
-    q: Tensor, groups: list[HeadGroup], route: Route
-) -> tuple[Results, list[Iterator[Tensor | None]]]:
+def _equal_slices(heads: int, count: int) -> list[slice]:
+    """`count` slices of equal length: `_equal_slices(4, 2)` is those of heads 0, 1 and of 2, 3."""
+    length = heads // count
+    return [slice(first, first + length) for first in range(0, heads, length)]
+
+
+def _places(q: Tensor, groups: list[HeadGroup]) -> tuple[Results, list[Iterator[Tensor | None]]]:
     """Memory for out or dq, and for each group where each of its steps writes its sum.
 
     Only the last step writes to that memory.
     """
-    computing_steps = sum(route.computes_by_step)
+    computing_steps = [sum(group.route.computes_by_step) for group in groups]
     heads = [group.heads for group in groups]
-    result = results(q, heads, steps=computing_steps)
+    result = results(q, heads, steps=max(computing_steps))
     places = []
-    for memory in result.parts:
-        places.append(at_last(computing_steps, memory))
+    for steps, memory in zip(computing_steps, result.parts, strict=True):
+        places.append(at_last(steps, memory))
     return result, places
 
 
@@ -354,7 +367,7 @@ def _backward_with_queries_circulating(
         return dq.to(dtype)
 
     # Queries are needed by the ranks whose keys they meet, the reverse of chunks of keys.
-    needed = needed_chunks(call)
+    [needed] = needed_chunks(call)
     if needed is not None:
         needed = needed.T
     route = route_of(call.cp, needed)
@@ -362,7 +375,7 @@ def _backward_with_queries_circulating(
     delta = (d_out.to(dtype) * out.to(dtype)).sum(-1)
     # [2, B, Hq, S_local, D] and [2, B, Hq, S_local]
     chunk = [torch.stack([q, d_out]), torch.stack([lse, delta])]
-    [dq] = circulate_with_gradients(call.cp, route, [chunk], gradient_of)
+    [dq] = circulate_with_gradients(call.cp, [route], [chunk], gradient_of)
     if reduced is not None:
         dq += dq_of_verticals
         verticals.add_gradients(call, d_kv, reduced.wait())

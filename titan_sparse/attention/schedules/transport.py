@@ -144,26 +144,26 @@ def _outer_hops_made(hops: routing.Hops, sources: list[int]) -> list[bool]:
     return made
 
 
-def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[Step]:
+def circulate(cp: ContextParallel, routes: list[Route], chunks: list[Chunk]) -> Iterator[Step]:
     """The steps in the schedule's order; transfers run while the caller computes.
 
-    chunks: this rank's, of each group of KV heads. Within a window one group comes after the
+    routes, chunks: this rank's, of each group of KV heads. Within a window one group comes after the
     other, so that with several groups the second is still on its way from another node while the
     first is computed.
     """
     outer = []
     for group, own_chunk in enumerate(chunks):
-        outer.append(_outer_hop(cp, route, own_chunk, group, window=0))
+        outer.append(_outer_hop(cp, routes[group], own_chunk, group, window=0))
     for window in range(len(cp.windows)):
         for group, own_chunk in enumerate(chunks):
             chunk = own_chunk
             if window > 0:
                 # The hop to the node after this one has the whole window to take place.
                 chunk = _received(outer[group], own_chunk)
-                outer[group] = _outer_hop(cp, route, chunk, group, window)
+                outer[group] = _outer_hop(cp, routes[group], chunk, group, window)
             yield from _circulate_in_window(
                 cp,
-                route,
+                routes[group],
                 chunk,
                 own_chunk,
                 group,
@@ -172,7 +172,9 @@ def circulate(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterato
             )
 
 
-def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -> Iterator[Step]:
+def circulate_backward(
+    cp: ContextParallel, routes: list[Route], chunks: list[Chunk]
+) -> Iterator[Step]:
     """As circulate(), in the order in which gradients can hide.
 
     Of the first window only its first step, then the other windows, then the rest of the first
@@ -180,13 +182,13 @@ def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -
     """
     outer = []
     for group, own_chunk in enumerate(chunks):
-        outer.append(_outer_hop(cp, route, own_chunk, group, window=0))
+        outer.append(_outer_hop(cp, routes[group], own_chunk, group, window=0))
     # The first hop inside the node, into memory where it stays while other windows are computed.
     held: list[Transfer | None] = [None] * len(chunks)
     if len(cp.windows[0]) > 1:
-        sends = route.kv.inner_sends[0][0]
-        receives = route.kv.inner_receives[0][0]
         for group, chunk in enumerate(chunks):
+            sends = routes[group].kv.inner_sends[0][0]
+            receives = routes[group].kv.inner_receives[0][0]
             held[group] = cp.shift(chunk, "inner", f"inner held {group}", sends, receives)
     for group, chunk in enumerate(chunks):
         yield Step(
@@ -200,10 +202,10 @@ def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -
     for window in range(1, len(cp.windows)):
         for group, own_chunk in enumerate(chunks):
             chunk = _received(outer[group], own_chunk)
-            outer[group] = _outer_hop(cp, route, chunk, group, window)
+            outer[group] = _outer_hop(cp, routes[group], chunk, group, window)
             yield from _circulate_in_window(
                 cp,
-                route,
+                routes[group],
                 chunk,
                 own_chunk,
                 group,
@@ -215,7 +217,7 @@ def circulate_backward(cp: ContextParallel, route: Route, chunks: list[Chunk]) -
             chunk = _received(held[group], own_chunk)
             yield from _circulate_in_window(
                 cp,
-                route,
+                routes[group],
                 chunk,
                 own_chunk,
                 group,
@@ -285,7 +287,7 @@ def _outer_hop(
 
 def circulate_with_gradients(
     cp: ContextParallel,
-    route: Route,
+    routes: list[Route],
     chunks: list[Chunk],
     gradient_of: Callable[[Step], Tensor],
 ) -> list[Tensor]:
@@ -298,16 +300,16 @@ def circulate_with_gradients(
     step's work to hide behind.
     """
     homes = []
-    for group in range(len(chunks)):
+    for group, route in enumerate(routes):
         homes.append(_Homeward(cp, route, group))
-    for step in circulate_backward(cp, route, chunks):
+    for step in circulate_backward(cp, routes, chunks):
         starts_rest_of_first_window = step.group == 0 and step.number == 1
         if step.place == 0 or starts_rest_of_first_window:
             # The window before this one is over. Its gradient leaves for another node before this
             # step is computed, not after: the hop inside the node that it waits for is the shorter.
             homes[step.group - 1].finish_node()
         gradient = None
-        if route.computes[step.window][step.place]:
+        if routes[step.group].computes[step.window][step.place]:
             gradient = gradient_of(step)
         homes[step.group].step(step.window, step.place, gradient)
     return [home.finish() for home in homes]

@@ -8,6 +8,7 @@ from torch import Tensor
 from titan_sparse.kernels.prices.inputs import (
     LEVELS,
     OCTAVES_BETWEEN_LEVELS,
+    SEEN_ONCE,
     VERTICAL_COST,
 )
 from titan_sparse.kernels.prices.shared import (
@@ -26,6 +27,7 @@ from titan_sparse.kernels.probe import KeyBlocks, Probe
 
 _LEVELS = tl.constexpr(LEVELS)
 _OCTAVES = tl.constexpr(OCTAVES_BETWEEN_LEVELS)
+_SEEN_ONCE = tl.constexpr(SEEN_ONCE)
 _VERTICAL_COST = tl.constexpr(VERTICAL_COST)
 
 
@@ -33,6 +35,9 @@ def first_prices(
     free: Probe, keys: KeyBlocks, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Prices of verticals as if there were no diagonals, and what diagonals are priced from.
+
+    A price is the geometric mean of what the even and the odd rows of the probe would pay, and at
+    least SEEN_ONCE of what all of them would.
 
     free: the probe; its rows see only what is not selected in any case. lse: fp32 [B, Hq, n, P],
     over all keys.
@@ -101,6 +106,7 @@ def _first_kernel(
     o_u = tl.arange(0, U2)
     o_l = tl.arange(0, _LEVELS)
     is_row = o_p < queries
+    is_odd = o_p % 2 == 1
     level = tl.exp2(-1.0 - o_l * _OCTAVES)
     for i_t in tl.static_range(T):
         # Rows of the span in this slot: [D, P] and [P].
@@ -111,7 +117,8 @@ def _first_kernel(
         b_start, b_stop = ranges_at(start, stop, row, is_row, is_span)
         b_lse = lse_at(lse, q_row, is_row)
         sees = sees_any(b_start, b_stop, first_key, SIZE)
-        rows = tl.sum(tl.where(sees, 1.0, 0.0), 0)
+        even_rows = tl.sum(tl.where(sees & ~is_odd, 1.0, 0.0), 0)
+        odd_rows = tl.sum(tl.where(sees & is_odd, 1.0, 0.0), 0)
 
         of_row = tl.zeros([P], tl.float32)
         mass = tl.zeros([], tl.float32)
@@ -122,8 +129,12 @@ def _first_kernel(
             o_k = part * PART + tl.arange(0, PART)
             b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
             b_mass = masses(b_k, b_q, b_start, b_stop, b_lse, first_key + o_k, scale)
-            vertical = tl.sum(b_mass, 1)
-            prices = price_of(vertical, rows)
+            even = tl.sum(tl.where(is_odd[None, :], 0.0, b_mass), 1)
+            odd = tl.sum(tl.where(is_odd[None, :], b_mass, 0.0), 1)
+            vertical = even + odd
+            # Their product might underflow.
+            of_both = tl.sqrt(price_of(even, even_rows)) * tl.sqrt(price_of(odd, odd_rows))
+            prices = tl.maximum(of_both, _SEEN_ONCE * price_of(vertical, even_rows + odd_rows))
             # A key is in one span at most: later ones only say what they see.
             key_at = (i_bh * local + i_c) * SIZE + o_k
             is_new = o_k >= 0 if i_t == 0 else vertical > 0

@@ -26,6 +26,13 @@ where the best choice loses L. Half of the rows, tried on the others, lose about
 tried on themselves, lose about L - d. Two thirds of the one and one third of the other are L + d.
 """
 
+SEEN_ONCE = 1 / 8
+"""What the price of a vertical that half of the rows know nothing of is worth beside a diagonal.
+
+On a narrow diagonal each row looks at a key of its own. As verticals, those keys cost less than the
+diagonal, and none of them is of any use to the rows that the probe does not have.
+"""
+
 LEVELS = 16
 OCTAVES_BETWEEN_LEVELS = 1.6
 """Levels are prices 2**-1, 2**-2.6, ... 2**-25. The gain of a diagonal is known at each, and

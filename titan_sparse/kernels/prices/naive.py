@@ -13,6 +13,7 @@ from titan_sparse.kernels.prices.inputs import (
     LEVELS,
     OCTAVES_BETWEEN_LEVELS,
     PSEUDO_ROWS,
+    SEEN_ONCE,
     VERTICAL_COST,
     FinalPrices,
     SpanTokens,
@@ -31,11 +32,21 @@ def first_prices_naive(
     tiles = []
     left = []
     saved = []
+    # [P]
+    is_odd = torch.arange(free.q.shape[3], device=free.q.device) % 2 == 1
     for chunk in _chunks(free, keys, lse):
-        # [B, Hq, m, T, b] and [B, 1, m, T, b]
+        # [B, Hq, m, T, b]
         vertical = chunk.mass.sum(4)
-        rows = chunk.sees.sum(-1)[:, None, ..., None]
-        price = _per_pair(vertical, rows)
+        prices_of_halves = []
+        for half in (~is_odd, is_odd):
+            # [B, 1, m, T, 1]
+            rows = chunk.sees[..., half].sum(-1)[:, None, ..., None]
+            prices_of_halves.append(_per_pair(chunk.mass[..., half, :].sum(4), rows))
+        even_price, odd_price = prices_of_halves
+        # Their product might underflow.
+        of_both = even_price.sqrt() * odd_price.sqrt()
+        of_all = _per_pair(vertical, chunk.sees.sum(-1)[:, None, ..., None])
+        price = torch.maximum(of_both, SEEN_ONCE * of_all)
         # A key is in one span at most, the others hold no mass of it.
         prices.append(price.sum(3))
 

@@ -102,10 +102,18 @@ def _per_pair(mass: float, rows: int) -> float:
 
 
 def _first_prices(known: Known) -> dict[int, float]:
+    """What the even and the odd rows would pay, as their geometric mean; an eighth of what all
+    would, if that is more."""
     prices = {}
     for key in known.keys():
+        of_halves = []
+        for parity in (0, 1):
+            half = [row for row in known.rows if row % 2 == parity]
+            rows = sum(known.meets(row, key) for row in half)
+            of_halves.append(_per_pair(known.column(key, half), rows))
         rows = sum(known.meets(row, key) for row in known.rows)
-        prices[key] = _per_pair(known.column(key), rows)
+        of_all = _per_pair(known.column(key), rows)
+        prices[key] = max(math.sqrt(of_halves[0] * of_halves[1]), of_all / 8)
     return prices
 
 

@@ -121,6 +121,21 @@ def test_recall_of_what_lies_behind_the_sinks():
     assert kept[False][1] == pytest.approx(0.9, abs=0.015) and kept[False][0] > 0.94
 
 
+@pytest.mark.parametrize("probe_rows", ["both", "spread", "last"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_narrow_diagonal_is_a_diagonal(budget, probe_rows):
+    """Each row of the probe looks at a key that no other row looks at: it is no vertical."""
+    seq_len, size = 1024, 32
+    generator = torch.Generator().manual_seed(0)
+    k = 6 * torch.randn(1, 1, seq_len, 32, generator=generator)
+    # Each query sees the key three blocks back, and nothing else.
+    q = k.roll(3 * size, dims=2)
+    pattern = VerticalSlash(dense_below=size, budget=budget, probe_rows=probe_rows)
+    index = pattern.select(q, k, Causal(), block_size=size)
+    assert index.slashes[0, 0].nonzero().flatten().tolist() == [0, 1, 3]
+    assert (index.verticals < seq_len).sum() < 20
+
+
 def test_one_price_for_all_heads_needs_less_than_a_recall_of_each():
     """A head that is hard to reach may miss what others have easily."""
     q, k = _generated("bands and outliers", 2048)
@@ -169,7 +184,7 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
     assert (slashes >= 4).all() and (slashes < 8).all() and not capped.any()
     # Nor what has no price, which would not count for a cap.
     verticals, _, capped = choose(Causal(), min_columns=180, max_columns=180)
-    assert (verticals > 120).all() and (verticals < 180).all() and not capped[..., 0].any()
+    assert (verticals > 80).all() and (verticals < 180).all() and not capped[..., 0].any()
     # Two documents, with a floor of their own each.
     documents = Documents([[128, 128]])
     verticals, _, _ = choose(documents, min_columns=60, max_columns=60)
@@ -177,7 +192,7 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
     # Floors take no more than there is.
     padded = Causal(valid=(30, 30))
     verticals, slashes, _ = choose(padded, recall=0.01, min_columns=40, min_slashes=3)
-    assert (verticals > 5).all() and (slashes == 2).all()
+    assert (verticals >= 2).all() and (slashes == 2).all()
 
 
 def test_documents_have_their_shares_of_a_cap():
