@@ -38,7 +38,23 @@ def real_model() -> list[Claim]:
         "the default loses {:.3f} at {:.1f} % density and finds {:.0f} %; "
         "published at 0.95, {:.3f} at {:.1f} % and {:.0f} %."
     )
-    return [*claims, Claim(BENCHMARKS, text, kept)]
+    return [*claims, Claim(BENCHMARKS, text, kept), *_routes()]
+
+
+def _routes() -> list[Claim]:
+    """What a ring sends by the index, of what a plain ring sends."""
+
+    def share(key: str, ranks: int) -> float:
+        rows = result("route_bytes")["rows"]
+        return mean(row[key] for row in rows if row["ranks"] == ranks)
+
+    ring = [share("ring", ranks) for ranks in (4, 8, 16)]
+    across = [share("across", ranks) for ranks in (4, 8, 16)]
+    text = (
+        "sends {:.2f} of a plain ring's bytes\nwith 4 ranks by the index, {:.2f} with 8, and {:.2f} "
+        "with 16; between two nodes {:.2f}, {:.2f}, and {:.2f}"
+    )
+    return [Claim("docs/context_parallel.md", text, (*ring, *across))]
 
 
 def _row(shown: str, name: str) -> Claim:
