@@ -210,6 +210,7 @@ def _key_kernel(
                 M, HEAD_DIM, D,
             )  # fmt: skip
 
+        # Rows behind the chunk's end may be infinite. No other row reads them, and none is written.
         keys = tl.arange(0, N)
         inside = keys < left
         at = split.to(tl.int64) * d_stride[0] + batch.to(tl.int64) * d_stride[1]
