@@ -203,6 +203,7 @@ def test_an_end_is_told_in_one_line(tmp_path, name, ranks):
     assert "Traceback" not in lines, output
 
 
+@pytest.mark.faults
 def test_a_mistake_in_the_configuration_is_told_once_and_last(tmp_path):
     output = finish(start(tmp_path, {"attention.patern": "dense"}), status=1)
     # torchrun itself ends with a traceback, and then its summary.

@@ -211,6 +211,7 @@ def _run(folder: Path, **options) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.faults
 def test_train_py_says_what_changed_and_refuses_what_may_not(tmp_path):
     write_texts(tmp_path / "texts")
     first = _run(tmp_path, training__steps=2)

@@ -145,6 +145,7 @@ def _check_failure() -> None:
     ), log.lines
 
 
+@pytest.mark.faults
 def test_a_rank_that_fails_by_itself_is_named():
     run_processes(3, _check_failure_with_short_timeout)
 

@@ -474,7 +474,10 @@ def _check_half_precision() -> None:
         assert in_bf16[axis] == wanted, axis
 
 
-@pytest.mark.parametrize("world", MESHES)
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(world, marks=pytest.mark.slow if world == 3 else ()) for world in MESHES],
+)
 def test_parallel_equals_dense(world):
     run_processes(world, _check_some, world)
 

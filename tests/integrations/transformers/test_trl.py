@@ -131,6 +131,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [run.__name__ for run in RUNS])
 def test_two_processes_train_like_one(folder, name):
     assert_same(read(folder, name, 2), read(folder, name, 1))
@@ -144,6 +145,7 @@ def test_two_processes_train_like_one_without_packing_and_with_lora(tmp_path):
         assert_same(read(tmp_path, run.__name__, 2), read(tmp_path, run.__name__, 1))
 
 
+@pytest.mark.slow
 def test_packing_is_counted(folder):
     """The tokens of a step are those of its documents, without what fills a sequence."""
     [first, *_] = read(folder, "packed", 1)

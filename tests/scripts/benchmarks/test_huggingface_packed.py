@@ -16,7 +16,8 @@ TOY = (
 ).split()
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_every_row_is_measured(processes, tmp_path):
     out = tmp_path / "packed.json"
     words = [*TOY, "--out", str(out)]

@@ -167,6 +167,7 @@ def test_that_fails_anyway():
 """
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path, capsys, monkeypatch):
     for name, text in [("titan_sparse/a.py", _TESTED), ("tests/test_a.py", _TESTS)]:
         (tmp_path / name).parent.mkdir()
