@@ -152,7 +152,7 @@ def _buffers_of_chunks(step: Step) -> float:
     forward_chunk = _chunk_elements(step) * step.width
     if step.circulates_queries:
         # All queries take the place of one group of KV heads; the other groups keep theirs.
-        groups = head_groups(step.model.kv_heads, outer_ranks)
+        groups = head_groups(step.model.kv_heads, outer_ranks, step.routes_by_index)
         chunk, gradient = _query_chunk_bytes(step)
         group = forward_chunk / groups
         hop = max(group, chunk) + forward_chunk - group + gradient

@@ -48,6 +48,7 @@ class Step:
         every block.
     gradient_width: bytes of an element of dK and dV as they are sent.
     circulates_queries: whether queries go around a ring in the backward, not keys and values.
+    routes_by_index: whether groups of KV heads travel on their own in any ring.
     mode: of activation checkpointing.
     index_bytes: what one layer's selection keeps. verticals: gathered verticals a head, of one
         layer. most_blocks: bound on the KV blocks that a query block meets.
@@ -68,6 +69,7 @@ class Step:
     overlap_stages: tuple[int, int] = (2, 2)
     gradient_width: int = 4
     circulates_queries: bool = False
+    routes_by_index: bool = False
     mode: str = "full"
     compiled: bool = False
     backend: str = "eager"
@@ -152,6 +154,7 @@ def step_of(
             dtype.itemsize,
             gradient_width,
         ),
+        routes_by_index=attention.route_by == "index",
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
         backend=_computing_backend(config, backend, schedule),
