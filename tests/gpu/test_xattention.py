@@ -24,9 +24,9 @@ MASKS = {
     "documents": Documents([SEQ_LEN // 2 + 5, 100, 2000, 1900]),
 }
 SHAPES = {
-    "128 x 256, 4 stages": kernels.HOPPER,
-    "128 x 256, 3 stages": Shape(stages=3),
-    "256 x 128, 4 stages": Shape(query_cells=256, key_cells=128),
+    "128 x 256, 3 stages": kernels.HOPPER,
+    "128 x 256, 4 stages": Shape(stages=4),
+    "256 x 128, 4 stages": Shape(query_cells=256, key_cells=128, stages=4),
     "128 x 128, 8 warps": kernels.SMALLER,
     "128 x 128, two a multiprocessor": Shape(key_cells=128, warps=4, stages=3, programs=2),
 }
