@@ -22,7 +22,9 @@ def draw(out: Path, found: dict[str, Any]) -> None:
     figures = {}
     if runs:
         figures["loss"] = loss_figure(runs, found["differences"])
-        figures["sparsity"] = sparsity_figure(runs)
+        first_seeds = {name: run for name, run in runs.items() if run["seed"] == 0}
+        if first_seeds:
+            figures["sparsity"] = sparsity_figure(first_seeds)
     if any(row["position"] for row in rows):
         figures["position"] = position_figure(rows)
     if any(row["needle"] for row in rows):
@@ -70,8 +72,7 @@ def _style(name: str, method: str, seed: int) -> dict[str, Any]:
 
 
 def sparsity_figure(runs: dict[str, dict[str, Any]]) -> Figure:
-    """Density and recall of each layer over the steps, a row for each method."""
-    runs = {name: run for name, run in runs.items() if run["seed"] == 0}
+    """Density and recall of each layer over the steps, a row for each run."""
     figure = Figure(figsize=(10, 1.7 * len(runs) + 1), layout="constrained")
     grid = figure.subplots(len(runs), 2, squeeze=False)
     for row, (name, run) in zip(grid, runs.items(), strict=True):
