@@ -156,8 +156,8 @@ def test_any_number_of_heads_at_a_time(monkeypatch):
     case = Case(MoBA(64, 2), [[128], [128]], Causal(), seq_len=128)
     want = _run(case, backend="triton")
     for lists, totals in ((2, 1), (4, 2)):
-        # Bytes that hold so many heads: of lists, with 3 counts of each of 1 slot; and of sums.
-        monkeypatch.setattr(launch, "_LIST_BYTES", lists * 8 * (128 + 3))
+        # Bytes that hold so many heads: of lists, with 3 counts of 1 slot in 2 tiles; and of sums.
+        monkeypatch.setattr(launch, "_LIST_BYTES", lists * 8 * (128 + 6))
         monkeypatch.setattr(launch, "_TOTAL_BYTES", totals * 4 * 128 * 16)
         assert len(launch.list_shares((2, 4, 128), 2, 2, 1)) == 8 // lists
         assert len(launch.total_shares((1, lists, 128, 16), lists // 2)) == lists // totals

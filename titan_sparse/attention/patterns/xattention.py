@@ -95,7 +95,7 @@ class XAttention(Pattern):
         for head in range(kv_heads):
             # [B, 1, n_local, block, D] -> [B, S, D]
             k_blocks = k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
-            k_blocks = _where_counted(k_blocks, plan.keys, slice(None))
+            k_blocks = _where_counted(k_blocks, plan.keys[:, None, :, :, None])
             keys = gather_blocks(k_blocks, cp, ranges).flatten(1, 3)
             q_group = q[:, head * group : (head + 1) * group]
             chosen.append(self._choose(q_group, keys, plan, cp.block_size, scale / self.stride))
@@ -111,9 +111,7 @@ class XAttention(Pattern):
         numbers = once_per_mask(ranges, ("own blocks", cp.key), own_blocks.tolist)
         key_cells = ranges.start.shape[1] // self.stride
         blocks = _query_blocks(ranges, spans, own_blocks, cp.block_size, self.stride)
-        keys = queries = None
-        if not ranges.plain:
-            keys, queries = _counted(spans, own_blocks, cp.block_size, self.stride, key_cells)
+        keys, queries = _counted(spans, own_blocks, cp.block_size, self.stride, key_cells)
 
         # Scores, or with kernels only their sums by block, of one query block.
         per_block = blocks.first.shape[2]
@@ -149,8 +147,8 @@ class XAttention(Pattern):
         chosen = []
         for part in plan.parts:
             # [B, G, m block, D]
-            queries = _where_counted(q_blocks[:, :, part.where], plan.queries, part.where)
-            queries = queries.flatten(2, 3)
+            counted = plan.queries[:, None, part.where, :, None]
+            queries = _where_counted(q_blocks[:, :, part.where], counted).flatten(2, 3)
             chosen.append(self._choose_part(queries, keys, part, block_size, scale))
         return torch.cat(chosen, dim=2)
 
@@ -199,12 +197,11 @@ class Part(NamedTuple):
 class Plan(NamedTuple):
     """What scoring needs to know of the mask and the layout, the same for every layer.
 
-    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell; None
-        where all do.
+    keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
     """
 
-    keys: Tensor | None
-    queries: Tensor | None
+    keys: Tensor
+    queries: Tensor
     parts: list[Part]
 
 
@@ -221,14 +218,9 @@ def _by_kernels(q: Tensor, cp: ContextParallel, stride: int) -> bool:
     )
 
 
-def _where_counted(x: Tensor, counted: Tensor | None, blocks: slice) -> Tensor:
-    """x [B, H, n, block, D] where its tokens count in their cell, 0 elsewhere; contiguous.
-
-    counted: of Plan. blocks: those of `counted` that x has.
-    """
-    if counted is None:
-        return x.contiguous()
-    return torch.mul(x, counted[:, None, blocks, :, None], out=x.new_empty(x.shape))
+def _where_counted(x: Tensor, counted: Tensor) -> Tensor:
+    """x where its tokens count in their cell, 0 elsewhere; contiguous."""
+    return torch.mul(x, counted, out=x.new_empty(x.shape))
 
 
 def _counted(

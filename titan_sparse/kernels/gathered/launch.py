@@ -10,8 +10,9 @@ import torch
 from titan_sparse.kernels.block_sparse.launch import key_tile, options, query_tile
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 
-SORTED_ROWS = 256
-"""Queries that a program of the lists compares with each other."""
+SORTED_ROWS = 64
+"""Queries that a program of the lists compares with each other. With more the comparisons take long,
+with fewer the counts of all programs."""
 
 _PROGRAMS = 2048
 """So many programs fill a GPU, though the queries of a chunk are many or few."""

@@ -17,9 +17,6 @@ from titan_sparse.kernels.gathered.launch import SORTED_ROWS, Share
 _ROWS = 128
 """Queries of a program that reads bits."""
 
-_COMPARED = 32
-"""Queries that each of SORTED_ROWS is compared with at a time: all would not fit the registers."""
-
 
 class Choices(NamedTuple):
     """Which whole chunks of keys every query chose. n chunks a sequence, of all its documents.
@@ -141,27 +138,18 @@ def chosen_pairs(choices: Choices) -> Tensor:
 
 
 @triton.jit
-def _rank_in_tile(pairs, keys, first, q_len, ROWS: tl.constexpr, PART: tl.constexpr):
-    """Of `keys` [ROWS], which begin at `first` of a row of pairs: how many equal ones stand before
-    each in the tile, and how many behind it. PART of them are compared at a time."""
-    place = first + tl.arange(0, ROWS)
-    before = tl.zeros([ROWS], tl.int32)
-    behind = tl.zeros([ROWS], tl.int32)
-    for begin in range(0, ROWS, PART):
-        other = first + begin + tl.arange(0, PART)
-        other_keys = tl.load(pairs + other, mask=other < q_len, other=-1)
-        equal = keys[:, None] == other_keys[None, :]
-        is_before = equal & (other[None, :] < place[:, None])
-        is_behind = equal & (other[None, :] > place[:, None])
-        before += tl.sum(is_before.to(tl.int32), 1)
-        behind += tl.sum(is_behind.to(tl.int32), 1)
-    return before, behind
+def _rank_in_tile(keys, ROWS: tl.constexpr):
+    """Of keys [ROWS]: how many equal ones stand before each, and how many behind it."""
+    place = tl.arange(0, ROWS)
+    # [ROWS, ROWS]
+    equal = keys[:, None] == keys[None, :]
+    is_before = equal & (place[None, :] < place[:, None])
+    is_behind = equal & (place[None, :] > place[:, None])
+    return tl.sum(is_before.to(tl.int32), 1), tl.sum(is_behind.to(tl.int32), 1)
 
 
 @triton.jit
-def _count_kernel(
-    pairs, counts, q_len, key_count, ROWS: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
+def _count_kernel(pairs, counts, q_len, key_count, ROWS: tl.constexpr):
     """counts: int32 [B H, keys, tiles], how often each key occurs among ROWS queries of a slot."""
     tile = tl.program_id(0)
     slot = tl.program_id(1)
@@ -170,15 +158,13 @@ def _count_kernel(
     inside = queries < q_len
     of_slot = pairs + (row * tl.num_programs(1) + slot) * q_len
     keys = tl.load(of_slot + queries, mask=inside, other=-1)
-    before, behind = _rank_in_tile(of_slot, keys, tile * ROWS, q_len, ROWS, PART)
+    before, behind = _rank_in_tile(keys, ROWS)
     at = counts + (row * key_count + keys) * tl.num_programs(0) + tile
     tl.store(at, before + 1, mask=inside & (behind == 0))
 
 
 @triton.jit
-def _place_kernel(
-    pairs, ends, counts, queries, q_len, key_count, ROWS: tl.constexpr, PART: tl.constexpr
-):  # fmt: skip
+def _place_kernel(pairs, ends, counts, queries, q_len, key_count, ROWS: tl.constexpr):
     """Every query to its place. ends: like counts, their running sum over all of them."""
     tile = tl.program_id(0)
     slot = tl.program_id(1)
@@ -187,7 +173,7 @@ def _place_kernel(
     inside = numbers < q_len
     of_slot = pairs + (row * tl.num_programs(1) + slot) * q_len
     keys = tl.load(of_slot + numbers, mask=inside, other=-1)
-    before, _ = _rank_in_tile(of_slot, keys, tile * ROWS, q_len, ROWS, PART)
+    before, _ = _rank_in_tile(keys, ROWS)
     at = (row * key_count + keys) * tl.num_programs(0) + tile
     end = tl.load(ends + at, mask=inside, other=0)
     count = tl.load(counts + at, mask=inside, other=0)
@@ -204,13 +190,11 @@ def gather_queries(pairs: Tensor, chunks: int) -> Gathered:
 
     # [B H, keys, tiles]. Every place of `pairs` has a key, so that each row adds up to slots * S.
     counts = torch.zeros(rows, key_count, tiles, dtype=torch.int32, device=pairs.device)
-    _count_kernel[grid](pairs, counts, q_len, key_count, ROWS=SORTED_ROWS, PART=_COMPARED)
+    _count_kernel[grid](pairs, counts, q_len, key_count, ROWS=SORTED_ROWS)
     # One scan over all rows: a GPU is slow where there are few and long ones.
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
     queries = torch.empty(rows, slots * q_len, dtype=torch.int32, device=pairs.device)
-    _place_kernel[grid](
-        pairs, ends, counts, queries, q_len, key_count, ROWS=SORTED_ROWS, PART=_COMPARED
-    )
+    _place_kernel[grid](pairs, ends, counts, queries, q_len, key_count, ROWS=SORTED_ROWS)
 
     # [B H, keys + 1]: where each key ends, counted from the row's beginning, behind a 0.
     ends = ends.view_as(counts)[..., -1]
