@@ -235,7 +235,7 @@ class MoBA(Pattern):
         batch, heads = q.shape[:2]
         seq_len = ranges.start.shape[1]
         size = cp.block_size
-        chunks = self._chunks(ranges, batch, cp)
+        chunks = self.chunks_of(ranges, batch, cp)
         # [B, Hkv, n, D]
         means = _mean_keys(k, chunks, cp, self.chunk_size, ranges)
 
@@ -299,7 +299,8 @@ class MoBA(Pattern):
         """The documents that have a whole chunk."""
         return spans_of_mask(ranges, batch, self.chunk_size, block_size)
 
-    def _chunks(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "Chunks":
+    def chunks_of(self, ranges: MaskRanges, batch: int, cp: ContextParallel) -> "Chunks":
+        """The chunks that the mask's long documents have, for this rank's queries."""
         spans = self._spans(ranges, batch, cp.block_size)
         return once_per_selection(
             ranges,
@@ -329,7 +330,7 @@ class MoBA(Pattern):
         origin = once_per_mask(
             ranges,
             ("origin", batch),
-            lambda: _document_origin(ranges).expand(batch, -1).contiguous(),
+            lambda: document_origin(ranges).expand(batch, -1).contiguous(),
         )
         spans = self._spans(ranges, batch, block_size)
         return MoBAIndex(words, any_words, all_words, origin, spans, self.chunk_size, block_size)
@@ -340,6 +341,7 @@ class Chunks(NamedTuple):
 
     It is the same for every layer.
     n whole chunks of all long documents, document by document.
+    begin: [B, n], the first token of a chunk; the sequence length for one that does not exist.
     first, last: [B, n], the blocks that a chunk begins and ends in.
     exists: bool [B, n].
     slot: [B, blocks], the first chunk that a block touches or that comes after it.
@@ -352,6 +354,7 @@ class Chunks(NamedTuple):
         is.
     """
 
+    begin: Tensor
     first: Tensor
     last: Tensor
     exists: Tensor
@@ -362,7 +365,7 @@ class Chunks(NamedTuple):
     member: Tensor
 
 
-def _document_origin(ranges: MaskRanges) -> Tensor:
+def document_origin(ranges: MaskRanges) -> Tensor:
     """int32 [Bm, S], where each token's document begins; 0 for padding."""
     if ranges.document_start is None:
         return torch.zeros_like(ranges.start)
@@ -407,11 +410,12 @@ def _find_chunks(ranges: MaskRanges, spans: Spans, cp: ContextParallel, chunk: i
     # Of this rank's queries, [B, S_local]: their span, and their own chunk in the document.
     token_span = span_of_tokens(spans.start, spans.stop, seq_len)[:, position]
     query_offset = F.pad(offset, (0, 1)).gather(1, token_span)
-    query_origin = _document_origin(ranges)[:, position].expand(batch, -1)
+    query_origin = document_origin(ranges)[:, position].expand(batch, -1)
     # [B, n_local, block, T]
     touching = spans_of_blocks(spans, own_blocks, size)
     member = token_span.unflatten(1, (-1, size))[..., None] == touching[:, :, None]
     return Chunks(
+        begin=begin,
         first=begin // size,
         last=(begin + chunk - 1) // size,
         exists=exists,
