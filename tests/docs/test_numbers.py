@@ -19,7 +19,7 @@ from tests.docs.numbers_of_attention import (
 )
 from tests.docs.numbers_of_huggingface import huggingface
 from tests.docs.numbers_of_real_model import real_model
-from tests.docs.numbers_of_steps import scaling_of_steps, whole_steps
+from tests.docs.numbers_of_steps import restart, scaling_of_steps, whole_steps
 from tests.docs.numbers_of_study import study
 from tests.docs.pages import ROOT
 
@@ -37,6 +37,7 @@ CLAIMS = [
     *huggingface(),
     *whole_steps(),
     *scaling_of_steps(),
+    restart(),
     *loss(),
 ]
 
