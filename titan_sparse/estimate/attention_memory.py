@@ -8,7 +8,6 @@ import math
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import Step
 
-
 GATHERED_BYTES = 1 << 28
 """Lists of gathered queries that are made at a time, and their fp32 sums: as many again."""
 
