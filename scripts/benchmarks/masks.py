@@ -26,7 +26,10 @@ patterns  one GPU: vertical_slash with budgets of a layer, joint ones and indepe
           realistic q and k (estimate/synthetic.py), over a few values of the knob of each. The
           index is given to forward and backward, choosing it is `selection_ms`; `step_ms` is all
           three. Density is counted; recall is the share of the softmax mass that --recall-rows
-          sampled rows keep. At the end what each costs --at-recalls, linear between measurements
+          sampled rows keep. `dense_x_density_ms`: the time of `dense` times the density, and
+          `of_dense_x_density` what attention takes of it. moba is timed twice, with its queries
+          gathered by chunk and as `by_blocks_...`, where a block of queries computes the union of
+          what they chose. At the end what each costs --at-recalls, linear between measurements
 
 A measurement that fails, or a peer that is missing, is a row with `error`, and the run goes on.
 Rows are written at once. With --device cpu everything runs over gloo by plain PyTorch, to try it
@@ -110,7 +113,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--thresholds", type=share, nargs="*", default=[0.5, 0.9, 0.99, 0.999], help="of xattention"
     )
     add("--top-ks", type=positive, nargs="*", default=[4, 12, 24, 48], help="of moba")
-    add("--chunk-size", type=positive, default=4096, help="of moba, tokens")
+    add("--chunk-size", type=positive, nargs="+", default=[4096], help="of moba, tokens")
     add("--recall-rows", type=positive, default=256, help="rows whose recall is measured")
     add("--at-recalls", type=share, nargs="*", default=[0.9, 0.95], help="where costs are compared")
     add_common_options(add)
@@ -142,8 +145,9 @@ def refusal(args: argparse.Namespace, world: int) -> str | None:
             f"--window {args.window}: write a quarter of the sequence or less, of which the other "
             "tokens see a part"
         )
-    if "patterns" in args.cases and args.top_ks and args.chunk_size < args.block_size:
-        return f"--chunk-size {args.chunk_size}: write --block-size ({args.block_size}) or more"
+    smallest = min(args.chunk_size)
+    if "patterns" in args.cases and args.top_ks and smallest < args.block_size:
+        return f"--chunk-size {smallest}: write --block-size ({args.block_size}) or more"
     if args.repeats < 1 or args.warm_ups < 0:
         return "--repeats is 1 or more, --warm-ups 0 or more"
     return None

@@ -4,9 +4,11 @@ What a selection costs, and what attention over it keeps.
 """
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from scripts.benchmarks.context_parallel_cases import attention, realistic, roun
 from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
 from scripts.benchmarks.masks_cases import about, shapes
 from scripts.benchmarks.timing import training_call
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
@@ -46,14 +49,17 @@ def patterns(bench: Bench) -> Iterator[dict]:
         if "error" in drawn:
             yield drawn
             continue
+        dense = {}
         for name, call in dense_calls(bench, shape):
             measure = functools.partial(_dense, bench, tensors, call)
-            yield attempt(bench, row | {"name": name}, measure)
+            dense[name] = attempt(bench, row | {"name": name}, measure)
+            yield dense[name]
         measured = []
         for name, knob, value, pattern in grid(bench.args):
             named = row | {"name": name, "knob": knob, "value": value}
             measure = functools.partial(_pattern, bench, shape, pattern, tensors)
-            measured.append(attempt(bench, named, measure))
+            found = attempt(bench, named, measure)
+            measured.append(found | of_dense(found, dense["dense"]))
             yield measured[-1]
         read_off = []
         for recall in bench.args.at_recalls:
@@ -79,8 +85,10 @@ def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, float, Pattern]]:
             yield f"vertical_slash, {budget}", "recall", recall, pattern
     for threshold in args.thresholds:
         yield "xattention", "threshold", threshold, XAttention(threshold=threshold)
-    for top_k in args.top_ks:
-        yield "moba", "top_k", top_k, MoBA(args.chunk_size, top_k)
+    for chunk_size in args.chunk_size:
+        name = "moba" if len(args.chunk_size) == 1 else f"moba, chunks of {chunk_size}"
+        for top_k in args.top_ks:
+            yield name, "top_k", top_k, MoBA(chunk_size, top_k)
 
 
 def _draw(bench: Bench, shape: Shape, tensors: list[Tensor]) -> dict:
@@ -120,7 +128,13 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
     )
     selection_ms = timed(bench, [select])["total_ms"]
     call = attention(bench, ready_index(pattern, select().tensors()), ranges, None)
-    measured = timed(bench, training_call(call, [q, k, v], d_out))
+    steps = training_call(call, [q, k, v], d_out)
+    measured = timed(bench, steps)
+    backend = chosen_backend(bench.args.backend, shape, dynamic=True)
+    if isinstance(pattern, MoBA) and BACKENDS[backend].GATHERS_QUERIES:
+        with by_blocks():
+            for name, ms in timed(bench, steps).items():
+                measured[f"by_blocks_{name}"] = ms
     with torch.no_grad(), recording(recall_rows=bench.args.recall_rows) as seen:
         call(q, k, v)
     kept = {
@@ -135,7 +149,27 @@ def _pattern(bench: Bench, shape: Shape, pattern: Pattern, tensors: list[Tensor]
         **measured,
         "step_ms": rounded(selection_ms + measured["total_ms"]),
         **{name: rounded(value.item()) for name, value in kept.items()},
-        "backend": chosen_backend(bench.args.backend, shape, dynamic=True),
+        "backend": backend,
+    }
+
+
+@contextlib.contextmanager
+def by_blocks() -> Iterator[None]:
+    """Inside, no backend gathers queries: each block of them computes the union of their choices."""
+    with contextlib.ExitStack() as stack:
+        for backend in BACKENDS.values():
+            stack.enter_context(mock.patch.object(backend, "GATHERS_QUERIES", False))
+        yield
+
+
+def of_dense(row: dict, dense: dict) -> dict:
+    """What attention would take if its time followed density; {} where a measurement failed."""
+    if "error" in row or "error" in dense:
+        return {}
+    ideal_ms = dense["total_ms"] * row["density"]
+    return {
+        "dense_x_density_ms": rounded(ideal_ms),
+        "of_dense_x_density": rounded(row["total_ms"] / ideal_ms),
     }
 
 

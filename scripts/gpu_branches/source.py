@@ -17,9 +17,15 @@ class Module(NamedTuple):
 
 
 @functools.cache
-def nodes_of(tree: ast.Module | Function) -> tuple[ast.AST, ...]:
-    """A file or a function, and all that is in it."""
-    return tuple(ast.walk(tree))
+def nodes_of(node: ast.AST) -> tuple[ast.AST, ...]:
+    """A function, or a whole file, and all that is in it. Each is read many times."""
+    return tuple(ast.walk(node))
+
+
+@functools.cache
+def text_of(node: ast.AST) -> str:
+    """Its source."""
+    return ast.unparse(node)
 
 
 def functions_of(tree: ast.Module) -> Iterator[tuple[str, Function]]:
@@ -55,12 +61,12 @@ def kernels_of(modules: Sequence[Module]) -> set[str]:
 
 
 def is_kernel(function: Function) -> bool:
-    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return any("triton.jit" in text_of(decorator) for decorator in function.decorator_list)
 
 
 def is_of_cuda(annotation: ast.expr) -> bool:
     """Whether an annotation is of an object of torch.cuda, or None."""
-    text = ast.unparse(annotation)
+    text = text_of(annotation)
     return "torch.cuda." in text and "None" in text
 
 
@@ -92,7 +98,7 @@ def own_expressions(statement: ast.stmt) -> Iterator[ast.expr]:
         return
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, ast.expr | ast.withitem):
-            yield from (node for node in ast.walk(child) if isinstance(node, ast.expr))
+            yield from (node for node in nodes_of(child) if isinstance(node, ast.expr))
 
 
 def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

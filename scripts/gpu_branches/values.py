@@ -5,7 +5,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from scripts.gpu_branches.source import Function, Module, bodies_of, called_as, is_of_cuda, nodes_of
+from scripts.gpu_branches.source import (
+    Function,
+    Module,
+    bodies_of,
+    called_as,
+    is_of_cuda,
+    nodes_of,
+    text_of,
+)
 
 QUESTIONS = {"is_available": False, "device_count": 0}
 """Functions of torch.cuda that a CPU may call, and their answers there."""
@@ -80,8 +88,8 @@ def _attribute(node: ast.Attribute, scope: Scope) -> Known | None:
 
 
 def _call(node: ast.Call, scope: Scope) -> Known | None:
-    text = ast.unparse(node.func)
-    if text == "isinstance" and "torch.cuda." in ast.unparse(node.args[1]):
+    text = text_of(node.func)
+    if text == "isinstance" and "torch.cuda." in text_of(node.args[1]):
         return Known(False, True)
     name = text.rpartition(".")[2]
     if text.startswith("torch.cuda.") and name in QUESTIONS:
@@ -106,7 +114,7 @@ def _compared(left: ast.expr, operator: ast.cmpop, right: ast.expr, scope: Scope
         return None
     if isinstance(right, ast.Constant) and right.value in ("cuda", "cpu"):
         # "cpu" may also be what a user wrote, or did not write.
-        is_of_device = ast.unparse(left).endswith((".type", "device_type"))
+        is_of_device = text_of(left).endswith((".type", "device_type"))
         if right.value == "cuda" or is_of_device:
             return Known((right.value == "cpu") != is_negated, True)
         return None
@@ -157,7 +165,7 @@ def _note_attributes(
     """What `self.name = value` says of the attribute."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     for target in targets:
-        is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+        is_own = isinstance(target, ast.Attribute) and text_of(target.value) == "self"
         if not is_own:
             continue
         key = (scope.file, target.attr)
@@ -174,7 +182,7 @@ def _note_arguments(
     arguments: dict[tuple[str, str], list],
 ) -> None:
     """What a call of a function of the package says of its parameters."""
-    name = ast.unparse(call.func).rpartition(".")[2]
+    name = text_of(call.func).rpartition(".")[2]
     if name not in parameters:
         return
     given = dict(zip(parameters[name], call.args, strict=False))

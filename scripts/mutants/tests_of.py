@@ -55,6 +55,7 @@ _ROPE = [
     "tests/models/test_rope.py",
     "tests/models/test_huggingface_rope.py",
     "tests/models/test_huggingface.py",
+    "tests/models/test_huggingface_refusals.py",
     "tests/models/test_huggingface_oddities.py",
 ]
 _CHECKPOINT = "titan_sparse/training/checkpoint"

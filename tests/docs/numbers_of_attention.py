@@ -22,6 +22,9 @@ KERNELS = "masks_kernels_h200"
 VARLEN = "masks_varlen_2xh200"
 BUDGETS = "masks_budgets_h200"
 PATTERNS = "masks_patterns_h200"
+CUDNN = "dense_cudnn_h200"
+CP_CUDNN = "context_parallel_dense_cudnn_2xh200"
+GATHERED = "masks_gathered_h200"
 LOSS = "loss_h200"
 MANY = "many_gpus_4xh200"
 
@@ -166,6 +169,40 @@ def masks() -> list[Claim]:
     return claims
 
 
+def cudnn_backend() -> list[Claim]:
+    rows = [*result(CUDNN)["rows"], *result(CUDNN)["head_dim_256"]["rows"]]
+
+    def of_sdpa(name: str, seq_len: int, head_dim: int) -> float:
+        for found in rows:
+            if (found["name"], found["seq_len"], found["head_dim"]) == (name, seq_len, head_dim):
+                return found["ratio_to_cudnn"]
+        raise KeyError(name)
+
+    shapes = ((65536, 128), (131072, 128), (65536, 256))
+    short, long, wide = (of_sdpa("ours, cudnn", *shape) for shape in shapes)
+    with_triton = [of_sdpa("ours, triton", *shape) for shape in shapes]
+    one_gpu = (
+        "needs {:.3f} and {:.3f} of the time of SDPA's cuDNN at 65,536 and 131,072 tokens "
+        "(triton {:.2f} and {:.2f}), and {:.3f} at head_dim 256 (triton {:.2f})"
+    )
+    ours, torchs = result(CP_CUDNN)["rows"]
+    [triton, _] = result(CP_CUDNN)["triton"]["rows"]
+    [alone] = [
+        found["visited_tflops"]
+        for found in rows
+        if (found["name"], found["seq_len"]) == ("ours, cudnn", 131072)
+    ]
+    two_gpus = (
+        "tokens take {:.0f} ms, with triton {:,.0f}, with torch's `context_parallel` {:.0f}. "
+        "The goal was a tenth less than torch,\nbut torch already has {:.0f} of one GPU's {:.0f} TFLOP/s"
+    )
+    times = (ours["total_ms"], triton["total_ms"], torchs["total_ms"], torchs["tflops"], alone)
+    return [
+        Claim(BENCHMARKS, one_gpu, (short, long, *with_triton[:2], wide, with_triton[2])),
+        Claim(BENCHMARKS, two_gpus, times),
+    ]
+
+
 def patterns() -> list[Claim]:
     claims = []
     independent = "vertical_slash, independent"
@@ -197,7 +234,51 @@ def patterns() -> list[Claim]:
     dense = row(BUDGETS, name="cudnn")["step_ms"]
     text = "| {:.0f} ms with selection; dense cuDNN {:,.0f} ms |"
     claims.append(Claim(README, text, (at_recall, dense)))
-    return claims
+    return [*claims, *_other_methods_since()]
+
+
+def _other_methods_since() -> list[Claim]:
+    """XAttention's selection by kernels, and MoBA with gathered queries."""
+    [chosen] = [
+        found
+        for found in result("xattention_selection_h200")["rows"]
+        if found["tiles"] == "128 x 256, 3 stages"
+    ]
+    selection = (chosen["total_ms"], chosen["kernels"]["_sums_kernel"])
+    moba = row(GATHERED, name="moba, chunks of 512")
+    whole = (
+        100 * moba["density"],
+        moba["recall"],
+        moba["total_ms"],
+        moba["by_blocks_total_ms"],
+        moba["dense_x_density_ms"],
+        moba["of_dense_x_density"],
+    )
+    parts = result(GATHERED)["parts"]
+    # Two matrix products of the forward, three of dq, four of dk and dv.
+    pairs = 10.99e6 * 512
+    rates = [
+        pairs * 128 * 2 * products / parts[name] / 1e9
+        for name, products in (("forward_ms", 2), ("dq_ms", 3), ("dk_dv_ms", 4))
+    ]
+    by_queries = {
+        found["queries"]: found["ms"]
+        for found in result(GATHERED)["lists_by_queries_compared"]["rows"]
+    }
+    return [
+        Claim(
+            BENCHMARKS, "xattention chooses in {:.0f} ms, of which products take {:.0f}", selection
+        ),
+        Claim(
+            BENCHMARKS,
+            "(density {:.1f} %, recall {:.2f}), attention takes {:.1f} ms, by\nblocks {:.1f}. "
+            "Dense triton times the density is {:.1f} ms: {:.1f} times",
+            whole,
+        ),
+        Claim(BENCHMARKS, "run at {:.0f}, {:.0f}, and {:.0f} TFLOP/s", tuple(rates)),
+        Claim(BENCHMARKS, "lists took {:.1f} ms", (parts["lists_ms"],)),
+        Claim(BENCHMARKS, "They take {:.1f} ms now", (by_queries[64],)),
+    ]
 
 
 def loss() -> list[Claim]:

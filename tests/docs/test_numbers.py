@@ -10,6 +10,7 @@ from tests.docs.numbers_of_attention import (
     attention_by_density,
     attention_by_length,
     context_parallel,
+    cudnn_backend,
     headlines,
     loss,
     many_gpus,
@@ -18,7 +19,7 @@ from tests.docs.numbers_of_attention import (
 )
 from tests.docs.numbers_of_huggingface import huggingface
 from tests.docs.numbers_of_real_model import real_model
-from tests.docs.numbers_of_steps import scaling_of_steps, whole_steps
+from tests.docs.numbers_of_steps import restart, scaling_of_steps, whole_steps
 from tests.docs.numbers_of_study import study
 from tests.docs.pages import ROOT
 
@@ -29,12 +30,14 @@ CLAIMS = [
     *context_parallel(),
     *masks(),
     *many_gpus(),
+    *cudnn_backend(),
     *patterns(),
     *real_model(),
     *study(),
     *huggingface(),
     *whole_steps(),
     *scaling_of_steps(),
+    restart(),
     *loss(),
 ]
 

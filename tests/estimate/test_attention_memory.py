@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.estimate.steps import step_of_words
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
@@ -15,6 +16,7 @@ from titan_sparse.estimate import memory
 from titan_sparse.estimate.attention_memory import attention_workspace, cp_buffers
 from titan_sparse.estimate.memory import GIB, estimate
 from titan_sparse.estimate.step import Step
+from titan_sparse.kernels.gathered import launch
 from titan_sparse.models.flavours import FLAVOURS
 
 MODEL = dataclasses.replace(FLAVOURS["debug"], heads=4, kv_heads=2, head_dim=8)
@@ -213,3 +215,26 @@ def test_cudnn_sums_in_fp32_and_by_query_head(kv_heads, rounded, schedule, share
     by_cudnn = dataclasses.replace(triton, backend="cudnn")
     more = attention_workspace(by_cudnn) - attention_workspace(triton)
     assert more == (share or 1 / kv_heads) * (4 * QUERY + 2 * rounded)
+
+
+@pytest.mark.parametrize(
+    "backend, ranks, words, gathers",
+    [
+        ("triton", 1, [], True),
+        ("flex", 1, [], True),
+        ("eager", 1, [], False),
+        ("triton", 2, ["--parallelism.cp", "2"], False),
+        ("triton", 1, ["--attention.sliding_window", "8192"], False),
+        ("triton", 1, ["--attention.pattern", "dense"], False),
+    ],
+)
+def test_moba_on_one_rank_gathers_queries(backend, ranks, words, gathers):
+    """Lists and sums of some heads at a time, and dk and dv in fp32."""
+    one = ["--parallelism.cp", "1", "--parallelism.cp_intra", "0"]
+    step = step_of_words("variants/moba", backend, ranks, *one, *words)
+    assert step.gathers_queries == gathers
+    model = step.model
+    by_blocks = attention_workspace(dataclasses.replace(step, gathers_queries=False))
+    gradients = 2 * 4 * step.tokens * model.kv_heads * model.head_dim
+    more = launch._LIST_BYTES + launch._TOTAL_BYTES + gradients if gathers else 0
+    assert attention_workspace(step) == by_blocks + more

@@ -198,16 +198,7 @@ def test_pieces_alone(name):
     assert relative_error(total, dq) < 2e-5
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "window",
-        # The mask and the width go into one piece as into two: test_blocks_and_verticals.
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("documents", "head_dim 96")),
-        "head_dim 256",
-        "fp16",
-    ],
-)
+@pytest.mark.parametrize("name", ["window", "head_dim 96", "head_dim 256", "fp16"])
 def test_going_on_from_a_total(name):
     """Piece after piece into one total is both pieces at once.
 

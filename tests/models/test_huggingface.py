@@ -1,120 +1,47 @@
 """Hugging Face checkpoints in and out: transformers is the reference for logits, for config.json and for the files."""
 
-import json
 import logging
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
 from tests.models.helpers import causal, dense_attend, pretended_rank
+from tests.models.huggingface_reference import (
+    FAMILIES,
+    LENGTH,
+    LLAMA3,
+    PLAIN,
+    YARN,
+    assert_same_logits,
+    change_tensors,
+    decoder,
+    export,
+    save_checkpoint,
+    save_reference,
+    tokens_and_positions,
+    write_config,
+)
 from tests.runs import tiny_config, train, write_texts
-from titan_sparse.config import ActivationCheckpoint, Compile, Config, ConfigError, check
-from titan_sparse.models import flavours
+from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
-from titan_sparse.models.huggingface import check_weights, export_weights, load_weights
+from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.checkpoint import read_into
 from titan_sparse.training.parallelize import parallelize
 
 transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
-
-FAMILIES = {
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "LlamaForCausalLM": "LlamaConfig",
-    "Qwen3ForCausalLM": "Qwen3Config",
-}
-PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-QWEN2 = "Qwen2ForCausalLM"
-LENGTH = 150  # beyond the original contexts above
-
-
-def save_reference(
-    folder: Path, name: str = QWEN2, dtype: torch.dtype = torch.float32, **settings
-) -> torch.nn.Module:
-    """A small random model of transformers, saved; norms and biases, which start as ones and zeros, are random too."""
-    # transformers' Llama, unlike the others, wants hidden_size to be a multiple of the number of heads
-    settings = {
-        "vocab_size": 331,
-        "hidden_size": 96 if name == "LlamaForCausalLM" else 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": dict(PLAIN),
-        "bos_token_id": 3,
-        "eos_token_id": 4,
-    } | settings
-    torch.manual_seed(0)
-    config = getattr(transformers, FAMILIES[name])(**settings, attn_implementation="eager")
-    model = getattr(transformers, name)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.12 + (parameter.ndim == 1))
-    model.to(dtype).save_pretrained(folder)
-    return model
-
-
-def decoder(folder: Path, dtype: torch.dtype = torch.float32, **overrides) -> Decoder:
-    config = resolve(flavour="debug", initial_hf=str(folder), **overrides)
-    with torch.device("meta"):
-        model = Decoder(config, dense_attend).to(dtype)
-    model = model.to_empty(device="cpu")
-    load_weights(model, str(folder), config)
-    return model
-
-
-def tokens_and_positions() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 331, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    return tokens, torch.arange(LENGTH).expand(2, -1)
-
-
-@torch.no_grad()
-def assert_same_logits(ours: Decoder, theirs: torch.nn.Module) -> None:
-    tokens, positions = tokens_and_positions()
-    expected = theirs(tokens).logits
-    assert 0.1 < expected.std() < 10
-    torch.testing.assert_close(ours(tokens, positions, causal(LENGTH)), expected, atol=1e-4, rtol=0)
-
-
-def save_checkpoint(model: Decoder, folder: Path) -> str:
-    dcp.save(dict(model.named_parameters()), checkpoint_id=str(folder), no_dist=True)
-    return str(folder)
-
-
-def export(checkpoint: str, *args) -> None:
-    export_weights(checkpoint, partial(read_into, checkpoint=checkpoint), *args)
 
 
 # Logits
@@ -391,251 +318,3 @@ def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
         export_hf([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
         and "already there" in capsys.readouterr().err
     )
-
-
-# Refusals
-
-
-def write_config(folder: Path, **changes) -> None:
-    """A config.json with the changed keys; None removes one."""
-    if not (folder / "config.json").exists():
-        save_reference(folder)
-    values = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in values.items() if value is not None})
-    )
-
-
-def change_tensors(folder: Path, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        (
-            {"architectures": ["MistralForCausalLM"]},
-            "architectures = ['MistralForCausalLM']; only Qwen2ForCausalLM",
-        ),
-        ({"architectures": None}, "architectures = None"),
-        ({"hidden_size": None}, "has no hidden_size"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu; only silu"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types with ['sliding_attention']",
-        ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_key_value_heads": 4}, "heads = 6 must be a multiple of kv_heads = 4"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            'rope_type = "dynamic" is unknown',
-        ),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            'rope scaling "yarn" needs factor',
-        ),
-        ({"rope_parameters": YARN | {"mscale": 0.7}}, 'rope scaling "yarn" with mscale'),
-        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0"),
-        ({"rope_parameters": YARN | {"truncate": False}}, "truncate = false"),
-    ],
-)
-def test_config_json_that_cannot_be_trained(tmp_path, changes, expected):
-    write_config(tmp_path, **changes)
-    with pytest.raises(ValueError) as caught:
-        read_config(str(tmp_path))
-    assert (
-        expected in str(caught.value)
-        and "\n" not in str(caught.value)
-        and str(tmp_path) in str(caught.value)
-    )
-
-
-@pytest.mark.parametrize(
-    "rope, model, expected",
-    [
-        (PLAIN, {"vocab_size": 330}, "model.vocab_size = 330 does not agree with"),
-        (PLAIN, {"layers": 7}, "model.layers = 7 does not agree with"),
-        (PLAIN, {"rope_theta": 5e5}, "model.rope_theta = 500000.0 does not agree with"),
-        (
-            PLAIN,
-            {"flavour": "qwen2.5-0.5b"},
-            'model.flavour = "qwen2.5-0.5b": vocab_size = 151936 does not agree with',
-        ),
-        (
-            PLAIN,
-            {"initial_hf": "nowhere"},
-            'model.initial_hf = "nowhere" needs a readable config.json',
-        ),
-        (
-            YARN,
-            {"rope_scaling": "yarn", "rope_factor": 8.0},
-            "has yarn with factor 4 over 64 tokens; leave them out",
-        ),
-        (
-            YARN,
-            {"rope_scaling": "none"},
-            "already has yarn with factor 4 over 64 tokens; leave them out",
-        ),
-    ],
-)
-def test_model_section_that_does_not_agree(tmp_path, rope, model, expected):
-    save_reference(tmp_path, rope_parameters=dict(rope))
-    config = Config()
-    for key, value in ({"initial_hf": str(tmp_path)} | model).items():
-        setattr(config.model, key, value)
-    with pytest.raises(ConfigError) as caught:
-        check(config, 1, 1)
-    assert expected in str(caught.value)
-
-
-def test_model_section_that_agrees(tmp_path):
-    save_reference(tmp_path, rope_parameters=dict(YARN))
-    plain = resolve("debug", initial_hf=str(tmp_path))
-    assert (
-        plain
-        == resolve("debug", 331, "yarn", 4.0, 64, 1000.0, str(tmp_path))
-        == read_config(str(tmp_path))
-    )
-
-
-def test_checkpoint_section_is_checked():
-    config = Config()
-    config.checkpoint.last_save_in_hf = True
-    with pytest.raises(ConfigError, match="checkpoint.last_save_in_hf = true would be ignored"):
-        check(config, 1, 1)
-
-
-def test_a_shape_without_a_family():
-    both = replace(resolve("debug"), qk_norm=True)
-    with pytest.raises(ValueError, match="hidden_size = 64 to be a multiple of heads = 6"):
-        config_json(replace(resolve("debug"), qkv_bias=False, hidden_size=64, heads=6), "float32")
-    with pytest.raises(
-        ValueError, match="no family of Hugging Face has qkv_bias = True and qk_norm = True"
-    ):
-        config_json(both, "float32")
-
-
-Q = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.mark.parametrize(
-    "change, expected",
-    [
-        (lambda tensors: tensors.pop(Q), f"has no tensor {Q}"),
-        (
-            lambda tensors: tensors.update({"model.layers.2.x": torch.zeros(1)}),
-            "has an unexpected tensor model.layers.2.x",
-        ),
-        (
-            lambda tensors: tensors.update({Q: torch.zeros(96, 63)}),
-            f"{Q} in .* is \\[96, 63\\], but its config.json says \\[96, 64\\]",
-        ),
-        (
-            lambda tensors: tensors.update({Q: torch.zeros(96, 64, dtype=torch.int8)}),
-            f"{Q} in .* is I8; only F64, F32",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named_before_anything_starts(
-    tmp_path, monkeypatch, change, expected
-):
-    monkeypatch.setattr(flavours, "FLAVOURS", dict(flavours.FLAVOURS))  # tiny_config() adds to it
-    save_reference(tmp_path / "in")
-    change_tensors(tmp_path / "in", change)
-    write_texts(tmp_path / "texts")
-    with pytest.raises(ValueError, match=expected) as caught:
-        Trainer(
-            tiny_config(
-                tmp_path, "run", model__flavour="debug", model__initial_hf=str(tmp_path / "in")
-            )
-        )
-    assert not dist.is_initialized() and "\n" not in str(caught.value)
-
-
-def test_files_that_are_missing_or_broken(tmp_path):
-    save_reference(tmp_path)
-    config, path = read_config(str(tmp_path)), tmp_path / "model.safetensors"
-    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    path.rename(tmp_path / "aside")
-    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors cannot be read"):
-        check_weights(str(tmp_path), config)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    path.write_bytes(b"")
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        check_weights(str(tmp_path), config)
-    path.unlink()
-    with pytest.raises(
-        ValueError, match="has neither model.safetensors nor model.safetensors.index.json"
-    ):
-        check_weights(str(tmp_path), config)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../model.safetensors", "/model.safetensors", "a/model.safetensors", "..", "", "a.pt", 5],
-)
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path, name):
-    """The file exists and holds every tensor: only its place is wrong."""
-    save_reference(tmp_path)
-    config = read_config(str(tmp_path))
-    folder = tmp_path / "download"
-    (folder / "a").mkdir(parents=True)
-    shutil.copy(tmp_path / "model.safetensors", folder / "a")
-    names = load_file(tmp_path / "model.safetensors").keys()
-    if name == "/model.safetensors":
-        name = str(tmp_path / "model.safetensors")
-    index = {"weight_map": dict.fromkeys(names, name)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="model.initial_hf: .*index.json names the file") as caught:
-        check_weights(str(folder), config)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["[]", "5", '{"weight_map": []}', "[" * 100_000])
-def test_an_index_of_another_shape_is_refused(tmp_path, text):
-    save_reference(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="has no readable weight_map"):
-        check_weights(str(tmp_path), read_config(str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-        "head_dim",
-    ],
-)
-def test_sizes_of_config_json_are_positive_integers(tmp_path, key):
-    for value in ("x", "5", -1, 0, [], {}, 1.5, True, 2**64):
-        write_config(tmp_path, **{key: value})
-        with pytest.raises(ValueError, match=f"model.initial_hf: .* {key} = .* positive integer"):
-            read_config(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "key, values",
-    [
-        ("rms_norm_eps", ("x", -1, 0, [], float("nan"), float("inf"))),
-        ("tie_word_embeddings", ("x", 1, [])),
-        ("rope_scaling", (5, "x", [1], {"rope_type": "yarn", "factor": []})),
-        ("layer_types", (5, "x", {"a": 1})),
-    ],
-)
-def test_other_values_of_config_json_have_their_type(tmp_path, key, values):
-    for value in values:
-        write_config(tmp_path, rope_theta=1e4, **{key: value})
-        with pytest.raises(ValueError, match="model.initial_hf: "):
-            read_config(str(tmp_path))

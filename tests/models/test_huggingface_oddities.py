@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.export_hf import main as export_hf
-from tests.models.test_huggingface import (
+from tests.models.huggingface_reference import (
     LLAMA3,
     QWEN2,
     YARN,

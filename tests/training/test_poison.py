@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_processes
-from tests.models.test_huggingface import change_tensors, save_reference
+from tests.models.huggingface_reference import change_tensors, save_reference
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.config import Refusal
 from titan_sparse.trainer import Trainer

@@ -163,7 +163,8 @@ def _check_transformers(config: Config, model: TransformersConfig) -> None:
     )
     uses_inductor = config.compile.enable and config.compile.backend == "inductor"
     # Gradients of q and k were off by up to half on a GPU, torch 2.11, and NaN with other attention.
-    # Uncompiled, or compiled on a CPU, they are right; no other family is hit. The cause is unknown.
+    # Without inductor's fusions (max_fusion_size = 1), by aot_eager, or on a CPU they are right; no
+    # other family is hit.
     require(
         not (uses_inductor and model.model_type == "gemma3_text"),
         f"compile.enable = true, but {name}, and its layers have wrong gradients when torch's inductor "

@@ -8,6 +8,9 @@ import math
 from titan_sparse.attention.context_parallel.schedule import Moves, head_groups
 from titan_sparse.estimate.step import Step
 
+GATHERED_BYTES = 1 << 28
+"""Lists of gathered queries that are made at a time, and their fp32 sums: as many again."""
+
 
 def _query_elements(step: Step) -> int:
     """Elements of q of this rank."""
@@ -52,6 +55,9 @@ def attention_workspace(step: Step) -> float:
         heads_at_once = model.kv_heads if step.schedule.moves is not Moves.HEADS else 1
         share_of_heads = heads_at_once / model.kv_heads
         size += share_of_heads * (step.wide * query + step.width * by_query_head)
+    if step.gathers_queries:
+        # dK and dV are summed up in fp32, too.
+        size += 2 * GATHERED_BYTES + 2 * step.wide * kv
     return size + _WORKSPACE[step.schedule.moves](step)
 
 

@@ -12,7 +12,7 @@ from titan_sparse.attention.context_parallel.schedule import (
     Schedule,
     circulates_queries,
 )
-from titan_sparse.attention.patterns import Pattern
+from titan_sparse.attention.patterns import MoBA, Pattern
 from titan_sparse.config import (
     Config,
     padding_multiple,
@@ -49,6 +49,7 @@ class Step:
     gradient_width: bytes of an element of dK and dV as they are sent.
     circulates_queries: whether queries go around a ring in the backward, not keys and values.
     routes_by_index: whether groups of KV heads travel on their own in any ring.
+    gathers_queries: whether queries are gathered by the chunks that they chose.
     mode: of activation checkpointing.
     index_bytes: what one layer's selection keeps. verticals: gathered verticals a head, of one
         layer. most_blocks: bound on the KV blocks that a query block meets.
@@ -70,6 +71,7 @@ class Step:
     gradient_width: int = 4
     circulates_queries: bool = False
     routes_by_index: bool = False
+    gathers_queries: bool = False
     mode: str = "full"
     compiled: bool = False
     backend: str = "eager"
@@ -155,6 +157,7 @@ def step_of(
             gradient_width,
         ),
         routes_by_index=attention.route_by == "index",
+        gathers_queries=_gathers_queries(config, pattern, backend),
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
         backend=_computing_backend(config, backend, schedule),
@@ -181,6 +184,16 @@ def _computing_backend(config: Config, backend: str, schedule: Schedule) -> str:
     if is_plain and (config.parallelism.cp == 1 or makes_rectangles):
         return "cudnn"
     return "triton"
+
+
+def _gathers_queries(config: Config, pattern: Pattern, backend: str) -> bool:
+    """As attention/schedules/gathered.py decides."""
+    return (
+        isinstance(pattern, MoBA)
+        and backend in ("triton", "flex")
+        and config.parallelism.cp == 1
+        and config.attention.sliding_window == 0
+    )
 
 
 def _selection(

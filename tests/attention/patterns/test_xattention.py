@@ -1,6 +1,7 @@
 """XAttention: the selection against plain loops over documents, heads and tokens."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from tests.attention.patterns.helpers import (
     cases_of_masks,
     check_selection,
 )
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents
-from titan_sparse.attention.patterns import XAttention
-from titan_sparse.attention.patterns.xattention import _fewest
+from titan_sparse.attention.patterns import XAttention, xattention
+from titan_sparse.kernels.antidiagonals import fewest
 
 SHORT = [17, 16, 33, 15, 19]
 CASES = cases_of_masks(XATTENTION) | {
@@ -25,6 +27,7 @@ CASES = cases_of_masks(XATTENTION) | {
     "cells of one": Case(XAttention(1, 0.7, 48), Documents(MIXED), MIXED),
     "cells of a block": Case(XAttention(16, 0.7, 16), Documents(SHORT), [SHORT]),
 }
+KERNEL_CASES = ["causal", "padding", "packed", "packed, window", "packed, two long in one block"]
 
 
 def _cell_scores(
@@ -101,10 +104,57 @@ def test_the_selection_is_the_specification(name):
     check_selection(CASES[name], _specification)
 
 
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_kernels_choose_what_the_specification_does(name, monkeypatch):
+    """In Triton's interpreter and fp32; what they take on a GPU is another question."""
+    case = CASES[name]
+    q, k, _ = case.inputs()
+    want = case.pattern.select(q, k, case.mask, block_size=BLOCK)
+    monkeypatch.setattr(xattention, "_by_kernels", lambda q, cp, stride: True)
+    launched = []
+    for function in ("block_sums", "chosen_blocks"):
+        kernel = getattr(xattention.kernels, function)
+
+        def noted(*arguments, kernel=kernel):
+            launched.append(kernel)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(xattention.kernels, function, noted)
+    for elements in (xattention._CHUNK_ELEMENTS, 1):
+        monkeypatch.setattr(xattention, "_CHUNK_ELEMENTS", elements)
+        got = case.pattern.select(q.float(), k.float(), case.mask, block_size=BLOCK)
+        assert torch.equal(got.words, want.words)
+    # Two KV heads; then in two parts.
+    assert len(launched) == 2 * 2 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    "options, taken",
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"device": "cpu"}, False),
+        ({"dim": 24}, False),
+        ({"block_size": 96}, False),
+        ({"block_size": 96, "stride": 6}, True),
+        ({"stride": 1, "block_size": 256}, False),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_take(options, taken):
+    said = dict(dtype=torch.bfloat16, device="cuda", dim=128, block_size=128, stride=16) | options
+    q = SimpleNamespace(
+        is_cuda=said["device"] == "cuda", dtype=said["dtype"], shape=(1, 2, 768, said["dim"])
+    )
+    cp = one_rank(said["block_size"])
+    assert xattention._by_kernels(q, cp, said["stride"]) == taken
+
+
 def test_equal_scores_are_taken_in_order_of_position():
     mass = torch.tensor([[1.0, 3, 1, 1, 1, 1]])
     forced = torch.tensor([[False, False, False, False, False, True]])
-    assert _fewest(mass, forced, 0.7).tolist() == [[True, True, True, False, False, True]]
+    assert fewest(mass, forced, 0.7).tolist() == [[True, True, True, False, False, True]]
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from scripts.benchmarks.context_parallel import run
 from scripts.benchmarks.context_parallel_cases import realistic
 from scripts.benchmarks.context_parallel_timing import Bench
 from tests.distributed import run_processes
+from titan_sparse.attention.backends import eager
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
-from titan_sparse.attention.patterns import XAttention
+from titan_sparse.attention.patterns import MoBA, XAttention
 from titan_sparse.estimate.synthetic import ragged_lengths
 
 ROOT = Path(__file__).parents[3]
@@ -292,6 +293,42 @@ def test_patterns_rows_and_table(alone):
     assert len(read_off) == 5 and printed.endswith(patterns_cases.table(read_off) + "\n")
     [dense] = _rows(result, case="patterns", name="dense")
     assert dense["step_ms"] == dense["total_ms"] > 0
+    for row in measured:
+        ideal = dense["total_ms"] * row["density"]
+        assert row["dense_x_density_ms"] == pytest.approx(ideal, rel=1e-2)
+        assert row["of_dense_x_density"] == pytest.approx(row["total_ms"] / ideal, rel=1e-2)
+        # Plain PyTorch does not gather queries, so that there is no other way to compare with.
+        assert "by_blocks_total_ms" not in row
+
+
+def test_moba_is_timed_both_ways(monkeypatch):
+    """Where the backend gathers queries: with them gathered, and by blocks."""
+    seen = []
+
+    def timed(bench, steps):
+        seen.append(eager.GATHERS_QUERIES)
+        return {"total_ms": float(len(seen))}
+
+    monkeypatch.setattr(eager, "GATHERS_QUERIES", True)
+    monkeypatch.setattr(patterns_cases, "timed", timed)
+    bench = Bench(benchmark.parse(f"patterns {ALONE}".split()), torch.device("cpu"), 0, 1, 1)
+    shape = Shape(2, 1, 32, 128, 512, "cpu")
+    for pattern, wanted in ((MoBA(256, 2), [True, True, False]), (XAttention(), [True, True])):
+        seen.clear()
+        row = patterns_cases._pattern(bench, shape, pattern, draw(shape))
+        # The selection, attention, and attention by blocks.
+        assert seen == wanted
+        assert row.get("by_blocks_total_ms") == (3.0 if len(wanted) == 3 else None)
+    assert eager.GATHERS_QUERIES
+
+
+def test_chunks_of_several_sizes():
+    args = benchmark.parse("patterns --chunk-size 512 4096 --top-ks 12".split())
+    names = [name for name, *_ in patterns_cases.grid(args) if name.startswith("moba")]
+    assert names == ["moba, chunks of 512", "moba, chunks of 4096"]
+    failed = {"error": "out of memory"}
+    assert patterns_cases.of_dense(failed, {"total_ms": 1.0}) == {}
+    assert patterns_cases.of_dense({"density": 0.5, "total_ms": 2.0}, failed) == {}
 
 
 def test_read_off_at_equal_recall():
@@ -327,7 +364,7 @@ def test_read_off_at_equal_recall():
         ("varlen --seq-len 1024", 8, "a multiple of 2048"),
         ("patterns --seq-len 1024", 1, "2048 tokens or more"),
         ("kernels --seq-len 2048", 1, "--window 4096: write a quarter"),
-        ("patterns --chunk-size 64", 1, "write --block-size (128)"),
+        ("patterns --chunk-size 4096 64", 1, "--chunk-size 64: write --block-size (128)"),
         ("kernels --repeats 0", 1, "1 or more"),
     ],
 )
@@ -376,3 +413,5 @@ def test_small_run_on_a_gpu(tmp_path):
     failed = [row for row in result["rows"] if "error" in row and "at_recall" not in row]
     assert all(row["name"] == FLASH4 and "not measured" in row["error"] for row in failed), failed
     assert {row["name"] for row in _rows(result, case="kernels")} >= {"flex", "triton"}
+    [moba] = _rows(result, name="moba", knob="top_k")
+    assert moba["by_blocks_total_ms"] > 0 and moba["of_dense_x_density"] > 0

@@ -6,7 +6,7 @@ import pytest
 
 from scripts.study import real_model
 from scripts.study.toy import train_tokenizer
-from tests.models.test_huggingface import save_reference
+from tests.models.huggingface_reference import save_reference
 
 
 @pytest.fixture

@@ -84,6 +84,8 @@ class Backend(Protocol):
     """Whether a number of keys that it has not seen before takes seconds to compile."""
     DENSE_BY_CHUNK: bool
     """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+    GATHERS_QUERIES: bool
+    """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
     def refusal(
         self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int

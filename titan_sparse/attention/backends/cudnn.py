@@ -27,6 +27,8 @@ COMPILES_BY_LENGTH = False
 """Whether a number of keys that it has not seen before takes seconds to compile."""
 DENSE_BY_CHUNK = True
 """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+GATHERS_QUERIES = False
+"""Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (*range(16, 129, 16), 256)

@@ -24,6 +24,8 @@ COMPILES_BY_LENGTH = False
 """Whether a number of keys that it has not seen before takes seconds to compile."""
 DENSE_BY_CHUNK = False
 """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+GATHERS_QUERIES = False
+"""Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
 
 def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

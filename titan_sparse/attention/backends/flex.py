@@ -40,6 +40,9 @@ COMPILES_BY_LENGTH = True
 """Whether a number of keys that it has not seen before takes seconds to compile."""
 DENSE_BY_CHUNK = False
 """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
+GATHERS_QUERIES = True
+"""Whether kernels.gathered computes chunks that single queries chose, on one rank: flex leaves such
+patterns to our own kernels in any case."""
 
 _compiled: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 _compile = torch._inductor.compile

@@ -23,7 +23,7 @@ from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.reach import queries_seeing, seen_by
 from titan_sparse.attention.observe.thumbnails import thumbnail
 from titan_sparse.attention.observe.visits import add_verticals
-from titan_sparse.attention.patterns.moba import MoBAIndex
+from titan_sparse.attention.patterns.moba_index import MoBAIndex
 from titan_sparse.attention.schedules import group_cast
 from titan_sparse.attention.schedules.needs import needed_chunks
 from titan_sparse.attention.schedules.transport import route_of

@@ -16,7 +16,7 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import queries_seeing
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.heads import heads_selecting, values_on_diagonals
-from titan_sparse.attention.patterns.moba import MoBAIndex
+from titan_sparse.attention.patterns.moba_index import MoBAIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 

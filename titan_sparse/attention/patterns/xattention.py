@@ -13,7 +13,6 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -29,10 +28,11 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_blocks,
     spans_of_mask,
 )
-from titan_sparse.kernels.bits import pack
+from titan_sparse.kernels import antidiagonals as kernels
+from titan_sparse.kernels.antidiagonals import QueryBlocks, Tiles
 
 _CHUNK_ELEMENTS = 1 << 26
-"""Scores held at a time: 256 MiB in fp32."""
+"""Scores held at a time, with kernels their sums by block: 256 MiB in fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,86 +79,93 @@ class XAttention(Pattern):
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
     ) -> list[Tensor]:
         batch, heads = q.shape[:2]
-        kv_heads, _, dim = k.shape[1:]
+        kv_heads = k.shape[1]
         group = heads // kv_heads
-        cells = once_per_selection(
+        by_kernels = _by_kernels(q, cp, self.stride)
+        plan = once_per_selection(
             ranges,
-            "cells",
+            "plan",
             self,
             cp,
-            (batch,),
-            lambda: _find_cells(
-                ranges,
-                spans_of_mask(ranges, batch, self.dense_below, cp.block_size),
-                cp,
-                self.stride,
-            ),
-        )
-        # On the host, so that no layer but the first waits for the device.
-        own_blocks = once_per_mask(
-            ranges, ("own blocks", cp.key), lambda: cp.blocks(ranges).tolist()
+            (batch, group, by_kernels),
+            lambda: self._plan(ranges, cp, batch, group, by_kernels),
         )
         chosen = []
         # Keys of all ranks are gathered for one KV head at a time, to save memory.
         for head in range(kv_heads):
-            # [B, 1, n_local, block, D] -> [B, cells, stride D]
+            # [B, 1, n_local, block, D] -> [B, S, D]
             k_blocks = k[:, head : head + 1].unflatten(2, (-1, cp.block_size))
-            k_blocks = k_blocks * cells.keys[:, None, :, :, None]
-            key_cells = gather_blocks(k_blocks, cp, ranges).view(batch, -1, self.stride * dim)
+            k_blocks = _where_counted(k_blocks, plan.keys[:, None, :, :, None])
+            keys = gather_blocks(k_blocks, cp, ranges).flatten(1, 3)
             q_group = q[:, head * group : (head + 1) * group]
-            chosen.append(
-                self._choose(q_group, key_cells, cells, own_blocks, cp, scale / self.stride)
-            )
+            chosen.append(self._choose(q_group, keys, plan, cp.block_size, scale / self.stride))
         return [gather_blocks(torch.cat(chosen, dim=1), cp, ranges)]
 
+    def _plan(
+        self, ranges: MaskRanges, cp: ContextParallel, batch: int, group: int, by_kernels: bool
+    ) -> "Plan":
+        """What this rank looks at, the same for every layer."""
+        spans = spans_of_mask(ranges, batch, self.dense_below, cp.block_size)
+        own_blocks = cp.blocks(ranges)
+        # On the host, so that no layer but the first waits for the device.
+        numbers = once_per_mask(ranges, ("own blocks", cp.key), own_blocks.tolist)
+        key_cells = ranges.start.shape[1] // self.stride
+        blocks = _query_blocks(ranges, spans, own_blocks, cp.block_size, self.stride)
+        keys, queries = _counted(spans, own_blocks, cp.block_size, self.stride, key_cells)
+
+        # Scores, or with kernels only their sums by block, of one query block.
+        per_block = blocks.first.shape[2]
+        columns = key_cells // per_block if by_kernels else key_cells
+        shape = kernels.shape_for(ranges.start.device)
+        step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * columns))
+        if by_kernels:
+            # Whole tiles.
+            of_tile = max(1, shape.query_cells // per_block)
+            step = max(of_tile, step // of_tile * of_tile)
+        parts = []
+        for first in range(0, len(numbers), step):
+            part = slice(first, first + step)
+            # Blocks of the future are never chosen, so they are not scored.
+            visible = max(numbers[part]) + 1
+            of_part = blocks.part(part)
+            tiles = None
+            if by_kernels:
+                tiles = kernels.visible_tiles(of_part, key_cells, group, shape)
+            parts.append(Part(part, of_part, visible, tiles))
+        return Plan(keys, queries, parts)
+
     def _choose(
-        self,
-        q: Tensor,
-        key_cells: Tensor,
-        cells: "Cells",
-        own_blocks: list[int],
-        cp: ContextParallel,
-        scale: float,
+        self, q: Tensor, keys: Tensor, plan: "Plan", block_size: int, scale: float
     ) -> Tensor:
         """int32 [B, G, n_local, words]: the blocks chosen by the query heads of one KV head.
 
-        q: [B, G, S_local, D]. key_cells: [B, cells, stride D], of all ranks. own_blocks: this
-        rank's. scale: of the sums along antidiagonals.
+        q: [B, G, S_local, D]. keys: [B, S, D], of all ranks. scale: of the sums along
+        antidiagonals.
         """
-        batch, group, _, dim = q.shape
-        per_block = cp.block_size // self.stride
-        block_count = key_cells.shape[1] // per_block
-        step = max(1, _CHUNK_ELEMENTS // (batch * group * per_block * key_cells.shape[1]))
         # [B, G, n_local, block, D]
-        q_blocks = q.unflatten(2, (-1, cp.block_size))
+        q_blocks = q.unflatten(2, (-1, block_size))
         chosen = []
-        for first in range(0, len(own_blocks), step):
-            part = slice(first, first + step)
-
-            # Blocks of the future are never chosen, so they are not scored.
-            visible = max(own_blocks[part]) + 1
-
-            # [B, G m cells, stride D]: m query blocks, the tokens of each cell in reverse order.
-            q_part = q_blocks[:, :, part] * cells.queries[:, None, part, :, None]
-            query_cells = q_part.unflatten(3, (-1, self.stride))
-            query_cells = query_cells.flip(4)
-            query_cells = query_cells.reshape(batch, -1, self.stride * dim)
-
-            # [B, G, m, cells a block, key cells]
-            scores = _products(query_cells, key_cells[:, : visible * per_block])
-            scores = scores.unflatten(1, (group, -1, per_block)) * scale
-
-            # [B, G, m, T, visible]: for each span that touches the query block.
-            mass = _masses(scores, cells, part, visible, per_block)
-            forced = cells.forced[:, None, part, :, :visible]
-            picked = _fewest(mass, forced, self.threshold)
-            picked &= cells.exists[:, None, part, :, None]
-
-            # [B, G, m, visible]
-            selected = picked.any(3) | cells.dense[:, None, part, :visible]
-            selected = F.pad(selected, (0, block_count - visible))
-            chosen.append(pack(selected))
+        for part in plan.parts:
+            # [B, G, m block, D]
+            counted = plan.queries[:, None, part.where, :, None]
+            queries = _where_counted(q_blocks[:, :, part.where], counted).flatten(2, 3)
+            chosen.append(self._choose_part(queries, keys, part, block_size, scale))
         return torch.cat(chosen, dim=2)
+
+    def _choose_part(
+        self, q: Tensor, keys: Tensor, part: "Part", block_size: int, scale: float
+    ) -> Tensor:
+        """int32 [B, G, m, words]. The sums are freed as it returns, so that one part's are held."""
+        blocks = part.blocks
+        if part.tiles is None:
+            seen = keys[:, : part.visible * block_size]
+            sums = kernels.block_sums_naive(q, seen, blocks, self.stride, scale)
+            choose = kernels.chosen_blocks_naive
+        else:
+            sums = kernels.block_sums(q, keys, blocks, self.stride, scale, part.tiles)
+            choose = kernels.chosen_blocks
+        count = keys.shape[1] // block_size
+        return choose(sums, blocks, self.threshold, part.visible, count)
 
     def empty_tensors(self, q: Tensor, seq_len: int, block_size: int, packed: bool) -> list[Tensor]:
         batch, heads = q.shape[:2]
@@ -175,145 +182,99 @@ class XAttention(Pattern):
         return BlockSets(words, ranges.start.shape[1], block_size)
 
 
-class Cells(NamedTuple):
+class Part(NamedTuple):
+    """Query blocks that are looked at together: where this rank has them, and which they are.
+
+    visible: no block of keys of this number or above is seen. tiles: None without kernels.
+    """
+
+    where: slice
+    blocks: QueryBlocks
+    visible: int
+    tiles: Tiles | None
+
+
+class Plan(NamedTuple):
     """What scoring needs to know of the mask and the layout, the same for every layer.
 
-    T = 1 or 2 spans touch a block.
     keys, queries: bool [B, n_local, block], which of this rank's tokens count in their cell.
-    span: int64 [B, n_local, cells a block], the span of each of this rank's query cells, -1 for
-        none.
-    key_span: int64 [B, all cells], the span of each key cell, -2 for none.
-    start: int32 like span, the first key that the cell sees.
-    number: int64 [n_local, cells a block], global number of each cell.
-    slot: bool [B, n_local, cells a block, T], which of the block's spans the cell belongs to.
-    exists: bool [B, n_local, T], whether there is such a span.
-    forced: bool [B, n_local, T, blocks], blocks that are always on.
-    dense: bool [B, n_local, blocks], those that are on for short documents.
     """
 
     keys: Tensor
     queries: Tensor
-    span: Tensor
-    key_span: Tensor
-    start: Tensor
-    number: Tensor
-    slot: Tensor
-    exists: Tensor
-    forced: Tensor
-    dense: Tensor
+    parts: list[Part]
 
 
-def _find_cells(ranges: MaskRanges, spans: Spans, cp: ContextParallel, stride: int) -> Cells:
-    seq_len = ranges.start.shape[1]
-    size = cp.block_size
-    device = ranges.start.device
-    batch, span_count = spans.start.shape
-    blocks = seq_len // size
-    own_blocks = cp.blocks(ranges)
-
-    def of_own_blocks(values: Tensor) -> Tensor:
-        """This rank's part [B, n_local, ...] of values [B, cells] or [B, cells, stride]."""
-        # [B, blocks, ...]
-        by_block = values.reshape(batch, blocks, -1)
-        return by_block[:, own_blocks]
-
-    # A cell across a border is the first span's for queries, the last one's for keys: [B, cells]
-    # each.
-    token_span = span_of_tokens(spans.start, spans.stop, seq_len).unflatten(1, (-1, stride))
-    known = token_span < span_count
-    query_span = token_span[..., 0].where(known[..., 0], -1)
-    key_span = token_span[..., -1].where(known[..., -1], -2)
-    own_query_span = of_own_blocks(query_span)
-    cell_start = ranges.start.expand(batch, -1).unflatten(1, (-1, stride))[..., 0]
-    per_block = size // stride
-    number = own_blocks[:, None] * per_block + torch.arange(per_block, device=device)
-
-    # [B, n_local, T], and [B, n_local, T, blocks]: the first block of the document and the query's
-    # own.
-    touching = spans_of_blocks(spans, own_blocks, size)
-    first_block = lookup(spans.first_block, touching.clamp(min=0))
-    block = torch.arange(blocks, device=device)
-    is_first = block == first_block[..., None]
-    is_own = block == own_blocks[:, None, None]
-    is_dense = block >= spans.dense_from[:, own_blocks, None]
-    return Cells(
-        keys=of_own_blocks(token_span == key_span[..., None]),
-        queries=of_own_blocks(token_span == query_span[..., None]),
-        span=own_query_span,
-        key_span=key_span,
-        start=of_own_blocks(cell_start),
-        number=number,
-        slot=own_query_span[..., None] == touching[:, :, None],
-        exists=touching >= 0,
-        forced=is_first | is_own,
-        dense=is_dense & (block <= own_blocks[:, None]),
+def _by_kernels(q: Tensor, cp: ContextParallel, stride: int) -> bool:
+    """Whether Triton's kernels take these queries [B, Hq, S_local, D]; plain torch takes all."""
+    cells = cp.block_size // stride
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] % 16 == 0
+        # Sums by blocks of fewer cells would take the memory that scores do.
+        and cells in (4, 8, 16, 32, 64, 128)
+        and q.shape[2] * cp.size <= kernels.MOST_BLOCKS * cp.block_size
     )
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products of rows, [B, n, L] and [B, m, L] -> [B, n, m], fp32 (fp64 for fp64)."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        # Summed in fp32, and not rounded to 16 bits afterwards.
-        return torch.bmm(a, b.mT, out_dtype=torch.float32)
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    a = a.to(dtype)
-    b = b.to(dtype)
-    return a @ b.mT
+def _where_counted(x: Tensor, counted: Tensor) -> Tensor:
+    """x where its tokens count in their cell, 0 elsewhere; contiguous."""
+    return torch.mul(x, counted, out=x.new_empty(x.shape))
 
 
-def _masses(scores: Tensor, cells: Cells, part: slice, visible: int, per_block: int) -> Tensor:
-    """Softmax over the key cells seen, summed by blocks: [B, G, m, T, visible].
+def _counted(
+    spans: Spans, own_blocks: Tensor, block_size: int, stride: int, cells: int
+) -> tuple[Tensor, Tensor]:
+    """Which tokens of this rank's blocks count in their cell, as keys and as queries.
 
-    It is also summed over the query cells of each of the T spans that touch the query block.
-    scores: [B, G, m, cells a block, key cells], of the query blocks `part` with all cells of
-        `visible` blocks.
+    bool [B, n_local, block] each. cells: of the sequence.
     """
-    count = scores.shape[-1]
-    stride = cells.keys.shape[2] // cells.number.shape[1]
-    key_cell = torch.arange(count, device=scores.device)
-
-    # [B, m, cells a block, key cells]: in the same document, not later, and not all of it before
-    # the mask's start.
-    seen = cells.span[:, part, :, None] == cells.key_span[:, None, None, :count]
-    seen &= key_cell <= cells.number[part, :, None]
-    seen &= (key_cell + 1) * stride > cells.start[:, part, :, None]
-
-    # [B, G, m, cells a block, key cells]
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    # Cells that see nothing have a finite maximum too, so that their weights are 0, not NaN.
-    largest = scores.amax(-1, keepdim=True)
-    largest = largest.clamp(min=torch.finfo(scores.dtype).min)
-    weight = (scores - largest).exp()
-
-    # [B, G, m, cells a block, 1]
-    total = weight.sum(-1, keepdim=True)
-    # [B, G, m, cells a block, visible]
-    block_weight = weight.unflatten(-1, (visible, per_block)).sum(-1)
-    share = block_weight / torch.where(total > 0, total, 1)
-
-    # [B, 1, m, T, cells a block] @ [B, G, m, cells a block, visible]
-    in_span = cells.slot[:, None, part].mT
-    return in_span.to(share.dtype) @ share
+    # [B, cells, stride]
+    span = span_of_tokens(spans.start, spans.stop, cells * stride).unflatten(1, (-1, stride))
+    known = span < spans.start.shape[1]
+    # Of a cell across a border those of its last document count as keys, of its first as queries.
+    keys = known & (span == span[..., -1:])
+    queries = known & (span == span[..., :1])
+    # [B, blocks, block]
+    keys = keys.flatten(1).unflatten(1, (-1, block_size))
+    queries = queries.flatten(1).unflatten(1, (-1, block_size))
+    return keys[:, own_blocks], queries[:, own_blocks]
 
 
-def _fewest(mass: Tensor, forced: Tensor, threshold: float) -> Tensor:
-    """bool like mass [..., n]: the forced elements and the fewest others that reach the target.
+def _query_blocks(
+    ranges: MaskRanges, spans: Spans, own_blocks: Tensor, block_size: int, stride: int
+) -> QueryBlocks:
+    """What the cells of this rank's query blocks see and choose from."""
+    batch, span_count = spans.start.shape
+    seq_len = ranges.start.shape[1]
+    per_block = block_size // stride
+    # [n_local, c], then [B, n_local c]: the global numbers of this rank's cells, their first
+    # tokens, and the spans and keys that these see.
+    number = own_blocks[:, None] * per_block + torch.arange(per_block, device=own_blocks.device)
+    number = number.flatten().expand(batch, -1)
+    token = number * stride
+    span = span_of_tokens(spans.start, spans.stop, seq_len).gather(1, token)
+    start = ranges.start.expand(batch, -1).gather(1, token)
 
-    The target is the threshold's share of the sum of all; equal elements are taken in order of
-    position.
-    """
-    # [..., n]: the forced ones come first.
-    ranked = mass.masked_fill(forced.expand_as(mass), torch.inf)
-    order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    # [B, n_local c]: a key cell is that of its last token's document. It is seen if not all of it
+    # is before the mask's start, and if it is not later than the query's.
+    known = span.clamp(max=span_count - 1)
+    first = lookup(spans.start, known).maximum(start) // stride
+    stop = (lookup(spans.stop, known) // stride).minimum(number + 1)
+    sees = (span < span_count) & (first < stop)
 
-    # In this order, each at its own mass: what all before it hold together.
-    sorted_mass = mass.gather(-1, order)
-    up_to = sorted_mass.cumsum(-1)
-    before = F.pad(up_to[..., :-1], (1, 0))
-
-    # [..., 1]
-    target = threshold * up_to[..., -1:]
-    wanted = (before < target) & (sorted_mass > 0)
-    # Back in order of position.
-    picked = torch.zeros_like(wanted).scatter_(-1, order, wanted)
-    return picked | forced
+    # [B, n_local, T]: the spans that touch each block. [B, n_local, c]: which of them is a cell's.
+    touching = spans_of_blocks(spans, own_blocks, block_size)
+    by_block = span.unflatten(1, (-1, per_block))
+    is_of = by_block[..., None] == touching[:, :, None]
+    slot = is_of.int().argmax(-1)
+    first_block = lookup(spans.first_block, touching.clamp(min=0))
+    return QueryBlocks(
+        first=torch.where(sees, first, 0).unflatten(1, (-1, per_block)).int(),
+        stop=torch.where(sees, stop, 0).unflatten(1, (-1, per_block)).int(),
+        slot=slot.int(),
+        number=own_blocks.int(),
+        first_block=torch.where(touching >= 0, first_block, -1).int(),
+        dense_from=spans.dense_from[:, own_blocks].int(),
+    )

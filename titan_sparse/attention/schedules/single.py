@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titan_sparse.attention.backends.base import DenseShape, Piece, Queries
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.schedules import varlen, verticals
+from titan_sparse.attention.schedules import gathered, varlen, verticals
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,12 +20,17 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     if packing is not None:
         out, lse = varlen.forward(call, packing, q, k, v)
         return out, lse, _no_verticals(q)
-    # Everything else goes by tiles.
+    # Chunks that single queries chose.
     batch = len(q)
+    geometry = gathered.geometry_of(call, batch)
+    if geometry is not None:
+        out, lse = gathered.forward(call, geometry, q, k, v)
+        return out, lse, _no_verticals(q)
+    # Everything else goes by tiles.
     tiles = call.tiles_of_rank(batch, source=0, transpose=False)
     pieces = [Piece(k, v, tiles)]
-    gathered = verticals.gather(call, k, v)
-    vertical_kv = gathered.wait()
+    pending = verticals.gather(call, k, v)
+    vertical_kv = pending.wait()
     if vertical_kv.shape[3] > 0:
         vertical_piece = call.vertical_piece(vertical_kv, batch, transpose=False)
         pieces.append(vertical_piece)
@@ -51,6 +56,9 @@ def backward(
     if packing is not None:
         return varlen.backward(call, packing, queries, k, v)
     batch = len(q)
+    geometry = gathered.geometry_of(call, batch)
+    if geometry is not None:
+        return gathered.backward(call, geometry, queries, k, v)
     by_key = call.backend.READS_BY_KEY
     tiles = call.tiles_of_rank(batch, source=0, transpose=by_key)
     pieces = [Piece(k, v, tiles)]

@@ -317,6 +317,38 @@ def backward(
     start, stop: int32 [B, Sq], contiguous.
     Returns dq in q's shape, and (dk, dv) of each piece in the shape of its k.
     """
+    queries = query_side(d_out, q, out, lse, start, stop, block_size, scale)
+    dq = query_gradient(queries, pieces, output)
+    d_pieces = []
+    for piece, dtype in zip(pieces, output.kv_dtypes, strict=True):
+        d_pieces.append(key_gradient(queries, piece, dtype))
+    return dq, d_pieces
+
+
+class QuerySide(NamedTuple):
+    """What both gradient kernels read of the queries. lse_2: in base 2. scale: of the logits."""
+
+    q: Tensor
+    d_out: Tensor
+    lse_2: Tensor
+    delta: Tensor
+    start: Tensor
+    stop: Tensor
+    block_size: int
+    scale: float
+
+
+def query_side(
+    d_out: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    block_size: int,
+    scale: float,
+) -> QuerySide:
+    """What query_gradient() and key_gradient() read; arguments as of backward()."""
     q = dense_rows(q)
     d_out = dense_rows(d_out)
     out = dense_rows(out)
@@ -339,31 +371,10 @@ def backward(
         D=triton.next_power_of_2(dim),
         LOG2_E=LOG2_E,
     )
-
-    queries = _QuerySide(q, d_out, lse_2, delta, start, stop, block_size, scale)
-    dq = _query_side_gradient(queries, pieces, output)
-    d_pieces = []
-    for piece, dtype in zip(pieces, output.kv_dtypes, strict=True):
-        d_pieces.append(_key_side_gradient(queries, piece, dtype))
-    return dq, d_pieces
+    return QuerySide(q, d_out, lse_2, delta, start, stop, block_size, scale)
 
 
-class _QuerySide(NamedTuple):
-    """What both gradient kernels read of the queries. lse_2: in base 2. scale: of the logits."""
-
-    q: Tensor
-    d_out: Tensor
-    lse_2: Tensor
-    delta: Tensor
-    start: Tensor
-    stop: Tensor
-    block_size: int
-    scale: float
-
-
-def _query_side_gradient(
-    queries: _QuerySide, pieces: list[Piece], output: GradientOutput
-) -> Tensor:
+def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
     """dq through all pieces in one launch, and what `output` adds to it."""
     q = queries.q
     d_out = queries.d_out
@@ -402,9 +413,7 @@ def _query_side_gradient(
     return dq
 
 
-def _key_side_gradient(
-    queries: _QuerySide, piece: Piece, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dk and dv of one piece, in `dtype`."""
     q = queries.q
     d_out = queries.d_out

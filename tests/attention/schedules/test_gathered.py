@@ -1,0 +1,201 @@
+"""attend() with MoBA on one rank, where queries are gathered by chunk, against brute force."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import dense_attention, gradients, relative_error, structured_qkv
+from titan_sparse.attention import attend
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import Dense, MoBA
+from titan_sparse.attention.schedules import gathered as schedule
+from titan_sparse.kernels.gathered import launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE = 64
+
+
+class Case(NamedTuple):
+    """documents: lengths by sequence; what is left of `seq_len` is padding. is_gathered: whether
+    the kernels over gathered queries compute it."""
+
+    pattern: MoBA
+    documents: list[list[int]]
+    mask: Mask | None = None
+    heads: tuple[int, int] = (4, 2)
+    seq_len: int = 256
+    dtype: torch.dtype = torch.float32
+    is_gathered: bool = True
+
+    @property
+    def its_mask(self) -> Mask:
+        return self.mask or Documents(self.documents)
+
+    def tensors(self) -> list[Tensor]:
+        """d_out, q, k, v."""
+        heads, kv_heads = self.heads
+        drawn = structured_qkv(len(self.documents), heads, kv_heads, self.seq_len, 16, seed=5)
+        d_out = torch.randn(drawn[0].shape, generator=torch.Generator().manual_seed(0))
+        return [x.to(DEVICE, self.dtype) for x in (d_out, *drawn)]
+
+
+CASES = {
+    "causal": Case(MoBA(64, 3), [[256]], Causal()),
+    "ragged": Case(MoBA(64, 2), [[237]], Causal(), heads=(2, 2), seq_len=237),
+    "a chunk of no tile": Case(MoBA(72, 2), [[256]], Causal(), heads=(3, 3)),
+    "group of 5": Case(MoBA(64, 2), [[192]], Causal(), heads=(5, 1), seq_len=192),
+    "packed": Case(MoBA(64, 3), [[190, 30, 36], [20, 236]], heads=(2, 1)),
+    "packed and padded": Case(MoBA(70, 2), [[175, 75], [64, 63]], heads=(3, 1)),
+    "padding": Case(MoBA(64, 3), [[150], [0]], Causal(valid=(150, 0)), heads=(2, 1), seq_len=192),
+    "everything": Case(MoBA(64, 99), [[256]], Causal(), heads=(1, 1)),
+    "fp16": Case(MoBA(64, 3), [[256]], Causal(), heads=(2, 1), dtype=torch.float16),
+    "window": Case(MoBA(64, 3), [[256]], Causal() & SlidingWindow(150), (2, 1), is_gathered=False),
+    "own chunk alone": Case(MoBA(64, 1), [[128]], Causal(), (1, 1), 128, is_gathered=False),
+    "one chunk": Case(MoBA(128, 4), [[128]], Causal(), (1, 1), 128, is_gathered=False),
+}
+
+
+def brute_force(case: Case, q: Tensor, k: Tensor) -> Tensor:
+    """bool [B, Hq, S, S]: what each query sees, from q and k in fp64."""
+    batch, heads, seq_len, _ = q.shape
+    size = case.pattern.chunk_size
+    chosen = torch.zeros(batch, heads, seq_len, seq_len, dtype=torch.bool)
+    for b, h in itertools.product(range(batch), range(heads)):
+        keys = k[b, h * k.shape[1] // heads]
+        ends = [0, *itertools.accumulate(case.documents[b])]
+        for start, stop in itertools.pairwise(ends):
+            means = keys[start:stop].split(size)
+            means = torch.stack([chunk.mean(0) for chunk in means]) if means[0].numel() else None
+            for i in range(start, stop):
+                own = (i - start) // size
+                best = (means[:own] @ q[b, h, i]).topk(min(own, case.pattern.top_k - 1)).indices
+                for c in [*best.tolist(), own]:
+                    chosen[b, h, i, start + c * size : min(start + (c + 1) * size, i + 1)] = True
+    return chosen & case.its_mask.dense(seq_len)[:, None]
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """Which passes were computed by the kernels over gathered queries."""
+    steps: list[str] = []
+
+    def counted(name: str):
+        real = getattr(schedule, name)
+
+        def call(*args):
+            steps.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(schedule, name, call)
+
+    counted("forward")
+    counted("backward")
+    return steps
+
+
+def _run(case: Case, **options) -> list[Tensor]:
+    """out and the gradients of q, k and v."""
+    options = dict(mask=case.its_mask, pattern=case.pattern, block_size=SIZE) | options
+    out, grads = gradients(lambda *qkv: attend(*qkv, **options), *case.tensors())
+    return [out, *grads]
+
+
+def _wanted(case: Case) -> list[Tensor]:
+    d_out, q, k, v = (x.double().cpu() for x in case.tensors())
+    seen = brute_force(case, q, k)
+    out, grads = gradients(lambda *qkv: dense_attention(*qkv, seen)[0], d_out, q, k, v)
+    return [out, *grads]
+
+
+def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert relative_error(a.cpu(), b.cpu()) < tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_brute_force(taken, name):
+    case = CASES[name]
+    tolerance = 2e-3 if case.dtype == torch.float16 else 1e-5
+    _assert_close(_run(case, backend="triton"), _wanted(case), tolerance)
+    assert taken == (["forward", "backward"] if case.is_gathered else [])
+
+
+def test_normalizer_and_rows_that_see_nothing():
+    case = CASES["padding"]
+    _, q, k, v = case.tensors()
+    options = dict(mask=case.its_mask, pattern=case.pattern, block_size=SIZE, backend="triton")
+    out, aux = attend(q, k, v, return_aux=True, **options)
+    seen = brute_force(case, q.double().cpu(), k.double().cpu())
+    _, lse = dense_attention(*(x.double().cpu() for x in (q, k, v)), seen)
+    assert torch.equal(aux.lse.cpu().isinf(), lse.isinf())
+    assert (out[0, :, 150:] == 0).all() and (out[1] == 0).all()
+    torch.testing.assert_close(aux.lse.cpu().double(), lse, rtol=0, atol=1e-5)
+
+
+def test_other_ways_stay_as_they_are(taken):
+    """Another backend, another pattern, and a share of the sequence."""
+    case = CASES["group of 5"]
+    _run(case, backend="eager")
+    _run(case, backend="triton", pattern=Dense())
+    assert taken == []
+    # The two shares go by lists of blocks, the gradient is the whole's.
+    parts = _run(case, backend="triton", recomputed=0.5)
+    assert taken == ["backward"]
+    _assert_close(parts, _wanted(case), 1e-5)
+
+
+def test_any_number_of_heads_at_a_time(monkeypatch):
+    """Heads whose lists are made together, and those whose sums are kept together.
+
+    The same bits, but for dk and dv, which are sums over heads.
+    """
+    case = Case(MoBA(64, 2), [[128], [128]], Causal(), seq_len=128)
+    want = _run(case, backend="triton")
+    for lists, totals in ((2, 1), (4, 2)):
+        # Bytes that hold so many heads: of lists, with 3 counts of 1 slot in 2 tiles; and of sums.
+        monkeypatch.setattr(launch, "_LIST_BYTES", lists * 8 * (128 + 6))
+        monkeypatch.setattr(launch, "_TOTAL_BYTES", totals * 4 * 128 * 16)
+        assert len(launch.list_shares((2, 4, 128), 2, 2, 1)) == 8 // lists
+        assert len(launch.total_shares((1, lists, 128, 16), lists // 2)) == lists // totals
+        out, dq, *rest = _run(case, backend="triton")
+        assert torch.equal(out, want[0]) and torch.equal(dq, want[1])
+        _assert_close(rest, want[2:], 1e-6)
+
+
+def test_the_mask_is_looked_at_once(monkeypatch):
+    """The host waits for a packed mask once, not in every layer; for a plain one never."""
+    looked = []
+    real = schedule.shows_the_past
+
+    def look(ranges):
+        looked.append(ranges)
+        return real(ranges)
+
+    monkeypatch.setattr(schedule, "shows_the_past", look)
+    q = torch.randn(1, 1, 128, 16, device=DEVICE)
+    options = dict(pattern=MoBA(64, 2), block_size=SIZE, backend="triton")
+    attend(q, q, q, Causal(), **options)
+    assert looked == []
+    ranges = Documents([128]).rows(128, DEVICE)
+    attend(q, q, q, ranges, **options)
+    attend(q, q, q, ranges, **options)
+    assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    "mask, wanted",
+    [
+        (Causal(), True),
+        (Causal(valid=(40, 0)), True),
+        (Documents([[30, 10], [48]]), True),
+        (Causal() & SlidingWindow(48), True),
+        (Causal() & SlidingWindow(47), False),
+        (Documents([[30, 10], [48]]) & SlidingWindow(29), False),
+    ],
+)
+def test_masks_that_cut_no_chunk(mask, wanted):
+    assert schedule.shows_the_past(mask.rows(48)) is wanted

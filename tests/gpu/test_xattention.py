@@ -1,0 +1,142 @@
+"""XAttention's selection on a GPU: kernels against twins in bf16, and how long it takes."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.benchmarks.timing import times
+from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
+from titan_sparse.attention.patterns import XAttention, xattention
+from titan_sparse.estimate import synthetic
+from titan_sparse.kernels import antidiagonals as kernels
+from titan_sparse.kernels.antidiagonals import Shape
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SEQ_LEN = 8192
+MASKS = {
+    "causal": Causal(),
+    "window": Causal(valid=(SEQ_LEN - 100,)) & SlidingWindow(3000),
+    "documents": Documents([SEQ_LEN // 2 + 5, 100, 2000, 1900]),
+}
+SHAPES = {
+    "128 x 256, 3 stages": kernels.HOPPER,
+    "128 x 256, 4 stages": Shape(stages=4),
+    "256 x 128, 4 stages": Shape(query_cells=256, key_cells=128, stages=4),
+    "128 x 128, 8 warps": kernels.SMALLER,
+    "128 x 128, two a multiprocessor": Shape(key_cells=128, warps=4, stages=3, programs=2),
+}
+
+
+def _generated(head_dim: int, heads: int = 4, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    drawn = synthetic.draw_heads(SEQ_LEN, heads=heads, kv_heads=2, head_dim=head_dim)
+    q = synthetic.queries(drawn, 0, SEQ_LEN, dtype)
+    k = synthetic.keys(drawn, 0, SEQ_LEN, dtype)
+    return [q.cuda(), k.cuda()]
+
+
+def _chosen(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask, by_kernels: bool) -> Tensor:
+    """bool [B, Hq, blocks, blocks]"""
+    if not by_kernels:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(xattention, "_by_kernels", lambda q, cp, stride: False)
+            return _chosen(q, k, pattern, mask, by_kernels=True)
+    block = torch.arange(SEQ_LEN // 128, device="cuda")
+    return pattern.select(q, k, mask.rows(SEQ_LEN, "cuda")).selects(block, block)
+
+
+def _is_the_twins(q: Tensor, k: Tensor, pattern: XAttention, mask: Mask) -> None:
+    """Up to blocks that rounding moves over the limit, which are worth as much as any other."""
+    got = _chosen(q, k, pattern, mask, by_kernels=True)
+    want = _chosen(q, k, pattern, mask, by_kernels=False)
+    share = want.double().mean()
+    assert 0.02 < share < 0.45
+    assert (got != want).double().mean() < 0.002 * share
+    # As many of a query block, but where the one more or less is what rounding moved.
+    assert ((got.sum(-1) - want.sum(-1)).abs() <= 1).all()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("threshold", [0.5, 0.9, 0.99])
+def test_kernels_choose_what_the_twins_do(mask, threshold):
+    q, k = _generated(128, heads=16)
+    _is_the_twins(q, k, XAttention(threshold=threshold, dense_below=256), MASKS[mask])
+
+
+@pytest.mark.parametrize(
+    "head_dim, stride, dtype",
+    [
+        (64, 8, torch.bfloat16),
+        (96, 4, torch.bfloat16),
+        (256, 32, torch.bfloat16),
+        (128, 16, torch.float16),
+    ],
+    ids=str,
+)
+def test_other_sizes(head_dim, stride, dtype):
+    q, k = _generated(head_dim, dtype=dtype)
+    _is_the_twins(q, k, XAttention(stride=stride, dense_below=256), MASKS["documents"])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiles_of_all_shapes_choose_the_same(shape, monkeypatch):
+    monkeypatch.setattr(kernels, "shape_for", lambda device: SHAPES[shape])
+    q, k = _generated(128, heads=6)
+    _is_the_twins(q, k, XAttention(dense_below=256), MASKS["documents"])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_it_is_the_same_each_time_and_waits_for_nothing(mask):
+    q, k = _generated(128)
+    ranges = MASKS[mask].rows(SEQ_LEN, "cuda")
+    pattern = XAttention(dense_below=256)
+    first = pattern.select(q, k, ranges).words
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [pattern.select(q, k, ranges).words for _ in range(3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(words, first) for words in again)
+
+
+def test_fp32_goes_to_the_twin():
+    """It has no tensor cores at full precision."""
+    q, k = (x.float() for x in _generated(64))
+    pattern = XAttention(dense_below=256)
+    by_kernels, by_twin = (_chosen(q, k, pattern, Causal(), one) for one in (True, False))
+    assert torch.equal(by_kernels, by_twin)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_time_at_524288_tokens(shape, monkeypatch, capsys):
+    """Printed: the milliseconds of a selection, and of each of its kernels; the memory it takes."""
+    monkeypatch.setattr(kernels, "shape_for", lambda device: SHAPES[shape])
+    seq_len = 524288
+    torch.manual_seed(0)
+    q = torch.randn(1, 16, seq_len, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.randn(1, 2, seq_len, 128, dtype=torch.bfloat16, device="cuda")
+    ranges = Causal().rows(seq_len, "cuda")
+    select = functools.partial(XAttention().select, q, k, ranges)
+    select()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    [milliseconds] = times([select], repeats=3, lead=True)
+    extra = torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        select()
+        torch.cuda.synchronize()
+    spent = {event.key: event.device_time_total / 1000 for event in profile.key_averages()}
+    with capsys.disabled():
+        print(f"\n{shape}: {milliseconds:.1f} ms, {extra / 2**20:.0f} MiB")
+        for name, of_kernel in sorted(spent.items(), key=lambda item: -item[1])[:6]:
+            print(f"    {of_kernel:8.2f} ms  {name[:80]}")
+    assert milliseconds > 0
+    # Two KV heads' keys, a part's sums by block and queries, twice these; and the choice.
+    assert extra < 768 * 2**20

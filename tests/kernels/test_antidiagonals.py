@@ -1,0 +1,224 @@
+"""Sums along antidiagonals and what is chosen by them: the kernels against their plain-torch twins."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.reference import structured_qkv
+from titan_sparse.attention.context_parallel.layouts import LAYOUTS
+from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
+from titan_sparse.attention.patterns.spans import find_spans
+from titan_sparse.attention.patterns.xattention import _counted, _query_blocks
+from titan_sparse.kernels import antidiagonals as kernels
+from titan_sparse.kernels.antidiagonals import BlockSums, QueryBlocks, Shape
+from titan_sparse.kernels.bits import unpack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZE, SEQ_LEN = 16, 320
+BLOCKS = SEQ_LEN // SIZE
+SMALL = Shape(query_cells=32, key_cells=32, depth=16, warps=1, stages=1)
+MASKS = {
+    "causal": Causal(),
+    "padding": Causal(valid=(SEQ_LEN - 5, 0)),
+    "window": Causal(valid=(SEQ_LEN, SEQ_LEN - 70)) & SlidingWindow(70),
+    "documents": Documents([[121, 7, 1, 191], [60, 60, 60, 140]]),
+    "documents, window": Documents([[33, 17, 270], [SEQ_LEN]]) & SlidingWindow(45),
+}
+
+
+class Problem(NamedTuple):
+    """Queries of a KV head, its keys, and which blocks of queries these are."""
+
+    q: Tensor
+    k: Tensor
+    blocks: QueryBlocks
+    stride: int
+
+
+def problem(
+    mask: str,
+    group: int = 2,
+    stride: int = 4,
+    dim: int = 16,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Problem:
+    """With several ranks, the blocks of the second one in the striped layout."""
+    ranges = MASKS[mask].rows(SEQ_LEN)
+    spans = find_spans(ranges, 2, 48, SIZE)
+    own_blocks = torch.arange(BLOCKS)
+    if ranks > 1:
+        own_blocks = torch.as_tensor(LAYOUTS["striped"](ranks, BLOCKS)[1])
+    blocks = _query_blocks(ranges, spans, own_blocks, SIZE, stride)
+    q, k, _ = structured_qkv(2, group, 1, SEQ_LEN, dim, seed=7, dtype=dtype)
+    q = q.unflatten(2, (-1, SIZE))[:, :, own_blocks]
+    of_keys, _ = _counted(spans, torch.arange(BLOCKS), SIZE, stride, SEQ_LEN // stride)
+    _, of_queries = _counted(spans, own_blocks, SIZE, stride, SEQ_LEN // stride)
+    q = (q * of_queries[:, None, :, :, None]).flatten(2, 3)
+    k = k[:, 0] * of_keys.flatten(1)[..., None]
+    blocks = QueryBlocks._make(x.to(DEVICE) for x in blocks)
+    return Problem(q.to(DEVICE), k.to(DEVICE), blocks, stride)
+
+
+def sums_of(given: Problem, shape: Shape = SMALL) -> BlockSums:
+    q, k, blocks, stride = given
+    tiles = kernels.visible_tiles(blocks, k.shape[1] // stride, q.shape[1], shape)
+    return kernels.block_sums(q, k, blocks, stride, 0.1, tiles)
+
+
+def twin_of(given: Problem) -> BlockSums:
+    """In fp64."""
+    q, k, blocks, stride = given
+    return kernels.block_sums_naive(q.double(), k.double(), blocks, stride, 0.1)
+
+
+def masses(sums: BlockSums, blocks: QueryBlocks) -> Tensor:
+    """In fp64."""
+    exact = BlockSums(sums.weight.double(), sums.top.double(), sums.run)
+    return kernels.document_masses(exact, blocks, BLOCKS)
+
+
+CASES = [
+    ("causal", {}),
+    ("causal", {"dtype": torch.float16}),
+    # Three heads, tiles of which lie beside each other; a head dimension that K does not divide.
+    ("padding", {"group": 3, "dim": 24}),
+    ("window", {"group": 1}),
+    ("documents", {"ranks": 2}),
+    ("documents, window", {"stride": 8}),
+    # A cell is a block; and it is a token.
+    ("documents", {"stride": 16}),
+    ("window", {"stride": 1, "group": 1}),
+    ("causal", {"ranks": 4, "stride": 8}),
+]
+
+
+@pytest.mark.parametrize("mask, options", CASES, ids=str)
+def test_sums(mask, options):
+    given = problem(mask, **options)
+    want = masses(twin_of(given), given.blocks)
+    got = masses(sums_of(given), given.blocks)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    # Every cell that sees anything holds a mass of 1.
+    cells = given.blocks.stop > given.blocks.first
+    held = cells.sum(2)[:, None].expand(got.shape[:3])
+    torch.testing.assert_close(got.sum((3, 4)), held.double())
+    assert cells.any()
+
+
+def test_weights_that_vanish_beside_the_largest():
+    """A tile's sums are relative to its own maxima: scores of -1000 are no zeros, nor NaN."""
+    given = problem("causal")
+    given = given._replace(q=given.q * 300)
+    want = twin_of(given)
+    got = masses(sums_of(given), given.blocks)
+    torch.testing.assert_close(got, masses(want, given.blocks), atol=1e-4, rtol=1e-3)
+    assert want.top.max() > 1000
+
+
+def test_rows_that_see_nothing_of_a_tile():
+    """Row 32 sees key cells from 14 on, row 63 from 45 on; they share a tile with the first 32."""
+    sums = sums_of(problem("window", group=1))
+    assert (sums.weight[0, 0, 32, :8] > 0).any()
+    assert (sums.weight[0, 0, 63, :8] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "mask, threshold",
+    [("causal", 0.3), ("padding", 0.9), ("documents", 0.9), ("documents, window", 1.0)],
+)
+def test_choice(mask, threshold):
+    """From sums with several maxima a row."""
+    given = problem(mask)
+    sums = sums_of(given)
+    assert sums.run < BLOCKS
+    got = kernels.chosen_blocks(sums, given.blocks, threshold, BLOCKS, BLOCKS)
+    exact = BlockSums(sums.weight.double(), sums.top.double(), sums.run)
+    want = kernels.chosen_blocks_naive(exact, given.blocks, threshold, BLOCKS, BLOCKS)
+    assert torch.equal(got, want)
+    chosen = unpack(got, BLOCKS)
+    assert 0.05 < chosen.double().mean() < 0.6
+
+
+def _one_row(mass: list[float], forced: tuple[int, int]) -> tuple[BlockSums, QueryBlocks]:
+    """A query block of one cell with these masses; the two blocks are always on."""
+    count = len(mass)
+    weight = torch.tensor(mass, device=DEVICE).view(1, 1, 1, count)
+    top = torch.zeros(1, 1, 1, 1, device=DEVICE)
+
+    def whole(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE).view(1, 1, -1)
+
+    blocks = QueryBlocks(
+        first=whole(0),
+        stop=whole(count),
+        slot=whole(0),
+        number=whole(forced[1]).flatten(),
+        first_block=whole(forced[0]),
+        dense_from=whole(count)[0],
+    )
+    return BlockSums(weight, top, count), blocks
+
+
+@pytest.mark.parametrize(
+    "mass, forced, threshold, want",
+    [
+        # Equal ones in order of position.
+        ([1, 3, 1, 1, 1, 1], (5, 5), 0.7, [0, 1, 2, 5]),
+        ([1.0] * 64, (0, 63), 0.5, [*range(31), 63]),
+        # What is always on is enough.
+        ([4, 1, 1, 1, 4], (0, 4), 0.7, [0, 4]),
+        # All that hold anything, however little, and no others.
+        ([1, 1e-30, 0, 1e-12, 1], (0, 4), 1.0, [0, 1, 3, 4]),
+        ([0, 0, 0, 0], (1, 3), 0.9, [1, 3]),
+    ],
+)
+def test_choice_of_masses(mass, forced, threshold, want):
+    sums, blocks = _one_row(mass, forced)
+    # More words than the program's masses fill: the rest is 0.
+    words = kernels.chosen_blocks(sums, blocks, threshold, len(mass), 100)
+    assert words.shape == (1, 1, 1, 4)
+    assert unpack(words, 128)[0, 0, 0].nonzero().flatten().tolist() == want
+
+
+def test_tiles():
+    """Of 5 x 3 tiles of a causal mask, those on and below the diagonal, two rows side by side."""
+    blocks = problem("causal").blocks
+    shape = Shape(query_cells=16, key_cells=32)
+    number, count, _ = kernels.visible_tiles(blocks, SEQ_LEN // 4, 4, shape)
+    seen = number[: count.item()].tolist()
+    row_pairs = [[0, 3], [6, 9, 7, 10], [12, 13, 14]]
+    first = [tile for tiles in row_pairs for tile in tiles]
+    assert seen == first + [tile + 15 for tile in first]
+
+
+def test_a_tile_ends_where_the_next_begins():
+    """One row of tiles sees key cells 8 to 15, the second of four tiles; the other sees nothing."""
+    _, blocks = _one_row([1.0], (0, 0))
+    blocks = blocks._replace(
+        first=torch.tensor([[[8], [0]]], dtype=torch.int32, device=DEVICE),
+        stop=torch.tensor([[[16], [0]]], dtype=torch.int32, device=DEVICE),
+    )
+    number, count, _ = kernels.visible_tiles(blocks, 32, 1, Shape(query_cells=1, key_cells=8))
+    assert count.tolist() == 1
+    assert number[0] == 1
+
+
+def test_tiles_of_windows_and_documents():
+    """Nothing is left out that any cell sees, and much is that none does."""
+    for mask in ("window", "documents, window"):
+        blocks = problem(mask).blocks
+        shape = Shape(query_cells=16, key_cells=8)
+        number, count, _ = kernels.visible_tiles(blocks, SEQ_LEN // 4, 1, shape)
+        listed = torch.zeros(2 * 5 * 10, dtype=torch.bool)
+        listed[number[: count.item()].long().cpu()] = True
+        # [2, 80, 80]
+        cell = torch.arange(80, device=DEVICE)
+        seen = (cell >= blocks.first.flatten(1)[..., None]) & (
+            cell < blocks.stop.flatten(1)[..., None]
+        )
+        needed = seen.unflatten(2, (10, 8)).unflatten(1, (5, 16)).any(4).any(2).flatten()
+        assert torch.equal(listed, needed.cpu())
+        assert count < 50

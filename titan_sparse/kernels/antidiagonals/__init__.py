@@ -1,0 +1,45 @@
+"""XAttention's scores: sums along antidiagonals of q k, and what is chosen by them.
+
+visible_tiles(blocks, key_cells, group, shape) -> Tiles
+block_sums(q, k, blocks, stride, scale, tiles) -> BlockSums
+chosen_blocks(sums, blocks, threshold, visible, count) -> bits
+
+Queries and keys are cut into cells of `stride` tokens. The twins have the same signatures, but know
+no tiles.
+"""
+
+from titan_sparse.kernels.antidiagonals.choice import MOST_BLOCKS, chosen_blocks
+from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
+from titan_sparse.kernels.antidiagonals.naive import (
+    block_sums_naive,
+    chosen_blocks_naive,
+    document_masses,
+    fewest,
+)
+from titan_sparse.kernels.antidiagonals.sums import (
+    HOPPER,
+    SMALLER,
+    Shape,
+    Tiles,
+    block_sums,
+    shape_for,
+    visible_tiles,
+)
+
+__all__ = [
+    "HOPPER",
+    "MOST_BLOCKS",
+    "SMALLER",
+    "BlockSums",
+    "QueryBlocks",
+    "Shape",
+    "Tiles",
+    "block_sums",
+    "block_sums_naive",
+    "chosen_blocks",
+    "chosen_blocks_naive",
+    "document_masses",
+    "fewest",
+    "shape_for",
+    "visible_tiles",
+]

@@ -1,0 +1,195 @@
+"""Attention over two pieces: lists of blocks, and whole chunks that single queries chose.
+
+Sums of the gathered queries are kept in fp32, for some of the heads at a time, so that their memory
+is bounded. The block-sparse kernel goes on from them and rounds the result.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_sparse.kernels import block_sparse
+from titan_sparse.kernels.block_sparse import GradientOutput, Lists, Piece, QuerySide
+from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
+from titan_sparse.kernels.gathered.forward import add_attention
+from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
+from titan_sparse.kernels.gathered.lists import (
+    Choices,
+    Gathered,
+    TileTable,
+    chosen_pairs,
+    gather_queries,
+    tile_table,
+)
+
+
+class Plan(NamedTuple):
+    """What is computed.
+
+    own: the lists of blocks, and keys and values. choices: the chunks, of the same keys.
+    start, stop: int32 [B, S], contiguous: in partial tiles of the blocks a query sees start <= p <
+        stop.
+    block_size: no larger than a chunk. scale: of the logits, above 0.
+    """
+
+    own: Piece
+    choices: Choices
+    start: Tensor
+    stop: Tensor
+    block_size: int
+    scale: float
+
+    def of(self, share: Share) -> "Plan":
+        """The plan of a share, as views."""
+        keys = (share.batches, share.kv_heads)
+        own = self.own._replace(
+            k=self.own.k[keys],
+            v=self.own.v[keys],
+            by_query=_lists_of(self.own.by_query, share),
+            # dk and dv of the blocks are computed for all heads at once.
+            by_key=None,
+        )
+        return self._replace(
+            own=own,
+            choices=self.choices.of(share),
+            start=self.start[share.batches],
+            stop=self.stop[share.batches],
+        )
+
+
+class Work(NamedTuple):
+    """A share of a plan, with its lists of queries."""
+
+    share: Share
+    plan: Plan
+    gathered: Gathered
+    tiles: TileTable
+
+
+def forward(q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """out like q [B, Hq, S, D], contiguous, and natural-log lse fp32 [B, Hq, S].
+
+    Rows that see nothing: 0 and -inf.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
+    for work in _works(q, plan):
+        for part in _parts(q, work):
+            rows = (part.share.batches, part.share.heads)
+            _forward_of(q[rows], part, out[rows], lse[rows])
+    return out, lse
+
+
+def _forward_of(q: Tensor, work: Work, out: Tensor, lse: Tensor) -> None:
+    """out and lse, which is -inf before, of a share whose sums are kept at once."""
+    _, plan, gathered, tiles = work
+    own = plan.own
+    total = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    add_attention(
+        q,
+        own.k,
+        own.v,
+        plan.choices,
+        (gathered, tiles),
+        plan.scale,
+        plan.block_size,
+        (total, lse),
+    )
+    block_sparse.forward(
+        q,
+        [own],
+        plan.start,
+        plan.stop,
+        plan.block_size,
+        plan.scale,
+        total=(total, lse),
+        into=out,
+    )
+
+
+def backward(
+    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, in q's dtype. out and lse are forward()'s; plan.own needs by_key."""
+    queries = block_sparse.query_side(
+        d_out, q, out, lse, plan.start, plan.stop, plan.block_size, plan.scale
+    )
+    # In fp32: what the chunks add is summed up with it before it is rounded.
+    dk, dv = block_sparse.key_gradient(queries, plan.own, torch.float32)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for work in _works(q, plan):
+        own = work.plan.own
+        keys = (work.share.batches, work.share.kv_heads)
+        add_key_gradient(
+            _queries_of(queries, work),
+            own.k,
+            own.v,
+            work.plan.choices,
+            work.gathered,
+            (dk[keys], dv[keys]),
+        )
+        for part in _parts(q, work):
+            rows = (part.share.batches, part.share.heads)
+            _query_gradient_of(_queries_of(queries, part), part, dq[rows])
+    return dq, dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _query_gradient_of(queries: QuerySide, work: Work, dq: Tensor) -> None:
+    """dq of a share whose sums are kept at once."""
+    _, plan, gathered, tiles = work
+    own = plan.own
+    total = torch.zeros(queries.q.shape, dtype=torch.float32, device=dq.device)
+    add_query_gradient(queries, own.k, own.v, plan.choices, (gathered, tiles), total)
+    output = GradientOutput(dq.dtype, [], before=total, into=dq)
+    block_sparse.query_gradient(queries, [own], output)
+
+
+def _works(q: Tensor, plan: Plan) -> Iterator[Work]:
+    """All shares of a plan; the lists of each are made when its turn comes."""
+    kv_heads = plan.own.k.shape[1]
+    chunks = plan.choices.begin.shape[1]
+    chunk = plan.choices.tokens
+    rows, _ = row_tile(q.shape[-1], plan.block_size, q.element_size(), chunk)
+    for share in list_shares(tuple(q.shape[:3]), kv_heads, chunks, plan.choices.slots):
+        some = plan.of(share)
+        gathered = gather_queries(chosen_pairs(some.choices), chunks)
+        yield Work(share, some, gathered, tile_table(gathered, rows))
+
+
+def _parts(q: Tensor, work: Work) -> Iterator[Work]:
+    """Smaller shares of `work`, whose sums are kept at once. Their heads count in the whole."""
+    batches, heads, kv_heads = work.share
+    shape = q[batches, heads].shape
+    for inner in total_shares(tuple(shape), kv_heads.stop - kv_heads.start):
+        share = Share(
+            batches=_within(batches, inner.batches),
+            heads=_within(heads, inner.heads),
+            kv_heads=_within(kv_heads, inner.kv_heads),
+        )
+        yield Work(share, work.plan.of(inner), work.gathered.of(inner), work.tiles.of(inner))
+
+
+def _within(outer: slice, inner: slice) -> slice:
+    """What `inner` is of the whole, if it counts from the beginning of `outer`."""
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
+def _lists_of(lists: Lists, share: Share) -> Lists:
+    fields = []
+    for field in lists:
+        fields.append(None if field is None else field[share.batches, share.heads])
+    return Lists._make(fields)
+
+
+def _queries_of(queries: QuerySide, work: Work) -> QuerySide:
+    rows = (work.share.batches, work.share.heads)
+    return queries._replace(
+        q=queries.q[rows],
+        d_out=queries.d_out[rows],
+        lse_2=queries.lse_2[rows],
+        delta=queries.delta[rows],
+        start=work.plan.start,
+        stop=work.plan.stop,
+    )
