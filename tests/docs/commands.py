@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 
 PARSED = Rule(stop_when_parsed=True)
-EVALUATED = ("--lengths", "1792", "--samples", "1", "--depths", "2")
+EVALUATED = ("--lengths", "2048", "--samples", "1", "--depths", "2")
 INSPECTED = ("--length", "150", "--rows", "8", "--layers", "0")
 FEW_RANKS = ("--ranks", "4", "--nodes", "2", "--seq-len", "16384", "--layers", "1")
 MANY_LISTED = ("--gpus", "8", "--list")
