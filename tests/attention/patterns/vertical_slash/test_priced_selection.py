@@ -72,7 +72,7 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
         rows[1200:1240] = False
     for recall in (0.9, 0.95):
         kept = []
-        for seed in range(3):
+        for seed in range(4):
             set_probe_seed(seed)
             pattern = _pattern(recall=recall, budget="layer", probe=128, dense_below=128)
             chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
@@ -106,7 +106,7 @@ def test_recall_of_what_lies_behind_the_sinks():
     kept = {}
     for count_sinks in (True, False):
         means = []
-        for seed in range(3):
+        for seed in range(4):
             set_probe_seed(seed)
             pattern = _pattern(
                 budget="joint", sinks=sinks, probe=128, dense_below=128, count_sinks=count_sinks
