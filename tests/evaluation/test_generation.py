@@ -18,7 +18,7 @@ from titan_sparse.evaluation.generation import Sampling, generate
 from titan_sparse.evaluation.load import build_scorer
 from titan_sparse.evaluation.scorer import Scorer
 
-NEW = 8
+NEW = 12
 
 
 def _prompts(*lengths: int) -> list[np.ndarray]:

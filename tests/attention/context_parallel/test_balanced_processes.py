@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from scripts.plan import DEFAULT_CONSTANTS
-from tests.distributed import on_one_rank, run_processes
+from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from tests.slice_cases import mask_and_truth
@@ -87,11 +87,11 @@ def _check_cases(axes: tuple[int, int]) -> None:
         for schedule, circulates in schedules
     ]
     for number, (mask, pattern) in enumerate(CASES):
-        wanted = on_one_rank(_single, mask, pattern)
+        wanted = _single(mask, pattern)
         for cp in contexts if number < 1 else [contexts[(number + sum(axes)) % 4]]:
             _check(cp, mask, pattern, wanted)
     _check_refusals(contexts[0], mesh)
-    wanted = on_one_rank(_single, Causal(), Dense())
+    wanted = _single(Causal(), Dense())
     with pytest.MonkeyPatch.context() as patch:  # no rectangles without holes in this layout
         patch.setattr(eager, "serves_dense", lambda q, shape: True)
         _check(contexts[0], Causal(), Dense(), wanted)

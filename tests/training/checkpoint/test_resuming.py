@@ -60,9 +60,6 @@ def _save(folder: Path) -> None:
             folder, "run", **SETTINGS | {"training__steps": 3, "training__dtype": "float64"}
         )
     )
-
-
-def _train_whole(folder: Path) -> None:
     train(tiny_config(folder, "whole", **SETTINGS | {"training__dtype": "float64"}))
 
 
@@ -90,7 +87,6 @@ def _go_on(folder: Path, overrides: dict) -> None:
 def test_another_world_size(tmp_path, world_size, overrides):
     write_texts(tmp_path / "texts")
     run_processes(2, _save, tmp_path)
-    run_processes(2, _train_whole, tmp_path)
     run_processes(world_size, _go_on, tmp_path, overrides)
 
 
