@@ -111,7 +111,7 @@ LONGER = [(3, 128, 8), (5, 96, 8), (7, 100, 8)]
 )
 @pytest.mark.parametrize(
     "pattern",
-    # The others select by blocks as well; test_compiled_once_equal_to_eager_for_all_documents.
+    # moba selects whole blocks, too.
     [
         pytest.param(name, marks=pytest.mark.slow if name == "xattention" else ())
         for name in PATTERNS
