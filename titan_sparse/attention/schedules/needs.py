@@ -90,7 +90,8 @@ def _without_unmet(
     """Of the chunks that the mask lets ranks see, those that block diagonals of each group of heads
     meet: bool [W, W] each.
 
-    by_mask: bool [W, W]. It is returned unchanged where there is nothing to look at.
+    by_mask: bool [W, W]. It is returned unchanged where there is nothing to look at. In a packed
+    sequence this is a bound: a diagonal counts for all documents.
     """
     if not isinstance(index, VerticalSlashIndex):
         return [by_mask] * len(groups)
