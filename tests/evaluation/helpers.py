@@ -41,4 +41,6 @@ def plain_decoder(model: Decoder) -> Decoder:
 @torch.no_grad()
 def plain_logits(plain: Decoder, tokens: np.ndarray) -> torch.Tensor:
     """[S, V] of a plain_decoder(), float64."""
-    return plain(torch.from_numpy(tokens)[None], torch.arange(len(tokens))[None], None)[0]
+    positions = torch.arange(len(tokens))
+    [logits] = plain(torch.from_numpy(tokens)[None], positions[None], None)
+    return logits

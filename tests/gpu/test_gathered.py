@@ -78,7 +78,9 @@ def _visible(mask: Mask, seq_len: int) -> Seen:
     keys = torch.arange(seq_len, device="cuda")
 
     def seen(head: int, rows: Tensor) -> Tensor:
-        return (keys >= ranges.start[0, rows, None]) & (keys < ranges.stop[0, rows, None])
+        start = ranges.start[0, rows, None]
+        stop = ranges.stop[0, rows, None]
+        return (keys >= start) & (keys < stop)
 
     return seen
 
@@ -97,7 +99,11 @@ def _chosen(case: Case, q: Tensor, k: Tensor) -> Seen:
 
 
 def _errors(got: tuple[Tensor, list[Tensor]], want: list[Tensor]) -> list[float]:
-    return [relative_error(a, b) for a, b in zip((got[0], *got[1]), want, strict=True)]
+    out, grads = got
+    errors = []
+    for found, wanted in zip((out, *grads), want, strict=True):
+        errors.append(relative_error(found, wanted))
+    return errors
 
 
 def _run(case: Case, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

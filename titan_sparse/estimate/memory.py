@@ -285,7 +285,10 @@ def _bytes(step: Step, units: Units, intermediate_tokens: int | None = None) -> 
 
 def _has_adapter(step: Step, *names: str) -> bool:
     """Whether one of these linear layers needs its input for a gradient: without adapters all do."""
-    return step.adapters is None or any(name in step.adapters.targets for name in names)
+    if step.adapters is None:
+        return True
+    targets = step.adapters.targets
+    return any(name in targets for name in names)
 
 
 def _kept_units(step: Step) -> Units:
@@ -348,7 +351,7 @@ def _recomputed_units(step: Step) -> Units:
             hidden=alive.hidden,
             query=max(alive.query - kept_query, 0),
             kv=max(alive.kv - 1, 0),
-            intermediate=5 + of_adapters,
+            intermediate=5,
         )
     # Everything from the forward was kept: only gradients are new.
     return Units(hidden=1, query=0, kv=0, intermediate=3)

@@ -178,7 +178,8 @@ class _Call:
         self.out = attend(*self.leaves, *self.options)
 
     def backward(self) -> list[Tensor]:
-        return [self.out.detach(), *torch.autograd.grad(self.out, self.leaves, self.d_out)]
+        gradients = torch.autograd.grad(self.out, self.leaves, self.d_out)
+        return [self.out.detach(), *gradients]
 
     def alone(self) -> list[Tensor]:
         """Out and gradients, copied out of whatever memory they are in."""
