@@ -161,15 +161,6 @@ def _check_transformers(config: Config, model: TransformersConfig) -> None:
         f"training.mlp_chunk_tokens = {config.training.mlp_chunk_tokens}, but {name}, which computes "
         "an MLP at once; write training.mlp_chunk_tokens = 0",
     )
-    uses_inductor = config.compile.enable and config.compile.backend == "inductor"
-    # Gradients of q and k were off by up to half on a GPU, torch 2.11, and NaN with other attention.
-    # Without inductor's fusions (max_fusion_size = 1), by aot_eager, or on a CPU they are right; no
-    # other family is hit.
-    require(
-        not (uses_inductor and model.model_type == "gemma3_text"),
-        f"compile.enable = true, but {name}, and its layers have wrong gradients when torch's inductor "
-        "compiles them; write compile.enable = false",
-    )
     require(
         not config.float8.enable or not model.experts,
         f"float8.enable = true, but {name}, and its experts are no linear layers; "

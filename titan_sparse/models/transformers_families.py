@@ -84,7 +84,7 @@ FAMILIES = {
         qk_norm="head",
         norms=4,
         norm_starts_at=0.0,
-        notes="text only; windows in five of six layers, head_dim 256; not compiled",
+        notes="text only; windows in five of six layers, head_dim 256",
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

@@ -78,22 +78,25 @@ def _by_code_kernel(
     i_b = i_bh // heads
     o_k = tl.arange(0, SIZE)
     span = tl.load(slot + (i_b * local + i_c) * T + i_t)
-    known = tl.maximum(span, 0)
-    begin = tl.load(span_start + i_b * n + known)
-    end = tl.load(span_stop + i_b * n + known)
-    end = tl.where(span >= 0, end, begin)
-    position = tl.load(blocks + i_c) * SIZE + o_k
-    mine = (position >= begin) & (position < end)
-
-    at = (i_bh * local + i_c) * SIZE + o_k
-    code = tl.load(codes + at).to(tl.int32)
-    is_counted = tl.where(mine & (code > 0), 1.0, 0.0)
-    by_code = tl.zeros([16, 16], tl.float32)
-    for i in tl.static_range(3):
-        held_at = ((i_bh * local + i_c) * 3 + i) * SIZE + o_k
-        values = tl.load(held + held_at, mask=mine, other=0.0)
-        by_code += _sums(tl.load(held_codes + held_at).to(tl.int32), values)
     o = tl.arange(0, 16)
     code_at = ((i_bh * local + i_c) * T + i_t) * _CODES + o[:, None] * 16 + o[None, :]
-    tl.store(mass + code_at, by_code)
-    tl.store(count + code_at, _sums(code, is_counted))
+    # Few blocks of a packed sequence are in two spans.
+    if span < 0:
+        tl.store(mass + code_at, tl.zeros([16, 16], tl.float32))
+        tl.store(count + code_at, tl.zeros([16, 16], tl.float32))
+    else:
+        begin = tl.load(span_start + i_b * n + span)
+        end = tl.load(span_stop + i_b * n + span)
+        position = tl.load(blocks + i_c) * SIZE + o_k
+        mine = (position >= begin) & (position < end)
+
+        at = (i_bh * local + i_c) * SIZE + o_k
+        code = tl.load(codes + at).to(tl.int32)
+        is_counted = tl.where(mine & (code > 0), 1.0, 0.0)
+        by_code = tl.zeros([16, 16], tl.float32)
+        for i in tl.static_range(3):
+            held_at = ((i_bh * local + i_c) * 3 + i) * SIZE + o_k
+            values = tl.load(held + held_at, mask=mine, other=0.0)
+            by_code += _sums(tl.load(held_codes + held_at).to(tl.int32), values)
+        tl.store(mass + code_at, by_code)
+        tl.store(count + code_at, _sums(code, is_counted))

@@ -116,80 +116,84 @@ def _final_kernel(
     is_even = o_even < queries
     is_odd = o_even + 1 < queries
     for i_t in tl.static_range(T):
-        # Rows of the span in this slot, even ones and odd ones: [D, P / 2] and [P / 2].
         span, is_span = span_of(slot, i_b, i_c, i_t, local, T)
-        row = (i_b * n + span) * queries + o_even
-        q_row = (i_bh * n + span) * queries + o_even
-        even_q = queries_at(q, q_row, is_even, dim, D, UPCAST)
-        odd_q = queries_at(q, q_row + 1, is_odd, dim, D, UPCAST)
-        even_start, even_stop = ranges_at(start, stop, row, is_even, is_span)
-        odd_start, odd_stop = ranges_at(start, stop, row + 1, is_odd, is_span)
-        even_lse = lse_at(lse, q_row, is_even)
-        odd_lse = lse_at(lse, q_row + 1, is_odd)
-        even_sees = sees_any(even_start, even_stop, first_key, SIZE)
-        odd_sees = sees_any(odd_start, odd_stop, first_key, SIZE)
-
-        # [P / 2]: prices of the diagonals that the rows meet. No vertical is worth more to a row
-        # that sees nothing of the block.
-        head = diagonal + i_bh * entries
-        entry_of = tl.load(offset + i_b * n + span)
-        even_met = _met_diagonal(head, entry_of, row_block, row, is_even, block, entries)
-        odd_met = _met_diagonal(head, entry_of, row_block, row + 1, is_odd, block, entries)
-        even_met = tl.where(even_sees, even_met, float("inf"))
-        odd_met = tl.where(odd_sees, odd_met, float("inf"))
-
-        of_even = tl.zeros([P // 2], tl.float32)
-        of_odd = tl.zeros([P // 2], tl.float32)
-        for part in range(SIZE // PART):
-            # [PART, P / 2]
-            o_k = part * PART + tl.arange(0, PART)
-            position = first_key + o_k
-            b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
-            even = masses(b_k, even_q, even_start, even_stop, even_lse, position, scale)
-            odd = masses(b_k, odd_q, odd_start, odd_stop, odd_lse, position, scale)
-
-            # What the vertical pays for, and not the diagonal.
-            key_at = (i_bh * local + i_c) * SIZE + o_k
-            b_first = tl.load(first + key_at)
-            even_left = even_met[None, :] < b_first[:, None]
-            odd_left = odd_met[None, :] < b_first[:, None]
-            # [PART]
-            even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
-            odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
-            even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
-            odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
-            price = price_of(even_mass + odd_mass, even_rows + odd_rows)
-            even_price = price_of(even_mass, even_rows)
-            odd_price = price_of(odd_mass, odd_rows)
-
-            # [PART, P / 2]: each half of the rows is asked what the other half chose, and what all
-            # did.
-            even_held = tl.where(even_met[None, :] < odd_price[:, None], even, 0.0)
-            odd_held = tl.where(odd_met[None, :] < even_price[:, None], odd, 0.0)
-            even_all = tl.where(even_met[None, :] < price[:, None], even, 0.0)
-            odd_all = tl.where(odd_met[None, :] < price[:, None], odd, 0.0)
-            of_even += tl.sum(even - even_held * _HELD_OUT - even_all * _IN_SAMPLE, 0)
-            of_odd += tl.sum(odd - odd_held * _HELD_OUT - odd_all * _IN_SAMPLE, 0)
-
-            # A key is in one span at most: later ones only say what they see.
-            is_new = o_k >= 0 if i_t == 0 else tl.sum(even, 1) + tl.sum(odd, 1) > 0
-            code = code_of(price).to(tl.uint8)
-            tl.store(codes + key_at, code, mask=is_new)
-            held_at = (i_bh * local + i_c) * 3 * SIZE + o_k
-            all_held = tl.sum(even_all, 1) + tl.sum(odd_all, 1)
-            tl.store(held + held_at, tl.sum(even_held, 1) * _HELD_OUT, mask=is_new)
-            tl.store(held + held_at + SIZE, tl.sum(odd_held, 1) * _HELD_OUT, mask=is_new)
-            tl.store(held + held_at + 2 * SIZE, all_held * _IN_SAMPLE, mask=is_new)
-            tl.store(held_codes + held_at, code_of(odd_price).to(tl.uint8), mask=is_new)
-            tl.store(held_codes + held_at + SIZE, code_of(even_price).to(tl.uint8), mask=is_new)
-            tl.store(held_codes + held_at + 2 * SIZE, code, mask=is_new)
-
         at = ((i_bh * local + i_c) * T + i_t) * U
-        if U == queries:
-            # Each row is a group.
-            tl.store(tiles + at + o_even, of_even, mask=is_even)
-            tl.store(tiles + at + o_even + 1, of_odd, mask=is_odd)
+        # Few blocks of a packed sequence are in two spans.
+        if i_t > 0 and not is_span:
+            tl.store(tiles + at + o_u, tl.zeros([U2], tl.float32), mask=o_u < U)
         else:
-            of_group = by_group(of_even, group_of_row, row, is_even, U2)
-            of_group += by_group(of_odd, group_of_row, row + 1, is_odd, U2)
-            tl.store(tiles + at + o_u, of_group, mask=o_u < U)
+            # Rows of the span in this slot, even ones and odd ones: [D, P / 2] and [P / 2].
+            row = (i_b * n + span) * queries + o_even
+            q_row = (i_bh * n + span) * queries + o_even
+            even_q = queries_at(q, q_row, is_even, dim, D, UPCAST)
+            odd_q = queries_at(q, q_row + 1, is_odd, dim, D, UPCAST)
+            even_start, even_stop = ranges_at(start, stop, row, is_even, is_span)
+            odd_start, odd_stop = ranges_at(start, stop, row + 1, is_odd, is_span)
+            even_lse = lse_at(lse, q_row, is_even)
+            odd_lse = lse_at(lse, q_row + 1, is_odd)
+            even_sees = sees_any(even_start, even_stop, first_key, SIZE)
+            odd_sees = sees_any(odd_start, odd_stop, first_key, SIZE)
+
+            # [P / 2]: prices of the diagonals that the rows meet. No vertical is worth more to a row
+            # that sees nothing of the block.
+            head = diagonal + i_bh * entries
+            entry_of = tl.load(offset + i_b * n + span)
+            even_met = _met_diagonal(head, entry_of, row_block, row, is_even, block, entries)
+            odd_met = _met_diagonal(head, entry_of, row_block, row + 1, is_odd, block, entries)
+            even_met = tl.where(even_sees, even_met, float("inf"))
+            odd_met = tl.where(odd_sees, odd_met, float("inf"))
+
+            of_even = tl.zeros([P // 2], tl.float32)
+            of_odd = tl.zeros([P // 2], tl.float32)
+            for part in range(SIZE // PART):
+                # [PART, P / 2]
+                o_k = part * PART + tl.arange(0, PART)
+                position = first_key + o_k
+                b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
+                even = masses(b_k, even_q, even_start, even_stop, even_lse, position, scale)
+                odd = masses(b_k, odd_q, odd_start, odd_stop, odd_lse, position, scale)
+
+                # What the vertical pays for, and not the diagonal.
+                key_at = (i_bh * local + i_c) * SIZE + o_k
+                b_first = tl.load(first + key_at)
+                even_left = even_met[None, :] < b_first[:, None]
+                odd_left = odd_met[None, :] < b_first[:, None]
+                # [PART]
+                even_mass = tl.sum(tl.where(even_left, even, 0.0), 1)
+                odd_mass = tl.sum(tl.where(odd_left, odd, 0.0), 1)
+                even_rows = tl.sum(tl.where(even_left, 1.0, 0.0), 1)
+                odd_rows = tl.sum(tl.where(odd_left, 1.0, 0.0), 1)
+                price = price_of(even_mass + odd_mass, even_rows + odd_rows)
+                even_price = price_of(even_mass, even_rows)
+                odd_price = price_of(odd_mass, odd_rows)
+
+                # [PART, P / 2]: each half of the rows is asked what the other half chose, and what all
+                # did.
+                even_held = tl.where(even_met[None, :] < odd_price[:, None], even, 0.0)
+                odd_held = tl.where(odd_met[None, :] < even_price[:, None], odd, 0.0)
+                even_all = tl.where(even_met[None, :] < price[:, None], even, 0.0)
+                odd_all = tl.where(odd_met[None, :] < price[:, None], odd, 0.0)
+                of_even += tl.sum(even - even_held * _HELD_OUT - even_all * _IN_SAMPLE, 0)
+                of_odd += tl.sum(odd - odd_held * _HELD_OUT - odd_all * _IN_SAMPLE, 0)
+
+                # A key is in one span at most: later ones only say what they see.
+                is_new = o_k >= 0 if i_t == 0 else tl.sum(even, 1) + tl.sum(odd, 1) > 0
+                code = code_of(price).to(tl.uint8)
+                tl.store(codes + key_at, code, mask=is_new)
+                held_at = (i_bh * local + i_c) * 3 * SIZE + o_k
+                all_held = tl.sum(even_all, 1) + tl.sum(odd_all, 1)
+                tl.store(held + held_at, tl.sum(even_held, 1) * _HELD_OUT, mask=is_new)
+                tl.store(held + held_at + SIZE, tl.sum(odd_held, 1) * _HELD_OUT, mask=is_new)
+                tl.store(held + held_at + 2 * SIZE, all_held * _IN_SAMPLE, mask=is_new)
+                tl.store(held_codes + held_at, code_of(odd_price).to(tl.uint8), mask=is_new)
+                tl.store(held_codes + held_at + SIZE, code_of(even_price).to(tl.uint8), mask=is_new)
+                tl.store(held_codes + held_at + 2 * SIZE, code, mask=is_new)
+
+            if U == queries:
+                # Each row is a group.
+                tl.store(tiles + at + o_even, of_even, mask=is_even)
+                tl.store(tiles + at + o_even + 1, of_odd, mask=is_odd)
+            else:
+                of_group = by_group(of_even, group_of_row, row, is_even, U2)
+                of_group += by_group(of_odd, group_of_row, row + 1, is_odd, U2)
+                tl.store(tiles + at + o_u, of_group, mask=o_u < U)

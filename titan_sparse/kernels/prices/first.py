@@ -109,50 +109,56 @@ def _first_kernel(
     is_odd = o_p % 2 == 1
     level = tl.exp2(-1.0 - o_l * _OCTAVES)
     for i_t in tl.static_range(T):
-        # Rows of the span in this slot: [D, P] and [P].
         span, is_span = span_of(slot, i_b, i_c, i_t, local, T)
-        row = (i_b * n + span) * queries + o_p
-        q_row = (i_bh * n + span) * queries + o_p
-        b_q = queries_at(q, q_row, is_row, dim, D, UPCAST)
-        b_start, b_stop = ranges_at(start, stop, row, is_row, is_span)
-        b_lse = lse_at(lse, q_row, is_row)
-        sees = sees_any(b_start, b_stop, first_key, SIZE)
-        even_rows = tl.sum(tl.where(sees & ~is_odd, 1.0, 0.0), 0)
-        odd_rows = tl.sum(tl.where(sees & is_odd, 1.0, 0.0), 0)
-
-        of_row = tl.zeros([P], tl.float32)
-        mass = tl.zeros([], tl.float32)
-        mass_below = tl.zeros([_LEVELS], tl.float32)
-        count = tl.zeros([_LEVELS], tl.float32)
-        for part in range(SIZE // PART):
-            # [PART, P] -> [PART]
-            o_k = part * PART + tl.arange(0, PART)
-            b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
-            b_mass = masses(b_k, b_q, b_start, b_stop, b_lse, first_key + o_k, scale)
-            even = tl.sum(tl.where(is_odd[None, :], 0.0, b_mass), 1)
-            odd = tl.sum(tl.where(is_odd[None, :], b_mass, 0.0), 1)
-            vertical = even + odd
-            # Their product might underflow.
-            of_both = tl.sqrt(price_of(even, even_rows)) * tl.sqrt(price_of(odd, odd_rows))
-            prices = tl.maximum(of_both, _SEEN_ONCE * price_of(vertical, even_rows + odd_rows))
-            # A key is in one span at most: later ones only say what they see.
-            key_at = (i_bh * local + i_c) * SIZE + o_k
-            is_new = o_k >= 0 if i_t == 0 else vertical > 0
-            tl.store(price + key_at, prices, mask=is_new)
-
-            of_row += tl.sum(b_mass, 0)
-            mass += tl.sum(vertical, 0)
-            # [PART, L] -> [L]
-            below = prices[:, None] < level[None, :]
-            mass_below += tl.sum(tl.where(below, vertical[:, None], 0.0), 0)
-            count += tl.sum(tl.where(below, 0.0, 1.0), 0)
-
         at = (i_bh * local + i_c) * T + i_t
-        if U == queries:
-            # Each row is a group.
-            tl.store(tile + at * U + o_p, of_row, mask=is_row)
+        # Few blocks of a packed sequence are in two spans.
+        if i_t > 0 and not is_span:
+            tl.store(tile + at * U + o_u, tl.zeros([U2], tl.float32), mask=o_u < U)
+            tl.store(left + at * _LEVELS + o_l, tl.zeros([_LEVELS], tl.float32))
+            tl.store(saved + at * _LEVELS + o_l, tl.zeros([_LEVELS], tl.float32))
         else:
-            of_group = by_group(of_row, group_of_row, row, is_row, U2)
-            tl.store(tile + at * U + o_u, of_group, mask=o_u < U)
-        tl.store(left + at * _LEVELS + o_l, mass_below / tl.maximum(mass, 1.18e-38))
-        tl.store(saved + at * _LEVELS + o_l, count * level * _VERTICAL_COST)
+            # Rows of the span in this slot: [D, P] and [P].
+            row = (i_b * n + span) * queries + o_p
+            q_row = (i_bh * n + span) * queries + o_p
+            b_q = queries_at(q, q_row, is_row, dim, D, UPCAST)
+            b_start, b_stop = ranges_at(start, stop, row, is_row, is_span)
+            b_lse = lse_at(lse, q_row, is_row)
+            sees = sees_any(b_start, b_stop, first_key, SIZE)
+            even_rows = tl.sum(tl.where(sees & ~is_odd, 1.0, 0.0), 0)
+            odd_rows = tl.sum(tl.where(sees & is_odd, 1.0, 0.0), 0)
+
+            of_row = tl.zeros([P], tl.float32)
+            mass = tl.zeros([], tl.float32)
+            mass_below = tl.zeros([_LEVELS], tl.float32)
+            count = tl.zeros([_LEVELS], tl.float32)
+            for part in range(SIZE // PART):
+                # [PART, P] -> [PART]
+                o_k = part * PART + tl.arange(0, PART)
+                b_k = keys_at(k, (i_kv * local + i_c) * SIZE + o_k, dim, D, UPCAST)
+                b_mass = masses(b_k, b_q, b_start, b_stop, b_lse, first_key + o_k, scale)
+                even = tl.sum(tl.where(is_odd[None, :], 0.0, b_mass), 1)
+                odd = tl.sum(tl.where(is_odd[None, :], b_mass, 0.0), 1)
+                vertical = even + odd
+                # Their product might underflow.
+                of_both = tl.sqrt(price_of(even, even_rows)) * tl.sqrt(price_of(odd, odd_rows))
+                prices = tl.maximum(of_both, _SEEN_ONCE * price_of(vertical, even_rows + odd_rows))
+                # A key is in one span at most: later ones only say what they see.
+                key_at = (i_bh * local + i_c) * SIZE + o_k
+                is_new = o_k >= 0 if i_t == 0 else vertical > 0
+                tl.store(price + key_at, prices, mask=is_new)
+
+                of_row += tl.sum(b_mass, 0)
+                mass += tl.sum(vertical, 0)
+                # [PART, L] -> [L]
+                below = prices[:, None] < level[None, :]
+                mass_below += tl.sum(tl.where(below, vertical[:, None], 0.0), 0)
+                count += tl.sum(tl.where(below, 0.0, 1.0), 0)
+
+            if U == queries:
+                # Each row is a group.
+                tl.store(tile + at * U + o_p, of_row, mask=is_row)
+            else:
+                of_group = by_group(of_row, group_of_row, row, is_row, U2)
+                tl.store(tile + at * U + o_u, of_group, mask=o_u < U)
+            tl.store(left + at * _LEVELS + o_l, mass_below / tl.maximum(mass, 1.18e-38))
+            tl.store(saved + at * _LEVELS + o_l, count * level * _VERTICAL_COST)

@@ -103,37 +103,41 @@ def _lse_kernel(
     i_bh = tl.program_id(2).to(tl.int64)
     i_b = i_bh // heads
     i_h = i_bh % heads
-    b_s, _ = scores_of_block(
-        q,
-        k,
-        start,
-        stop,
-        slot,
-        blocks,
-        scale,
-        i_b,
-        i_h,
-        i_c,
-        i_t,
-        heads,
-        group,
-        n,
-        local,
-        queries,
-        dim,
-        T,
-        P,
-        D,
-        SIZE,
-        UPCAST,
-    )
-    # [P]; finite also for rows that see nothing: their sums are 0, not NaN.
-    top = tl.maximum(tl.max(b_s, 1), -3.0e38)
-    total = tl.sum(tl.exp(b_s - top[:, None]), 1)
-    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
     o_p = tl.arange(0, P)
     row = ((i_bh * local + i_c) * T + i_t) * queries + o_p
-    tl.store(lse + row, value, mask=o_p < queries)
+    # Few blocks of a packed sequence are in two spans.
+    if T > 1 and tl.load(slot + (i_b * local + i_c) * T + i_t) < 0:
+        tl.store(lse + row, tl.full([P], float("-inf"), tl.float32), mask=o_p < queries)
+    else:
+        b_s, _ = scores_of_block(
+            q,
+            k,
+            start,
+            stop,
+            slot,
+            blocks,
+            scale,
+            i_b,
+            i_h,
+            i_c,
+            i_t,
+            heads,
+            group,
+            n,
+            local,
+            queries,
+            dim,
+            T,
+            P,
+            D,
+            SIZE,
+            UPCAST,
+        )
+        # [P]; finite also for rows that see nothing: their sums are 0, not NaN.
+        top = tl.maximum(tl.max(b_s, 1), -3.0e38)
+        total = tl.sum(tl.exp(b_s - top[:, None]), 1)
+        value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+        tl.store(lse + row, value, mask=o_p < queries)
 
 
 @triton.jit

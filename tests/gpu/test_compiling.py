@@ -1,0 +1,122 @@
+"""Compiled layers of real shapes, on one GPU: no kernel reads back what its other threads store, and
+gradients in bf16 are as near those in fp32 as without torch.compile."""
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from tests.models.transformers_models import save_model
+from titan_sparse.attention.masks.ranges import Documents, SlidingWindow
+from titan_sparse.config import Attention
+from titan_sparse.from_config import build_attends
+from titan_sparse.models.build import build_decoder
+from titan_sparse.models.flavours import FLAVOURS
+from titan_sparse.models.layer_masks import LayerMasks
+from titan_sparse.models.transformers_config import read_transformers_config
+from titan_sparse.training.compiling import compile_layer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LENGTHS = [700, 324]
+LENGTH = sum(LENGTHS)
+VOCAB = 512
+GEMMA = {
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": VOCAB,
+}
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen3-0.6b", "llama3.1-8b", "gemma3"])
+def test_layers_of_real_shapes(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    if name == "gemma3":
+        save_model(tmp_path, "gemma3", **GEMMA)
+        config = read_transformers_config(str(tmp_path))
+    else:
+        config = replace(FLAVOURS[name], layers=2, vocab_size=VOCAB)
+    attends = build_attends(Attention(pattern="dense", block_size=128), None)
+    model = build_decoder(config, attends).cuda().float()
+    exact = _gradients(model, config)
+    model = model.bfloat16()
+    rounded = _gradients(copy.deepcopy(model), config)
+
+    for layer in model.layers.values():
+        compile_layer(layer, "inductor")
+    found, codes = run_and_get_code(_gradients, model, config)
+    # Forward and backward: all layers are alike.
+    assert len(codes) >= 2
+    assert [kernel for code in codes for kernel in read_back_kernels(code)] == []
+    for parameter, gradient in found.items():
+        wanted = exact[parameter]
+        error = (gradient - wanted).norm()
+        error_of_eager = (rounded[parameter] - wanted).norm()
+        assert error < 2 * error_of_eager + 0.01 * wanted.norm(), parameter
+
+
+def _gradients(model: nn.Module, config) -> dict[str, Tensor]:
+    """In fp32 by name, of one packed sequence."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(3, VOCAB, (2, 1, LENGTH), generator=generator).cuda()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].cuda()
+    mask = Documents([LENGTHS])
+    rows = mask.rows(LENGTH, "cuda")
+    window = getattr(config, "window", 0)
+    if window:
+        rows = LayerMasks(rows, (mask & SlidingWindow(window)).rows(LENGTH, "cuda"))
+    model.zero_grad()
+    model(tokens, positions, rows, labels).backward()
+    return {name: x.grad.float().clone() for name, x in model.named_parameters()}
+
+
+def read_back_kernels(code: str) -> list[str]:
+    """Names of the Triton kernels that load in one loop what they stored in an earlier one, with no
+    barrier in between."""
+    found = []
+    for body in re.findall(r"^def (triton_\w+\(.*?)^'''", code, re.MULTILINE | re.DOTALL):
+        stored: set[str] = set()
+        stored_before: set[str] = set()
+        for line in body.splitlines():
+            if re.match(r"    for \w+ in ", line) or "debug_barrier" in line:
+                stored_before |= stored
+                stored = set()
+            if "debug_barrier" in line:
+                stored_before = set()
+            stored |= set(re.findall(r"tl\.store\((\w+) \+", line))
+            if stored_before & set(re.findall(r"tl\.load\((\w+) \+", line)):
+                found.append(body[: body.index("(")])
+                break
+    return found
+
+
+def test_a_kernel_that_reads_back_is_found() -> None:
+    kernel = """
+def triton_red_0(in_ptr0, out_ptr0):
+    for r0_offset in tl.range(0, 256, 128):
+        tl.store(out_ptr0 + (r0_1), tmp0, mask)
+    {between}
+    for r0_offset in tl.range(0, 256, 128):
+        tmp1 = tl.load({pointer} + (r0_1), mask)
+'''
+"""
+    assert read_back_kernels(kernel.format(between="", pointer="out_ptr0")) == ["triton_red_0"]
+    assert read_back_kernels(kernel.format(between="", pointer="in_ptr0")) == []
+    assert read_back_kernels(kernel.format(between="tl.debug_barrier()", pointer="out_ptr0")) == []
