@@ -66,7 +66,7 @@ from titan_sparse.training.parallelize import (
     init_distributed,
 )
 from titan_sparse.training.probe_rows import draw_probe_rows
-from titan_sparse.training.profiling import profiler
+from titan_sparse.training.profiling import profiler, step_done
 from titan_sparse.training.recovery import Recovery
 from titan_sparse.training.resumption import report_changes
 from titan_sparse.training.run_folder import begin_start
@@ -266,8 +266,7 @@ class Trainer:
                 # A step that was left out leaves the one before it as the last.
                 is_first = self.progress.step == first_step and not stopped
                 self._after_step(stopped, is_first)
-                if profile is not None:
-                    profile.step()
+                step_done(profile, self.config.profiling, self.progress.step)
         gc.enable()
         return stopped or self._any_rank(self.signals.asked)
 

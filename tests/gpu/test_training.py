@@ -136,6 +136,7 @@ def test_kernels_of_a_trace_are_attributed(tmp_path, compiled):
         "traced",
         compile__enable=compiled,
         optimizer__name="AdamW",
+        metrics__log_every=10,
         profiling__enable=True,
         profiling__first_step=3,
         profiling__steps=2,
