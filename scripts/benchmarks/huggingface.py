@@ -4,9 +4,10 @@
         --out huggingface_h200.json
 
 Qwen3's shapes with random weights, one sequence a step, bf16, activation checkpointing, AdamW. Arms
-differ in attention alone: sdpa (torch's flash kernel), flash_attention_2 where flash-attn is
-installed, ours dense, and ours with vertical_slash. "kept" arms are ours with keep_attention():
-checkpointing keeps attention's output, where the others compute attention again.
+differ in attention alone: sdpa with the kernel that torch picks, and with its FlashAttention-2,
+flash_attention_2 where flash-attn is installed, ours dense, and ours with vertical_slash. "kept"
+arms are ours with keep_attention(): checkpointing keeps attention's output, where the others compute
+attention again.
 
 Full logits of 131,072 tokens do not fit beside the model, so that all arms share a head in chunks
 (titan_sparse.loss). Random weights attend to nearly everything, so that sparse rows have fixed
@@ -15,6 +16,7 @@ several, set CUDA_VISIBLE_DEVICES.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -23,12 +25,14 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -74,17 +78,23 @@ SHAPES = {
 class Arm:
     """A row: the attention, and how activations are checkpointed.
 
-    pattern: of our attention; None for dense.
+    pattern: of our attention; None for dense. kernel: which sdpa has to take; None for torch's
+    choice.
     """
 
     name: str
     implementation: str
     pattern: Pattern | None = None
     keeps_attention: bool = False
+    kernel: SDPBackend | None = None
 
     def checkpointing(self) -> dict[str, object]:
         """gradient_checkpointing_kwargs."""
         return keep_attention() if self.keeps_attention else {"use_reentrant": False}
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """Inside, sdpa takes the arm's kernel or raises."""
+        return sdpa_kernel(self.kernel) if self.kernel else contextlib.nullcontext()
 
 
 class ModelWithChunkedHead(Qwen3ForCausalLM):
@@ -190,6 +200,7 @@ def arms(density: float, seq_len: int) -> list[Arm]:
     )
     return [
         Arm("sdpa", "sdpa"),
+        Arm("sdpa, flash", "sdpa", kernel=SDPBackend.FLASH_ATTENTION),
         Arm("flash_attention_2", "flash_attention_2"),
         Arm("ours, dense", OURS),
         Arm("ours, dense, kept", OURS, keeps_attention=True),
@@ -232,7 +243,8 @@ def measure(shape: str, seq_len: int, arm: Arm, args: argparse.Namespace) -> dic
             train_dataset=[{"input_ids": text, "labels": text} for text in texts],
             callbacks=[times],
         )
-        trained = trainer.train()
+        with arm.kernels():
+            trained = trainer.train()
     timed = times.seconds[1:]
     seconds = statistics.median(timed)
     found = {
