@@ -23,6 +23,9 @@ STEP_LONGEST = "step_long_2xh200"
 SCALING_3B = "step_scaling_3b_2xh200"
 SCALING_HALF_B = "step_scaling_0_5b_2xh200_third"
 SCALING_4 = "step_scaling_0_5b_4xh200"
+SCALING_TRITON = "step_scaling_3b_triton_2xh200"
+PARTS = "step_parts_0_5b_128k_h200"
+TILES = "tiles_head_dim_64_h200"
 
 
 class Extrapolated(NamedTuple):
@@ -189,6 +192,87 @@ def scaling_of_steps() -> list[Claim]:
     )
     claims.append(Claim(README, text, (*claims[0].values, *four)))
     return claims
+
+
+def scaling_with_triton() -> list[Claim]:
+    """In tokens/s, in MFU, and by part of the step."""
+    runs = result(SCALING_TRITON)["runs"]
+    # The mean of steps 5 to 8.
+    one, two = (runs[name]["steps"][2] for name in ("1 GPU", "2 GPUs"))
+    key = "tokens_per_second_per_device"
+    tokens = (two[key], two[key] / one[key])
+    of_one, of_two = (runs[name]["trace"]["part_ms"] for name in ("1 GPU", "2 GPUs"))
+    more = {part: of_two[part] - of_one[part] for part in of_one}
+    attention = more["attention, forward"] + more["attention, backward"]
+    collectives = ("all-gather", "reduce-scatter", "transfers", "collectives")
+    not_hidden = sum(ms for part, ms in more.items() if part.endswith(collectives))
+    return [
+        Claim(BENCHMARKS, "| | triton | {:,.0f} | {:.3f} |", tokens),
+        Claim(
+            BENCHMARKS,
+            "two GPUs had {:.1f} % more pairs a token: in MFU they keep {:.3f}. Of {:.0f} ms more, "
+            "attention takes {:.0f}, linear layers beside collectives {:.0f}, transfers that nothing "
+            "hides {:.0f}.",
+            (
+                100 * (2 * two["density"] / one["density"] - 1),
+                two["mfu"] / one["mfu"],
+                1e3 * (two["step_seconds"] - one["step_seconds"]),
+                attention,
+                more["linear layers"],
+                not_hidden,
+            ),
+        ),
+    ]
+
+
+def where_a_step_goes() -> list[Claim]:
+    runs = result(PARTS)["runs"]
+    # The mean of steps 5 to 8.
+    of_run = {name: run["steps"][2] for name, run in runs.items() if name != "dense"}
+
+    def speed_of(name: str) -> tuple[float, float]:
+        return of_run[name]["step_seconds"], 100 * of_run[name]["mfu"]
+
+    dense = [step["step_seconds"] for step in runs["dense"]["steps"][1:]]
+    first = (100 * of_run["full"]["density"], *speed_of("full, beside selective"))
+    second = (of_run["full"]["step_seconds"], *speed_of("none"), of_run["none"]["memory_gib"])
+    part = runs["full"]["trace"]["part_ms"]
+    parts = (
+        part["attention, forward"],
+        part["attention, backward"],
+        part["linear layers"],
+        part["loss"],
+        part["norms, rope, elementwise"],
+        part["selection"],
+        part["FSDP copies"] + part["optimizer"],
+        part["idle"],
+    )
+    tried = result(TILES)["rows"]
+    now = [kernel for kernel in tried if kernel["tile"] == "as it is"]
+    for kernel in now:
+        same = [other["ms"] for other in tried if _same_kernel(other, kernel)]
+        assert min(same) > 0.96 * kernel["ms"], "a tile is 4 % faster"
+    of_blocks = [kernel["tflops"] for kernel in now if kernel["piece"] != "verticals"]
+    return [
+        Claim(
+            BENCHMARKS,
+            "{:.1f} % density, triton. Steps take {:.2f} s, MFU {:.0f} %, with selective "
+            "checkpointing {:.2f} s, {:.0f} %; on another host {:.2f} s, and without checkpointing "
+            "{:.2f} s, {:.0f} %, {:.0f} GiB. Dense steps take {:.1f} to {:.1f} s",
+            (*first, *speed_of("selective"), *second, min(dense), max(dense)),
+        ),
+        Claim(BENCHMARKS, "A step of {:.2f} s", (runs["full"]["steps"][3]["step_seconds"],)),
+        Claim(BENCHMARKS, "| {:.0f} + {:.0f}" + " | {:.0f}" * 6 + " |", parts),
+        Claim(
+            BENCHMARKS,
+            "the forward runs at {} TFLOP/s, dq at {}, dk and dv at {}, and no",
+            tuple(of_blocks),
+        ),
+    ]
+
+
+def _same_kernel(one: dict, other: dict) -> bool:
+    return (one["kernel"], one["piece"]) == (other["kernel"], other["piece"])
 
 
 def restart() -> Claim:

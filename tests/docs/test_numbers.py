@@ -19,7 +19,13 @@ from tests.docs.numbers_of_attention import (
 )
 from tests.docs.numbers_of_huggingface import huggingface
 from tests.docs.numbers_of_real_model import real_model
-from tests.docs.numbers_of_steps import restart, scaling_of_steps, whole_steps
+from tests.docs.numbers_of_steps import (
+    restart,
+    scaling_of_steps,
+    scaling_with_triton,
+    where_a_step_goes,
+    whole_steps,
+)
 from tests.docs.numbers_of_study import study
 from tests.docs.pages import ROOT
 
@@ -37,6 +43,8 @@ CLAIMS = [
     *huggingface(),
     *whole_steps(),
     *scaling_of_steps(),
+    *scaling_with_triton(),
+    *where_a_step_goes(),
     restart(),
     *loss(),
 ]
