@@ -231,7 +231,9 @@ def where_a_step_goes() -> list[Claim]:
     of_run = {name: run["steps"][2] for name, run in runs.items() if name != "dense"}
 
     def speed_of(name: str) -> tuple[float, float]:
-        return of_run[name]["step_seconds"], 100 * of_run[name]["mfu"]
+        run = of_run[name]
+        percent = 100 * run["mfu"]
+        return run["step_seconds"], percent
 
     dense = [step["step_seconds"] for step in runs["dense"]["steps"][1:]]
     first = (100 * of_run["full"]["density"], *speed_of("full, beside selective"))
@@ -272,7 +274,9 @@ def where_a_step_goes() -> list[Claim]:
 
 
 def _same_kernel(one: dict, other: dict) -> bool:
-    return (one["kernel"], one["piece"]) == (other["kernel"], other["piece"])
+    same_name = one["kernel"] == other["kernel"]
+    same_piece = one["piece"] == other["piece"]
+    return same_name and same_piece
 
 
 def restart() -> Claim:

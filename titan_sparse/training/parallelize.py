@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
-from titan_sparse.training.compiling import compile_layer
 from titan_sparse.training.job_store import store_of_this_start
 from titan_sparse.training.stacks import record_collectives
 
@@ -138,6 +137,9 @@ def parallelize(
         reduce_dtype=torch.promote_types(dtype, torch.float32),
         cast_forward_inputs=False,  # the RoPE tables stay fp32
     )
+    if compile.enable:
+        # Only where asked for: it loads inductor, which takes a second.
+        from titan_sparse.training.compiling import compile_layer
     for name, block in model.layers.items():
         block = checkpointed(block, activation_checkpoint.mode)
         if compile.enable:
