@@ -3,7 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter (tests/conftest.py), where bf16 is wrong: fp32 and fp16 there.
 """
 
-import itertools
 import math
 import sys
 
@@ -19,7 +18,6 @@ from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Lists, Piece, naive
-from titan_sparse.kernels.verticals import add_verticals, add_verticals_naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
@@ -241,47 +239,6 @@ def test_going_on_from_a_total(name):
     assert dk.dtype == dv.dtype == torch.float32
     again, _ = backward(blocks, d_total.clone())
     assert torch.equal(again.to(case.q.dtype), rounded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads, dim, size", [((4, 2), 16, 16), ((3, 3), 24, 32), ((5, 1), 32, 16)])
-def test_verticals_go_home(heads, dim, size, dtype):
-    """Each vertical's row is added where its key is, if this rank has it; several heads of a group in one place too."""
-    q_heads, kv_heads = heads
-    count = 2 * size
-    g = torch.Generator().manual_seed(dim)
-    # This rank's, of eight.
-    blocks = [1, 2, 6]
-    orders = [torch.randperm(7 * size, generator=g) for _ in range(2 * q_heads)]
-    picked = torch.stack([order[:count] for order in orders]).sort(-1).values
-    # The filling behind the last vertical.
-    picked[:, -7:] = 8 * size
-    # [2, Hq, count]
-    verticals = picked.view(2, q_heads, count)
-    parts = torch.randn(2, q_heads, count, dim, generator=g).to(DEVICE)
-    total = torch.randn(2, kv_heads, len(blocks) * size, dim, generator=g).to(DEVICE, dtype)
-
-    want = total.double()
-    for sequence, head, number in itertools.product(range(2), range(q_heads), range(count)):
-        block, in_block = divmod(int(verticals[sequence, head, number]), size)
-        if block not in blocks:
-            continue
-        kv_head = head // (q_heads // kv_heads)
-        row = blocks.index(block) * size + in_block
-        want[sequence, kv_head, row] += parts[sequence, head, number].double()
-    # What is added once is taken off once.
-    want_other = 2 * total.double() - want
-
-    verticals = verticals.int().to(DEVICE)
-    local_blocks = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
-    for add in (add_verticals, add_verticals_naive):
-        got = total.clone()
-        other = total.clone()
-        add([got, other], [parts, -parts], verticals, local_blocks, size)
-        assert got.dtype == dtype
-        assert relative_error(got, want) < tolerance
-        assert relative_error(other, want_other) < tolerance
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
-"""Adding the gradients of gathered verticals to the keys and values that they came from.
+"""Verticals: gathering their keys and values, and adding their gradients to where these came from.
 
-It is done in place and in a fixed order.
+Each is one launch. The gradients are added in place and in a fixed order.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,113 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_sparse.kernels.block_sparse.piece import dense_rows, slice_of
+
+_GATHERED_ROWS = 32
+"""Verticals of a head that a program gathers."""
+
 _ROWS = 16
 """Rows of a program: few, as verticals cluster, and those of one program are added one by one."""
+
+
+def gather_verticals_naive(k: Tensor, v: Tensor, verticals: Tensor, local: Tensor) -> Tensor:
+    """The twin of gather_verticals(), for any dtype."""
+    length = len(local) - 1
+    head_dim = k.shape[-1]
+    group = verticals.shape[1] // k.shape[1]
+    # [B, Hq, C]
+    row = local[verticals.clamp(max=length)]
+    is_held = (row >= 0)[..., None]
+    # [B, Hkv, group, C, D]
+    rows = row.clamp(min=0).unflatten(1, (-1, group))[..., None]
+    rows = rows.expand(-1, -1, -1, -1, head_dim)
+    gathered = []
+    for x in (k, v):
+        # Heads are expanded, not repeated: all query heads of a group read one KV head's rows.
+        # [B, Hkv, group, S_local, D]
+        by_group = x[:, :, None].expand(-1, -1, group, -1, -1)
+        # [B, Hq, C, D]
+        picked = by_group.gather(3, rows).flatten(1, 2)
+        gathered.append(torch.where(is_held, picked, 0))
+    return torch.stack(gathered)
+
+
+@triton.jit
+def _gather_kernel(
+    k,
+    k_stride,
+    v,
+    v_stride,
+    verticals,
+    local,
+    gathered,
+    length,
+    group,
+    count,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """ROWS verticals of one query head. length: of the sequence. count: C.
+
+    group: query heads of a KV head. D: HEAD_DIM rounded up to a power of two.
+    """
+    i_chunk = tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    heads = tl.num_programs(1)
+    batches = tl.num_programs(2)
+    o_vertical = i_chunk * ROWS + tl.arange(0, ROWS)
+    o_dim = tl.arange(0, D)[None, :]
+    inside = o_vertical < count
+    head_row = (i_b.to(tl.int64) * heads + i_h) * count
+    position = tl.load(verticals + head_row + o_vertical, mask=inside, other=length)
+    # The last entry is for no token.
+    row = tl.load(local + tl.minimum(position, length))
+    is_read = (row >= 0)[:, None] & (o_dim < HEAD_DIM)
+    row = tl.maximum(row, 0).to(tl.int64)[:, None]
+
+    # [ROWS, D]
+    k_head = slice_of(k, k_stride, i_b, i_h // group)
+    v_head = slice_of(v, v_stride, i_b, i_h // group)
+    k_rows = tl.load(k_head + row * k_stride[2] + o_dim, mask=is_read, other=0.0)
+    v_rows = tl.load(v_head + row * v_stride[2] + o_dim, mask=is_read, other=0.0)
+    is_written = inside[:, None] & (o_dim < HEAD_DIM)
+    k_at = gathered + (head_row + o_vertical)[:, None] * HEAD_DIM + o_dim
+    v_at = k_at + batches.to(tl.int64) * heads * count * HEAD_DIM
+    tl.store(k_at, k_rows, mask=is_written)
+    tl.store(v_at, v_rows, mask=is_written)
+
+
+def gather_verticals(k: Tensor, v: Tensor, verticals: Tensor, local: Tensor) -> Tensor:
+    """Keys and values of the verticals that a rank holds, and zeros for the rest: [2, B, Hq, C, D].
+
+    k, v: [B, Hkv, S_local, D], one dtype, any floating one but fp64; Hq is a multiple of Hkv.
+    verticals: int32 [B, Hq, C], global positions; S or more for none.
+    local: int64 [S + 1], where the rank holds each position, -1 where it does not; the last is -1.
+    """
+    k = dense_rows(k)
+    v = dense_rows(v)
+    batch, heads, count = verticals.shape
+    _, kv_heads, _, dim = k.shape
+    gathered = k.new_empty(2, batch, heads, count, dim)
+    _gather_kernel[(triton.cdiv(count, _GATHERED_ROWS), heads, batch)](
+        k,
+        k.stride()[:3],
+        v,
+        v.stride()[:3],
+        verticals.contiguous(),
+        local,
+        gathered,
+        len(local) - 1,
+        heads // kv_heads,
+        count,
+        ROWS=_GATHERED_ROWS,
+        HEAD_DIM=dim,
+        D=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
+    return gathered
 
 
 def add_verticals_naive(
@@ -50,56 +155,87 @@ def _add_naive(total: Tensor, part: Tensor, row: Tensor) -> None:
 
 
 @triton.jit
+def _first_from(verticals, rows, inside, count, wanted, steps):
+    """Of each ascending row of `count` verticals, how many lie below `wanted`.
+
+    rows: where each row begins. inside: the rows to look at. steps: halvings of count + 1 to 1.
+    """
+    low = tl.zeros_like(rows)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        is_open = inside & (low < high)
+        below = is_open & (tl.load(verticals + rows + middle, mask=is_open, other=0) < wanted)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(is_open & (below == 0), middle, high)
+    return low
+
+
+@triton.jit
 def _add_kernel(
-    total,
-    part,
+    dk,
+    dv,
+    dk_part,
+    dv_part,
     verticals,
-    begin,
-    end,
-    starts,
+    blocks,
     heads,
     group,
     count,
-    n,
+    steps,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
 ):
     """Add the verticals that lie in a tile of ROWS keys of one KV head.
 
-    begin, end: int32 [B, Hq, n], where each head's verticals in each of n tiles begin and end.
-    starts: int32 [n], the global position of each tile's first key. count: C. group: query heads of
-    a KV head. D: HEAD_DIM rounded up to a power of two.
+    group: query heads of a KV head, GROUP a power of two from it on. count: C. steps: as in
+    _first_from(). D: HEAD_DIM rounded up to a power of two.
     """
+    TILES: tl.constexpr = BLOCK // ROWS
     i_tile = tl.program_id(0)
     i_kv = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
+    tiles = tl.num_programs(0)
     kv_heads = tl.num_programs(1)
-    first_head = i_b * heads + i_kv * group
+    block = tl.load(blocks + i_tile // TILES).to(tl.int32)
+    first = block * BLOCK + i_tile % TILES * ROWS
+
+    # [GROUP]: verticals ascend, so that those of a tile are neighbors.
+    o_member = tl.arange(0, GROUP)
+    first_row = (i_b * heads + i_kv * group) * count
+    rows = first_row + o_member.to(tl.int64) * count
+    begin = _first_from(verticals, rows, o_member < group, count, first, steps)
+    end = _first_from(verticals, rows, o_member < group, count, first + ROWS, steps)
+
     # Most tiles hold no vertical, and are not touched.
-    in_tile = 0
-    for member in range(group):
-        run = (first_head + member) * n + i_tile
-        in_tile += tl.load(end + run) - tl.load(begin + run)
-    if in_tile > 0:
+    if tl.sum(end - begin, 0) > 0:
         o_row = tl.arange(0, ROWS)
         o_dim = tl.arange(0, D)
+        in_dim = o_dim < HEAD_DIM
         # [ROWS, D]
-        row_at = ((i_b * kv_heads + i_kv) * n + i_tile) * ROWS + o_row
-        at = total + row_at[:, None] * HEAD_DIM + o_dim[None, :]
-        inside = (o_dim < HEAD_DIM)[None, :] & (o_row >= 0)[:, None]
-        b_total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        first = tl.load(starts + i_tile)
+        row_at = ((i_b * kv_heads + i_kv) * tiles + i_tile) * ROWS + o_row
+        at = row_at[:, None] * HEAD_DIM + o_dim[None, :]
+        inside = in_dim[None, :] & (o_row >= 0)[:, None]
+        b_dk = tl.load(dk + at, mask=inside, other=0.0).to(tl.float32)
+        b_dv = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32)
         # One vertical after the other, head by head: the order of the additions is fixed.
         for member in range(group):
-            run = (first_head + member) * n + i_tile
-            for i_c in range(tl.load(begin + run), tl.load(end + run)):
-                vertical = (first_head + member) * count + i_c
-                row = tl.load(verticals + vertical) - first
-                part_at = part + vertical * HEAD_DIM + o_dim
-                b_part = tl.load(part_at, mask=o_dim < HEAD_DIM, other=0.0).to(tl.float32)
-                b_total += tl.where((o_row == row)[:, None], b_part[None, :], 0.0)
-        tl.store(at, b_total.to(total.dtype.element_ty), mask=inside)
+            is_member = o_member == member
+            member_begin = tl.sum(tl.where(is_member, begin, 0), 0)
+            member_end = tl.sum(tl.where(is_member, end, 0), 0)
+            for i_c in range(member_begin, member_end):
+                vertical = first_row + member * count + i_c
+                is_row = (o_row == tl.load(verticals + vertical) - first)[:, None]
+                part_at = vertical * HEAD_DIM + o_dim
+                row_dk = tl.load(dk_part + part_at, mask=in_dim, other=0.0).to(tl.float32)
+                row_dv = tl.load(dv_part + part_at, mask=in_dim, other=0.0).to(tl.float32)
+                b_dk += tl.where(is_row, row_dk[None, :], 0.0)
+                b_dv += tl.where(is_row, row_dv[None, :], 0.0)
+        tl.store(dk + at, b_dk.to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + at, b_dv.to(dv.dtype.element_ty), mask=inside)
 
 
 def add_verticals(
@@ -112,38 +248,33 @@ def add_verticals(
     """Add each vertical's row of `parts` (dk and dv) to the row of its total that is its key.
 
     In place, the same to the bit every time.
-    totals: [B, Hkv, n * block_size, D] each, contiguous, any floating dtype but fp64; of a rank's
+    totals: two of [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; of a rank's
         keys.
-    parts: [B, Hq, C, D] each, Hq a multiple of Hkv, contiguous.
+    parts: two of [B, Hq, C, D], Hq a multiple of Hkv.
     verticals: int32 [B, Hq, C], global positions, ascending.
-    blocks: int32 [n], the global blocks of the totals, which hold only some of the verticals.
+    blocks: int [n], the global blocks of the totals, which hold only some of the verticals.
     block_size: a multiple of 16.
     """
+    dk, dv = totals
+    dk_part, dv_part = parts
     batch, heads, count = verticals.shape
-    _, kv_heads, _, dim = totals[0].shape
-    verticals = verticals.contiguous()
-    # [n block_size / ROWS]: the first key of each tile.
-    offsets = torch.arange(0, block_size, _ROWS, device=blocks.device, dtype=torch.int32)
-    starts = (blocks[:, None] * block_size + offsets).flatten()
-    tiles = len(starts)
-    # [B, Hq, tiles]: verticals ascend, so that those of a tile are neighbors.
-    wanted = starts.expand(batch, heads, -1).contiguous()
-    begin = torch.searchsorted(verticals, wanted, out_int32=True)
-    end = torch.searchsorted(verticals, wanted + _ROWS, out_int32=True)
-    for total, part in zip(totals, parts):
-        _add_kernel[(tiles, kv_heads, batch)](
-            total,
-            part.contiguous(),
-            verticals,
-            begin,
-            end,
-            starts,
-            heads,
-            heads // kv_heads,
-            count,
-            tiles,
-            ROWS=_ROWS,
-            HEAD_DIM=dim,
-            D=triton.next_power_of_2(dim),
-            num_warps=2,
-        )
+    _, kv_heads, keys, dim = dk.shape
+    group = heads // kv_heads
+    _add_kernel[(keys // _ROWS, kv_heads, batch)](
+        dk,
+        dv,
+        dk_part.contiguous(),
+        dv_part.contiguous(),
+        verticals.contiguous(),
+        blocks,
+        heads,
+        group,
+        count,
+        count.bit_length(),
+        BLOCK=block_size,
+        ROWS=_ROWS,
+        GROUP=triton.next_power_of_2(group),
+        HEAD_DIM=dim,
+        D=triton.next_power_of_2(dim),
+        num_warps=2,
+    )

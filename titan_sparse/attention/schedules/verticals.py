@@ -26,34 +26,20 @@ def gather(call: AttentionCall, k: Tensor, v: Tensor) -> Pending:
         return Pending(call.vertical_kv)
     # [B, Hq, C], global positions; seq_len where a head has fewer
     positions = call.index.verticals
-    head_dim = k.shape[-1]
     if positions.shape[-1] == 0:
-        return Pending(k.new_empty(2, *positions.shape, head_dim))
+        return Pending(k.new_empty(2, *positions.shape, k.shape[-1]))
     lookup = once_per_mask(
         call.mask,
         ("local position", call.cp.key),
         lambda: call.cp.local_lookup(call.mask),
     )
-    # [B, Hq, C], where this rank holds them; -1 if it does not
-    local = lookup[positions.clamp(max=call.seq_len)]
-    group = call.index.heads // k.shape[1]
-    # [B, Hkv, group, C, D]
-    rows = local.clamp(min=0)
-    rows = rows.unflatten(1, (-1, group))[..., None]
-    rows = rows.expand(-1, -1, -1, -1, head_dim)
-    # Heads are expanded, not repeated: all query heads of a group read one KV head's rows.
-    # [B, Hkv, group, S_local, D]
-    k_by_group = k[:, :, None].expand(-1, -1, group, -1, -1)
-    v_by_group = v[:, :, None].expand(-1, -1, group, -1, -1)
-    # [B, Hq, C, D]
-    keys = k_by_group.gather(3, rows).flatten(1, 2)
-    values = v_by_group.gather(3, rows).flatten(1, 2)
-    # [2, B, Hq, C, D]
-    picked = torch.stack([keys, values])
+    if _has_kernels(k):
+        gather_here = kernel.gather_verticals
+    else:
+        gather_here = kernel.gather_verticals_naive
     # What a rank does not hold it adds as zeros. That is exact in any dtype, and the host need not
     # know any counts.
-    is_held = (local >= 0)[..., None]
-    return call.cp.start_all_reduce(picked * is_held)
+    return call.cp.start_all_reduce(gather_here(k, v, positions, lookup))
 
 
 def new_gradients(vertical_kv: Tensor) -> Tensor:
@@ -90,17 +76,19 @@ def reduce_gradients(call: AttentionCall, d_verticals: Tensor) -> Pending:
 
 def add_gradients(call: AttentionCall, d_kv: Sequence[Tensor], d_verticals: Tensor) -> None:
     """Add dk and dv of the verticals to dk and dv [B, Hkv, S_local, D] of this rank, in place."""
-    dk = d_kv[0]
-    has_kernel = dk.is_cuda and dk.dtype != torch.float64
-    if has_kernel:
+    if _has_kernels(d_kv[0]):
         add = kernel.add_verticals
     else:
         add = kernel.add_verticals_naive
-    local_blocks = call.key_blocks().int()
     add(
         d_kv,
         d_verticals,
         call.index.verticals,
-        local_blocks,
+        call.key_blocks(),
         call.index.block_size,
     )
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether kernels take such keys or gradients. Where there is no GPU their twins do."""
+    return x.is_cuda and x.dtype != torch.float64

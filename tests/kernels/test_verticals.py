@@ -1,0 +1,117 @@
+"""Gathering verticals and adding their gradients, against loops over single verticals."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_sparse.kernels.verticals import (
+    add_verticals,
+    add_verticals_naive,
+    gather_verticals,
+    gather_verticals_naive,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [((4, 2), 16, 16), ((3, 3), 24, 32), ((5, 1), 32, 16), ((6, 2), 80, 32)]
+"""(query heads, KV heads), head_dim, block size."""
+BLOCKS = [6, 1, 2]
+"""Of seven global blocks those that a rank holds, in the order of its memory."""
+
+
+def ascending_verticals(heads: int, size: int, g: torch.Generator) -> Tensor:
+    """int32 [2, heads, 2 size + 3]: positions in seven blocks, the last of them no position."""
+    count = 2 * size + 3
+    orders = [torch.randperm(7 * size, generator=g)[:count] for _ in range(2 * heads)]
+    picked = torch.stack(orders).sort(-1).values
+    # The filling behind the last vertical: the length, or beyond.
+    picked[:, -7:] = 7 * size
+    picked[-1, -2:] = 8 * size
+    # Many heads of a group share their first verticals, as they share sinks.
+    picked[:, :2] = torch.tensor([size, size + 1])
+    return picked.sort(-1).values.view(2, heads, count).int()
+
+
+def held_row(position: int, size: int) -> int | None:
+    """Where the rank holds a position; None where it does not."""
+    block, in_block = divmod(position, size)
+    if block not in BLOCKS:
+        return None
+    return BLOCKS.index(block) * size + in_block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads, dim, size", SHAPES)
+def test_verticals_are_gathered(heads, dim, size, dtype):
+    """Each row is a copy of the key or value that the rank holds, or zeros; also from strided memory."""
+    q_heads, kv_heads = heads
+    g = torch.Generator().manual_seed(dim)
+    verticals = ascending_verticals(q_heads, size, g)
+    # [2, S_local, Hkv, D], as a projection leaves them.
+    k, v = (
+        torch.randn(2, len(BLOCKS) * size, kv_heads, dim, generator=g).to(DEVICE, dtype)
+        for _ in range(2)
+    )
+    # What is not held must not be read: a NaN times 0 would not be 0.
+    k[:, 0] = torch.nan
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+
+    local = torch.full((7 * size + 1,), -1)
+    want = torch.zeros(2, *verticals.shape, dim, dtype=dtype, device=DEVICE)
+    for position in range(7 * size):
+        row = held_row(position, size)
+        if row is not None:
+            local[position] = row
+    for b, h, c in itertools.product(*map(range, verticals.shape)):
+        row = held_row(int(verticals[b, h, c]), size)
+        if row is not None:
+            want[0, b, h, c] = k[b, h // (q_heads // kv_heads), row]
+            want[1, b, h, c] = v[b, h // (q_heads // kv_heads), row]
+    for gather in (gather_verticals, gather_verticals_naive):
+        got = gather(k, v, verticals.to(DEVICE), local.to(DEVICE))
+        assert got.dtype == dtype and got.is_contiguous()
+        torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads, dim, size", SHAPES)
+def test_verticals_go_home(heads, dim, size, dtype):
+    """Each row is added where its key is, if the rank has it; several heads of a group in one place too."""
+    q_heads, kv_heads = heads
+    g = torch.Generator().manual_seed(dim)
+    verticals = ascending_verticals(q_heads, size, g)
+    # Views, as the two halves of what was reduced are.
+    parts = torch.randn(2, *verticals.shape, dim, generator=g).to(DEVICE)
+    keys = len(BLOCKS) * size
+    totals = torch.randn(2, 2, kv_heads, keys, dim, generator=g).to(DEVICE, dtype)
+
+    want = totals.double()
+    for b, h, c in itertools.product(*map(range, verticals.shape)):
+        row = held_row(int(verticals[b, h, c]), size)
+        if row is not None:
+            want[:, b, h // (q_heads // kv_heads), row] += parts[:, b, h, c].double()
+
+    blocks = torch.tensor(BLOCKS, device=DEVICE)
+    rounding = 1e-6 if dtype == torch.float32 else 1e-3
+    for add in (add_verticals, add_verticals_naive):
+        got = [total.clone() for total in totals]
+        add(got, parts, verticals.to(DEVICE), blocks, size)
+        for one, wanted in zip(got, want):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.double(), wanted, atol=4 * rounding, rtol=4 * rounding)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17])
+def test_few_verticals(count):
+    """Tiles are found among any number of verticals, with the first and the last key among them."""
+    verticals = torch.arange(count)
+    verticals[-1] = 63
+    verticals = verticals.view(1, 1, count).int().to(DEVICE)
+    parts = torch.ones(2, 1, 1, count, 16, device=DEVICE)
+    totals = [torch.zeros(1, 1, 64, 16, device=DEVICE) for _ in range(2)]
+    add_verticals(totals, parts, verticals, torch.arange(4, device=DEVICE), 16)
+    want = torch.zeros(64)
+    want[verticals.flatten().long().cpu()] = 1
+    for total in totals:
+        assert torch.equal(total[0, 0, :, 3].cpu(), want)
