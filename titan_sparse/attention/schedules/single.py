@@ -1,6 +1,5 @@
 """Attention on one rank: no chunks, no transfers, one piece of blocks and one of verticals."""
 
-import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends.base import DenseShape, Piece, Queries
@@ -75,9 +74,7 @@ def backward(
     )
     dk, dv = gradients[0]
     if has_verticals:
-        # [2, B, Hq, C, D]
-        d_verticals = torch.stack(gradients[1])
-        verticals.add_gradients(call, (dk, dv), d_verticals)
+        verticals.add_gradients(call, (dk, dv), gradients[1])
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 

@@ -74,8 +74,13 @@ def reduce_gradients(call: AttentionCall, d_verticals: Tensor) -> Pending:
     return call.cp.start_all_reduce(d_verticals)
 
 
-def add_gradients(call: AttentionCall, d_kv: Sequence[Tensor], d_verticals: Tensor) -> None:
-    """Add dk and dv of the verticals to dk and dv [B, Hkv, S_local, D] of this rank, in place."""
+def add_gradients(
+    call: AttentionCall, d_kv: Sequence[Tensor], d_verticals: Sequence[Tensor]
+) -> None:
+    """Add dk and dv [B, Hq, C, D] of the verticals to those of this rank's keys, in place.
+
+    d_kv: dk and dv, [B, Hkv, S_local, D] each.
+    """
     if _has_kernels(d_kv[0]):
         add = kernel.add_verticals
     else:

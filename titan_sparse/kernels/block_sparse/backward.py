@@ -29,6 +29,7 @@ from titan_sparse.kernels.block_sparse.piece import (
     slice_of,
     store_rows,
 )
+from titan_sparse.kernels.block_sparse.splits import sum_splits
 from titan_sparse.kernels.chunks import chosen_range
 
 _DELTA_ROWS = 16  # divides every block, hence every number of queries
@@ -453,4 +454,4 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     )
     if splits == 1:
         return dk[0], dv[0]
-    return dk.sum(0).to(dtype), dv.sum(0).to(dtype)
+    return sum_splits(dk, dv, dtype)
