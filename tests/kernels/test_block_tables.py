@@ -74,28 +74,37 @@ def test_lists(mask, setting):
     assert all(torch.equal(a, b) for a, b in zip(got[2:5], want[2:5]))
     # A view, as a ring's parts may be.
     second_block = index.with_verticals(index.verticals[..., SIZE : 2 * SIZE])
-    for part in (index, second_block):
+    by_query = slash_tiles.block_tiles(side, index, slash_tiles.key_side(table[2], SIZE), False)
+    assert by_query.by_key is None
+    _same_lists(by_query.by_query, want.by_query)
+    # Whole tiles of them, which nobody covers but the diagonals.
+    neighbors = torch.arange(40, 40 + 3 * SIZE, dtype=torch.int32, device=DEVICE)
+    many = index.with_verticals(neighbors.expand(2, 2, -1))
+    for part in (index, second_block, many):
+        by_query = slash_tiles.vertical_tiles(side, part, False)
         got = slash_tiles.vertical_tiles(side, part, True)
+        assert by_query.by_key is None
+        _same_lists(by_query.by_query, got.by_query)
         want = tiles.vertical_tiles(rows, part, table[1], True)
+        if part is many:
+            assert bool(want.by_query.full_count.any())
         _same_lists(got.by_query, want.by_query)
         _same_lists(got.by_key, want.by_key)
         # What fills up the list is covered or not, nobody minds.
         real = (part.verticals < SEQ_LEN)[:, :, None]
         count = part.verticals.shape[-1]
-        assert torch.equal(unpack(got.covered, count) & real, unpack(want.covered, count) & real)
+        for covered in (got.covered, by_query.covered):
+            assert torch.equal(unpack(covered, count) & real, unpack(want.covered, count) & real)
 
 
-@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 7, 5), (1, 2, 140, 3), (1, 2, 3, 150)])
-def test_lists_of_kinds(shape, by_key):
+def test_lists_of_kinds(shape):
     kind = torch.randint(
         3, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(shape[2])
     ).to(DEVICE)
     kind[..., -1] = 0
     kind[:, -1] = 2
     for got, want in zip(
-        block_tables.kind_lists(kind, by_key),
-        block_tables.kind_lists_naive(kind, by_key),
-        strict=True,
+        block_tables.kind_lists(kind), block_tables.kind_lists_naive(kind), strict=True
     ):
         assert got.dtype == torch.int32 and got.is_contiguous() and torch.equal(got, want)

@@ -6,17 +6,25 @@ A query block a and a KV block c meet if the diagonal a - c is on in one of the 
 that a touches, or if c lies in a's dense range. A tile that the mask empties is left out; one that
 it leaves whole is listed apart.
 
-kind_lists_naive() is here. The twins of slash_lists() and covered_verticals() take any pattern's
+kind_lists_naive() is here. The twins of slash_lists() and vertical_lists() take any pattern's
 index and any mask: block_tiles() and vertical_tiles() of titan_sparse/attention/tiles/blocks.py.
 
 In the kernels i_bh is a sequence and head, i_b the sequence, i_q a query block's place in q_blocks.
 `spans` are five numbers a query block, `reach` four, as slash_lists() documents them.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+FourLists = tuple[Tensor, Tensor, Tensor, Tensor]
+"""full_count, full, partial_count and partial, for each of n blocks of one side.
+
+Counts are int32 [B, H, n], lists int32 [B, H, n, m], ascending, filled up with 0; all contiguous.
+"""
 
 _CHUNK = 128
 """Tiles of a row that a program looks at together."""
@@ -24,7 +32,7 @@ _CHUNK = 128
 
 @triton.jit
 def _selected(slashes, a, c, offset0, first0, offset1, first1, dense_from, valid):
-    """Whether blocks a and c (vectors or scalars, broadcast) are computed whole.
+    """Whether blocks a and c (vectors, as the rest) are computed whole.
 
     slashes: pointer to one head's list. The rest: a's five numbers of `spans`.
     """
@@ -64,48 +72,50 @@ def _lists_kernel(
     reach,
     q_blocks,
     k_blocks,
-    full_count,
-    full,
-    partial_count,
-    partial,
+    counts,
+    tables,
     heads,
     entries,
     nq,
     nk,
     capacity,
+    key_capacity,
+    table_entries,
     size,
-    BY_KEY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The full and the partial tiles of one row: of a query block, or (BY_KEY) of a KV block."""
-    i_row = tl.program_id(0)
+    """The full and the partial tiles of one row: of a query block, or from row nq on of a KV block.
+
+    counts, tables: memory of _new_lists(). table_entries: of all full tables, before the partial.
+    """
     i_bh = tl.program_id(1).to(tl.int64)
+    bh = tl.num_programs(1).to(tl.int64)
+    rows_of_both = bh * tl.num_programs(0)
+    i_row = tl.program_id(0)
     i_b = i_bh // heads
     slashes += i_bh * entries
     spans += i_b * nq * 5
     reach += i_b * nq * 4
-    if BY_KEY:
-        rows = nk
-        others = nq
-    else:
-        rows = nq
-        others = nk
-    full += (i_bh * rows + i_row) * capacity
-    partial += (i_bh * rows + i_row) * capacity
+    by_key = i_row >= nq
+    i_row = tl.where(by_key, i_row - nq, i_row)
+    others = tl.where(by_key, nq, nk)
+    width = tl.where(by_key, key_capacity, capacity)
+    # Among those of its side; rows and tables of query blocks come first.
+    row = i_bh * tl.where(by_key, nk, nq) + i_row
+    table = row * width + tl.where(by_key, bh * nq * capacity, 0)
+    row += tl.where(by_key, bh * nq, 0)
+    full = tables + table
+    partial = full + table_entries
     n_full = 0
     n_partial = 0
     for start in range(0, others, CHUNK):
         # [CHUNK]: query block a and KV block c of each tile.
         o_other = start + tl.arange(0, CHUNK)
         valid = o_other < others
-        if BY_KEY:
-            i_q = o_other
-            a = tl.load(q_blocks + o_other, mask=valid, other=0)
-            c = tl.load(k_blocks + i_row) + tl.zeros_like(a)
-        else:
-            i_q = i_row + tl.zeros_like(o_other)
-            c = tl.load(k_blocks + o_other, mask=valid, other=0)
-            a = tl.load(q_blocks + i_row) + tl.zeros_like(c)
+        i_q = tl.where(by_key, o_other, i_row)
+        i_k = tl.where(by_key, i_row, o_other)
+        a = tl.load(q_blocks + i_q, mask=valid, other=0)
+        c = tl.load(k_blocks + i_k, mask=valid, other=0)
         span = spans + i_q * 5
         selected = _selected(
             slashes,
@@ -129,12 +139,12 @@ def _lists_kernel(
         end = begin + size
         listed = selected & (any_first < end) & (any_last > begin)
         whole = (all_first <= begin) & (all_last >= end)
-        n_full = _append(full, n_full, listed & whole, o_other, capacity)
-        n_partial = _append(partial, n_partial, listed & (whole == 0), o_other, capacity)
-    _fill(full, n_full, capacity, CHUNK)
-    _fill(partial, n_partial, capacity, CHUNK)
-    tl.store(full_count + i_bh * rows + i_row, tl.minimum(n_full, capacity))
-    tl.store(partial_count + i_bh * rows + i_row, tl.minimum(n_partial, capacity))
+        n_full = _append(full, n_full, listed & whole, o_other, width)
+        n_partial = _append(partial, n_partial, listed & (whole == 0), o_other, width)
+    _fill(full, n_full, width, CHUNK)
+    _fill(partial, n_partial, width, CHUNK)
+    tl.store(counts + row, tl.minimum(n_full, width))
+    tl.store(counts + rows_of_both + row, tl.minimum(n_partial, width))
 
 
 def slash_lists(
@@ -145,11 +155,9 @@ def slash_lists(
     k_blocks: Tensor,
     size: int,
     capacity: int,
-    by_key: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """full_count, full, partial_count, partial for each of n query or (by_key) KV blocks.
-
-    Counts are int32 [B, H, n], lists int32 [B, H, n, capacity], ascending, filled up with 0.
+    key_capacity: int | None,
+) -> list[FourLists]:
+    """Lists for each query block, then for each KV block too if key_capacity is given.
 
     slashes: bool [B, H, E], which block diagonals are on.
     spans: int32 [B, nq, 5], for both spans that a query block touches where its diagonals begin in
@@ -157,47 +165,66 @@ def slash_lists(
     reach: int32 [B, nq, 4], keys seen by any query of the block from..to, by all from..to.
     q_blocks, k_blocks: int32 [nq] and [nk], global numbers.
     size: tokens of a block.
-    capacity: more entries of a row are cut off; the caller knows a bound.
+    capacity, key_capacity: entries of a query block and of a KV block; more are cut off, and the
+        caller knows a bound.
     """
     batch, heads, entries = slashes.shape
     nq = len(q_blocks)
     nk = len(k_blocks)
-    n = nk if by_key else nq
-    others = nq if by_key else nk
-    counts, tables = _new_lists(batch, heads, n, capacity, slashes.device)
-    _lists_kernel[(n, batch * heads)](
+    sides = [(nq, capacity)]
+    if key_capacity is not None:
+        sides.append((nk, key_capacity))
+    memory = _new_lists(batch, heads, sides, slashes.device)
+    rows = sum(n for n, _ in sides)
+    _lists_kernel[(rows, batch * heads)](
         slashes.view(torch.uint8),
         spans,
         reach,
         q_blocks,
         k_blocks,
-        counts[0],
-        tables[0],
-        counts[1],
-        tables[1],
+        memory.counts,
+        memory.tables,
         heads,
         entries,
         nq,
         nk,
         capacity,
+        key_capacity or 0,
+        memory.tables.shape[1],
         size,
-        BY_KEY=by_key,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(others)),
+        CHUNK=min(_CHUNK, triton.next_power_of_2(max(nq, nk))),
         num_warps=4,
     )
-    return counts[0], tables[0], counts[1], tables[1]
+    return memory.lists
+
+
+class _Memory(NamedTuple):
+    """counts: int32 [2, rows]; tables: int32 [2, entries]: of full tiles, then of partial ones.
+
+    lists: views of them for each side, one side after the other.
+    """
+
+    counts: Tensor
+    tables: Tensor
+    lists: list[FourLists]
 
 
 def _new_lists(
-    batch: int, heads: int, n: int, capacity: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Memory for counts int32 [2, B, H, n] and lists int32 [2, B, H, n, capacity].
-
-    Those of full tiles come first, those of partial tiles second.
-    """
-    counts = torch.empty(2, batch, heads, n, dtype=torch.int32, device=device)
-    tables = torch.empty(2, batch, heads, n, capacity, dtype=torch.int32, device=device)
-    return counts, tables
+    batch: int, heads: int, sides: list[tuple[int, int]], device: torch.device
+) -> _Memory:
+    """Memory for the lists of several sides, each of n blocks and of m entries a block."""
+    rows = [batch * heads * n for n, _ in sides]
+    entries = [batch * heads * n * m for n, m in sides]
+    counts = torch.empty(2, sum(rows), dtype=torch.int32, device=device)
+    tables = torch.empty(2, sum(entries), dtype=torch.int32, device=device)
+    lists = []
+    for (n, m), count, table in zip(
+        sides, counts.split(rows, dim=1), tables.split(entries, dim=1), strict=True
+    ):
+        full_count, partial_count = count.unflatten(1, (batch, heads, n))
+        full, partial = table.unflatten(1, (batch, heads, n, m))
+        lists.append((full_count, full, partial_count, partial))
+    return _Memory(counts, tables, lists)
 
 
 @triton.jit
@@ -209,94 +236,138 @@ def _verticals_kernel(
     verticals,
     covered,
     kind,
+    full_count,
+    full,
+    partial_count,
+    partial,
     heads,
     entries,
     nq,
     count,
-    size,
+    tiles,
     halves,
     SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Which verticals of a tile a query block covers, and the tile's kind.
+    """Which verticals a query block covers, and its full and its partial tiles of them.
 
     halves: int16 words of a query block in `covered`; a tile of 16 verticals fills one of them.
+    kind: None where nobody asks for the tiles' kinds.
     """
-    i_tile = tl.program_id(0)
-    i_q = tl.program_id(1)
-    i_bh = tl.program_id(2).to(tl.int64)
+    i_q = tl.program_id(0)
+    i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
-    tiles = tl.num_programs(0)
-    # [SIZE]
-    o_vertical = i_tile * SIZE + tl.arange(0, SIZE)
-    inside = o_vertical < count
-    position = tl.load(verticals + i_bh * count + o_vertical, mask=inside, other=0)
+    row = i_bh * nq + i_q
+    slashes += i_bh * entries
+    verticals += i_bh * count
+    full += row * tiles
+    partial += row * tiles
     span = spans + (i_b * nq + i_q) * 5
     seen = reach + (i_b * nq + i_q) * 4
-    zero = tl.zeros_like(position)
-    b_covered = _selected(
-        slashes + i_bh * entries,
-        tl.load(q_blocks + i_q) + zero,
-        position // size,
-        tl.load(span) + zero,
-        tl.load(span + 1) + zero,
-        tl.load(span + 2) + zero,
-        tl.load(span + 3) + zero,
-        tl.load(span + 4) + zero,
-        inside,
-    ).to(tl.int32)
-    # [SIZE / 16, 16] -> [SIZE / 16]
-    by_word = tl.reshape(b_covered, [SIZE // 16, 16])
-    bits = tl.sum(by_word << tl.arange(0, 16)[None, :], 1).to(tl.int16)
-    o_word = i_tile * (SIZE // 16) + tl.arange(0, SIZE // 16)
-    tl.store(covered + (i_bh * nq + i_q) * halves + o_word, bits)
+    # [SIZE], as _selected() takes them
+    zero = tl.zeros([SIZE], tl.int32)
+    a = zero + tl.load(q_blocks + i_q)
+    offset0 = zero + tl.load(span)
+    first0 = zero + tl.load(span + 1)
+    offset1 = zero + tl.load(span + 2)
+    first1 = zero + tl.load(span + 3)
+    dense_from = zero + tl.load(span + 4)
+    any_first = tl.load(seen)
+    any_last = tl.load(seen + 1)
+    all_first = tl.load(seen + 2)
+    all_last = tl.load(seen + 3)
+    n_full = 0
+    n_partial = 0
+    for i_tile in range(tiles):
+        # [SIZE]
+        o_vertical = i_tile * SIZE + tl.arange(0, SIZE)
+        inside = o_vertical < count
+        position = tl.load(verticals + o_vertical, mask=inside, other=0)
+        b_covered = _selected(
+            slashes, a, position // SIZE, offset0, first0, offset1, first1, dense_from, inside
+        ).to(tl.int32)
+        # [SIZE / 16, 16] -> [SIZE / 16]
+        by_word = tl.reshape(b_covered, [SIZE // 16, 16])
+        bits = tl.sum(by_word << tl.arange(0, 16)[None, :], 1).to(tl.int16)
+        o_word = i_tile * (SIZE // 16) + tl.arange(0, SIZE // 16)
+        tl.store(covered + row * halves + o_word, bits)
 
-    # Verticals ascend, so that the first and the last one bound the tile.
-    first = tl.min(position, 0)
-    last = tl.max(position, 0)
-    reached = (tl.load(seen) <= last) & (tl.load(seen + 1) > first)
-    all_seen = (tl.load(seen + 2) <= first) & (tl.load(seen + 3) > last)
-    whole = all_seen & (tl.sum(b_covered, 0) == 0)
-    b_kind = tl.where(reached, tl.where(whole, 2, 1), 0)
-    tl.store(kind + (i_bh * nq + i_q) * tiles + i_tile, b_kind.to(tl.int8))
+        # Verticals ascend, so that the first and the last one bound the tile.
+        first = tl.min(position, 0)
+        last = tl.max(position, 0)
+        reached = (any_first <= last) & (any_last > first)
+        all_seen = (all_first <= first) & (all_last > last)
+        whole = all_seen & (tl.sum(b_covered, 0) == 0)
+        is_full = reached & whole
+        is_partial = reached & (whole == 0)
+        tl.store(full + n_full, i_tile, mask=is_full)
+        tl.store(partial + n_partial, i_tile, mask=is_partial)
+        n_full += is_full.to(tl.int32)
+        n_partial += is_partial.to(tl.int32)
+        if kind is not None:
+            b_kind = is_full.to(tl.int8) * 2 + is_partial.to(tl.int8)
+            tl.store(kind + row * tiles + i_tile, b_kind)
+    _fill(full, n_full, tiles, CHUNK)
+    _fill(partial, n_partial, tiles, CHUNK)
+    tl.store(full_count + row, n_full)
+    tl.store(partial_count + row, n_partial)
 
 
-def covered_verticals(
-    slashes: Tensor, spans: Tensor, reach: Tensor, q_blocks: Tensor, verticals: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
-    """What query blocks cover of the verticals, and how they see tiles of `size` verticals.
+def vertical_lists(
+    slashes: Tensor,
+    spans: Tensor,
+    reach: Tensor,
+    q_blocks: Tensor,
+    verticals: Tensor,
+    size: int,
+    by_key: bool,
+) -> tuple[Tensor, list[FourLists]]:
+    """What query blocks cover of the verticals, and how they meet tiles of `size` verticals.
 
     verticals: int32 [B, H, C], ascending, C a multiple of size. The rest as in slash_lists().
     Returns
     covered: int32 [B, H, nq, ceil(C / 32)], a bit (bits.py) for each vertical that lies in a block
         which the query block computes whole.
-    kind: int8 [B, H, nq, C / size], of each tile of verticals: 0 not seen, 1 partly, 2 wholly seen
-        and not covered.
+    Lists of the tiles for each query block; by_key: then of the query blocks for each tile too. A
+        tile is full where all of it is seen and nothing covered. They are as wide as there are
+        others: verticals make few tiles, so one of the two sides is short.
     """
     batch, heads, count = verticals.shape
-    verticals = verticals.contiguous()
     device = verticals.device
     nq = len(q_blocks)
+    tiles = count // size
     words = -(-count // 32)
     covered = torch.empty(batch, heads, nq, words, dtype=torch.int32, device=device)
-    kind = torch.empty(batch, heads, nq, count // size, dtype=torch.int8, device=device)
-    _verticals_kernel[(count // size, nq, batch * heads)](
+    kind = None
+    if by_key:
+        kind = torch.empty(batch, heads, nq, tiles, dtype=torch.int8, device=device)
+    [by_query] = _new_lists(batch, heads, [(nq, tiles)], device).lists
+    full_count, full, partial_count, partial = by_query
+    _verticals_kernel[(nq, batch * heads)](
         slashes.view(torch.uint8),
         spans,
         reach,
         q_blocks,
-        verticals,
+        verticals.contiguous(),
         covered.view(torch.int16),
         kind,
+        full_count,
+        full,
+        partial_count,
+        partial,
         heads,
         slashes.shape[-1],
         nq,
         count,
-        size,
+        tiles,
         2 * words,
         SIZE=size,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(tiles)),
         num_warps=1,
     )
-    return covered, kind
+    if by_key:
+        return covered, [by_query, kind_lists(kind)]
+    return covered, [by_query]
 
 
 @triton.jit
@@ -306,73 +377,57 @@ def _kinds_kernel(
     full,
     partial_count,
     partial,
-    rows,
-    others,
-    row_stride,
-    stride,
+    nq,
+    tiles,
     CHUNK: tl.constexpr,
 ):
-    """The full and the partial tiles of one row of a table of kinds.
-
-    row_stride, stride: from one row to the next, and from one tile of a row to the next.
-    """
-    i_row = tl.program_id(0)
+    """The query blocks that meet one tile of verticals wholly, and those that meet it partly."""
+    i_tile = tl.program_id(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    kind += i_bh * rows * others + i_row * row_stride
-    full += (i_bh * rows + i_row) * others
-    partial += (i_bh * rows + i_row) * others
+    row = i_bh * tiles + i_tile
+    kind += i_bh * nq * tiles + i_tile
+    full += row * nq
+    partial += row * nq
     n_full = 0
     n_partial = 0
-    for start in range(0, others, CHUNK):
-        o_other = start + tl.arange(0, CHUNK)
-        b_kind = tl.load(kind + o_other * stride, mask=o_other < others, other=0)
-        n_full = _append(full, n_full, b_kind == 2, o_other, others)
-        n_partial = _append(partial, n_partial, b_kind == 1, o_other, others)
-    _fill(full, n_full, others, CHUNK)
-    _fill(partial, n_partial, others, CHUNK)
-    tl.store(full_count + i_bh * rows + i_row, n_full)
-    tl.store(partial_count + i_bh * rows + i_row, n_partial)
+    for start in range(0, nq, CHUNK):
+        o_query = start + tl.arange(0, CHUNK)
+        b_kind = tl.load(kind + o_query * tiles, mask=o_query < nq, other=0)
+        n_full = _append(full, n_full, b_kind == 2, o_query, nq)
+        n_partial = _append(partial, n_partial, b_kind == 1, o_query, nq)
+    _fill(full, n_full, nq, CHUNK)
+    _fill(partial, n_partial, nq, CHUNK)
+    tl.store(full_count + row, n_full)
+    tl.store(partial_count + row, n_partial)
 
 
-def kind_lists(kind: Tensor, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """full_count, full, partial_count, partial: lists of the kinds of covered_verticals().
+def kind_lists(kind: Tensor) -> FourLists:
+    """For each tile of verticals the query blocks that meet it, as wide as there are query blocks.
 
-    For each query block they list the tiles of verticals, or (by_key) for each tile of verticals
-    the query blocks. Counts are int32 [B, H, n], lists int32 [B, H, n, m], ascending, filled up
-    with 0.
-
-    kind: int8 [B, H, nq, tiles], contiguous.
+    kind: int8 [B, H, nq, tiles], contiguous: 0 not seen, 1 partly, 2 wholly.
     """
     batch, heads, nq, tiles = kind.shape
-    if by_key:
-        rows, others = tiles, nq
-        row_stride, stride = 1, tiles
-    else:
-        rows, others = nq, tiles
-        row_stride, stride = tiles, 1
-    counts, tables = _new_lists(batch, heads, rows, others, kind.device)
-    _kinds_kernel[(rows, batch * heads)](
+    [lists] = _new_lists(batch, heads, [(tiles, nq)], kind.device).lists
+    full_count, full, partial_count, partial = lists
+    _kinds_kernel[(tiles, batch * heads)](
         kind,
-        counts[0],
-        tables[0],
-        counts[1],
-        tables[1],
-        rows,
-        others,
-        row_stride,
-        stride,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(others)),
+        full_count,
+        full,
+        partial_count,
+        partial,
+        nq,
+        tiles,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(nq)),
         num_warps=1,
     )
-    return counts[0], tables[0], counts[1], tables[1]
+    return lists
 
 
-def kind_lists_naive(kind: Tensor, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def kind_lists_naive(kind: Tensor) -> FourLists:
     """The twin of kind_lists()."""
-    if by_key:
-        kind = kind.mT
-    full_count, full = _ascending(kind == 2)
-    partial_count, partial = _ascending(kind == 1)
+    by_tile = kind.mT
+    full_count, full = _ascending(by_tile == 2)
+    partial_count, partial = _ascending(by_tile == 1)
     return full_count, full, partial_count, partial
 
 

@@ -71,10 +71,19 @@ def block_tiles(
     side: QuerySide, index: VerticalSlashIndex, keys: KeySide, transpose: bool
 ) -> Tiles:
     """Like blocks.block_tiles()."""
-    by_query = _slash_lists(side, index, keys, len(keys.blocks), by_key=False)
-    by_key = None
-    if transpose:
-        by_key = _slash_lists(side, index, keys, len(side.blocks), by_key=True)
+    nq = len(side.blocks)
+    nk = len(keys.blocks)
+    lists = block_tables.slash_lists(
+        index.slashes,
+        side.spans,
+        side.reach,
+        side.blocks,
+        keys.blocks,
+        index.block_size,
+        capacity=list_width(index.most_blocks, nk),
+        key_capacity=list_width(index.most_blocks, nq) if transpose else None,
+    )
+    by_query, by_key = _both_sides(lists)
     return Tiles(
         by_query=by_query,
         by_key=by_key,
@@ -86,46 +95,35 @@ def block_tiles(
     )
 
 
-def _slash_lists(
-    side: QuerySide, index: VerticalSlashIndex, keys: KeySide, others: int, by_key: bool
-) -> BlockLists:
-    """Lists for the blocks of one side; others: blocks of the other side."""
-    full_count, full, partial_count, partial = block_tables.slash_lists(
+def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
+    """Like blocks.vertical_tiles()."""
+    verticals = index.verticals
+    covered, lists = block_tables.vertical_lists(
         index.slashes,
         side.spans,
         side.reach,
         side.blocks,
-        keys.blocks,
+        verticals,
         index.block_size,
-        list_width(index.most_blocks, others),
-        by_key,
+        by_key=transpose,
     )
-    return BlockLists(full_count, full, partial_count, partial)
-
-
-def vertical_tiles(side: QuerySide, index: VerticalSlashIndex, transpose: bool) -> Tiles:
-    """Like blocks.vertical_tiles()."""
-    size = index.block_size
-    verticals = index.verticals
-    covered, kind = block_tables.covered_verticals(
-        index.slashes, side.spans, side.reach, side.blocks, verticals, size
-    )
+    by_query, by_key = _both_sides(lists)
     return Tiles(
-        by_query=_kind_lists(kind, by_key=False),
-        by_key=_kind_lists(kind, by_key=True) if transpose else None,
+        by_query=by_query,
+        by_key=by_key,
         start=side.start,
         stop=side.stop,
         k_positions=verticals,
         covered=covered,
-        block_size=size,
+        block_size=index.block_size,
     )
 
 
-def _kind_lists(kind: Tensor, by_key: bool) -> BlockLists:
-    """Lists of the tiles whose kinds block_tables.covered_verticals() gives.
-
-    They are as wide as the table: verticals make few tiles, so one of its sides is short.
-    """
-    # counts [B, H, n], numbers [B, H, n, m]
-    full_count, full, partial_count, partial = block_tables.kind_lists(kind, by_key)
-    return BlockLists(full_count, full, partial_count, partial)
+def _both_sides(
+    lists: list[block_tables.FourLists],
+) -> tuple[BlockLists, BlockLists | None]:
+    """Lists by query and, where there are any, by key."""
+    by_query = BlockLists(*lists[0])
+    if len(lists) == 1:
+        return by_query, None
+    return by_query, BlockLists(*lists[1])
