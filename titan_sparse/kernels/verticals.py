@@ -276,5 +276,5 @@ def add_verticals(
         GROUP=triton.next_power_of_2(group),
         HEAD_DIM=dim,
         D=triton.next_power_of_2(dim),
-        num_warps=2,
+        num_warps=4,
     )

@@ -2,10 +2,13 @@
 
 first_prices(free, keys, lse) -> prices of verticals, masses of tiles, levels
 diagonal_gains(tiles, left, saved, tile, rows) -> worth of diagonals at each level
-diagonal_prices(gains, cost) -> prices of diagonals
+diagonal_prices(gains, cost, is_local) -> prices of diagonals, and codes
 final_prices(free, keys, lse, first, diagonal, offset) -> FinalPrices
 mass_by_code(final, keys, spans) -> masses and counts of verticals by code
 diagonal_masses(tiles, tile) -> masses of diagonals
+add_diagonals(mass, on_diagonals, codes, span, offset) -> masses of both by code
+head_limits(mass, count, probed, recall, least, most) -> codes from which on up heads take elements
+taken(elements, vertical_limit, diagonal_limit) -> which these are
 
 A price is the attention mass that one more pair of tokens holds, among the rows of a probe. A pair
 of a vertical costs VERTICAL_COST, one of a diagonal 1, as that is the time that they take. What has
@@ -13,7 +16,8 @@ a price above a limit is chosen, so that all heads get the most mass for their t
 and odd in turns. What one half would choose is tried on the other, so that the recall that a limit
 gives is known for rows that nobody looked at.
 
-Prices become codes, a byte each with steps of 7 %. The twins (naive.py) have the same signatures.
+Prices become codes, a byte each with steps of 7 %. The twins (naive.py, and those of the
+last three in limits.py) have the same signatures.
 """
 
 from titan_sparse.kernels.prices.by_code import mass_by_code
@@ -35,6 +39,19 @@ from titan_sparse.kernels.prices.inputs import (
     SpanTokens,
     codes_of,
 )
+from titan_sparse.kernels.prices.limits import (
+    Elements,
+    HeadLimits,
+    add_diagonals,
+    add_diagonals_naive,
+    head_limits,
+    head_limits_naive,
+    limited,
+    price_limits,
+    sums_by_code,
+    taken,
+    taken_naive,
+)
 from titan_sparse.kernels.prices.naive import (
     diagonal_gains_naive,
     diagonal_masses_naive,
@@ -51,8 +68,12 @@ __all__ = [
     "LEVELS",
     "PSEUDO_ROWS",
     "VERTICAL_COST",
+    "Elements",
     "FinalPrices",
+    "HeadLimits",
     "SpanTokens",
+    "add_diagonals",
+    "add_diagonals_naive",
     "codes_of",
     "diagonal_gains",
     "diagonal_gains_naive",
@@ -64,6 +85,13 @@ __all__ = [
     "final_prices_naive",
     "first_prices",
     "first_prices_naive",
+    "head_limits",
+    "head_limits_naive",
+    "limited",
     "mass_by_code",
     "mass_by_code_naive",
+    "price_limits",
+    "sums_by_code",
+    "taken",
+    "taken_naive",
 ]

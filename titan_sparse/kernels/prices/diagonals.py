@@ -1,11 +1,14 @@
 """Worth, prices and masses of diagonals, from tiles: a block of keys and a group of rows each."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import LEVELS, OCTAVES_BETWEEN_LEVELS
+from titan_sparse.kernels.prices.inputs import ALWAYS, LEVELS, OCTAVES_BETWEEN_LEVELS
+from titan_sparse.kernels.prices.shared import code_of
 
+_ALWAYS = tl.constexpr(ALWAYS)
 _LEVELS = tl.constexpr(LEVELS)
 _OCTAVES = tl.constexpr(OCTAVES_BETWEEN_LEVELS)
 
@@ -80,28 +83,33 @@ def _gain_kernel(
     tl.store(gains + at, gain, mask=inside[:, None])
 
 
-def diagonal_prices(gains: Tensor, cost: Tensor) -> Tensor:
-    """The price below which each diagonal is worth its cost, fp32 [B, Hq, E]; 0 for none.
+def diagonal_prices(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
+    """The price below which each diagonal is worth its cost, and its code.
 
     gains: fp32 [B, Hq, E, L], over all ranks. cost: fp32 [B, E], pairs of the probe's rows.
+    is_local: bool [B, E], the diagonals whose code is ALWAYS.
+    Returns fp32 and uint8 [B, Hq, E]; the price is 0 where there is none.
     """
     batch, heads, entries, _ = gains.shape
     price = gains.new_empty(batch, heads, entries)
+    codes = gains.new_empty(batch, heads, entries, dtype=torch.uint8)
     chunk = 64
     _diagonal_kernel[(triton.cdiv(entries, chunk), batch * heads)](
         gains,
         cost,
+        is_local.view(torch.int8),
         price,
+        codes,
         heads,
         entries,
         CHUNK=chunk,
         num_warps=2,
     )
-    return price
+    return price, codes
 
 
 @triton.jit
-def _diagonal_kernel(gains, cost, price, heads, entries, CHUNK: tl.constexpr):
+def _diagonal_kernel(gains, cost, is_local, price, codes, heads, entries, CHUNK: tl.constexpr):
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     i_bh = tl.program_id(1).to(tl.int64)
     inside = o < entries
@@ -122,6 +130,9 @@ def _diagonal_kernel(gains, cost, price, heads, entries, CHUNK: tl.constexpr):
     passed = tl.where(first > 0, first - 1 + part, 0.0)
     b_price = tl.where(first < _LEVELS, tl.exp2(-1.0 - passed * _OCTAVES), 0.0)
     tl.store(price + i_bh * entries + o, b_price, mask=inside)
+    always = tl.load(is_local + (i_bh // heads) * entries + o, mask=inside, other=0) != 0
+    b_code = tl.where(always, _ALWAYS, code_of(b_price))
+    tl.store(codes + i_bh * entries + o, b_code.to(tl.uint8), mask=inside)
 
 
 def diagonal_masses(tiles: Tensor, tile: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.kernels.prices.inputs import (
+    ALWAYS,
     CODES,
     HELD_OUT,
     LEVELS,
@@ -94,7 +95,7 @@ def diagonal_gains_naive(
     return torch.stack(gains).sum(0)
 
 
-def diagonal_prices_naive(gains: Tensor, cost: Tensor) -> Tensor:
+def diagonal_prices_naive(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of diagonal_prices()."""
     levels = level_prices(gains)
     # [B, Hq, E, L]: how often a diagonal is worth its price at each level, in octaves. It grows as
@@ -111,7 +112,8 @@ def diagonal_prices_naive(gains: Tensor, cost: Tensor) -> Tensor:
     part = torch.where(first > 0, -below / (above - below).clamp(min=1e-6), 1.0)
     level = before + part.clamp(0, 1) * (first - before)
     price = torch.exp2(-1 - OCTAVES_BETWEEN_LEVELS * level)
-    return torch.where(taken.any(-1), price[..., 0], 0.0)
+    price = torch.where(taken.any(-1), price[..., 0], 0.0)
+    return price, codes_of(price).masked_fill(is_local[:, None], ALWAYS)
 
 
 def final_prices_naive(

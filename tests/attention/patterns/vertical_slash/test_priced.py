@@ -232,7 +232,7 @@ def _made(case: Case) -> Made:
     free = probe._replace(start=needed.free_start, stop=needed.free_stop)
     first, *table = prices.first_prices_naive(free, keys, lse)
     gains = prices.diagonal_gains_naive(*table, needed.tile, needed.rows)
-    diagonal = prices.diagonal_prices_naive(gains, needed.cost)
+    diagonal, _ = prices.diagonal_prices_naive(gains, needed.cost, needed.is_local)
     by_span = priced._codes(q, k, geometry, needed, cp, SCALE)
     return Made(spans, geometry, needed, first, gains, diagonal, *by_span)
 

@@ -12,7 +12,6 @@ diagonals are added up, and what each rank would choose is gathered, one byte a 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
@@ -26,10 +25,14 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 )
 from titan_sparse.attention.patterns.vertical_slash.rows import ProbedRows
 from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import ALWAYS, CODES, PSEUDO_ROWS, SpanTokens
-
-_MASS_UNITS = 2.0**40
-"""Masses of diagonals are added up as integers. These many are a mass of 1."""
+from titan_sparse.kernels.prices import (
+    PSEUDO_ROWS,
+    SpanTokens,
+    limited,
+    price_limits,
+    sums_by_code,
+)
+from titan_sparse.kernels.probe import KeyBlocks
 
 
 class Limits(NamedTuple):
@@ -205,30 +208,38 @@ def choose_priced(
     """
     batch, heads = q.shape[:2]
     seq_len = priced.span_of_token.shape[1]
-    diagonal_codes, *of_verticals = _codes(q, k, geometry, priced, cp, scale)
-    codes, mass, count = _of_all_ranks(*of_verticals, geometry.order, cp)
+    has_kernels = by_kernels(KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size))
+    diagonal_codes, *of_this_rank = _codes(q, k, geometry, priced, cp, scale)
+    codes, mass, count = _of_all_ranks(*of_this_rank, cp)
 
-    limit = price_limits(mass, priced.probed, priced.weight, limits.recall, limits.shared)
-    vertical_limit, verticals_capped = limited(
-        limit, count, limits.least_verticals, limits.most_verticals
-    )
+    least, most = limits.least_verticals, limits.most_verticals
+    if limits.shared:
+        limit = price_limits(mass.double(), priced.probed, priced.weight, limits.recall, True)
+        vertical_limit, verticals_capped = limited(limit, count, least, most)
+    else:
+        find = kernels.head_limits if has_kernels else kernels.head_limits_naive
+        limit, vertical_limit, verticals_capped = find(
+            mass, count, priced.probed, limits.recall, least, most
+        )
     diagonal_limit = limit
     slashes_capped = torch.zeros_like(verticals_capped)
     if limits.most_diagonals is not None or limits.least_diagonals:
         counted = (~priced.is_local)[:, None].expand_as(diagonal_codes).long()
-        diagonal_count = _sums_by_code(
-            counted, diagonal_codes, priced.span_of_entry, limit.shape[2]
-        )
+        diagonal_count = sums_by_code(counted, diagonal_codes, priced.span_of_entry, limit.shape[2])
         diagonal_limit, slashes_capped = limited(
             limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
         )
 
-    # [B, Hq, S] and [B, Hq, E]. Verticals of code 0 are not counted, so no cap would hold them. They
-    # are not missed: where the limit is 0, all diagonals are on.
-    vertical_limit = vertical_limit.clamp(min=1)
-    is_vertical = codes >= _by_span(vertical_limit, priced.span_of_token)
-    is_vertical = is_vertical | priced.is_sink[:, None]
-    slashes = diagonal_codes >= _by_span(diagonal_limit, priced.span_of_entry)
+    elements = kernels.Elements(
+        verticals=codes,
+        order=geometry.order,
+        is_sink=priced.is_sink,
+        diagonals=diagonal_codes,
+        span_of_token=priced.span_of_token,
+        span_of_entry=priced.span_of_entry,
+    )
+    take = kernels.taken if has_kernels else kernels.taken_naive
+    is_vertical, slashes = take(elements, vertical_limit, diagonal_limit)
     verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
     capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
     return verticals.view(batch, heads, capacity), slashes, capped
@@ -246,46 +257,46 @@ def _codes(
     probe, keys, lse = look(q, k, counted, cp, scale)
     free = probe._replace(start=priced.free_start, stop=priced.free_stop)
     tile = priced.tile
-    if by_kernels(keys):
+    has_kernels = by_kernels(keys)
+    if has_kernels:
         first, *of_tiles = kernels.first_prices(free, keys, lse)
         gains = cp.all_reduce(kernels.diagonal_gains(*of_tiles, tile, priced.rows))
-        diagonal = kernels.diagonal_prices(gains, priced.cost)
+        diagonal, diagonal_codes = kernels.diagonal_prices(gains, priced.cost, priced.is_local)
         final = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
         mass, count = kernels.mass_by_code(final, keys, priced.span_tokens)
         on_diagonals = kernels.diagonal_masses(final.tiles, tile)
     else:
         first, *of_tiles = kernels.first_prices_naive(free, keys, lse)
         gains = cp.all_reduce(kernels.diagonal_gains_naive(*of_tiles, tile, priced.rows))
-        diagonal = kernels.diagonal_prices_naive(gains, priced.cost)
+        diagonal, diagonal_codes = kernels.diagonal_prices_naive(
+            gains, priced.cost, priced.is_local
+        )
         final = kernels.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
         mass, count = kernels.mass_by_code_naive(final, keys, priced.span_tokens)
         on_diagonals = kernels.diagonal_masses_naive(final.tiles, tile)
-    diagonal_codes = kernels.codes_of(diagonal).masked_fill(priced.is_local[:, None], ALWAYS)
 
     # [B, 1, n, n_local T] @ [B, Hq, n_local T, CODES]
     of_spans = priced.spans_of_slots[:, None].to(mass.dtype)
     count = of_spans @ count.flatten(2, 3)
-    of_verticals = (of_spans @ mass.flatten(2, 3)).double()
-
-    # [B, Hq, E]: integers, so that no order of additions shows. Local diagonals hold no mass here.
-    units = (on_diagonals.double() * _MASS_UNITS).round().long()
-    n = of_spans.shape[2]
-    of_diagonals = _sums_by_code(units, diagonal_codes, priced.span_of_entry, n)
-    of_diagonals = of_diagonals.double() / _MASS_UNITS
-    return diagonal_codes, final.codes, of_verticals + of_diagonals, count
+    of_verticals = of_spans @ mass.flatten(2, 3)
+    add = kernels.add_diagonals if has_kernels else kernels.add_diagonals_naive
+    # Local diagonals hold no mass here.
+    mass = add(of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset)
+    return diagonal_codes, final.codes, mass, count
 
 
 def _of_all_ranks(
-    codes: Tensor, mass: Tensor, count: Tensor, order: Tensor, cp: ContextParallel
+    codes: Tensor, mass: Tensor, count: Tensor, cp: ContextParallel
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [B, Hq, S] in global order, masses and counts of all ranks' keys: one gather.
+    """Codes [B, Hq, blocks, b], masses and counts of all ranks' keys: one gather.
 
+    Blocks come one rank after the other.
     codes: uint8 [B, Hq, n_local, b]. mass, count: [B, Hq, n, CODES].
     """
     # No wider than they are known.
     mass = mass.to(count.dtype)
     if cp.size == 1:
-        return codes[:, :, order].flatten(2), mass.double(), count
+        return codes, mass, count
     parts = [part.flatten().view(torch.int32) for part in (codes, mass, count)]
     lengths = [len(part) for part in parts]
     # [ranks, elements]
@@ -296,87 +307,4 @@ def _of_all_ranks(
     all_codes = all_codes.permute(1, 2, 0, 3, 4).flatten(2, 3)
     all_mass = all_mass.contiguous().view(mass.dtype).view(cp.size, *mass.shape)
     all_count = all_count.contiguous().view(count.dtype).view(cp.size, *count.shape)
-    return all_codes[:, :, order].flatten(2), all_mass.double().sum(0), all_count.sum(0)
-
-
-def price_limits(
-    mass: Tensor, probed: Tensor, weight: Tensor, recall: float, shared: bool
-) -> Tensor:
-    """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
-
-    They are the highest ones that do.
-    mass: float64 [B, Hq, n, CODES]. probed, weight: of Priced.
-    shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
-    the first heads give up its elements, as far as the recall allows.
-    """
-    heads = mass.shape[1]
-    if recall == 1:
-        # Everything, not only what the probe's rows give mass to.
-        return torch.zeros_like(mass[..., 0], dtype=torch.int64)
-    # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
-    lost = mass.cumsum(-1) - mass
-    # [B, Hq, n]
-    may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
-    if not shared:
-        limit = (lost <= may_be_lost[..., None]).sum(-1) - 1
-        # Masses that are NaN are below nothing.
-        return limit.clamp(min=0)
-
-    # [B, CODES] and [B, 1]
-    lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
-    allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
-    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
-    limit = limit.clamp(min=0)
-    spare = allowed - lost_by_all.gather(-1, limit)
-
-    # [B, Hq, n]: what a head and span would lose more with the code above.
-    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
-    more = mass.gather(-1, at_limit)[..., 0] * weight[:, None]
-    # [B, Hq n], in the order of heads.
-    more_so_far = more.flatten(1).cumsum(-1)
-    gives_up = (more_so_far <= spare) & (limit < CODES - 1)
-    return (limit + gives_up).view(mass.shape[:3])
-
-
-def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Limits that keep to bounds on the number of elements, and whether the cap raised one.
-
-    limit: int64 [B, Hq, n], codes. count: [B, Hq, n, CODES], elements of each code, those that
-    are always on left out. least: of each span; most: int64 [B, n], which wins.
-    Elements of one code are taken together: fewer than `most` may be left.
-    Returns int64 [B, Hq, n] and bool [B, Hq].
-    """
-    # [B, Hq, n, CODES]: how many are taken if a code is the lowest one.
-    taken = count.flip(-1).cumsum(-1).flip(-1)
-    if least:
-        low_enough = (taken >= least).sum(-1) - 1
-        limit = torch.minimum(limit, low_enough.clamp(min=0))
-    if most is None:
-        return limit, torch.zeros_like(limit[..., 0], dtype=torch.bool)
-    high_enough = (taken > most[:, None, :, None]).sum(-1)
-    capped = (high_enough > limit).any(-1)
-    return torch.maximum(limit, high_enough), capped
-
-
-def _sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
-    """Sums of values of diagonals by span and code, int64 [B, Hq, n, CODES].
-
-    values: int64 [B, Hq, E]. codes: uint8 [B, Hq, E]. span: int64 [B, E], n for none.
-    """
-    batch, heads, _ = codes.shape
-    place = span[:, None] * CODES + codes
-    # The last span stands for none, and is cut off.
-    total = values.new_zeros(batch, heads, (n + 1) * CODES)
-    total.scatter_add_(2, place, values)
-    return total.view(batch, heads, n + 1, CODES)[:, :, :n]
-
-
-def _by_span(limit: Tensor, span: Tensor) -> Tensor:
-    """Limits of each element's span int64 [B, L], int16 [B, Hq, L]; CODES for no span.
-
-    limit: int64 [B, Hq, n].
-    """
-    # In few bytes, as there are as many results as verticals.
-    limit = F.pad(limit.to(torch.int16), (0, 1), value=CODES)
-    span = span[:, None].expand(-1, limit.shape[1], -1)
-    return limit.gather(2, span)
+    return all_codes, all_mass.double().sum(0), all_count.sum(0)

@@ -1,4 +1,4 @@
-"""How many kernels a layer's attention launches on one rank: at few tokens launches are its time.
+"""How many kernels a layer launches on one rank: at few tokens launches are its time.
 
 What a GPU runs is counted on Triton's interpreter: our kernels, and torch's that are not views.
 """
@@ -17,7 +17,9 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash import priced, probe
 from titan_sparse.attention.schedules import single, verticals
+from titan_sparse.kernels import compact
 
 NOT_LAUNCHED = ("empty", "new_empty", "empty_like")
 
@@ -64,8 +66,14 @@ class Launches(TorchDispatchMode):
         return super().__exit__(*error)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are counted on the interpreter")
-def test_launches_of_a_layer(monkeypatch):
+def on_interpreter(test):
+    """A test that counts what Triton's interpreter runs."""
+    reason = "launches are counted on the interpreter"
+    return pytest.mark.skipif(torch.cuda.is_available(), reason=reason)(test)
+
+
+@on_interpreter
+def test_launches_of_attention(monkeypatch):
     """The second call's: what depends on the mask alone is remembered from the first."""
     monkeypatch.setattr(verticals, "_has_kernels", lambda x: True)
     monkeypatch.setattr(AttentionCall, "_has_table_kernels", lambda call: True)
@@ -98,3 +106,20 @@ def test_launches_of_a_layer(monkeypatch):
         "_key_kernel": 2,
         "_add_kernel": 1,
     }
+
+
+@on_interpreter
+def test_launches_of_selection(monkeypatch):
+    """Our kernels, and what torch does: it gathers the probe's rows and adds up by span."""
+    for module in (probe, priced):
+        monkeypatch.setattr(module, "by_kernels", lambda keys: True)
+    monkeypatch.setattr(priced, "compact", compact.compact)
+    q, k, _ = structured_qkv(1, 2, 1, 256, 16, dtype=torch.float32)
+    rows = Causal().rows(256, "cpu")
+    pattern = VerticalSlash()
+    pattern.select(q, k, rows, block_size=64)
+    with Launches() as launches:
+        pattern.select(q, k, rows, block_size=64)
+    ours = sum(n for name, n in launches.counted.items() if name.endswith("_kernel"))
+    assert ours == 13
+    assert launches.counted.total() - ours <= 10

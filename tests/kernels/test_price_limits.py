@@ -1,0 +1,118 @@
+"""From codes to what is taken: the kernels against their plain-torch twins."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_sparse.kernels import prices
+from titan_sparse.kernels.prices import ALWAYS, CODES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH, HEADS = 2, 3
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def spans_of(lengths: list[list[int]], total: int) -> tuple[Tensor, Tensor]:
+    """The span of each of `total` elements int64 [B, total], and where spans begin int32 [B, n].
+
+    What is behind the last span is of none.
+    """
+    n = len(lengths[0])
+    span = torch.full((len(lengths), total), n)
+    offset = torch.zeros(len(lengths), n, dtype=torch.int32)
+    for b, of_sequence in enumerate(lengths):
+        begin = 0
+        for s, length in enumerate(of_sequence):
+            offset[b, s] = begin
+            span[b, begin : begin + length] = s
+            begin += length
+    return span.to(DEVICE), offset.to(DEVICE)
+
+
+@pytest.mark.parametrize("lengths", [[[70], [40]], [[1, 0, 33], [32, 31, 7]]])
+def test_add_diagonals(lengths):
+    entries = 77
+    n = len(lengths[0])
+    span, offset = spans_of(lengths, entries)
+    mass = torch.rand(BATCH, HEADS, n, CODES, generator=drawn(0)).to(DEVICE)
+    on_diagonals = torch.rand(BATCH, HEADS, entries, generator=drawn(1)).to(DEVICE)
+    codes = torch.randint(0, CODES, (BATCH, HEADS, entries), generator=drawn(2)).to(DEVICE)
+    # Many share a code.
+    codes[..., ::3] = ALWAYS
+    codes = codes.to(torch.uint8)
+
+    want = mass.double().clone()
+    for b in range(BATCH):
+        for e in range(entries):
+            if span[b, e] < n:
+                for h in range(HEADS):
+                    want[b, h, span[b, e], codes[b, h, e].long()] += on_diagonals[b, h, e]
+    twin = prices.add_diagonals_naive(mass, on_diagonals, codes, span, offset)
+    torch.testing.assert_close(twin, want, atol=1e-9, rtol=0)
+    got = prices.add_diagonals(mass, on_diagonals, codes, span, offset)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, twin.float(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "recall, least, most",
+    [(0.9, 0, 10**6), (0.95, 0, 40), (0.5, 60, 10**6), (0.7, 20, 33), (0.9, 0, 0), (1.0, 0, 10**6)],
+)
+def test_head_limits(recall, least, most, dtype):
+    n = 2
+    # As many as a probe has rows, on a few codes; the rest is not free.
+    mass = torch.rand(BATCH, HEADS, n, CODES, generator=drawn(3)) ** 8
+    mass = mass / mass.sum(-1, keepdim=True) * 20
+    # A span without rows, and a head whose masses are lost.
+    mass[1, :, 1] = 0
+    mass[0, 2, 0] = torch.nan
+    count = torch.randint(0, 3, mass.shape, generator=drawn(4))
+    probed = torch.tensor([[32, 21], [25, 0]]).to(DEVICE)
+    caps = torch.tensor([[most, most], [most + 5, most]]).to(DEVICE)
+    arguments = [mass.to(DEVICE, dtype), count.to(DEVICE, dtype), probed, recall, least, caps]
+    want = prices.head_limits_naive(*arguments)
+    got = prices.head_limits(*arguments)
+    for one, wanted in zip(got, want, strict=True):
+        assert torch.equal(one.to(wanted.dtype), wanted)
+    # The case is what it says.
+    assert bool(want.capped.any()) == (most < 10**6)
+    if recall == 1:
+        assert not want.limit.any()
+    if least:
+        assert bool((want.verticals < want.limit).any())
+
+
+@pytest.mark.parametrize("lengths", [[[1200], [1030]], [[700, 1, 400], [0, 1200, 0]]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_taken(lengths, dtype):
+    """A sequence of 75 blocks of 16; of them none are in order."""
+    n, size, blocks, entries = len(lengths[0]), 16, 75, 90
+    span_of_token, _ = spans_of(lengths, blocks * size)
+    span_of_entry, _ = spans_of([[length // 16 for length in one] for one in lengths], entries)
+    codes = torch.randint(0, CODES, (BATCH, HEADS, blocks, size), generator=drawn(5))
+    diagonals = torch.randint(0, CODES, (BATCH, HEADS, entries), generator=drawn(6))
+    diagonals[..., :2] = ALWAYS
+    elements = prices.Elements(
+        verticals=codes.to(DEVICE, torch.uint8),
+        order=torch.randperm(blocks, generator=drawn(7)).to(DEVICE),
+        is_sink=(torch.rand(BATCH, blocks * size, generator=drawn(8)) < 0.05).to(DEVICE),
+        diagonals=diagonals.to(DEVICE, torch.uint8),
+        span_of_token=span_of_token,
+        span_of_entry=span_of_entry,
+    )
+    vertical_limit = torch.randint(0, CODES + 1, (BATCH, HEADS, n), generator=drawn(9))
+    # Where all is taken, verticals of code 0 are not.
+    vertical_limit[:, 0] = 0
+    diagonal_limit = torch.randint(0, CODES + 1, (BATCH, HEADS, n), generator=drawn(10))
+    diagonal_limit[:, 1] = 0
+    limits = [limit.to(DEVICE, dtype) for limit in (vertical_limit, diagonal_limit)]
+    got = prices.taken(elements, *limits)
+    want = prices.taken_naive(elements, *limits)
+    for one, wanted in zip(got, want, strict=True):
+        assert one.dtype == torch.bool and one.shape == wanted.shape
+        assert torch.equal(one, wanted)
+        assert 0.2 < wanted.double().mean() < 0.9

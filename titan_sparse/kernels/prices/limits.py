@@ -1,0 +1,390 @@
+"""From masses and counts by code to the codes from which on up a head takes elements, and to these.
+
+The price of an element is known by its code (inputs.py). In the kernels i_bh is a query head of a
+sequence i_b.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_sparse.kernels.prices.inputs import CODES
+
+_CODES = tl.constexpr(CODES)
+_MASS_UNITS = 2.0**40
+"""Masses of diagonals are added up as integers, so that no order of additions shows. These many are
+a mass of 1."""
+_UNITS = tl.constexpr(_MASS_UNITS)
+_ENTRIES = 32
+"""Diagonals that a program looks at together."""
+_CHUNK = 1024
+"""Verticals or diagonals that a program decides on."""
+
+
+# Masses of diagonals by code
+
+
+def sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
+    """Sums of values of diagonals by span and code, int64 [B, Hq, n, CODES], in plain torch.
+
+    values: int64 [B, Hq, E]. codes: uint8 [B, Hq, E]. span: int64 [B, E], n for none.
+    """
+    batch, heads, _ = codes.shape
+    place = span[:, None] * CODES + codes
+    # The last span stands for none, and is cut off.
+    total = values.new_zeros(batch, heads, (n + 1) * CODES)
+    total.scatter_add_(2, place, values)
+    return total.view(batch, heads, n + 1, CODES)[:, :, :n]
+
+
+def add_diagonals_naive(
+    mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
+) -> Tensor:
+    """The twin of add_diagonals(), in float64."""
+    units = (on_diagonals.double() * _MASS_UNITS).round().long()
+    of_diagonals = sums_by_code(units, codes, span, mass.shape[2])
+    return mass.double() + of_diagonals.double() / _MASS_UNITS
+
+
+@triton.jit
+def _add_kernel(
+    mass, on_diagonals, codes, span, offset, total, heads, entries, CHUNK: tl.constexpr
+):
+    """All codes of one span of one head."""
+    i_span = tl.program_id(0)
+    n = tl.num_programs(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // heads
+    o_code = tl.arange(0, _CODES)[None, :]
+    # A span's diagonals are neighbors in the list, and the next span's follow.
+    begin = tl.load(offset + i_b * n + i_span)
+    end = tl.load(offset + i_b * n + i_span + 1, mask=i_span + 1 < n, other=entries)
+    units = tl.zeros([_CODES], tl.int64)
+    for first in range(begin, end, CHUNK):
+        # [CHUNK]
+        o = first + tl.arange(0, CHUNK)
+        inside = o < end
+        is_mine = tl.load(span + i_b * entries + o, mask=inside, other=n) == i_span
+        code = tl.load(codes + i_bh * entries + o, mask=inside, other=0).to(tl.int32)
+        held = tl.load(on_diagonals + i_bh * entries + o, mask=is_mine, other=0.0)
+        rounded = tl.floor(held.to(tl.float64) * _UNITS + 0.5).to(tl.int64)
+        # [CHUNK, CODES]
+        units += tl.sum(tl.where(code[:, None] == o_code, rounded[:, None], 0), 0)
+    at = (i_bh * n + i_span) * _CODES + tl.arange(0, _CODES)
+    b_total = tl.load(mass + at).to(tl.float64) + units.to(tl.float64) / _UNITS
+    tl.store(total + at, b_total.to(tl.float32))
+
+
+def add_diagonals(
+    mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
+) -> Tensor:
+    """What verticals hold by code, and what the diagonals of each code hold: [B, Hq, n, CODES].
+
+    mass: fp32 [B, Hq, n, CODES], of verticals. on_diagonals: fp32 [B, Hq, E]. codes: uint8
+    [B, Hq, E], of diagonals.
+    span: int64 [B, E], n for none. offset: int32 [B, n], where each span's diagonals begin,
+    ascending.
+    """
+    batch, heads, n, _ = mass.shape
+    total = torch.empty_like(mass, memory_format=torch.contiguous_format)
+    _add_kernel[(n, batch * heads)](
+        mass.contiguous(),
+        on_diagonals,
+        codes,
+        span,
+        offset,
+        total,
+        heads,
+        codes.shape[2],
+        CHUNK=_ENTRIES,
+        num_warps=8,
+    )
+    return total
+
+
+# Limits
+
+
+def price_limits(
+    mass: Tensor, probed: Tensor, weight: Tensor, recall: float, shared: bool
+) -> Tensor:
+    """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
+
+    They are the highest ones that do. In plain torch.
+    mass: float64 [B, Hq, n, CODES]. probed: [B, n], rows that the probe has of each span. weight:
+    [B, n], rows of the sequence that each of them stands for.
+    shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
+    the first heads give up its elements, as far as the recall allows.
+    """
+    heads = mass.shape[1]
+    if recall == 1:
+        # Everything, not only what the probe's rows give mass to.
+        return torch.zeros_like(mass[..., 0], dtype=torch.int64)
+    # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
+    lost = mass.cumsum(-1) - mass
+    # [B, Hq, n]
+    may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
+    if not shared:
+        limit = (lost <= may_be_lost[..., None]).sum(-1) - 1
+        # Masses that are NaN are below nothing.
+        return limit.clamp(min=0)
+
+    # [B, CODES] and [B, 1]
+    lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
+    allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
+    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
+    limit = limit.clamp(min=0)
+    spare = allowed - lost_by_all.gather(-1, limit)
+
+    # [B, Hq, n]: what a head and span would lose more with the code above.
+    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
+    more = mass.gather(-1, at_limit)[..., 0] * weight[:, None]
+    # [B, Hq n], in the order of heads.
+    more_so_far = more.flatten(1).cumsum(-1)
+    gives_up = (more_so_far <= spare) & (limit < CODES - 1)
+    return (limit + gives_up).view(mass.shape[:3])
+
+
+def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Limits that keep to bounds on the number of elements, and whether the cap raised one.
+
+    In plain torch.
+    limit: int64 [B, Hq, n], codes. count: [B, Hq, n, CODES], elements of each code, those that
+    are always on left out. least: of each span; most: int64 [B, n], which wins.
+    Elements of one code are taken together: fewer than `most` may be left.
+    Returns int64 [B, Hq, n] and bool [B, Hq].
+    """
+    # [B, Hq, n, CODES]: how many are taken if a code is the lowest one.
+    taken = count.flip(-1).cumsum(-1).flip(-1)
+    if least:
+        low_enough = (taken >= least).sum(-1) - 1
+        limit = torch.minimum(limit, low_enough.clamp(min=0))
+    if most is None:
+        return limit, torch.zeros_like(limit[..., 0], dtype=torch.bool)
+    high_enough = (taken > most[:, None, :, None]).sum(-1)
+    capped = (high_enough > limit).any(-1)
+    return torch.maximum(limit, high_enough), capped
+
+
+class HeadLimits(NamedTuple):
+    """limit, verticals: int [B, Hq, n], the code that reaches the recall, and that for verticals,
+    which keeps to their bounds too. capped: bool [B, Hq], whether their cap raised one."""
+
+    limit: Tensor
+    verticals: Tensor
+    capped: Tensor
+
+
+def head_limits_naive(
+    mass: Tensor, count: Tensor, probed: Tensor, recall: float, least: int, most: Tensor
+) -> HeadLimits:
+    """The twin of head_limits()."""
+    # No head shares anything, so no row needs a weight.
+    limit = price_limits(mass.double(), probed, probed, recall, shared=False)
+    verticals, capped = limited(limit, count, least, most)
+    return HeadLimits(limit, verticals, capped)
+
+
+@triton.jit
+def _limits_kernel(
+    mass,
+    count,
+    may_be_lost,
+    most,
+    limit,
+    verticals,
+    capped,
+    heads,
+    least,
+):
+    """One span of one head."""
+    i_span = tl.program_id(0)
+    n = tl.num_programs(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // heads
+    row = i_bh * n + i_span
+    at = row * _CODES + tl.arange(0, _CODES)
+
+    # [CODES]: what is lost if a code is the lowest one taken.
+    b_mass = tl.load(mass + at).to(tl.float64)
+    lost = tl.cumsum(b_mass, 0) - b_mass
+    is_spared = lost <= tl.load(may_be_lost + i_b * n + i_span)
+    # Masses that are NaN are below nothing.
+    b_limit = tl.maximum(tl.sum(is_spared.to(tl.int32), 0) - 1, 0)
+    tl.store(limit + row, b_limit)
+
+    # [CODES]: how many are taken if a code is the lowest one.
+    b_count = tl.load(count + at)
+    taken = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
+    low_enough = tl.maximum(tl.sum((taken >= least).to(tl.int32), 0) - 1, 0)
+    b_limit = tl.minimum(b_limit, low_enough)
+    b_most = tl.load(most + i_b * n + i_span)
+    high_enough = tl.sum((taken > b_most).to(tl.int32), 0)
+    tl.store(verticals + row, tl.maximum(b_limit, high_enough))
+    # Another span of the head may write the same.
+    tl.store(capped + i_bh, 1, mask=high_enough > b_limit)
+
+
+def head_limits(
+    mass: Tensor, count: Tensor, probed: Tensor, recall: float, least: int, most: Tensor
+) -> HeadLimits:
+    """price_limits() for each head of its own, and limited() for its verticals.
+
+    mass, count: fp32 or float64 [B, Hq, n, CODES]; counts below 2**24. probed: int64 [B, n].
+    least, most: of verticals, as limited() has them.
+    """
+    batch, heads, n, _ = mass.shape
+    may_be_lost = probed * (1 - recall)
+    if recall == 1:
+        # Everything, not only what the probe's rows give mass to: no loss is as small.
+        may_be_lost = torch.full_like(may_be_lost, -1.0)
+    limit = torch.empty(batch, heads, n, dtype=torch.int32, device=mass.device)
+    verticals = torch.empty_like(limit)
+    capped = torch.zeros(batch, heads, dtype=torch.bool, device=mass.device)
+    _limits_kernel[(n, batch * heads)](
+        mass.contiguous(),
+        count.contiguous(),
+        may_be_lost,
+        most,
+        limit,
+        verticals,
+        capped.view(torch.int8),
+        heads,
+        least,
+        num_warps=1,
+    )
+    return HeadLimits(limit, verticals, capped)
+
+
+# What is taken
+
+
+class Elements(NamedTuple):
+    """Codes of all verticals and diagonals, and which spans these are of, n for none.
+
+    verticals: uint8 [B, Hq, blocks, b], in any order of blocks. order: int64 [blocks], where each
+    block of the sequence is in it. is_sink: bool [B, S], verticals that are on in any case.
+    diagonals: uint8 [B, Hq, E].
+    span_of_token, span_of_entry: int64 [B, S] and [B, E].
+    """
+
+    verticals: Tensor
+    order: Tensor
+    is_sink: Tensor
+    diagonals: Tensor
+    span_of_token: Tensor
+    span_of_entry: Tensor
+
+
+def taken_naive(
+    elements: Elements, vertical_limit: Tensor, diagonal_limit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The twin of taken()."""
+    codes = elements.verticals[:, :, elements.order].flatten(2)
+    is_vertical = codes >= _by_span(vertical_limit.clamp(min=1), elements.span_of_token)
+    is_vertical = is_vertical | elements.is_sink[:, None]
+    is_diagonal = elements.diagonals >= _by_span(diagonal_limit, elements.span_of_entry)
+    return is_vertical, is_diagonal
+
+
+def _by_span(limit: Tensor, span: Tensor) -> Tensor:
+    """Limits of each element's span int64 [B, L], int16 [B, Hq, L]; CODES for no span.
+
+    limit: int [B, Hq, n].
+    """
+    # In few bytes, as there are as many results as verticals.
+    limit = F.pad(limit.to(torch.int16), (0, 1), value=CODES)
+    span = span[:, None].expand(-1, limit.shape[1], -1)
+    return limit.gather(2, span)
+
+
+@triton.jit
+def _limit_of(limits, spans, n, inside):
+    """Limits of the spans of some elements; CODES for no span, which no code reaches."""
+    in_span = inside & (spans < n)
+    return tl.load(limits + spans, mask=in_span, other=_CODES).to(tl.int32)
+
+
+@triton.jit
+def _taken_kernel(
+    verticals,
+    order,
+    is_sink,
+    diagonals,
+    span_of_token,
+    span_of_entry,
+    vertical_limit,
+    diagonal_limit,
+    is_vertical,
+    is_diagonal,
+    heads,
+    n,
+    seq_len,
+    entries,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A chunk of one head's verticals, or behind them of its diagonals."""
+    i_chunk = tl.program_id(0)
+    i_bh = tl.program_id(1).to(tl.int64)
+    i_b = i_bh // heads
+    chunks = tl.cdiv(seq_len, CHUNK)
+    if i_chunk < chunks:
+        o = i_chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = o < seq_len
+        place = tl.load(order + o // SIZE, mask=inside, other=0) * SIZE + o % SIZE
+        code = tl.load(verticals + i_bh * seq_len + place, mask=inside, other=0).to(tl.int32)
+        span = tl.load(span_of_token + i_b * seq_len + o, mask=inside, other=n)
+        limit = _limit_of(vertical_limit + i_bh * n, span, n, inside)
+        always = tl.load(is_sink + i_b * seq_len + o, mask=inside, other=0) != 0
+        is_taken = (code >= tl.maximum(limit, 1)) | always
+        tl.store(is_vertical + i_bh * seq_len + o, is_taken.to(tl.int8), mask=inside)
+    else:
+        o = (i_chunk - chunks) * CHUNK + tl.arange(0, CHUNK)
+        inside = o < entries
+        code = tl.load(diagonals + i_bh * entries + o, mask=inside, other=0).to(tl.int32)
+        span = tl.load(span_of_entry + i_b * entries + o, mask=inside, other=n)
+        limit = _limit_of(diagonal_limit + i_bh * n, span, n, inside)
+        tl.store(is_diagonal + i_bh * entries + o, (code >= limit).to(tl.int8), mask=inside)
+
+
+def taken(
+    elements: Elements, vertical_limit: Tensor, diagonal_limit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The verticals and the diagonals from the limits on up: bool [B, Hq, S] and [B, Hq, E].
+
+    Sinks are taken too. Verticals of code 0 are not counted, so no cap would hold them, and they
+    are never taken. They are not missed: where the limit is 0, all diagonals are on.
+    vertical_limit, diagonal_limit: int [B, Hq, n].
+    """
+    batch, heads, n = vertical_limit.shape
+    codes = elements.verticals.contiguous()
+    seq_len = codes.shape[2] * codes.shape[3]
+    entries = elements.diagonals.shape[2]
+    is_vertical = codes.new_empty(batch, heads, seq_len, dtype=torch.bool)
+    is_diagonal = codes.new_empty(batch, heads, entries, dtype=torch.bool)
+    chunks = triton.cdiv(seq_len, _CHUNK) + triton.cdiv(entries, _CHUNK)
+    _taken_kernel[(chunks, batch * heads)](
+        codes,
+        elements.order,
+        elements.is_sink.view(torch.int8),
+        elements.diagonals.contiguous(),
+        elements.span_of_token,
+        elements.span_of_entry,
+        vertical_limit.contiguous(),
+        diagonal_limit.contiguous(),
+        is_vertical.view(torch.int8),
+        is_diagonal.view(torch.int8),
+        heads,
+        n,
+        seq_len,
+        entries,
+        SIZE=codes.shape[3],
+        CHUNK=_CHUNK,
+        num_warps=4,
+    )
+    return is_vertical, is_diagonal
