@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_sparse.kernels.antidiagonals.inputs import BlockSums, QueryBlocks
+from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 
 
 class Shape(NamedTuple):
@@ -217,7 +218,6 @@ def block_sums(
     weight = q.new_empty(batch, group, rows, width, dtype=torch.float32)
     top = q.new_empty(batch, group, rows, runs, dtype=torch.float32)
     depth = math.gcd(dim, shape.depth)
-    interpreted = q.device.type == "cpu"
     programs = _programs(q.device, shape)
     _sums_kernel[(programs,)](
         _descriptor(q, stride * dim, shape.query_cells, depth),
@@ -242,7 +242,7 @@ def block_sums(
         M=shape.query_cells,
         N=shape.key_cells,
         K=depth,
-        UPCAST=interpreted,
+        UPCAST=INTERPRETED,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

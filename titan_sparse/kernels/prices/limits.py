@@ -1,7 +1,7 @@
 """From masses and counts by code to the codes from which on up a head takes elements, and to these.
 
-The price of an element is known by its code (inputs.py). In the kernels i_bh is a query head of a
-sequence i_b.
+The price of an element is known by its code (inputs.py). All inputs are contiguous. In the kernels
+i_bh is a query head of a sequence i_b.
 """
 
 from typing import NamedTuple

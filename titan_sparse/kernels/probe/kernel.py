@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 
 
@@ -274,12 +275,11 @@ def tile_options(q: Tensor, block_size: int) -> dict:
     """Sizes of a program's tile, and the warps that it gets."""
     queries, dim = q.shape[3:]
     # tl.dot() wants 16 or more. The interpreter multiplies in fp32.
-    interpreted = q.device.type == "cpu"
     return dict(
         P=max(16, triton.next_power_of_2(queries)),
         D=max(16, triton.next_power_of_2(dim)),
         SIZE=block_size,
-        UPCAST=interpreted,
+        UPCAST=INTERPRETED,
         num_warps=8 if block_size >= 128 else 4,
     )
 
