@@ -37,6 +37,7 @@ LONGEST = [
     "tests/training/checkpoint/test_resuming.py",
     "tests/attention/context_parallel/test_stress.py",
     "tests/attention/context_parallel/test_group.py",
+    "tests/kernels/test_compile_only.py",
     "tests/kernels/test_block_sparse.py",
     "tests/kernels/test_budget.py",
     "tests/scripts/benchmarks/test_context_parallel.py",

@@ -1,4 +1,6 @@
-"""Compiles our kernels for an H200, where there is none: python -m tests.kernels.compile_only.
+"""Compiles our kernels for a GPU that is not there: python -m tests.kernels.compile_only H200 128.
+
+The second argument is the head_dim.
 
 Attention runs as on a GPU, in bf16 and with blocks of 128, which Triton's interpreter cannot do. But
 kernels are compiled and not launched, so that all results are garbage. Prints JSON: for each kernel
@@ -6,7 +8,9 @@ its module, its name, and the most shared memory that it wants, in bytes.
 """
 
 import json
+import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +18,29 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program can have on Hopper."""
+
+class GPU(NamedTuple):
+    """capability: as Triton counts it. shared_memory: bytes that a program can have."""
+
+    capability: int
+    shared_memory: int
 
 
-class Hopper:
+GPUS = {
+    "H200": GPU(90, 232448),
+    "A100": GPU(80, 166912),
+    "RTX 4090": GPU(89, 101376),
+}
+
+
+class Driver:
     """What Triton asks a driver before it compiles."""
 
+    def __init__(self, gpu: GPU):
+        self.gpu = gpu
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.gpu.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -31,7 +49,7 @@ class Hopper:
         return 0
 
 
-def compile_only() -> dict[tuple[str, str], int]:
+def compile_only(gpu: GPU) -> dict[tuple[str, str], int]:
     """From now on kernels are compiled instead of launched, and CPU tensors say they are on a GPU.
 
     Returns the most shared memory by module and name, which grows with each kernel.
@@ -46,10 +64,10 @@ def compile_only() -> dict[tuple[str, str], int]:
         return kernel
 
     properties = SimpleNamespace(
-        shared_memory_per_block_optin=SHARED_MEMORY,
+        shared_memory_per_block_optin=gpu.shared_memory,
         multi_processor_count=132,
     )
-    driver.set_active(Hopper())
+    driver.set_active(Driver(gpu))
     JITFunction.run = compiled
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.cuda.get_device_properties = lambda device=None: properties
@@ -57,7 +75,9 @@ def compile_only() -> dict[tuple[str, str], int]:
 
 
 def main() -> None:
-    shared_memory = compile_only()
+    name, head_dim = sys.argv[1:]
+    dim = int(head_dim)
+    shared_memory = compile_only(GPUS[name])
     # Kernels read at import whether they are interpreted, which depends on the environment alone.
     from titan_sparse.attention import attend
     from titan_sparse.attention.backends import triton
@@ -70,7 +90,7 @@ def main() -> None:
     independent = VerticalSlash(budget="independent", probe_rows="last", count_sinks=True)
 
     def heads(count: int) -> Tensor:
-        return torch.randn(1, count, 1024, 128, dtype=torch.bfloat16).requires_grad_()
+        return torch.randn(1, count, 1024, dim, dtype=torch.bfloat16).requires_grad_()
 
     for pattern, mask in (
         (VerticalSlash(dense_below=256), documents),

@@ -17,7 +17,7 @@ from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import Lists, Piece, naive
+from titan_sparse.kernels.block_sparse import Lists, Piece, launch, naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
@@ -380,3 +380,16 @@ def test_accepted(monkeypatch):
     assert triton.refusal("cuda", torch.bfloat16, 128, 128) is None
     assert "CUDA" in triton.refusal("cpu", torch.float32, 64, 64)
     assert "block_size" in triton.refusal("cuda", torch.bfloat16, 128, 32)
+
+
+@pytest.mark.parametrize("memory, share", [(232448, 1), (166912, 1), (101376, 2)])
+def test_tiles_fit_small_gpus(memory, share, monkeypatch):
+    """At head_dim 256 they are half as large there; test_compile_only.py sees that they fit."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_shared_memory", lambda device=None: memory)
+    assert launch.forward_tile(256, 128, 2) == (128 // share, 64 // share)
+    assert launch.query_tile(256, 128, 2) == (64 // share, 32 // share)
+    assert launch.key_tile(256, 128, 2) == (32 // share, 64 // share)
+    assert launch.forward_tile(128, 128, 2) == (128, 128)
+    # tl.dot() takes no less.
+    assert launch.key_tile(256, 128, 4) == (16, 16)

@@ -11,6 +11,8 @@ from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 
 _HOPPER_SHARED_MEMORY = 232448
 """Bytes that one program can have on Hopper. Smaller GPUs prefetch fewer tiles ahead."""
+_AMPERE_SHARED_MEMORY = 166912
+"""And on an A100. GPUs for PCs have less, mostly 101,376, and no room for large tiles at head_dim 256."""
 
 _VERTICAL_TILE = (128, 32)
 
@@ -25,6 +27,9 @@ def _tile(
         # tiles of 32 at head_dim 256 a thread spills 13 KB, and compiling takes minutes.
         largest = 32 if head_dim <= 128 else 16
     queries, keys = wanted
+    if head_dim > 128 and not INTERPRETED and _shared_memory() < _AMPERE_SHARED_MEMORY:
+        queries //= 2
+        keys //= 2
     return min(queries, largest), min(keys, largest)
 
 
@@ -89,8 +94,9 @@ def forward_options(
     return chosen
 
 
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; 0 in the interpreter."""
+def _shared_memory(device: torch.device | None = None) -> int:
+    """Bytes of shared memory that a program can have, by default on the current device; 0 in the
+    interpreter."""
     if INTERPRETED:
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
