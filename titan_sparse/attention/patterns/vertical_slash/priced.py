@@ -250,8 +250,8 @@ def _codes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes of all diagonals; and of this rank's keys codes, masses and counts.
 
-    Codes are uint8, [B, Hq, E] and [B, Hq, n_local, b]. Masses that are held from each code down
-    (float64) and counts of verticals are [B, Hq, n, CODES].
+    Codes are uint8, [B, Hq, E] and [B, Hq, n_local, b]. Masses that are held from each code down,
+    and counts of verticals, are [B, Hq, n, CODES].
     """
     counted = geometry._replace(start=priced.counted_start)
     probe, keys, lse = look(q, k, counted, cp, scale)
