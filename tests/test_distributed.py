@@ -10,6 +10,8 @@ from tests.distributed import on_one_rank, run_processes, run_program
 
 def _program(words: list[str]) -> int:
     dist.init_process_group("gloo")
+    # A rank that ends before the others are connected would fail them.
+    dist.barrier()
     print(os.environ["LOCAL_RANK"], dist.get_world_size(), *words)
     return int("fail" in words and dist.get_rank() == 1)
 
