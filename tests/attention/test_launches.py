@@ -43,9 +43,12 @@ class Launches(TorchDispatchMode):
     @staticmethod
     def is_view(op, args: tuple, result) -> bool:
         """Whether the result is its first argument's memory, unwritten."""
-        shares_memory = isinstance(result, Tensor) and isinstance(args[0], Tensor)
-        shares_memory = shares_memory and result.data_ptr() == args[0].data_ptr()
-        return op.is_view or (shares_memory and not op._schema.is_mutable)
+        if op.is_view:
+            return True
+        if not isinstance(result, Tensor) or not isinstance(args[0], Tensor):
+            return False
+        shares_memory = result.data_ptr() == args[0].data_ptr()
+        return shares_memory and not op._schema.is_mutable
 
     def __enter__(self):
         launch = GridExecutor.__call__

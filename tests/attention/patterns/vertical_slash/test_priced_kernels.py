@@ -12,6 +12,7 @@ from tests.reference import structured_qkv
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import priced, probe
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.kernels import compact
 
@@ -81,6 +82,8 @@ def test_selection_by_kernels_is_that_of_the_twins(pattern: str, mask: str, monk
     assert flags[1].any()
 
 
-def _select(pattern: VerticalSlash, mask: Mask):
+def _select(pattern: VerticalSlash, mask: Mask) -> VerticalSlashIndex:
     q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 16, seed=5, dtype=torch.float32)
-    return pattern.select(q.to(DEVICE), k.to(DEVICE), mask, block_size=16)
+    q = q.to(DEVICE)
+    k = k.to(DEVICE)
+    return pattern.select(q, k, mask, block_size=16)
