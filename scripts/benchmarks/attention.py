@@ -205,7 +205,7 @@ def measure_length(shape: Shape, args: argparse.Namespace) -> Iterator[dict]:
             for backend in args.backends
         }
         density = visited_share(calls[args.backends[0]], tensors[:3])
-        selection = selection_times(tensors, pattern, ranges, shape.block_size, args.repeats)
+        selection = measure_selection(tensors, pattern, ranges, shape.block_size, args)
         for name, call in calls.items():
             measured = measure(name, call, tensors, args.repeats, args) | selection
             yield row(name, shape, target, density, measured, dense)
@@ -238,16 +238,24 @@ def measure(
     return measured
 
 
-def selection_times(
-    tensors: list[Tensor], pattern: VerticalSlash, ranges: MaskRanges, block_size: int, repeats: int
+def measure_selection(
+    tensors: list[Tensor],
+    pattern: VerticalSlash,
+    ranges: MaskRanges,
+    block_size: int,
+    args: argparse.Namespace,
 ) -> dict:
-    """Median milliseconds of choosing an index with this pattern's caps."""
+    """Median milliseconds of choosing an index with this pattern's caps; with --profile also its
+    kernels."""
     step = functools.partial(pattern.select, tensors[0], tensors[1], ranges, block_size=block_size)
     times([step], 2, lead=False)  # warms up
-    return {
-        "selection_ms": round(times([step], repeats, lead=True)[0], 3),
-        "selection_alone_ms": round(times([step], repeats, lead=False)[0], 3),
+    measured = {
+        "selection_ms": round(times([step], args.repeats, lead=True)[0], 3),
+        "selection_alone_ms": round(times([step], args.repeats, lead=False)[0], 3),
     }
+    if args.profile:
+        measured["selection_kernels"] = longest_kernels([step], most=25)
+    return measured
 
 
 def row(
@@ -291,14 +299,16 @@ def _milliseconds(measured: dict) -> float:
 
 
 def report(measured: dict) -> None:
-    """Print a row, and its kernels below it, a line each."""
-    without_kernels = {key: value for key, value in measured.items() if key != "kernels"}
+    """Print a row, and its kernels below it, a line each, then those of the selection."""
+    lists = ("kernels", "selection_kernels")
+    without_kernels = {key: value for key, value in measured.items() if key not in lists}
     print(json.dumps(without_kernels), flush=True)
-    for kernel in measured.get("kernels", []):
-        print(
-            f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}",
-            flush=True,
-        )
+    for key in lists:
+        for kernel in measured.get(key, []):
+            print(
+                f"    {kernel['ms']:10.3f} ms {kernel['launches']:5d} launches  {kernel['kernel']}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

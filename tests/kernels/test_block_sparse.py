@@ -283,12 +283,12 @@ def test_nothing_listed():
     assert all(bool((x == 0).all()) for x in gradients)
 
 
-def test_split_query_lists(monkeypatch):
-    """Cutting the query lists of a KV block into parts changes nothing but the order of the sum."""
-    monkeypatch.setattr(
-        sys.modules["titan_sparse.kernels.block_sparse.backward"], "key_splits", lambda programs: 3
-    )
-    case = Case(Causal(), heads=(2, 1), blocks=6, batch=2, whole=True)
+@pytest.mark.parametrize("parts", [(1, 3), (2, 1), (2, 3), (3, 2)], ids=str)
+def test_splits_of_dk_and_dv(monkeypatch, parts):
+    """Cutting a KV block's heads and their query lists changes nothing but the order of the sum."""
+    module = sys.modules["titan_sparse.kernels.block_sparse.backward"]
+    monkeypatch.setattr(module, "key_splits", lambda programs, group: parts)
+    case = Case(Causal(), heads=(3, 1), blocks=6, batch=2, whole=True)
     _assert_close(case.fused(), case.truth(case.pieces()), 2e-5)
 
 

@@ -23,14 +23,14 @@ BLOCKS = [6, 1, 2]
 def ascending_verticals(heads: int, size: int, g: torch.Generator) -> Tensor:
     """int32 [2, heads, 2 size + 3]: positions in seven blocks, the last of them no position."""
     count = 2 * size + 3
-    orders = [torch.randperm(7 * size, generator=g)[:count] for _ in range(2 * heads)]
-    picked = torch.stack(orders).sort(-1).values
+    order = torch.rand(2 * heads, 7 * size, generator=g)
+    # Many heads of a group share some verticals, as they share sinks.
+    order[:, size : size + 2] = -1
+    picked = order.argsort(-1)[:, :count].sort(-1).values
     # The filling behind the last vertical: the length, or beyond.
     picked[:, -7:] = 7 * size
     picked[-1, -2:] = 8 * size
-    # Many heads of a group share their first verticals, as they share sinks.
-    picked[:, :2] = torch.tensor([size, size + 1])
-    return picked.sort(-1).values.view(2, heads, count).int()
+    return picked.view(2, heads, count).int()
 
 
 def held_row(position: int, size: int) -> int | None:

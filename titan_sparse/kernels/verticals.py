@@ -203,39 +203,43 @@ def _add_kernel(
     block = tl.load(blocks + i_tile // TILES).to(tl.int32)
     first = block * BLOCK + i_tile % TILES * ROWS
 
-    # [GROUP]: verticals ascend, so that those of a tile are neighbors.
+    # [GROUP]: verticals ascend and differ, so that a tile's are at most ROWS neighbors.
     o_member = tl.arange(0, GROUP)
+    is_member = o_member < group
     first_row = (i_b * heads + i_kv * group) * count
     rows = first_row + o_member.to(tl.int64) * count
-    begin = _first_from(verticals, rows, o_member < group, count, first, steps)
-    end = _first_from(verticals, rows, o_member < group, count, first + ROWS, steps)
+    begin = _first_from(verticals, rows, is_member, count, first, steps)
+    # [GROUP, ROWS]: the row of the tile that each is, ROWS or more for none.
+    o_row = tl.arange(0, ROWS)
+    place = begin[:, None] + o_row[None, :]
+    is_vertical = is_member[:, None] & (place < count)
+    vertical_at = verticals + rows[:, None] + place
+    row = tl.load(vertical_at, mask=is_vertical, other=first + ROWS) - first
 
     # Most tiles hold no vertical, and are not touched.
-    if tl.sum(end - begin, 0) > 0:
-        o_row = tl.arange(0, ROWS)
-        o_dim = tl.arange(0, D)
-        in_dim = o_dim < HEAD_DIM
+    if tl.min(tl.min(row, 1), 0) < ROWS:
+        o_dim = tl.arange(0, D)[None, :]
         # [ROWS, D]
         row_at = ((i_b * kv_heads + i_kv) * tiles + i_tile) * ROWS + o_row
-        at = row_at[:, None] * HEAD_DIM + o_dim[None, :]
-        inside = in_dim[None, :] & (o_row >= 0)[:, None]
-        b_dk = tl.load(dk + at, mask=inside, other=0.0).to(tl.float32)
-        b_dv = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32)
-        # One vertical after the other, head by head: the order of the additions is fixed.
+        at = row_at[:, None] * HEAD_DIM + o_dim
+        in_dim = (o_dim < HEAD_DIM) & (o_row >= 0)[:, None]
+        b_dk = tl.load(dk + at, mask=in_dim, other=0.0).to(tl.float32)
+        b_dv = tl.load(dv + at, mask=in_dim, other=0.0).to(tl.float32)
+        # Head by head: the order of the additions is fixed.
         for member in range(group):
-            is_member = o_member == member
-            member_begin = tl.sum(tl.where(is_member, begin, 0), 0)
-            member_end = tl.sum(tl.where(is_member, end, 0), 0)
-            for i_c in range(member_begin, member_end):
-                vertical = first_row + member * count + i_c
-                is_row = (o_row == tl.load(verticals + vertical) - first)[:, None]
-                part_at = vertical * HEAD_DIM + o_dim
-                row_dk = tl.load(dk_part + part_at, mask=in_dim, other=0.0).to(tl.float32)
-                row_dv = tl.load(dv_part + part_at, mask=in_dim, other=0.0).to(tl.float32)
-                b_dk += tl.where(is_row, row_dk[None, :], 0.0)
-                b_dv += tl.where(is_row, row_dv[None, :], 0.0)
-        tl.store(dk + at, b_dk.to(dk.dtype.element_ty), mask=inside)
-        tl.store(dv + at, b_dv.to(dv.dtype.element_ty), mask=inside)
+            # [ROWS]: the member's place of each row of the tile, `count` for none.
+            this = (o_member == member)[:, None]
+            here = tl.min(tl.where(this, row, ROWS), 0)
+            start = tl.min(tl.where(o_member == member, begin, count), 0)
+            is_row = here[:, None] == o_row[None, :]
+            slot = tl.min(tl.where(is_row, o_row[:, None], ROWS), 0)
+            part_row = first_row + member * count + start + slot
+            part_at = part_row[:, None] * HEAD_DIM + o_dim
+            is_read = in_dim & (slot < ROWS)[:, None]
+            b_dk += tl.load(dk_part + part_at, mask=is_read, other=0.0).to(tl.float32)
+            b_dv += tl.load(dv_part + part_at, mask=is_read, other=0.0).to(tl.float32)
+        tl.store(dk + at, b_dk.to(dk.dtype.element_ty), mask=in_dim)
+        tl.store(dv + at, b_dv.to(dv.dtype.element_ty), mask=in_dim)
 
 
 def add_verticals(
@@ -251,7 +255,8 @@ def add_verticals(
     totals: two of [B, Hkv, n * block_size, D], contiguous, any floating dtype but fp64; of a rank's
         keys.
     parts: two of [B, Hq, C, D], Hq a multiple of Hkv.
-    verticals: int32 [B, Hq, C], global positions, ascending.
+    verticals: int32 [B, Hq, C], global positions, ascending, each once in a head but for those that
+        lie in no block.
     blocks: int [n], the global blocks of the totals, which hold only some of the verticals.
     block_size: a multiple of 16.
     """

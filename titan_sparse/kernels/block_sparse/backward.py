@@ -221,15 +221,17 @@ def _walk_queries(
 @triton.jit
 def _key_kernel(
     q, q_stride, d_out, d_out_stride, lse, delta, dk, dv, piece, start, stop, q_len, heads, batches,
-    splits, scale, logit_scale,
+    head_splits, list_splits, scale, logit_scale,
     BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of N keys over all query heads of their group, or over one of the `splits` that the
-    query lists are cut into."""
+    """dk and dv of N keys over all query heads of their group, or over one of the parts that the
+    heads, and the query lists of each, are cut into."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2) % batches
     split = tl.program_id(2) // batches
+    head_split = split // list_splits
+    list_split = split % list_splits
     first = tile * N
     k_block = tile * N // BLOCK
     keys = first + tl.arange(0, N)
@@ -243,7 +245,9 @@ def _key_kernel(
     row_start = start + batch.to(tl.int64) * q_len
     row_stop = stop + batch.to(tl.int64) * q_len
 
-    for member in range(piece.group):
+    first_member = piece.group * head_split // head_splits
+    stop_member = piece.group * (head_split + 1) // head_splits
+    for member in range(first_member, stop_member):
         head = kv_head * piece.group + member
         head_q = slice_of(q, q_stride, batch, head)
         head_d = slice_of(d_out, d_out_stride, batch, head)
@@ -265,7 +269,8 @@ def _key_kernel(
             dk_sum, dv_sum, k_tile, v_tile, scale,
             head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
             piece, batch, head, heads, q_len,
-            full, None, full_count * split // splits, full_count * (split + 1) // splits,
+            full, None, full_count * list_split // list_splits,
+            full_count * (list_split + 1) // list_splits,
             row_start, row_stop, position, first_position, covered, piece.words, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=False,
         )  # fmt: skip
@@ -273,8 +278,8 @@ def _key_kernel(
             dk_sum, dv_sum, k_tile, v_tile, scale,
             head_q, q_stride[2], head_d, d_out_stride[2], lse + row * q_len, delta + row * q_len,
             piece, batch, head, heads, q_len,
-            partial, numbers, partial_count * split // splits,
-            partial_count * (split + 1) // splits,
+            partial, numbers, partial_count * list_split // list_splits,
+            partial_count * (list_split + 1) // list_splits,
             row_start, row_stop, position, first_position, covered, piece.words, keys,
             BLOCK, M, HEAD_DIM, D, MASKED=True,
         )  # fmt: skip
@@ -422,7 +427,8 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     _, kv_heads, k_len, _ = piece.k.shape
     padded_dim = triton.next_power_of_2(dim)
     m, n = key_tile(dim, queries.block_size, q.element_size())
-    splits = key_splits(k_len // n * kv_heads * batch)
+    head_splits, list_splits = key_splits(k_len // n * kv_heads * batch, heads // kv_heads)
+    splits = head_splits * list_splits
     # Sums of parts are rounded once, when they are added up.
     kept = dtype if splits == 1 else torch.float32
     dk = torch.empty(splits, *piece.k.shape, dtype=kept, device=q.device)
@@ -442,7 +448,8 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
         q_len,
         heads,
         batch,
-        splits,
+        head_splits,
+        list_splits,
         queries.scale * LOG2_E,
         queries.scale,
         BLOCK=queries.block_size,

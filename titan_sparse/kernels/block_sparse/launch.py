@@ -102,11 +102,15 @@ def _shared_memory(device: torch.device | None = None) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def key_splits(programs: int) -> int:
-    """How many parts the query lists of each KV block are cut into.
+def key_splits(programs: int, group: int) -> tuple[int, int]:
+    """Into how many parts the query heads of a group are cut, and the query list of each head.
 
-    programs: how many there are without cutting. Few KV blocks would not fill a GPU.
+    programs: one for each tile of keys and KV head. Few of them would not fill a GPU. Lists are cut
+    last: at few tokens most have one or two blocks.
+    group: query heads of a KV head.
     """
     if INTERPRETED:
-        return 1
-    return min(max(1, 1024 // max(1, programs)), 16)
+        return 1, 1
+    wanted = min(max(1, 1024 // max(1, programs)), 16)
+    of_heads = min(wanted, group)
+    return of_heads, wanted // of_heads
