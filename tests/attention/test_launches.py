@@ -15,6 +15,7 @@ from triton.runtime.interpreter import GridExecutor
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
 from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash import priced, probe
@@ -112,17 +113,21 @@ def test_launches_of_attention(monkeypatch):
 
 
 @on_interpreter
-def test_launches_of_selection(monkeypatch):
-    """Our kernels, and what torch does: it gathers the probe's rows and adds up by span."""
+@pytest.mark.parametrize("max_slashes", [0, 3])
+def test_launches_of_selection(monkeypatch, max_slashes):
+    """Fourteen kernels of ours; torch adds up by span, and fills a few flags with zeros."""
     for module in (probe, priced):
         monkeypatch.setattr(module, "by_kernels", lambda keys: True)
     monkeypatch.setattr(priced, "compact", compact.compact)
+    monkeypatch.setattr(probe.kernels, "held_rows_naive", probe.kernels.held_rows)
     q, k, _ = structured_qkv(1, 2, 1, 256, 16, dtype=torch.float32)
-    rows = Causal().rows(256, "cpu")
-    pattern = VerticalSlash()
-    pattern.select(q, k, rows, block_size=64)
+    ranges = Causal().rows(256, "cpu")
+    cp = one_rank(64)
+    pattern = VerticalSlash(max_slashes=max_slashes)
+    # Below the custom op, inside of which no mode sees anything.
+    pattern.select_tensors(q, k, ranges, cp, 0.25)
     with Launches() as launches:
-        pattern.select(q, k, rows, block_size=64)
-    ours = sum(n for name, n in launches.counted.items() if name.endswith("_kernel"))
-    assert ours == 13
-    assert launches.counted.total() - ours <= 10
+        pattern.select_tensors(q, k, ranges, cp, 0.25)
+    ours = {name: n for name, n in launches.counted.items() if name.endswith("_kernel")}
+    assert sum(ours.values()) == 14
+    assert launches.counted - Counter(ours) == {"bmm": 1, "zeros": 1}

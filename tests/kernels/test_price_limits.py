@@ -45,24 +45,39 @@ def test_add_diagonals(lengths):
     codes = codes.to(torch.uint8)
 
     want = mass.double().clone()
+    want_count = torch.zeros_like(want)
     for b in range(BATCH):
         for e in range(entries):
             if span[b, e] < n:
                 for h in range(HEADS):
-                    want[b, h, span[b, e], codes[b, h, e].long()] += on_diagonals[b, h, e]
-    twin = prices.add_diagonals_naive(mass, on_diagonals, codes, span, offset)
+                    code = int(codes[b, h, e])
+                    want[b, h, span[b, e], code] += on_diagonals[b, h, e]
+                    want_count[b, h, span[b, e], code] += code != ALWAYS
+    twin, twin_count = prices.add_diagonals_naive(mass, on_diagonals, codes, span, offset)
     torch.testing.assert_close(twin, want, atol=1e-9, rtol=0)
-    got = prices.add_diagonals(mass, on_diagonals, codes, span, offset)
-    assert got.dtype == torch.float32
+    assert torch.equal(twin_count.double(), want_count)
+    got, count = prices.add_diagonals(mass, on_diagonals, codes, span, offset)
+    assert got.dtype == count.dtype == torch.float32
     torch.testing.assert_close(got, twin.float(), atol=0, rtol=0)
+    assert torch.equal(count, twin_count.float())
+
+
+UNBOUNDED = (0, None)
+BOUNDS = [
+    # recall, and least and most of verticals and of diagonals
+    (0.9, (0, 10**6), UNBOUNDED),
+    (0.95, (0, 40), UNBOUNDED),
+    (0.5, (60, 10**6), (0, 30)),
+    (0.7, (20, 33), (60, 10**6)),
+    (0.9, (0, 0), (0, 0)),
+    (1.0, (0, 10**6), (0, 10**6)),
+    (1.0, UNBOUNDED, (0, 50)),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "recall, least, most",
-    [(0.9, 0, 10**6), (0.95, 0, 40), (0.5, 60, 10**6), (0.7, 20, 33), (0.9, 0, 0), (1.0, 0, 10**6)],
-)
-def test_head_limits(recall, least, most, dtype):
+@pytest.mark.parametrize("recall, of_verticals, of_diagonals", BOUNDS)
+def test_head_limits(recall, of_verticals, of_diagonals, dtype):
     n = 2
     # As many as a probe has rows, on a few codes; the rest is not free.
     mass = torch.rand(BATCH, HEADS, n, CODES, generator=drawn(3)) ** 8
@@ -70,20 +85,28 @@ def test_head_limits(recall, least, most, dtype):
     # A span without rows, and a head whose masses are lost.
     mass[1, :, 1] = 0
     mass[0, 2, 0] = torch.nan
-    count = torch.randint(0, 3, mass.shape, generator=drawn(4))
-    probed = torch.tensor([[32, 21], [25, 0]]).to(DEVICE)
-    caps = torch.tensor([[most, most], [most + 5, most]]).to(DEVICE)
-    arguments = [mass.to(DEVICE, dtype), count.to(DEVICE, dtype), probed, recall, least, caps]
-    want = prices.head_limits_naive(*arguments)
-    got = prices.head_limits(*arguments)
+    mass = mass.to(DEVICE, dtype)
+    allowed = prices.loss_allowed(torch.tensor([[32, 21], [25, 0]]).to(DEVICE), recall)
+    counted = []
+    for seed, (least, most) in ((4, of_verticals), (5, of_diagonals)):
+        count = torch.randint(0, 3, mass.shape, generator=drawn(seed)).to(DEVICE, dtype)
+        caps = None
+        if most is not None:
+            caps = torch.tensor([[most, most], [most + 5, most]]).to(DEVICE)
+        counted.append(prices.Counted(count, least, caps))
+
+    want = prices.head_limits_naive(mass, allowed, *counted)
+    got = prices.head_limits(mass, allowed, *counted)
     for one, wanted in zip(got, want, strict=True):
         assert torch.equal(one.to(wanted.dtype), wanted)
     # The case is what it says.
-    assert bool(want.capped.any()) == (most < 10**6)
+    unbounded = prices.price_limits(mass.double(), allowed)
+    for i, (least, most) in enumerate((of_verticals, of_diagonals)):
+        assert bool(want.capped[..., i].any()) == (most is not None and most < 10**6)
+        if least:
+            assert bool((want[i] < unbounded).any())
     if recall == 1:
-        assert not want.limit.any()
-    if least:
-        assert bool((want.verticals < want.limit).any())
+        assert not unbounded.any()
 
 
 @pytest.mark.parametrize("lengths", [[[1200], [1030]], [[700, 1, 400], [0, 1200, 0]]])

@@ -1,5 +1,6 @@
 """What a probe sees of blocks of keys: the kernels against their plain-torch twins."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -83,6 +84,39 @@ def test_probe(mask, kind, queries):
         torch.testing.assert_close(got_masses, want_masses, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_held_rows(dtype, by_token):
+    """Rows of q, which may be a view by token; zeros for rows that the rank does not hold."""
+    q = torch.randn(2, 3, 50, 24).to(DEVICE, dtype)
+    if by_token:
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    local = torch.randint(0, 50, (2, 19)).to(DEVICE)
+    mine = torch.rand(2, 19).to(DEVICE) < 0.7
+    q[:, :, 0] = torch.nan
+    local[~mine] = 0
+    local[mine] = local[mine].clamp(min=1)
+    for take in (kernels.held_rows, kernels.held_rows_naive):
+        held = take(q, local, mine)
+        assert held.dtype == dtype and held.is_contiguous()
+        for b, r in itertools.product(range(2), range(19)):
+            wanted = q[b, :, local[b, r]] if mine[b, r] else torch.zeros_like(q[b, :, 0])
+            assert torch.equal(held[b, :, r], wanted)
+
+
+@pytest.mark.parametrize("groups, entries", [(33, 5), (70, 9)])
+def test_gains_of_many_groups(groups, entries):
+    """More groups of rows, and more diagonals, than a program takes at a time."""
+    tiles = torch.rand(2, 3, 4, 1, groups).to(DEVICE)
+    left, saved = torch.rand(2, 2, 3, 4, 1, prices.LEVELS).to(DEVICE)
+    tile = torch.randint(-4 * groups, 4 * groups, (2, groups, entries)).clamp(min=-1).int()
+    rows = torch.randint(0, 5, tile.shape).int()
+    table = (tiles, left, saved, tile.to(DEVICE), rows.to(DEVICE))
+    got = prices.diagonal_gains(*table)
+    torch.testing.assert_close(got, prices.diagonal_gains_naive(*table), atol=1e-3, rtol=1e-5)
+    assert got.min() > 0
+
+
 @CASES
 def test_prices(mask, kind, queries):
     """Each kernel and its twin on the same inputs."""
@@ -115,7 +149,8 @@ def test_prices(mask, kind, queries):
     torch.testing.assert_close(got_masses, masses, atol=1e-4, rtol=1e-4)
 
     mass, count = prices.mass_by_code_naive(final, keys, priced.span_tokens)
-    got_mass, got_count = prices.mass_by_code(final, keys, priced.span_tokens)
+    by_code = prices.mass_by_code(final, keys, priced.span_tokens)
+    got_mass, got_count = by_code
     torch.testing.assert_close(got_mass, mass, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(got_count, count, atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(mass.sum(), final.held.sum())

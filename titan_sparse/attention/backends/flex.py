@@ -148,7 +148,9 @@ def _blocks_forward(
 
     if dtype is None:
         dtype = q.dtype
-    out, lse = merge(total, out, lse * LSE_UNIT[kernel], dtype, into)
+    if LSE_UNIT[kernel] != 1:
+        lse = lse * LSE_UNIT[kernel]
+    out, lse = merge(total, out, lse, dtype, into)
     return Partial(out, lse)
 
 
@@ -225,7 +227,9 @@ def _blocks_backward(
 
     by_query = _tables(tiles.by_query, piece.k.shape[2] // size)
     by_key = _tables(tiles.by_key, q.shape[2] // size)
-    op_lse = lse.float() / LSE_UNIT[kernel]
+    op_lse = lse.float()
+    if LSE_UNIT[kernel] != 1:
+        op_lse = op_lse / LSE_UNIT[kernel]
     operands = [q, out.to(q.dtype), op_lse, d_out.to(q.dtype), piece.k, piece.v]
     operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
     piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
@@ -283,32 +287,35 @@ def _is_visible(
 ) -> Tensor:
     """Whether query i sees key j in a partial tile. FlexAttention calls this a mask_mod.
 
-    start, stop: [B, Hq, Sq]. position: [B, Hq, 1, Sk], or [B, Hq, nq, Sk] by query block.
+    start, stop: [B, Sq]. position: [Sk], [B, Hq, 1, Sk], or [B, Hq, nq, Sk] by query block.
     """
-    queries_per_row = start.shape[2] // position.shape[2]
-    key = position[b, h, i // queries_per_row, j]
-    from_start = start[b, h, i] <= key
-    return from_start & (key < stop[b, h, i])
+    if position.dim() == 1:
+        key = position[j]
+    else:
+        queries_per_row = start.shape[1] // position.shape[2]
+        key = position[b, h, i // queries_per_row, j]
+    from_start = start[b, i] <= key
+    return from_start & (key < stop[b, i])
 
 
 def _mask_operands(tiles: Tiles, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """start, stop and position for _is_visible(), all int32.
 
+    What batches and heads share is there once: copies would be made in each layer.
     Covered keys get a position that no query sees, for the query block that they are covered for:
     that saves one look-up in the inner loop of the kernels.
     """
-    batch = len(tiles.start)
-    # [B, Hq, Sq]
-    start = tiles.start[:, None].expand(batch, heads, -1)
-    stop = tiles.stop[:, None].expand(batch, heads, -1)
+    position = tiles.k_positions
+    if tiles.covered is None and position.shape[:2] == (1, 1):
+        return tiles.start, tiles.stop, position[0, 0]
     # [B, Hq, 1, Sk]
-    position = tiles.k_positions.expand(batch, heads, -1)[:, :, None]
+    position = position.expand(len(tiles.start), heads, -1)[:, :, None]
     if tiles.covered is not None:
         # [B, Hq, nq, Sk]
         covered = unpack(tiles.covered, position.shape[-1])
         nowhere = torch.iinfo(torch.int32).max
         position = torch.where(covered, nowhere, position)
-    return start, stop, position
+    return tiles.start, tiles.stop, position
 
 
 def _tables(lists: BlockLists, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

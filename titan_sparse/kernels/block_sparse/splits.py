@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 2048
+_CHUNK = 512
 """Elements that a program sums."""
 
 
@@ -19,24 +19,24 @@ def sum_splits_naive(
 
 
 @triton.jit
-def _sum_one(parts, total, at, inside, n, splits):
+def _sum_one(parts, total, at, n, splits, SPLITS: tl.constexpr):
     """The sum of parts [splits, n] at `at`, rounded once."""
-    b_sum = tl.zeros(at.shape, tl.float32)
-    for split in range(splits):
-        begin = tl.cast(split, tl.int64) * n
-        b_sum += tl.load(parts + begin + at, mask=inside, other=0.0)
-    tl.store(total + at, b_sum.to(total.dtype.element_ty), mask=inside)
+    # [SPLITS, chunk]: all at a time. One after the other, each would be waited for.
+    o_split = tl.arange(0, SPLITS)[:, None]
+    part_at = o_split.to(tl.int64) * n + at[None, :]
+    b_parts = tl.load(parts + part_at, mask=(o_split < splits) & (at < n)[None, :], other=0.0)
+    b_sum = tl.sum(b_parts, 0)
+    tl.store(total + at, b_sum.to(total.dtype.element_ty), mask=at < n)
 
 
 @triton.jit
-def _sum_kernel(dk_parts, dv_parts, dk, dv, n, splits, CHUNK: tl.constexpr):
-    """A chunk of dk, or in the second row of programs of dv."""
+def _sum_kernel(dk_parts, dv_parts, dk, dv, n, splits, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk of dk, or in the second row of programs of dv. SPLITS: a power of two."""
     at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    inside = at < n
     if tl.program_id(1) == 0:
-        _sum_one(dk_parts, dk, at, inside, n, splits)
+        _sum_one(dk_parts, dk, at, n, splits, SPLITS)
     else:
-        _sum_one(dv_parts, dv, at, inside, n, splits)
+        _sum_one(dv_parts, dv, at, n, splits, SPLITS)
 
 
 def sum_splits(dk_parts: Tensor, dv_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -55,6 +55,7 @@ def sum_splits(dk_parts: Tensor, dv_parts: Tensor, dtype: torch.dtype) -> tuple[
         dv,
         n,
         splits,
+        SPLITS=triton.next_power_of_2(splits),
         CHUNK=_CHUNK,
         num_warps=4,
     )

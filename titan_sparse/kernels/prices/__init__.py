@@ -6,8 +6,8 @@ diagonal_prices(gains, cost, is_local) -> prices of diagonals, and codes
 final_prices(free, keys, lse, first, diagonal, offset) -> FinalPrices
 mass_by_code(final, keys, spans) -> masses and counts of verticals by code
 diagonal_masses(tiles, tile) -> masses of diagonals
-add_diagonals(mass, on_diagonals, codes, span, offset) -> masses of both by code
-head_limits(mass, count, probed, recall, least, most) -> codes from which on up heads take elements
+add_diagonals(mass, on_diagonals, codes, span, offset) -> masses of both by code, and counts
+head_limits(mass, allowed, verticals, diagonals) -> codes from which on up heads take elements
 taken(elements, vertical_limit, diagonal_limit) -> which these are
 
 A price is the attention mass that one more pair of tokens holds, among the rows of a probe. A pair
@@ -40,6 +40,7 @@ from titan_sparse.kernels.prices.inputs import (
     codes_of,
 )
 from titan_sparse.kernels.prices.limits import (
+    Counted,
     Elements,
     HeadLimits,
     add_diagonals,
@@ -47,10 +48,11 @@ from titan_sparse.kernels.prices.limits import (
     head_limits,
     head_limits_naive,
     limited,
+    loss_allowed,
     price_limits,
-    sums_by_code,
     taken,
     taken_naive,
+    within_bounds,
 )
 from titan_sparse.kernels.prices.naive import (
     diagonal_gains_naive,
@@ -68,6 +70,7 @@ __all__ = [
     "LEVELS",
     "PSEUDO_ROWS",
     "VERTICAL_COST",
+    "Counted",
     "Elements",
     "FinalPrices",
     "HeadLimits",
@@ -88,10 +91,11 @@ __all__ = [
     "head_limits",
     "head_limits_naive",
     "limited",
+    "loss_allowed",
     "mass_by_code",
     "mass_by_code_naive",
     "price_limits",
-    "sums_by_code",
     "taken",
     "taken_naive",
+    "within_bounds",
 ]

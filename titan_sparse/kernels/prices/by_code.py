@@ -1,6 +1,5 @@
 """Sums of masses by code."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,16 +10,15 @@ from titan_sparse.kernels.probe import KeyBlocks
 _CODES = tl.constexpr(CODES)
 
 
-def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> tuple[Tensor, Tensor]:
+def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tensor:
     """What the verticals of each block hold by code, and how many there are of each code.
 
     Verticals of code 0 are not counted.
-    Returns fp32 [B, Hq, n_local, T, CODES] each, by the block's spans.
+    Returns both, one after the other: fp32 [2, B, Hq, n_local, T, CODES], by the block's spans.
     """
     batch, heads, local, size = final.codes.shape
     touching = keys.slot.shape[2]
-    mass = final.held.new_empty(batch, heads, local, touching, CODES)
-    count = torch.empty_like(mass)
+    by_code = final.held.new_empty(2, batch, heads, local, touching, CODES)
     _by_code_kernel[(local, batch * heads, touching)](
         final.codes,
         final.held,
@@ -29,8 +27,7 @@ def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> tupl
         keys.blocks,
         spans.start,
         spans.stop,
-        mass,
-        count,
+        *by_code,
         heads,
         spans.start.shape[1],
         local,
@@ -38,7 +35,7 @@ def mass_by_code(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> tupl
         SIZE=size,
         num_warps=1,
     )
-    return mass, count
+    return by_code
 
 
 @triton.jit

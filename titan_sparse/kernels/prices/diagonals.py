@@ -28,7 +28,7 @@ def diagonal_gains(
     batch, heads, local, touching, groups = tiles.shape
     entries = tile.shape[2]
     gains = tiles.new_empty(batch, heads, entries, LEVELS)
-    chunk = 32
+    chunk = 4
     _gain_kernel[(triton.cdiv(entries, chunk), batch * heads)](
         tiles,
         left,
@@ -40,6 +40,7 @@ def diagonal_gains(
         entries,
         local * touching,
         U=groups,
+        GROUPS=min(triton.next_power_of_2(groups), 32),
         CHUNK=chunk,
         num_warps=2,
     )
@@ -58,29 +59,34 @@ def _gain_kernel(
     entries,
     blocks,
     U: tl.constexpr,
+    GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """blocks: n_local T."""
+    """blocks: n_local T. GROUPS: a power of two."""
     o = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
+    o_u = tl.arange(0, GROUPS)
     o_l = tl.arange(0, _LEVELS)
-    inside = o < entries
     # [CHUNK, L]
     gain = tl.zeros([CHUNK, _LEVELS], tl.float32)
-    for u in range(U):
-        at = (i_b * U + u) * entries + o
+    for first in range(0, U, GROUPS):
+        # [GROUPS, CHUNK]: many at a time, as each has to be looked for.
+        u = first + o_u
+        at = (i_b * U + u[:, None]) * entries + o[None, :]
+        inside = (u < U)[:, None] & (o < entries)[None, :]
         number = tl.load(tile + at, mask=inside, other=-1)
         known = number >= 0
         row_count = tl.load(rows + at, mask=known, other=0).to(tl.float32)
         mass = tl.load(tiles + i_bh * blocks * U + number, mask=known, other=0.0)
+        # [GROUPS, CHUNK, L]
         block = (i_bh * blocks + number // U) * _LEVELS
-        level_at = block[:, None] + o_l[None, :]
-        b_left = tl.load(left + level_at, mask=known[:, None], other=0.0)
-        b_saved = tl.load(saved + level_at, mask=known[:, None], other=0.0)
-        gain += mass[:, None] * b_left + row_count[:, None] * b_saved
+        level_at = block[:, :, None] + o_l[None, None, :]
+        b_left = tl.load(left + level_at, mask=known[:, :, None], other=0.0)
+        b_saved = tl.load(saved + level_at, mask=known[:, :, None], other=0.0)
+        gain += tl.sum(mass[:, :, None] * b_left + row_count[:, :, None] * b_saved, 0)
     at = (i_bh * entries + o)[:, None] * _LEVELS + o_l[None, :]
-    tl.store(gains + at, gain, mask=inside[:, None])
+    tl.store(gains + at, gain, mask=(o < entries)[:, None])
 
 
 def diagonal_prices(gains: Tensor, cost: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:

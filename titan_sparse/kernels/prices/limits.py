@@ -12,15 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.prices.inputs import CODES
+from titan_sparse.kernels.prices.inputs import ALWAYS, CODES
 
+_ALWAYS = tl.constexpr(ALWAYS)
 _CODES = tl.constexpr(CODES)
 _MASS_UNITS = 2.0**40
 """Masses of diagonals are added up as integers, so that no order of additions shows. These many are
 a mass of 1."""
 _UNITS = tl.constexpr(_MASS_UNITS)
-_ENTRIES = 32
+_ENTRIES = 128
 """Diagonals that a program looks at together."""
+_PART = 64
+"""Codes for which it does."""
 _CHUNK = 1024
 """Verticals or diagonals that a program decides on."""
 
@@ -43,27 +46,40 @@ def sums_by_code(values: Tensor, codes: Tensor, span: Tensor, n: int) -> Tensor:
 
 def add_diagonals_naive(
     mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The twin of add_diagonals(), in float64."""
+    n = mass.shape[2]
     units = (on_diagonals.double() * _MASS_UNITS).round().long()
-    of_diagonals = sums_by_code(units, codes, span, mass.shape[2])
-    return mass.double() + of_diagonals.double() / _MASS_UNITS
+    of_diagonals = sums_by_code(units, codes, span, n)
+    count = sums_by_code((codes != ALWAYS).long(), codes, span, n)
+    return mass.double() + of_diagonals.double() / _MASS_UNITS, count
 
 
 @triton.jit
 def _add_kernel(
-    mass, on_diagonals, codes, span, offset, total, heads, entries, CHUNK: tl.constexpr
+    mass,
+    on_diagonals,
+    codes,
+    span,
+    offset,
+    total,
+    count,
+    heads,
+    entries,
+    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """All codes of one span of one head."""
+    """PART of the codes of one span of one head."""
     i_span = tl.program_id(0)
     n = tl.num_programs(0)
     i_bh = tl.program_id(1).to(tl.int64)
     i_b = i_bh // heads
-    o_code = tl.arange(0, _CODES)[None, :]
+    o_code = tl.program_id(2) * PART + tl.arange(0, PART)
     # A span's diagonals are neighbors in the list, and the next span's follow.
     begin = tl.load(offset + i_b * n + i_span)
     end = tl.load(offset + i_b * n + i_span + 1, mask=i_span + 1 < n, other=entries)
-    units = tl.zeros([_CODES], tl.int64)
+    units = tl.zeros([PART], tl.int64)
+    b_count = tl.zeros([PART], tl.int32)
     for first in range(begin, end, CHUNK):
         # [CHUNK]
         o = first + tl.arange(0, CHUNK)
@@ -72,18 +88,22 @@ def _add_kernel(
         code = tl.load(codes + i_bh * entries + o, mask=inside, other=0).to(tl.int32)
         held = tl.load(on_diagonals + i_bh * entries + o, mask=is_mine, other=0.0)
         rounded = tl.floor(held.to(tl.float64) * _UNITS + 0.5).to(tl.int64)
-        # [CHUNK, CODES]
-        units += tl.sum(tl.where(code[:, None] == o_code, rounded[:, None], 0), 0)
-    at = (i_bh * n + i_span) * _CODES + tl.arange(0, _CODES)
+        # [CHUNK, PART]
+        has_code = is_mine[:, None] & (code[:, None] == o_code[None, :])
+        units += tl.sum(tl.where(has_code, rounded[:, None], 0), 0)
+        b_count += tl.sum(has_code.to(tl.int32), 0)
+    at = (i_bh * n + i_span) * _CODES + o_code
     b_total = tl.load(mass + at).to(tl.float64) + units.to(tl.float64) / _UNITS
     tl.store(total + at, b_total.to(tl.float32))
+    tl.store(count + at, tl.where(o_code == _ALWAYS, 0, b_count).to(tl.float32))
 
 
 def add_diagonals(
     mass: Tensor, on_diagonals: Tensor, codes: Tensor, span: Tensor, offset: Tensor
-) -> Tensor:
-    """What verticals hold by code, and what the diagonals of each code hold: [B, Hq, n, CODES].
+) -> tuple[Tensor, Tensor]:
+    """What verticals and the diagonals of each code hold, and how many diagonals have it.
 
+    Those that are always on are not counted. Both are fp32 [B, Hq, n, CODES].
     mass: fp32 [B, Hq, n, CODES], of verticals. on_diagonals: fp32 [B, Hq, E]. codes: uint8
     [B, Hq, E], of diagonals.
     span: int64 [B, E], n for none. offset: int32 [B, n], where each span's diagonals begin,
@@ -91,54 +111,64 @@ def add_diagonals(
     """
     batch, heads, n, _ = mass.shape
     total = torch.empty_like(mass, memory_format=torch.contiguous_format)
-    _add_kernel[(n, batch * heads)](
+    count = torch.empty_like(total)
+    _add_kernel[(n, batch * heads, CODES // _PART)](
         mass.contiguous(),
         on_diagonals,
         codes,
         span,
         offset,
         total,
+        count,
         heads,
         codes.shape[2],
+        PART=_PART,
         CHUNK=_ENTRIES,
         num_warps=8,
     )
-    return total
+    return total, count
 
 
 # Limits
 
 
-def price_limits(
-    mass: Tensor, probed: Tensor, weight: Tensor, recall: float, shared: bool
-) -> Tensor:
-    """The codes from which on up the elements hold `recall` of the mass, int64 [B, Hq, n].
+def loss_allowed(probed: Tensor, recall: float) -> Tensor:
+    """How much of each span's mass may be lost, float64 [B, n].
 
-    They are the highest ones that do. In plain torch.
-    mass: float64 [B, Hq, n, CODES]. probed: [B, n], rows that the probe has of each span. weight:
-    [B, n], rows of the sequence that each of them stands for.
-    shared: for the mean over the rows of all heads and spans. All have one code, or the one above:
-    the first heads give up its elements, as far as the recall allows.
+    probed: int64 [B, n], rows that the probe has of each span; each has a mass of 1.
+    """
+    if recall == 1:
+        # Everything is taken, not only what the probe's rows give mass to: no loss is as small.
+        return torch.full_like(probed, -1, dtype=torch.float64)
+    # Rounded to fp32: of ten rows a tenth is one, and in fp64 it would be a bit less.
+    return (probed.float() * (1 - recall)).double()
+
+
+def price_limits(mass: Tensor, allowed: Tensor, weight: Tensor | None = None) -> Tensor:
+    """The codes from which on up the elements hold all mass but what may be lost.
+
+    They are the highest ones that do, int64 [B, Hq, n]. In plain torch.
+    mass: float64 [B, Hq, n, CODES]. allowed: of loss_allowed().
+    weight: float64 [B, n], rows of the sequence that each of the probe's stands for, or None, for
+    each head and span of its own. With weights all share what may be lost, and have one code, or
+    the one above: the first heads give up its elements, as far as the recall allows.
     """
     heads = mass.shape[1]
-    if recall == 1:
-        # Everything, not only what the probe's rows give mass to.
-        return torch.zeros_like(mass[..., 0], dtype=torch.int64)
     # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
     lost = mass.cumsum(-1) - mass
     # [B, Hq, n]
-    may_be_lost = probed[:, None].expand(-1, heads, -1) * (1 - recall)
-    if not shared:
+    may_be_lost = allowed[:, None].expand(-1, heads, -1)
+    if weight is None:
         limit = (lost <= may_be_lost[..., None]).sum(-1) - 1
         # Masses that are NaN are below nothing.
         return limit.clamp(min=0)
 
     # [B, CODES] and [B, 1]
     lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
-    allowed = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
-    limit = (lost_by_all <= allowed).sum(-1, keepdim=True) - 1
+    allowed_to_all = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
+    limit = (lost_by_all <= allowed_to_all).sum(-1, keepdim=True) - 1
     limit = limit.clamp(min=0)
-    spare = allowed - lost_by_all.gather(-1, limit)
+    spare = allowed_to_all - lost_by_all.gather(-1, limit)
 
     # [B, Hq, n]: what a head and span would lose more with the code above.
     at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
@@ -170,94 +200,128 @@ def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tu
     return torch.maximum(limit, high_enough), capped
 
 
-class HeadLimits(NamedTuple):
-    """limit, verticals: int [B, Hq, n], the code that reaches the recall, and that for verticals,
-    which keeps to their bounds too. capped: bool [B, Hq], whether their cap raised one."""
+class Counted(NamedTuple):
+    """How many elements of each code there are, and how many may be taken.
 
-    limit: Tensor
+    Those that are always on are left out.
+    count: [B, Hq, n, CODES], below 2**24. least: of each span. most: int64 [B, n], which wins; None
+    for no cap.
+    """
+
+    count: Tensor
+    least: int
+    most: Tensor | None
+
+
+class HeadLimits(NamedTuple):
+    """The codes from which on up elements are taken.
+
+    verticals, diagonals: int [B, Hq, n]. capped: bool [B, Hq, 2], whether their caps raised one.
+    """
+
     verticals: Tensor
+    diagonals: Tensor
     capped: Tensor
 
 
+def within_bounds(limit: Tensor, verticals: Counted, diagonals: Counted) -> HeadLimits:
+    """limited() for both."""
+    limits = []
+    capped = []
+    for counted in (verticals, diagonals):
+        kept, is_capped = limited(limit, *counted)
+        limits.append(kept)
+        capped.append(is_capped)
+    return HeadLimits(*limits, torch.stack(capped, dim=-1))
+
+
 def head_limits_naive(
-    mass: Tensor, count: Tensor, probed: Tensor, recall: float, least: int, most: Tensor
+    mass: Tensor, allowed: Tensor, verticals: Counted, diagonals: Counted
 ) -> HeadLimits:
     """The twin of head_limits()."""
-    # No head shares anything, so no row needs a weight.
-    limit = price_limits(mass.double(), probed, probed, recall, shared=False)
-    verticals, capped = limited(limit, count, least, most)
-    return HeadLimits(limit, verticals, capped)
+    return within_bounds(price_limits(mass.double(), allowed), verticals, diagonals)
+
+
+@triton.jit
+def _limited(limit, count, at, least, most, span):
+    """limited() for one span. at: of its codes in `count`."""
+    # [CODES]: how many are taken if a code is the lowest one.
+    b_count = tl.load(count + at)
+    taken = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
+    low_enough = tl.maximum(tl.sum((taken >= least).to(tl.int32), 0) - 1, 0)
+    low = tl.minimum(limit, low_enough)
+    high_enough = low
+    if most is not None:
+        high_enough = tl.sum((taken > tl.load(most + span)).to(tl.int32), 0)
+    return tl.maximum(low, high_enough), high_enough > low
 
 
 @triton.jit
 def _limits_kernel(
     mass,
-    count,
-    may_be_lost,
-    most,
-    limit,
+    allowed,
+    vertical_count,
+    diagonal_count,
+    most_verticals,
+    most_diagonals,
     verticals,
+    diagonals,
     capped,
     heads,
-    least,
+    least_verticals,
+    least_diagonals,
 ):
     """One span of one head."""
     i_span = tl.program_id(0)
     n = tl.num_programs(0)
     i_bh = tl.program_id(1).to(tl.int64)
-    i_b = i_bh // heads
+    span = i_bh // heads * n + i_span
     row = i_bh * n + i_span
     at = row * _CODES + tl.arange(0, _CODES)
 
     # [CODES]: what is lost if a code is the lowest one taken.
     b_mass = tl.load(mass + at).to(tl.float64)
     lost = tl.cumsum(b_mass, 0) - b_mass
-    is_spared = lost <= tl.load(may_be_lost + i_b * n + i_span)
+    is_spared = lost <= tl.load(allowed + span)
     # Masses that are NaN are below nothing.
-    b_limit = tl.maximum(tl.sum(is_spared.to(tl.int32), 0) - 1, 0)
-    tl.store(limit + row, b_limit)
+    limit = tl.maximum(tl.sum(is_spared.to(tl.int32), 0) - 1, 0)
 
-    # [CODES]: how many are taken if a code is the lowest one.
-    b_count = tl.load(count + at)
-    taken = tl.sum(b_count, 0) - tl.cumsum(b_count, 0) + b_count
-    low_enough = tl.maximum(tl.sum((taken >= least).to(tl.int32), 0) - 1, 0)
-    b_limit = tl.minimum(b_limit, low_enough)
-    b_most = tl.load(most + i_b * n + i_span)
-    high_enough = tl.sum((taken > b_most).to(tl.int32), 0)
-    tl.store(verticals + row, tl.maximum(b_limit, high_enough))
+    kept, is_capped = _limited(limit, vertical_count, at, least_verticals, most_verticals, span)
+    tl.store(verticals + row, kept)
     # Another span of the head may write the same.
-    tl.store(capped + i_bh, 1, mask=high_enough > b_limit)
+    tl.store(capped + i_bh * 2, 1, mask=is_capped)
+    kept, is_capped = _limited(limit, diagonal_count, at, least_diagonals, most_diagonals, span)
+    tl.store(diagonals + row, kept)
+    tl.store(capped + i_bh * 2 + 1, 1, mask=is_capped)
 
 
 def head_limits(
-    mass: Tensor, count: Tensor, probed: Tensor, recall: float, least: int, most: Tensor
+    mass: Tensor, allowed: Tensor, verticals: Counted, diagonals: Counted
 ) -> HeadLimits:
-    """price_limits() for each head of its own, and limited() for its verticals.
+    """price_limits() for each head of its own, within the bounds of its verticals and diagonals.
 
-    mass, count: fp32 or float64 [B, Hq, n, CODES]; counts below 2**24. probed: int64 [B, n].
-    least, most: of verticals, as limited() has them.
+    mass: fp32 or float64 [B, Hq, n, CODES]. allowed: of loss_allowed(). Counts are fp32 or float64.
     """
     batch, heads, n, _ = mass.shape
-    may_be_lost = probed * (1 - recall)
-    if recall == 1:
-        # Everything, not only what the probe's rows give mass to: no loss is as small.
-        may_be_lost = torch.full_like(may_be_lost, -1.0)
-    limit = torch.empty(batch, heads, n, dtype=torch.int32, device=mass.device)
-    verticals = torch.empty_like(limit)
-    capped = torch.zeros(batch, heads, dtype=torch.bool, device=mass.device)
+    new_limits = torch.empty(2, batch, heads, n, dtype=torch.int32, device=mass.device)
+    capped = torch.zeros(batch, heads, 2, dtype=torch.bool, device=mass.device)
+    limits = HeadLimits(*new_limits, capped)
     _limits_kernel[(n, batch * heads)](
         mass.contiguous(),
-        count.contiguous(),
-        may_be_lost,
-        most,
-        limit,
-        verticals,
+        allowed,
+        verticals.count.contiguous(),
+        diagonals.count.contiguous(),
+        verticals.most,
+        diagonals.most,
+        limits.verticals,
+        limits.diagonals,
         capped.view(torch.int8),
         heads,
-        least,
+        verticals.least,
+        diagonals.least,
         num_warps=1,
     )
-    return HeadLimits(limit, verticals, capped)
+    return limits
 
 
 # What is taken

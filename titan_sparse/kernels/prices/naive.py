@@ -173,9 +173,7 @@ def final_prices_naive(
     return FinalPrices._make(torch.cat(parts, dim=2) for parts in zip(*chunks))
 
 
-def mass_by_code_naive(
-    final: FinalPrices, keys: KeyBlocks, spans: SpanTokens
-) -> tuple[Tensor, Tensor]:
+def mass_by_code_naive(final: FinalPrices, keys: KeyBlocks, spans: SpanTokens) -> Tensor:
     """The twin of mass_by_code()."""
     sequence = torch.arange(len(keys.slot), device=keys.slot.device)[:, None, None]
     span = keys.slot.clamp(min=0).long()
@@ -199,7 +197,7 @@ def mass_by_code_naive(
     held = final.held[:, :, :, None] * in_span[..., None, :]
     held_codes = final.held_codes[:, :, :, None].expand(held.shape)
     mass = _by_code(held_codes.flatten(4), held.flatten(4))
-    return mass, count
+    return torch.stack([mass, count])
 
 
 def diagonal_masses_naive(tiles: Tensor, tile: Tensor) -> Tensor:

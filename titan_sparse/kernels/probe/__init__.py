@@ -1,5 +1,6 @@
 """What a probe of some of a span's queries sees of every block of keys: two passes over the keys.
 
+held_rows(q, local, mine) -> the probe's rows
 block_lse(probe, keys) -> lse of each block
 span_lse(block_lse, slot, run) -> lse of each span
 block_masses(probe, keys, lse) -> masses by vertical, masses by tile
@@ -11,6 +12,7 @@ and the masses by vertical and by tile in a second pass. The twins have the same
 from titan_sparse.kernels.probe.inputs import KeyBlocks, Probe
 from titan_sparse.kernels.probe.kernel import block_lse, block_masses, span_lse
 from titan_sparse.kernels.probe.naive import block_lse_naive, block_masses_naive, span_lse_naive
+from titan_sparse.kernels.probe.rows import held_rows, held_rows_naive
 
 __all__ = [
     "KeyBlocks",
@@ -19,6 +21,8 @@ __all__ = [
     "block_lse_naive",
     "block_masses",
     "block_masses_naive",
+    "held_rows",
+    "held_rows_naive",
     "span_lse",
     "span_lse_naive",
 ]

@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.patterns import VerticalSlash
-from titan_sparse.attention.patterns.vertical_slash.priced import limited, price_limits
-from titan_sparse.kernels.prices import ALWAYS, CODES, codes_of
+from titan_sparse.kernels.prices import (
+    ALWAYS,
+    CODES,
+    codes_of,
+    limited,
+    loss_allowed,
+    price_limits,
+)
 
 
 def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
@@ -27,9 +33,9 @@ def _limits(
     mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool
 ) -> list[list[int]]:
     """Of each head, of each span. probed, weight: of each span."""
-    rows = torch.tensor([probed])
-    weights = torch.tensor([weight], dtype=torch.float64)
-    return price_limits(mass, rows, weights, recall, shared)[0].tolist()
+    allowed = loss_allowed(torch.tensor([probed]), recall)
+    weights = torch.tensor([weight], dtype=torch.float64) if shared else None
+    return price_limits(mass, allowed, weights)[0].tolist()
 
 
 STEPS = {10: 1.0, 20: 2.0, 30: 1.0}

@@ -46,6 +46,7 @@ from titan_sparse.attention.patterns.vertical_slash.rows import (
     spread_rows,
 )
 from titan_sparse.kernels.budget import Segments
+from titan_sparse.kernels.prices import loss_allowed
 
 T = TypeVar("T")
 
@@ -302,11 +303,14 @@ class VerticalSlash(Pattern):
 
     def _limits(self, ranges: MaskRanges, cp: ContextParallel, shape: tuple[int, ...]) -> Limits:
         spans = self._spans(ranges, shape[0], cp.block_size)
+        geometry = self._remembered(ranges, "probe", cp, shape, self._geometry)
+        # [B, n]
+        probed = geometry.rows.group_rows.sum(-1)
         most_diagonals = None
         if self.max_slashes:
             most_diagonals = _share(self.max_slashes, self.min_slashes, spans)
         return Limits(
-            recall=self.recall,
+            allowed=loss_allowed(probed, self.recall),
             shared=self.budget == "layer",
             least_verticals=self.min_columns,
             least_diagonals=self.min_slashes,

@@ -25,26 +25,20 @@ from titan_sparse.attention.patterns.vertical_slash.probe import (
 )
 from titan_sparse.attention.patterns.vertical_slash.rows import ProbedRows
 from titan_sparse.kernels import prices as kernels
-from titan_sparse.kernels.prices import (
-    PSEUDO_ROWS,
-    SpanTokens,
-    limited,
-    price_limits,
-    sums_by_code,
-)
+from titan_sparse.kernels.prices import PSEUDO_ROWS, Counted, SpanTokens
 from titan_sparse.kernels.probe import KeyBlocks
 
 
 class Limits(NamedTuple):
     """What a budget must keep to, sinks and local diagonals not counted.
 
-    recall: share of the mass to reach.
+    allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
     shared: whether all heads and spans of a sequence have one price.
     least_verticals, least_diagonals: of a head in a span.
     most_verticals, most_diagonals: int64 [B, n]; None for no cap.
     """
 
-    recall: float
+    allowed: Tensor
     shared: bool
     least_verticals: int
     least_diagonals: int
@@ -60,15 +54,14 @@ class Priced(NamedTuple):
         case.
     is_sink: bool [B, S].
     span_tokens: where spans begin and end.
-    spans_of_slots: float64 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
+    spans_of_slots: fp32 [B, n, n_local T], 1 where a local block's slot holds a span, else 0.
     offset: int32 [B, n], where each span's diagonals begin.
     tile, rows: int32 [B, U, E], the rank's tiles that make up each diagonal, -1 for none, and how
         many of the probe's rows see each.
     cost: fp32 [B, E], pairs of the probe's rows on each diagonal.
     is_local: bool [B, E], the diagonals that are always on.
     span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
-    probed: int64 [B, n], rows that the probe has of each span.
-    weight: float64 [B, n], rows of the sequence that each of them stands for.
+    weight: float64 [B, n], rows of the sequence that each of the probe's stands for.
     """
 
     counted_start: Tensor
@@ -84,7 +77,6 @@ class Priced(NamedTuple):
     is_local: Tensor
     span_of_entry: Tensor
     span_of_token: Tensor
-    probed: Tensor
     weight: Tensor
 
 
@@ -137,7 +129,7 @@ def priced_geometry(
         free_stop=torch.minimum(geometry.stop, first_local).int(),
         is_sink=is_sink,
         span_tokens=SpanTokens(spans.start.int(), spans.stop.int()),
-        spans_of_slots=(slots == numbers).double(),
+        spans_of_slots=(slots == numbers).float(),
         offset=spans.offset.int(),
         tile=tile.int().contiguous(),
         rows=rows.int().contiguous(),
@@ -145,7 +137,6 @@ def priced_geometry(
         is_local=is_local,
         span_of_entry=span,
         span_of_token=span_of_token,
-        probed=probed,
         weight=length / probed.clamp(min=1).double(),
     )
 
@@ -209,49 +200,48 @@ def choose_priced(
     batch, heads = q.shape[:2]
     seq_len = priced.span_of_token.shape[1]
     has_kernels = by_kernels(KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size))
-    diagonal_codes, *of_this_rank = _codes(q, k, geometry, priced, cp, scale)
+    diagonals, *of_this_rank = _codes(q, k, geometry, priced, cp, scale)
     codes, mass, count = _of_all_ranks(*of_this_rank, cp)
 
-    least, most = limits.least_verticals, limits.most_verticals
+    counted = [
+        Counted(count, limits.least_verticals, limits.most_verticals),
+        Counted(diagonals.count, limits.least_diagonals, limits.most_diagonals),
+    ]
     if limits.shared:
-        limit = price_limits(mass.double(), priced.probed, priced.weight, limits.recall, True)
-        vertical_limit, verticals_capped = limited(limit, count, least, most)
+        limit = kernels.price_limits(mass.double(), limits.allowed, priced.weight)
+        chosen = kernels.within_bounds(limit, *counted)
     else:
         find = kernels.head_limits if has_kernels else kernels.head_limits_naive
-        limit, vertical_limit, verticals_capped = find(
-            mass, count, priced.probed, limits.recall, least, most
-        )
-    diagonal_limit = limit
-    slashes_capped = torch.zeros_like(verticals_capped)
-    if limits.most_diagonals is not None or limits.least_diagonals:
-        counted = (~priced.is_local)[:, None].expand_as(diagonal_codes).long()
-        diagonal_count = sums_by_code(counted, diagonal_codes, priced.span_of_entry, limit.shape[2])
-        diagonal_limit, slashes_capped = limited(
-            limit, diagonal_count, limits.least_diagonals, limits.most_diagonals
-        )
+        chosen = find(mass, limits.allowed, *counted)
 
     elements = kernels.Elements(
         verticals=codes,
         order=geometry.order,
         is_sink=priced.is_sink,
-        diagonals=diagonal_codes,
+        diagonals=diagonals.codes,
         span_of_token=priced.span_of_token,
         span_of_entry=priced.span_of_entry,
     )
     take = kernels.taken if has_kernels else kernels.taken_naive
-    is_vertical, slashes = take(elements, vertical_limit, diagonal_limit)
+    is_vertical, slashes = take(elements, chosen.verticals, chosen.diagonals)
     verticals = compact(is_vertical.flatten(0, 1), capacity, seq_len)
-    capped = torch.stack([verticals_capped, slashes_capped], dim=-1)
-    return verticals.view(batch, heads, capacity), slashes, capped
+    return verticals.view(batch, heads, capacity), slashes, chosen.capped
+
+
+class Diagonals(NamedTuple):
+    """Codes of all diagonals, uint8 [B, Hq, E]; and how many have each, [B, Hq, n, CODES]."""
+
+    codes: Tensor
+    count: Tensor
 
 
 def _codes(
     q: Tensor, k: Tensor, geometry: Geometry, priced: Priced, cp: ContextParallel, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of all diagonals; and of this rank's keys codes, masses and counts.
+) -> tuple[Diagonals, Tensor, Tensor, Tensor]:
+    """All diagonals; and of this rank's keys codes, masses and counts.
 
-    Codes are uint8, [B, Hq, E] and [B, Hq, n_local, b]. Masses that are held from each code down,
-    and counts of verticals, are [B, Hq, n, CODES].
+    The codes are uint8 [B, Hq, n_local, b]. Masses that are held from each code down, and counts of
+    verticals, are [B, Hq, n, CODES].
     """
     counted = geometry._replace(start=priced.counted_start)
     probe, keys, lse = look(q, k, counted, cp, scale)
@@ -263,7 +253,7 @@ def _codes(
         gains = cp.all_reduce(kernels.diagonal_gains(*of_tiles, tile, priced.rows))
         diagonal, diagonal_codes = kernels.diagonal_prices(gains, priced.cost, priced.is_local)
         final = kernels.final_prices(free, keys, lse, first, diagonal, priced.offset)
-        mass, count = kernels.mass_by_code(final, keys, priced.span_tokens)
+        by_code = kernels.mass_by_code(final, keys, priced.span_tokens)
         on_diagonals = kernels.diagonal_masses(final.tiles, tile)
     else:
         first, *of_tiles = kernels.first_prices_naive(free, keys, lse)
@@ -272,17 +262,18 @@ def _codes(
             gains, priced.cost, priced.is_local
         )
         final = kernels.final_prices_naive(free, keys, lse, first, diagonal, priced.offset)
-        mass, count = kernels.mass_by_code_naive(final, keys, priced.span_tokens)
+        by_code = kernels.mass_by_code_naive(final, keys, priced.span_tokens)
         on_diagonals = kernels.diagonal_masses_naive(final.tiles, tile)
 
-    # [B, 1, n, n_local T] @ [B, Hq, n_local T, CODES]
-    of_spans = priced.spans_of_slots[:, None].to(mass.dtype)
-    count = of_spans @ count.flatten(2, 3)
-    of_verticals = of_spans @ mass.flatten(2, 3)
+    # [B, 1, n, n_local T] @ [2, B, Hq, n_local T, CODES]
+    of_spans = priced.spans_of_slots[:, None].to(by_code.dtype)
+    of_verticals, count = of_spans @ by_code.flatten(3, 4)
     add = kernels.add_diagonals if has_kernels else kernels.add_diagonals_naive
     # Local diagonals hold no mass here.
-    mass = add(of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset)
-    return diagonal_codes, final.codes, mass, count
+    mass, diagonal_count = add(
+        of_verticals, on_diagonals, diagonal_codes, priced.span_of_entry, priced.offset
+    )
+    return Diagonals(diagonal_codes, diagonal_count), final.codes, mass, count
 
 
 def _of_all_ranks(

@@ -124,17 +124,18 @@ def look(
     q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks. The normalizers are [B, Hq, n,
     P], in fp32 (fp64 for fp64 inputs).
     """
-    probe = _gather_probe(q, geometry, cp, scale)
     keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
+    probe = _gather_probe(q, geometry, cp, scale)
     return probe, keys, _normalizer(probe, keys, geometry.run, cp)
 
 
 def _gather_probe(q: Tensor, geometry: Geometry, cp: ContextParallel, scale: float) -> Probe:
     """The probe's rows of q [B, Hq, S_local, D], on every rank."""
     batch, heads, _, dim = q.shape
+    has_kernels = q.is_cuda and q.dtype != torch.float64
+    take = kernels.held_rows if has_kernels else kernels.held_rows_naive
     # [B, Hq, n P, D]
-    row = geometry.local[:, None, :, None].expand(-1, heads, -1, dim)
-    held = q.gather(2, row) * geometry.mine[:, None, :, None]
+    held = take(q, geometry.local, geometry.mine)
     # Each row is held by one rank and is 0 elsewhere, so that the sum over ranks is exact.
     held = cp.all_reduce(held)
     # [B, Hq, n, P, D]
