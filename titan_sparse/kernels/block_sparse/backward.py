@@ -427,7 +427,9 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
     _, kv_heads, k_len, _ = piece.k.shape
     padded_dim = triton.next_power_of_2(dim)
     m, n = key_tile(dim, queries.block_size, q.element_size())
-    head_splits, list_splits = key_splits(k_len // n * kv_heads * batch, heads // kv_heads)
+    head_splits, list_splits = key_splits(
+        k_len // n * kv_heads * batch, heads // kv_heads, q_len // queries.block_size
+    )
     splits = head_splits * list_splits
     # Sums of parts are rounded once, when they are added up.
     kept = dtype if splits == 1 else torch.float32

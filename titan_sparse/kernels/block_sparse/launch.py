@@ -102,15 +102,18 @@ def _shared_memory(device: torch.device | None = None) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def key_splits(programs: int, group: int) -> tuple[int, int]:
+def key_splits(programs: int, group: int, q_blocks: int) -> tuple[int, int]:
     """Into how many parts the query heads of a group are cut, and the query list of each head.
 
-    programs: one for each tile of keys and KV head. Few of them would not fill a GPU. Lists are cut
-    last: at few tokens most have one or two blocks.
-    group: query heads of a KV head.
+    Few programs would not fill a GPU, nor share long lists evenly. But each part is written and
+    added up, and with few tokens that takes longer than the work. Lists are cut last: most are
+    short.
+    programs: one for each tile of keys and KV head. group: query heads of a KV head. q_blocks: the
+    most that a list can have.
     """
     if INTERPRETED:
         return 1, 1
-    wanted = min(max(1, 1024 // max(1, programs)), 16)
+    wanted_programs = min(max(2 * q_blocks, 128), 1024)
+    wanted = min(max(1, wanted_programs // max(1, programs)), 16)
     of_heads = min(wanted, group)
     return of_heads, wanted // of_heads
