@@ -205,7 +205,7 @@ class Made(NamedTuple):
     first: Tensor
     gains: Tensor
     diagonal: Tensor
-    diagonal_codes: Tensor
+    diagonals: priced.Diagonals
     codes: Tensor
     mass: Tensor
     count: Tensor
@@ -320,7 +320,7 @@ def _check_span(made: Made, known: Known, at: Place) -> None:
     wanted_sinks = torch.arange(known.stop - known.start) < known.case.sinks
     assert torch.equal(is_sink, wanted_sinks)
 
-    assert made.needed.probed[at.sequence, at.span] == len(known.rows)
+    assert made.geometry.rows.group_rows[at.sequence, at.span].sum() == len(known.rows)
     # Each row stands for its share of the span's tokens.
     weight = made.needed.weight[at.sequence, at.span].item()
     assert weight * len(known.rows) == pytest.approx(known.stop - known.start)
@@ -345,8 +345,11 @@ def _check_diagonals(made: Made, known: Known, at: Place, first: dict[int, float
 
     wanted_codes = [_code(price) for price in diagonals]
     wanted_codes[: known.case.local] = [255] * min(known.case.local, count)
-    got_codes = made.diagonal_codes[at.sequence, at.head, offset : offset + count]
+    got_codes = made.diagonals.codes[at.sequence, at.head, offset : offset + count]
     assert got_codes.tolist() == wanted_codes
+    counted = Counter(wanted_codes[known.case.local :])
+    got_count = made.diagonals.count[at.sequence, at.head, at.span]
+    assert got_count.tolist() == [counted[code] for code in range(256)]
     return diagonals
 
 
@@ -443,6 +446,13 @@ def _priced_at_least(
     return final._replace(codes=codes), keys, spans
 
 
+def _local_ones_too(right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Diagonals that are always on, counted like others."""
+    mass, count = right
+    count[..., prices.ALWAYS] += 1
+    return mass, count
+
+
 FAULTS = {
     "halves weigh 1/3, all rows 2/3": ("causal", _in_constant("HELD_OUT", 1 / 3)),
     "halves alone": ("causal", _in_constant("HELD_OUT", 1.0)),
@@ -471,6 +481,10 @@ FAULTS = {
     "masses in fp32": (
         "causal",
         _in_results("diagonal_masses_naive", lambda masses: masses.float()),
+    ),
+    "local diagonals are counted": (
+        "causal",
+        _in_results("add_diagonals_naive", _local_ones_too),
     ),
 }
 
