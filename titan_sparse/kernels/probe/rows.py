@@ -13,9 +13,13 @@ _ROWS = 16
 
 def held_rows_naive(q: Tensor, local: Tensor, mine: Tensor) -> Tensor:
     """The twin of held_rows()."""
+    # [B, 1, R, 1]
+    row = local[:, None, :, None]
+    is_mine = mine[:, None, :, None]
     # [B, Hq, R, D]
-    row = local[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1])
-    return torch.where(mine[:, None, :, None], q.gather(2, row), 0)
+    row = row.expand(-1, q.shape[1], -1, q.shape[-1])
+    held = q.gather(2, row)
+    return torch.where(is_mine, held, 0)
 
 
 @triton.jit
