@@ -168,8 +168,11 @@ def refusal(args: argparse.Namespace) -> str | None:
 
 def backends_used(args: argparse.Namespace) -> list[str]:
     """Our backends that are timed, sparse or dense, each once."""
-    dense = [OURS_DENSE[name] for name in args.peers if name in OURS_DENSE]
-    return list(dict.fromkeys([*args.backends, *dense]))
+    used = list(args.backends)
+    for peer in args.peers:
+        if peer in OURS_DENSE:
+            used.append(OURS_DENSE[peer])
+    return list(dict.fromkeys(used))
 
 
 def about_run(args: argparse.Namespace) -> dict:

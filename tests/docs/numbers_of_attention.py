@@ -96,8 +96,11 @@ def _where_time_goes() -> Claim:
         spent[name] = {kernel["kernel"]: kernel["ms"] for kernel in found["kernels"]}
 
     def of_flash(*parts: str) -> float:
-        flex = spent["flex"].items()
-        return sum(ms for kernel, ms in flex if any(part in kernel for part in parts))
+        total = 0.0
+        for kernel, ms in spent["flex"].items():
+            if any(part in kernel for part in parts):
+                total += ms
+        return total
 
     verticals = ("_query_kernel", "_key_kernel", "_forward_kernel")
     tables = ("_lists_kernel", "_verticals_kernel")

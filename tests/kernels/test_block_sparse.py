@@ -93,10 +93,15 @@ class Case:
 
     def truth(self, pieces: list[Piece]) -> list[Tensor]:
         """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
-        t = (self.tiles.start, self.tiles.stop, self.tiles.block_size, self.scale)
-        out, lse = naive.forward(self.q.double(), pieces, *t)
-        dq, rest = naive.backward(self.d_out.double(), self.q.double(), out, lse, pieces, *t)
-        return [out, lse, dq, *(x for both in rest for x in both)]
+        q = self.q.double()
+        d_out = self.d_out.double()
+        rows = (self.tiles.start, self.tiles.stop, self.tiles.block_size, self.scale)
+        out, lse = naive.forward(q, pieces, *rows)
+        dq, gradients = naive.backward(d_out, q, out, lse, pieces, *rows)
+        results = [out, lse, dq]
+        for dk, dv in gradients:
+            results += [dk, dv]
+        return results
 
     def backend_pieces(self, dtype: torch.dtype | None = None) -> list[base.Piece]:
         """Both pieces as backends take them, in `dtype` if given."""

@@ -107,11 +107,16 @@ def test_held_rows(dtype, by_token):
 @pytest.mark.parametrize("groups, entries", [(33, 5), (70, 9)])
 def test_gains_of_many_groups(groups, entries):
     """More groups of rows, and more diagonals, than a program takes at a time."""
+    # [B, Hq, n_local, T, U]
     tiles = torch.rand(2, 3, 4, 1, groups).to(DEVICE)
-    left, saved = torch.rand(2, 2, 3, 4, 1, prices.LEVELS).to(DEVICE)
-    tile = torch.randint(-4 * groups, 4 * groups, (2, groups, entries)).clamp(min=-1).int()
-    rows = torch.randint(0, 5, tile.shape).int()
-    table = (tiles, left, saved, tile.to(DEVICE), rows.to(DEVICE))
+    # [B, Hq, n_local, T, L]
+    left = torch.rand(2, 3, 4, 1, prices.LEVELS).to(DEVICE)
+    saved = torch.rand(2, 3, 4, 1, prices.LEVELS).to(DEVICE)
+    # [B, U, E]: about half of the diagonals have no tile there.
+    tile = torch.randint(-4 * groups, 4 * groups, (2, groups, entries))
+    tile = tile.clamp(min=-1).int().to(DEVICE)
+    rows = torch.randint(0, 5, tile.shape).int().to(DEVICE)
+    table = (tiles, left, saved, tile, rows)
     got = prices.diagonal_gains(*table)
     torch.testing.assert_close(got, prices.diagonal_gains_naive(*table), atol=1e-3, rtol=1e-5)
     assert got.min() > 0

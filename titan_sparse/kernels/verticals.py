@@ -227,10 +227,11 @@ def _add_kernel(
         b_dv = tl.load(dv + at, mask=in_dim, other=0.0).to(tl.float32)
         # Head by head: the order of the additions is fixed.
         for member in range(group):
-            # [ROWS]: the member's place of each row of the tile, `count` for none.
-            this = (o_member == member)[:, None]
-            here = tl.min(tl.where(this, row, ROWS), 0)
-            start = tl.min(tl.where(o_member == member, begin, count), 0)
+            # [ROWS]: the member's verticals, and where they begin.
+            is_this = o_member == member
+            here = tl.min(tl.where(is_this[:, None], row, ROWS), 0)
+            start = tl.min(tl.where(is_this, begin, count), 0)
+            # [ROWS]: for each row of the tile which of them lies there, ROWS for none.
             is_row = here[:, None] == o_row[None, :]
             slot = tl.min(tl.where(is_row, o_row[:, None], ROWS), 0)
             part_row = first_row + member * count + start + slot

@@ -124,8 +124,8 @@ def look(
     q, k: [B, Hq, S_local, D] and [B, Hkv, S_local, D], whole blocks. The normalizers are [B, Hq, n,
     P], in fp32 (fp64 for fp64 inputs).
     """
-    keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
     probe = _gather_probe(q, geometry, cp, scale)
+    keys = KeyBlocks(k, geometry.blocks, geometry.slot, cp.block_size)
     return probe, keys, _normalizer(probe, keys, geometry.run, cp)
 
 
