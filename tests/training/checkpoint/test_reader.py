@@ -3,13 +3,14 @@
 import io
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from tests.training.checkpoint.helpers import Run, flip_bit, forge_sums, names_in
 from titan_sparse.config import Refusal
@@ -186,6 +187,53 @@ def test_a_name_of_torchs_elsewhere_is_not_made(checkpoint):
     (checkpoint / ".metadata").write_bytes(b"cposix\nfloat32\n.")
     with pytest.raises(Broken, match=r"it asks for posix\.float32"):
         read_metadata(checkpoint)
+
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+MEMBER = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR"
+FUNCTION = b"ctorch.serialization\n_get_layout\n"
+# (None, {"version": "changed"}) goes to setattr(), {"version": "changed"} into __dict__.
+BY_SETATTR = b"N}S'version'\nS'changed'\ns\x86b."
+BY_DICT = b"}S'version'\nS'changed'\nsb."
+
+
+@pytest.mark.parametrize(
+    "written, problem",
+    [
+        (METADATA + BY_SETATTR, "did not make"),
+        (FUNCTION + BY_SETATTR, "did not make"),
+        (FUNCTION + BY_DICT, "did not make"),
+        (MEMBER + BY_SETATTR, "did not make"),
+        (MEMBER + BY_DICT, "did not make"),
+        # The same by other opcodes: INST, OBJ, NEWOBJ_EX, STACK_GLOBAL, an extension.
+        (b"(S'true'\niposix\nsystem\n.", "posix.system"),
+        (b"(cposix\nsystem\nS'true'\no.", "posix.system"),
+        (METADATA + b")}S'x'\nK\x01s\x92.", "can't be read"),
+        (b"\x80\x04\x8c\x05torch\x8c\x0a_utils.sys\x93.", "torch._utils.sys"),
+        (b"\x82\x01.", "extension"),
+        (b"cbuiltins\ngetattr\n(" + METADATA + b"S'__init__'\ntR.", "asks for an attribute"),
+        # 256 MiB for a place in the memo, and for a bytearray. It could be 64 GiB.
+        (b"Nr" + (2**24).to_bytes(4, "little") + b".", "not the metadata"),
+        (b"\x80\x05\x96" + (2**28).to_bytes(8, "little") + b".", "can't be read"),
+    ],
+)
+def test_a_pickle_written_by_hand_changes_nothing(checkpoint, written, problem):
+    """What belongs to the process stays as it was, and no memory is reserved."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    owned = (Metadata, torch.serialization._get_layout, member)
+    before = [dict(vars(thing)) for thing in owned]
+    (checkpoint / ".metadata").write_bytes(written)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Broken, match=problem):
+            read_metadata(checkpoint)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+        assert [dict(vars(thing)) for thing in owned] == before
+    finally:
+        tracemalloc.stop()
+        Metadata.version = None
+        for thing in owned[1:]:
+            vars(thing).pop("version", None)
 
 
 def _write_metadata(folder: Path, place: _StorageInfo) -> Path:

@@ -4,6 +4,7 @@
 torch.load(weights_only=True) does. Errors are Refusals: one line each.
 """
 
+import dataclasses
 import enum
 import hashlib
 import io
@@ -61,7 +62,26 @@ class Broken(Refusal):
     """A checkpoint that is damaged: the file, and what is wrong with it."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Only what this pickle made may be changed by it.
+
+    The unpickler in C can't say this: BUILD sets attributes of whatever it finds, also of an allowed
+    class. A few bytes also make it reserve 64 GiB.
+    """
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+    # Reserves as many bytes as the pickle says.
+    del dispatch[pickle.BYTEARRAY8[0]]
+
+    def load_build(self) -> None:
+        changed = self.stack[-2]
+        # Neither a class, a function nor a member of an enum, which belong to the process.
+        if not dataclasses.is_dataclass(type(changed)):
+            raise pickle.UnpicklingError("it changes something that it did not make")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             # Python 3.13 writes another module for a path than 3.12 knows.
@@ -77,7 +97,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _member(kind: type[enum.Enum], name: str) -> enum.Enum:
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
+        raise pickle.UnpicklingError("it asks for an attribute, which no checkpoint needs")
     return kind[name]
 
 
@@ -205,8 +225,12 @@ def _sum_of(path: Path) -> str | None:
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, checkpoint: str | Path, metadata: Metadata) -> None:
+        super().__init__(checkpoint)
+        self.metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(self.path)
+        return self.metadata
 
 
 class _Planner(DefaultLoadPlanner):
@@ -222,12 +246,14 @@ def read_into(state: dict[str, Any], checkpoint: str | Path, alone: bool = False
     unless `alone`. Raises Refusal for a tensor that the checkpoint does not have, or has in
     another shape, and Broken for what can't be read.
     """
-    _check_names(state, read_metadata(checkpoint), checkpoint)
+    metadata = read_metadata(checkpoint)
+    _check_names(state, metadata, checkpoint)
+    reader = _Reader(checkpoint, metadata)
     try:
         with warnings.catch_warnings():
             # A process alone is meant to be.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(state, storage_reader=_Reader(checkpoint), planner=_Planner(), no_dist=alone)
+            dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
     except CheckpointException as failure:
         error = next(iter(failure.failures.values()))[0]
         text = str(error).strip().splitlines() or [type(error).__name__]
