@@ -70,6 +70,29 @@ def test_causal_pairs(seq_len, window, sinks):
     assert causal_pairs(seq_len, window, sinks) == pairs
 
 
+@pytest.mark.parametrize(
+    "device, sparse",
+    [
+        ("NVIDIA A100-SXM4-80GB", 624),
+        ("NVIDIA H100 80GB HBM3", 1979),
+        ("NVIDIA H100 NVL", 1671),
+        ("NVIDIA H100 PCIe", 1513),
+        ("NVIDIA H200", 1979),
+        ("NVIDIA H200 NVL", 1671),
+        ("NVIDIA GH200 480GB", 1979),
+        ("NVIDIA B200", 4500),
+        ("NVIDIA GB200", 5000),
+        ("NVIDIA L40S", 733),
+        ("NVIDIA H20", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peak_is_half_of_what_nvidia_publishes(device, sparse):
+    """The datasheets give bf16 with structured sparsity, which is twice as fast as dense."""
+    dense = sparse and pytest.approx(sparse / 2 * 1e12, rel=0.015)
+    assert peak_flops(device, 0.0) == dense
+
+
 @pytest.mark.parametrize("float8", [False, True])
 def test_utilization_is_one_at_the_peak_and_never_more(float8):
     """A device that does every matmul at its own peak, and nothing else, is used fully."""

@@ -10,15 +10,18 @@ from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 from titan_sparse.models.lora_config import Adapters, adapter_elements
 
 PEAK_TFLOPS = {
-    "H200": 989.5,
-    "H100": 989.5,
     "A100": 312.0,
+    "H100": 989.5,
+    "H100 NVL": 835.5,
+    "H100 PCIe": 756.5,
+    "H200": 989.5,
+    "H200 NVL": 835.5,
     "B200": 2250.0,
     "GB200": 2500.0,
     "L40S": 362.0,
 }
-"""Dense bf16 peak by the name that the driver gives, TFLOP/s without structured sparsity, from the
-vendors' datasheets."""
+"""Dense bf16 peak by a part of the name that the driver gives, TFLOP/s without structured sparsity,
+from NVIDIA's datasheets. The longest part that fits counts."""
 
 FLOAT8_SPEEDUP = 2.0
 """Peak of float8 matmuls over that of bf16, the same on all chips that have them."""
@@ -32,7 +35,7 @@ def peak_flops(device_name: str, peak_tflops: float) -> float | None:
     """
     if peak_tflops > 0:
         return peak_tflops * 1e12
-    # Longest names first: "GB200" contains "B200".
+    # "GB200" contains "B200".
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
         if name in device_name:
             return PEAK_TFLOPS[name] * 1e12
