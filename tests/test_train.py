@@ -110,6 +110,29 @@ def test_refusal_comes_before_anything_starts(tmp_path):
     )
 
 
+@pytest.mark.parametrize("is_run", [False, True], ids=["help", "run"])
+def test_reader_of_the_output_may_leave(is_run, tmp_path):
+    """As in `train.py ... | head`: status 0, no traceback, and a run trains on."""
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    run = "--training.steps 2 --training.seq_len 128 --training.dtype float32 --model.layers 1"
+    run += " --training.device cpu --lr_scheduler.warmup_steps 1 --metrics.log_every 1"
+    run += f" --data.source {tmp_path} --training.output_dir {tmp_path / 'run'}"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as output:
+        result = subprocess.run(
+            [sys.executable, "train.py", *(run.split() if is_run else ["--help"])],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.returncode == 0
+    assert "rror" not in result.stderr and "Traceback" not in result.stderr, result.stderr
+    if is_run:
+        assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("name", ["demo_cpu", "qwen3_8b_1m", "variants/mtraining"])
 def test_print_config_of_any_number_of_ranks(name):
     """Without torchrun."""

@@ -23,7 +23,12 @@ from titan_sparse.config import (
     world_of,
 )
 from titan_sparse.training.failures import OtherRankFailed, Poisoned
-from titan_sparse.training.launcher import end_now, end_with_launcher, tell_launcher
+from titan_sparse.training.launcher import (
+    end_now,
+    end_with_launcher,
+    outlive_readers,
+    tell_launcher,
+)
 
 
 def main() -> int:
@@ -32,6 +37,7 @@ def main() -> int:
     0: done, or stopped by a signal; 1: failed, or a step that does not fit; 2: something has to be
     changed by the user; 3: the guard has given up; 130: ended by a second Ctrl-C.
     """
+    outlive_readers()
     end_with_launcher()
     try:
         return _run()

@@ -1,8 +1,10 @@
 """This process and the torchrun that has started it: outlive it never, and leave it a last word.
 
-Loads no torch: what the user has to change is told before torch has been loaded.
+Also what becomes of output that nobody reads any more. Loads no torch: what the user has to change
+is told before torch has been loaded.
 """
 
+import io
 import json
 import os
 import sys
@@ -13,6 +15,31 @@ from multiprocessing import active_children
 from typing import NoReturn
 
 _POLL_SECONDS = 1.0
+
+
+class _Output(io.FileIO):
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """From now on, output is dropped once its reader has gone, as in `train.py --help | head`.
+
+    A run trains on, and its log is in the run's folder anyway. Streams that someone has replaced,
+    such as a test, stay as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # None: closed by the shell.
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            raw = _Output(stream.fileno(), "w", closefd=False)
+            kept = io.TextIOWrapper(
+                io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True
+            )
+            setattr(sys, name, kept)
 
 
 def is_under_torchrun() -> bool:
