@@ -33,6 +33,7 @@ from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe.visits import count_visits_of_all_heads
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
+from titan_sparse.config.reading import tokens
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
 
@@ -83,7 +84,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", required=True, help="JSON file to write")
-    parser.add_argument("--seq-len", type=int, default=131072, help="tokens of the timed attention")
+    parser.add_argument(
+        "--seq-len", type=tokens, default=131072, help="tokens of the timed attention"
+    )
     parser.add_argument(
         "--heads", type=int, nargs=2, default=[16, 2], help="query heads and KV heads"
     )

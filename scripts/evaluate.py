@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import lengths_of, require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import needle, pictures, position, ruler
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "prompts of a RULER task and length",
     )
     parser.add_argument(
-        "--stride", type=int, default=0, help="tokens between windows; 0: windows do not overlap"
+        "--stride", type=tokens, default=0, help="tokens between windows; 0: windows do not overlap"
     )
     parser.add_argument("--buckets", type=int, default=16, help="ranges of positions")
     parser.add_argument("--attention", choices=["dense", "as_trained"], default="as_trained")
@@ -137,12 +137,7 @@ def _resolve(args: argparse.Namespace, config: Config) -> None:
     known = (*TASKS, *ruler.TASKS)
     for name in args.tasks:
         require(name in known, f"--tasks {name} is unknown; write some of {', '.join(known)}")
-    words = args.lengths.split(",") if args.lengths else [str(config.training.seq_len)]
-    require(
-        all(word.strip().isdecimal() and int(word) > 0 for word in words),
-        f"--lengths {args.lengths} are no positive integers; write for example 4096,8192",
-    )
-    args.lengths = [int(word) for word in words]
+    args.lengths = lengths_of(args.lengths or str(config.training.seq_len), "--lengths")
     for name in ("samples", "depths", "buckets"):
         require(
             getattr(args, name) >= 1,

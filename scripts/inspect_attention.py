@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scripts.evaluate import parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
-from titan_sparse.config.reading import require
+from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import open_documents
 from titan_sparse.evaluation import pictures
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
 def parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """Options of this script, and the checked configuration to look with. Raises ConfigError, one line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--length", type=int, default=0, help="tokens; 0: training.seq_len")
+    parser.add_argument("--length", type=tokens, default=0, help="tokens; 0: training.seq_len")
     parser.add_argument("--layers", default="", help="numbers with commas between; default: all")
     parser.add_argument(
         "--rows", type=int, default=64, help="random queries that recall and density are taken from"

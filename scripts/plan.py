@@ -50,6 +50,7 @@ from titan_sparse.estimate.planner import (
     plan_layer,
 )
 from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
+from titan_sparse.config.reading import tokens
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
@@ -141,7 +142,7 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "tokens, the longest a quarter of the sequence; default: one long document",
     )
     parser.add_argument(
-        "--seq-len", type=int, help="tokens; default: training.seq_len, or the index's"
+        "--seq-len", type=tokens, help="tokens; default: training.seq_len, or the index's"
     )
     parser.add_argument(
         "--layout",

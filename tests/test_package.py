@@ -53,6 +53,11 @@ def test_offers_nothing_before_it_is_asked_for():
     _run(ROOT, "-c", code)
 
 
+def test_torchao_starts_in_silence(tmp_path):
+    """PEFT and transformers load it; torch 2.13 then warns of its enums too."""
+    assert _run(tmp_path, "-c", "import titan_sparse, torchao.float8").stderr == ""
+
+
 def test_type_checkers_see_what_is_offered():
     stub = ast.parse((ROOT / "titan_sparse/__init__.pyi").read_text())
     imported = {

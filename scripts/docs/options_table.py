@@ -15,7 +15,7 @@ from typing import get_args
 
 from scripts.docs import generated
 from titan_sparse.config import Config, field_docs
-from titan_sparse.config.keys import walk
+from titan_sparse.config.keys import KINDS, walk
 from titan_sparse.config.reading import show
 
 PAGE = generated.ROOT / "docs/configuration.md"
@@ -44,7 +44,7 @@ def options_table() -> str:
             docs = field_docs(kind)
             continue
         meaning = docs[key.rpartition(".")[2]]
-        choices = ", ".join(f"`{choice}`" for choice in get_args(kind))
+        choices = ", ".join(f"`{choice}`" for choice in get_args(KINDS[key]))
         if choices:
             meaning += f"; {choices}"
         default = show(attrgetter(key)(defaults))

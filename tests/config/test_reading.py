@@ -77,6 +77,9 @@ def test_default_config_passes_check():
         (["--data.subset="], "data", "subset", ""),
         (["--attention.pattern", "dense"], "attention", "pattern", "dense"),
         (["--training.steps", "1", "--training.steps", "2"], "training", "steps", 2),
+        (["--training.seq_len", "128k"], "training", "seq_len", 131_072),
+        (["--training.seq_len=1M"], "training", "seq_len", 1_048_576),
+        (["--data.min_document_length", "4K"], "data", "min_document_length", 4096),
     ],
 )
 def test_override(words, section, name, expected):
@@ -99,11 +102,11 @@ def test_configurations_do_not_share_sections():
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_precedence(tmp_path, order):
-    text = "[training]\nsteps = 7\nseed = 3\n[attention.vertical_slash]\nrecall = 1\n[attention.dense]\n"
+    text = "[training]\nsteps = 7\nseed = 3\nseq_len = '8k'\n[attention.vertical_slash]\nrecall = 1\n[attention.dense]\n"
     path = write(tmp_path, text)
     words = [["--config", path], ["--training.steps", "9"]]
     config, _ = load(words[order] + words[1 - order])
-    assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 4096)
+    assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 8192)
     assert config.attention.vertical_slash.recall == 1.0 and isinstance(
         config.attention.vertical_slash.recall, float
     )
@@ -185,6 +188,8 @@ BAD_WORDS = [
     (["--confg", "x.toml"], "unknown option --confg; did you mean --config?"),
     (["--training", "1"], "training is a section"),
     (["--training.steps", "abc"], 'training.steps = "abc" is not an integer'),
+    (["--training.steps", "1k"], 'training.steps = "1k" is not an integer'),
+    (["--training.seq_len", "1kb"], "is not a number of tokens; write for example 131072 or 128k"),
     (["--training.steps", "1.5"], 'training.steps = "1.5" is not an integer'),
     (["--training.steps", "true"], 'training.steps = "true" is not an integer'),
     (["--training.steps"], "training.steps needs a value"),

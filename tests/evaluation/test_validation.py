@@ -113,7 +113,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
     "name, value, reason",
     [
         ("every", 3, "would be ignored with validation.enable = false"),
-        ("needle_lengths", "4k", 'are no lengths; write for example "4096,16384"'),
+        ("needle_lengths", "4kb", "are no lengths; write for example 4096,128k"),
         ("position_buckets", 9999, "is above training.seq_len = 4096"),
         ("needle_depths", 3, "would be ignored with validation.needle_lengths"),
         ("windows", 0, "is too small; write 1 or more"),

@@ -230,7 +230,7 @@ def test_from_the_command_line(folder, one):
     "words, reason",
     [
         (["--tasks", "needles"], "--tasks needles is unknown; write some of position, needle"),
-        (["--lengths", "4k"], "--lengths 4k are no positive integers"),
+        (["--lengths", "4kb"], '--lengths = "4kb" are no lengths'),
         (["--stride", "500"], r"--stride 500 is not in [0, 440]"),
         (["--training.sede", "1"], "training.sede"),
         (["--tasks", "needle"], "--buckets would be ignored with --tasks needle"),
@@ -267,7 +267,9 @@ def test_ranks_of_this_launch_take_the_place_of_training_s(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     words = ["--config", str(tmp_path / "run/config.toml"), "--checkpoint", "run"]
-    parallelism = parse([*words, "--lengths", "128"])[1].parallelism
+    args, evaluated = parse([*words, "--lengths", "128,1k"])
+    assert args.lengths == [128, 1024]
+    parallelism = evaluated.parallelism
     assert (parallelism.cp, parallelism.dp_replicate, parallelism.dp_shard) == (shared, 1, -1)
     if shared < trained:
         with pytest.raises(ValueError, match="does not fit"):

@@ -10,7 +10,16 @@ from titan_sparse.config.environment import world_of
 from titan_sparse.config.keys import KINDS
 from titan_sparse.config.mixture import single_source, source_formats, source_weights
 from titan_sparse.config.ranges import check_ranges
-from titan_sparse.config.reading import ConfigError, config_file, load, one_of, require, show, typed
+from titan_sparse.config.reading import (
+    ConfigError,
+    config_file,
+    lengths_of,
+    load,
+    one_of,
+    require,
+    show,
+    typed,
+)
 from titan_sparse.config.sections import (
     Attention,
     Config,
@@ -425,13 +434,7 @@ def needle_lengths(validation: Validation) -> list[int]:
     """validation.needle_lengths as numbers, tokens; ConfigError for other words."""
     if not validation.needle_lengths:
         return []
-    words = [word.strip() for word in validation.needle_lengths.split(",")]
-    require(
-        all(word.isdecimal() and int(word) > 0 for word in words),
-        f"validation.needle_lengths = {show(validation.needle_lengths)} are no lengths; "
-        'write for example "4096,16384"',
-    )
-    return [int(word) for word in words]
+    return lengths_of(validation.needle_lengths, "validation.needle_lengths")
 
 
 def _check_validation(config: Config) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from titan_sparse.config.sections import Config
+from titan_sparse.config.sections import Config, Tokens
 
 
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -23,8 +23,13 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
 """Dotted key -> class of every section."""
 
-KINDS = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
+KINDS = {
+    key: int if kind is Tokens else kind for key, kind in walk(Config) if not is_dataclass(kind)
+}
 """Dotted key -> type of every other field."""
+
+TOKENS = frozenset(key for key, kind in walk(Config) if kind is Tokens)
+"""Keys that count tokens."""
 
 
 def field_docs(section: type) -> dict[str, str]:

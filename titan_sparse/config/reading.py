@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import tomli
 
-from titan_sparse.config.keys import KINDS, SECTIONS, field_docs, walk
+from titan_sparse.config.keys import KINDS, SECTIONS, TOKENS, field_docs, walk
 from titan_sparse.config.sections import Config, Flags
 
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
@@ -206,7 +206,32 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
         raise ConfigError(f"{where}: {_unknown(key)}")
     section_key, _, name = key.rpartition(".")
     section = attrgetter(section_key)(config)
+    if key in TOKENS and isinstance(value, str):
+        try:
+            value = tokens(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: {key} = {show(value)} is not a number of tokens; "
+                "write for example 131072 or 128k"
+            ) from error
     setattr(section, name, typed(key, value, f"{where}: "))
+
+
+def tokens(text: str) -> int:
+    """A number of tokens as our tables write it: 131072, or 128K, or 1M. Raises ValueError."""
+    scale = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
+    return int(text[:-1]) * scale if scale else int(text)
+
+
+def lengths_of(text: str, name: str) -> list[int]:
+    """Lengths in tokens, such as "4096,128k". Raises ConfigError, with the option's name, for other
+    words."""
+    try:
+        lengths = [tokens(word.strip()) for word in text.split(",")]
+    except ValueError:
+        lengths = [0]
+    require(min(lengths) > 0, f"{name} = {show(text)} are no lengths; write for example 4096,128k")
+    return lengths
 
 
 def typed(key: str, value: Any, where: str) -> Any:
@@ -323,7 +348,7 @@ def usage() -> str:
             "The command line wins over the file, the file over the defaults. "
             "A key that is true or false may"
         ),
-        "stand without a value: true. Flags:",
+        "stand without a value: true. A number of tokens may be written as 128k (131,072) or 1m. Flags:",
     ]
     docs = field_docs(Flags)
     for name, item in _FLAGS.items():
@@ -338,6 +363,7 @@ def usage() -> str:
             lines += ["", f"[{key}] {summary}"]
         else:
             name = key.rpartition(".")[2]
+            kind = KINDS[key]
             choices = "|".join(get_args(kind)) or kind.__name__
             default = show(attrgetter(key)(Config()))
             lines.append(f"  --{key} {choices} (default {default}): {docs[name]}")

@@ -4,7 +4,10 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+Tokens = Annotated[int, "tokens"]
+"""A number of tokens, which may be written as 128k."""
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Model:
     """context extension of the rotary embedding; flavour: as published"""
     rope_factor: float = 1.0
     """factor of llama3 and yarn, above 1"""
-    rope_original_length: int = 0
+    rope_original_length: Tokens = 0
     """length before extension; tokens; 0: the flavour's training length"""
     rope_theta: float = 0.0
     """base of the rotary frequencies; 0: the flavour's"""
@@ -65,7 +68,7 @@ class Data:
     """bytes, or the path of a tokenizer.json"""
     split_special_tokens: bool = False
     """true: a special token spelled out in a text, such as <|im_end|>, is read as letters"""
-    min_document_length: int = 0
+    min_document_length: Tokens = 0
     """shorter documents are skipped; tokens"""
     shuffle: bool = True
     """shuffle the documents anew in every epoch"""
@@ -84,7 +87,7 @@ class Training:
     """seed of the weights and of the order of documents"""
     steps: int = 100
     """optimizer steps"""
-    seq_len: int = 4096
+    seq_len: Tokens = 4096
     """tokens of a sequence, padded to a multiple of attention.block_size * parallelism.cp (zigzag:
     twice that)"""
     local_batch_size: int = 1
@@ -95,11 +98,11 @@ class Training:
     """gradients are clipped to this norm; 0: no clipping"""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """compute dtype (docs/training.md)"""
-    loss_chunk_tokens: int = 4096
+    loss_chunk_tokens: Tokens = 4096
     """tokens whose logits exist at one time, 4 bytes per logit; more are faster"""
     z_loss: float = 0.0
     """weight of the logits' mean squared log-sum-exp in the loss (PaLM: 1e-4); 0: off"""
-    mlp_chunk_tokens: int = 0
+    mlp_chunk_tokens: Tokens = 0
     """tokens that an MLP computes at one time; 0: all"""
     gc_interval: int = 50
     """steps between Python garbage collections"""
@@ -146,12 +149,12 @@ class VerticalSlash:
     budget: Literal["joint", "layer", "independent"] = "joint"
     """joint: each head reaches recall, in the least time; layer: the heads of a layer do on
     average; independent: as published (docs/masks_and_patterns.md)"""
-    probe: int = 0
+    probe: Tokens = 0
     """queries of a document that choose; tokens; 0: attention.block_size"""
     probe_rows: Literal["both", "spread", "last"] = "both"
     """spread: one query of each of `probe` equal parts of the document, drawn anew in each step;
     last: its last queries; both: a quarter last ones, the others spread"""
-    sinks: int = 4
+    sinks: Tokens = 4
     """first tokens that are always verticals"""
     count_sinks: bool = False
     """their mass counts in recall; budget = "independent" needs true"""
@@ -165,7 +168,7 @@ class VerticalSlash:
     """fewest slashes (block diagonals) per head"""
     max_slashes: int = 0
     """most slashes (block diagonals) per head; 0: no cap"""
-    dense_below: int = 4096
+    dense_below: Tokens = 4096
     """documents shorter than this are dense; tokens"""
     index: Literal["probe", "xattention"] = "probe"
     """what chooses: the probe, or xattention's scores"""
@@ -176,11 +179,11 @@ class XAttention:
     """Pattern xattention: each query block takes the fewest key blocks whose antidiagonal scores
     reach the threshold."""
 
-    stride: int = 16
+    stride: Tokens = 16
     """tokens of a cell; divides attention.block_size"""
     threshold: float = 0.9
     """share of a query block's scores that its key blocks must reach, in (0, 1]"""
-    dense_below: int = 4096
+    dense_below: Tokens = 4096
     """documents shorter than this are dense; tokens"""
 
 
@@ -188,7 +191,7 @@ class XAttention:
 class MoBA:
     """Pattern moba: each query chooses chunks of keys by their mean key."""
 
-    chunk_size: int = 4096
+    chunk_size: Tokens = 4096
     """tokens of a chunk; at least attention.block_size"""
     top_k: int = 12
     """chunks that a query sees, its own included"""
@@ -205,9 +208,9 @@ class Attention:
     mask: Literal["documents", "causal", "causal_across_documents"] = "documents"
     """documents: causal inside each document; causal needs data.sequences = fixed;
     causal_across_documents sees earlier documents too"""
-    sliding_window: int = 0
+    sliding_window: Tokens = 0
     """a query sees this many last tokens, itself included; 0: all"""
-    window_sinks: int = 0
+    window_sinks: Tokens = 0
     """first tokens of the document (other masks: of the sequence) that every query sees beside a
     sliding_window; for pattern = dense"""
     pattern: Literal["dense", "vertical_slash", "xattention", "moba"] = "vertical_slash"
@@ -233,7 +236,7 @@ class Attention:
     """dtype of attention's gradients between ranks"""
     backend: Literal["auto", "cudnn", "eager", "flex", "triton"] = "auto"
     """which kernel computes; cudnn: dense only; eager: slow, exact"""
-    block_size: int = 128
+    block_size: Tokens = 128
     """tokens of a block; a power of two, at least 16"""
     vertical_slash: VerticalSlash = field(default_factory=VerticalSlash)
     """choices of pattern = vertical_slash"""
