@@ -36,6 +36,7 @@ from titan_sparse.config import (
     padding_multiple,
     resolve_overlap_stages,
 )
+from titan_sparse.config.reading import tokens
 from titan_sparse.estimate import planner
 from titan_sparse.estimate.balance_costs import costs_of, costs_of_run, shape_of
 from titan_sparse.estimate.expected_selection import expected_selection
@@ -50,7 +51,6 @@ from titan_sparse.estimate.planner import (
     plan_layer,
 )
 from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
-from titan_sparse.config.reading import tokens
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
