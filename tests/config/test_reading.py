@@ -102,7 +102,8 @@ def test_configurations_do_not_share_sections():
 
 @pytest.mark.parametrize("order", [0, 1])
 def test_precedence(tmp_path, order):
-    text = "[training]\nsteps = 7\nseed = 3\nseq_len = '8k'\n[attention.vertical_slash]\nrecall = 1\n[attention.dense]\n"
+    text = "[training]\nsteps = 7\nseed = 3\nseq_len = '8k'\n"
+    text += "[attention.vertical_slash]\nrecall = 1\n[attention.dense]\n"
     path = write(tmp_path, text)
     words = [["--config", path], ["--training.steps", "9"]]
     config, _ = load(words[order] + words[1 - order])
