@@ -75,11 +75,9 @@ def wheel(tmp_path_factory) -> Path:
     """A wheel of this checkout, built in a copy of it, so that nothing is left here; no network."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(
-        ROOT / "titan_sparse",
-        source / "titan_sparse",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    no_cache = shutil.ignore_patterns("__pycache__")
+    for name in ("titan_sparse", "kernels"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=no_cache)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
@@ -101,6 +99,7 @@ def test_wheel_holds_the_whole_package(wheel):
     assert wheel.name.startswith(f"titan_sparse-{titan_sparse.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("titan_sparse/**/*.py")}
+    sources |= {f"titan_sparse/{path.relative_to(ROOT)}" for path in ROOT.glob("kernels/**/*.py")}
     assert sources <= names
     assert {"titan_sparse/py.typed", "titan_sparse/__init__.pyi"} <= names
     assert "titan_sparse/kernels/block_sparse/forward.py" in names
@@ -108,10 +107,47 @@ def test_wheel_holds_the_whole_package(wheel):
     assert folders == {"titan_sparse", f"titan_sparse-{titan_sparse.__version__}.dist-info"}
 
 
+KERNELS_FOLDER = (
+    "from importlib.util import find_spec; print(find_spec('titan_sparse.kernels.merge').origin)"
+)
+
+
+def test_kernels_are_found_in_a_checkout(tmp_path):
+    found = _run(tmp_path, "-c", KERNELS_FOLDER, PYTHONPATH=str(ROOT)).stdout
+    assert Path(found.strip()).resolve() == ROOT / "kernels/merge.py"
+
+
+def test_kernels_are_found_in_an_editable_installation(wheel, tmp_path):
+    source = wheel.parent / "source"
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    _run(tmp_path, "-m", "pip", "install", *options, "--target", str(tmp_path), "-e", str(source))
+    # -S leaves out the environment's own installation. addsitedir reads the new one's path file.
+    code = f"import site; site.addsitedir({str(tmp_path)!r}); {KERNELS_FOLDER}"
+    found = _run(tmp_path, "-I", "-S", "-c", code).stdout
+    assert Path(found.strip()).resolve() == source / "kernels/merge.py"
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path, installed):
+    """kernels/ has no __init__.py, so that a package of that name anywhere on the path comes first."""
+    if installed:
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels/__init__.py").write_text("")
+    code = (
+        "import transformers.models.llama.modeling_llama; "
+        "from transformers.utils.import_utils import _is_package_available, is_kernels_available; "
+        "print(_is_package_available('kernels', return_version=True), is_kernels_available())"
+    )
+    path = {"PYTHONPATH": str(tmp_path)}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert _run(ROOT, "-c", code, **path).stdout == _run(elsewhere, "-c", code, **path).stdout
+
+
 def test_wheel_trains(installed, tmp_path):
     path = {"PYTHONPATH": str(installed)}
-    code = "import titan_sparse; print(titan_sparse.__file__)"
-    assert _run(tmp_path, "-c", code, **path).stdout.startswith(str(installed))
+    found = _run(tmp_path, "-c", KERNELS_FOLDER, **path).stdout
+    assert found.startswith(str(installed / "titan_sparse"))
 
     config = tmp_path / "run.toml"
     config.write_text(
