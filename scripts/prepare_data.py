@@ -4,7 +4,7 @@
 
 Prints and saves a histogram of lengths; of chats (--format messages) also the share that sequences
 keep whole, and the share of tokens that is learned. SOURCE is what data.source takes (a file or folder of .txt,
-.jsonl, .jsonl.zst or .parquet, a Hugging Face dataset, python), a folder of source code (--document
+.jsonl, .json or .parquet, a Hugging Face dataset, python), a folder of source code (--document
 folder or source), or a folder of MDS shards such as ProLong's (with index.json; needs
 pip install "titan-sparse[mds]"). Interrupted, the same command goes on and keeps finished shards.
 docs/data.md says more.
@@ -12,6 +12,7 @@ docs/data.md says more.
 
 import argparse
 import json
+import logging
 import os
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +28,8 @@ from titan_sparse.data.whole import LENGTHS
 
 def main(words: list[str]) -> int:
     args = arguments(words)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("titan_sparse").setLevel(logging.INFO)
     recipe = Recipe(**{item.name: getattr(args, item.name) for item in fields(Recipe)})
     bar = tqdm(unit="shard", disable=None)
 

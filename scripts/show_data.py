@@ -8,6 +8,7 @@ is shown. Other words are options of the configuration, as train.py takes them.
 """
 
 import argparse
+import logging
 import sys
 from dataclasses import replace
 
@@ -40,6 +41,8 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--plain", action="store_true", help="marks, not colors")
     args, rest = parser.parse_known_args(words)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("titan_sparse").setLevel(logging.INFO)
     try:
         require(args.samples >= 0, f"--samples {args.samples} is negative; write 0 or more")
         require(args.measured >= 0, f"--measured {args.measured} is negative; write 0 or more")

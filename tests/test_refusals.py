@@ -87,7 +87,7 @@ def test_a_bad_start_is_one_line_before_torch(starts, folder, monkeypatch, capfd
 @pytest.mark.parametrize("start", wrong_texts(), ids=str)
 def test_unusable_texts_are_one_line_before_the_first_step(start, folder, monkeypatch, capfd):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert_refused(start, folder, monkeypatch, capfd)
 

@@ -262,6 +262,13 @@ def test_bad_file(tmp_path, text, expected):
     assert message.startswith(f"{path}: ") and expected in message
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    path = tmp_path / "windows.toml"
+    path.write_text("[training]\r\nsteps = 5\r\n", encoding="utf-8-sig", newline="")
+    config, _ = load(["--config", str(path)])
+    assert config.training.steps == 5
+
+
 def test_unreadable_files(tmp_path):
     (tmp_path / "latin.toml").write_bytes(b"a = '\xe9'")
     for name, expected in (

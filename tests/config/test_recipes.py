@@ -41,9 +41,8 @@ every_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
 
 @pytest.fixture
 def letters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of documents of one letter each, which `datasets` reads into a folder of the test's."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    """A file of documents of one letter each, which is read into a folder of the test's."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "letters.jsonl"
     rows = []
     for number, length in enumerate(LENGTHS):

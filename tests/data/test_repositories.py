@@ -1,5 +1,7 @@
 """titan_sparse.data.repositories: folders of source code as documents."""
 
+import logging
+
 import pytest
 
 from tests.data.helpers import no_progress, read_shards
@@ -7,7 +9,7 @@ from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.tokenizer import ByteTokenizer
 
 
-def test_folders_of_source_code_become_one_document_each(tmp_path):
+def test_folders_of_source_code_become_one_document_each(tmp_path, caplog):
     root = tmp_path / "repositories"
     for name, content in {
         "b/x.py": "x",
@@ -23,7 +25,9 @@ def test_folders_of_source_code_become_one_document_each(tmp_path):
         (root / name).write_text(content)
     (root / "link.py").symlink_to(root / "b/x.py")
     decode = ByteTokenizer().decode
-    prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"), 1, no_progress)
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        prepare(Recipe(str(root), document="folder"), str(tmp_path / "folders"), 1, no_progress)
+    assert "not read: 1 binary, 1 empty, 2 hidden, 1 links" in caplog.text
     assert [decode(ids) for ids in read_shards(str(tmp_path / "folders"))] == [
         "# loose.txt\nl",
         "# a/A.md\nA\n# a/sub/z.c\nz",

@@ -1,20 +1,24 @@
 """titan_sparse.data.rows, and what open_source() makes of it: a file is read whole, or refused with
 its name."""
 
+import gzip
 import json
 import logging
 import os
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 
+import filelock
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 
 from titan_sparse.config import Data
-from titan_sparse.data import sources
+from titan_sparse.data import rows, sources
+from titan_sparse.data.repositories import open_folder
 from titan_sparse.data.rows import file_rows
 from titan_sparse.data.sources import open_source
 
@@ -144,11 +148,17 @@ def test_a_cache_that_lost_rows_is_refused(tmp_path):
     path.write_bytes(lines_of(many_texts(200)))
     assert len(texts_of(path)) == 200
     (cache,) = (tmp_path / "cache").rglob("*.arrow")
-    with pyarrow.ipc.open_stream(cache.read_bytes()) as stream:
-        table = stream.read_all()
-    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
-        stream.write_table(table.slice(0, 100))
-    assert f"its cache has 100 rows instead of 200; delete {cache.parent}" in refusal(path)
+    cache.write_bytes(cache.read_bytes()[:-100])
+    refused = refusal(path)
+    assert "its cache is damaged" in refused and f"delete {cache}" in refused
+    assert not list(cache.parent.glob("*.tmp"))
+
+
+def test_what_is_in_the_cache_is_opened_without_waiting_for_other_ranks(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    assert texts_of(tmp_path / "a.txt") == ["text"]
+    monkeypatch.setattr(filelock.BaseFileLock, "acquire", lambda *_, **__: pytest.fail("waited"))
+    assert texts_of(tmp_path / "a.txt") == ["text"]
 
 
 BAD_LINES = {
@@ -220,15 +230,46 @@ def test_line_ends_are_kept(tmp_path, ending):
     assert texts_of(path) == [text]
 
 
-def test_hidden_files_are_left_out_and_counted(tmp_path, caplog):
+def test_all_of_a_folder_is_read_or_named_and_counted(tmp_path, caplog):
     folder = tmp_path / ".hidden_parent" / "texts"
-    for name in ("a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "sub/c.txt", "._a.jsonl"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
+    elsewhere = tmp_path / "disk"
+    for path in (folder / "sub", folder / ".ipynb_checkpoints", elsewhere / "deep"):
+        path.mkdir(parents=True)
+    texts = {}
+    packed = {".gz": gzip.compress, ".zst": zstandard.compress}
+    for name in ("a.jsonl", "B.JSONL", "sub/c.jsonl.gz", "d.Json", "e.json.zst"):
+        texts[name] = lines_of([name])
+        (folder / name).write_bytes(packed.get(Path(name).suffix, bytes)(texts[name]))
+    for place in (elsewhere, elsewhere / "deep"):
+        (place / "f.jsonl").write_bytes(lines_of([place.name]))
+    for name in (".b.txt", ".ipynb_checkpoints/a.jsonl", "._a.jsonl", "x.csv", "README"):
+        (folder / name).write_text("not read")
+    os.mkfifo(folder / "pipe.jsonl")
+    links = {"disk": elsewhere, "round": folder, "sub/again": elsewhere / "deep", "up": ".."}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
     with caplog.at_level(logging.INFO, "titan_sparse"):
-        assert texts_of(folder) == ["a.txt", "sub/c.txt"]
-    assert "3 hidden files are left out" in caplog.text
-    assert texts_of(folder / ".b.txt") == [".b.txt"]
+        found = texts_of(folder)
+    assert sorted(found) == sorted([*texts, "disk", "deep"])
+    for words in (
+        "1 .csv (x.csv)",
+        "3 hidden (._a.jsonl, .b.txt, .ipynb_checkpoints)",
+        "1 neither file nor folder (pipe.jsonl)",
+        "1 without an ending (README)",
+        "links to folders that are read already",
+    ):
+        assert words in caplog.text
+    assert texts_of(folder / "B.JSONL") == ["B.JSONL"]
+    (folder / "g.jsonl").symlink_to(tmp_path / "unmounted" / "g.jsonl")
+    assert f"the link {folder / 'g.jsonl'} leads to nothing" in refusal(folder)
+
+
+def test_json_beside_other_data_describes_them(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "info.json").write_text("{}")
+    with caplog.at_level(logging.INFO, "titan_sparse"):
+        assert texts_of(tmp_path) == ["a text"]
+    assert "1 .json (info.json)" in caplog.text
 
 
 def test_a_parquet_file_that_is_cut_off_is_refused_with_its_name(tmp_path):
@@ -266,10 +307,64 @@ def test_empty_and_blank_jsonl(tmp_path):
 
 def test_rows_are_those_of_a_loop_of_json(tmp_path):
     """Lines longer than a chunk, too."""
-    texts = [*many_texts(50), "x" * 500_000, "", *many_texts(50)]
-    raw = lines_of(texts)
-    (tmp_path / "a.jsonl").write_bytes(raw)
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
-    expected = [json.loads(line)["text"] for line in raw.splitlines()]
-    for name in ("a.jsonl", "a.jsonl.zst"):
+    expected = [*many_texts(50), "x" * 500_000, "", "] \u00e4", *many_texts(50)]
+    table = [{"text": text} for text in expected]
+    lines = lines_of(expected)
+    contents = {
+        "a.jsonl": lines,
+        "a.jsonl.zst": zstandard.compress(lines),
+        "a.JSONL.GZ": gzip.compress(lines[:999]) + gzip.compress(lines[999:]),
+        "lines.json": lines,
+        "array.json": b"\xef\xbb\xbf \n" + json.dumps(table, ensure_ascii=False, indent=1).encode(),
+        "array.json.gz": gzip.compress(json.dumps(table).encode()),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
         assert [row.text for row in file_rows(tmp_path / name, "text")] == expected
+
+
+def test_damaged_gz_and_json_files_are_refused(tmp_path):
+    packed = gzip.compress(lines_of(many_texts(100)))
+    contents = {
+        "cut.jsonl.gz": (packed[:-9], "cannot be read"),
+        "sum.jsonl.gz": (packed[:-5] + b"abcde", "cannot be read"),
+        "after.jsonl.gz": (packed + b"garbage", "cannot be read"),
+        "open.json": (b'[{"text": "a"}, {"text": "b"}', "row 3: no JSON, or no end of the array"),
+        "broken.json": (b'[{"text": "a"}, {"text": b}]', "row 2: no JSON"),
+        "behind.json": (b'[{"text": "a"}]\n{}', "goes on behind its array"),
+        "letters.json": (b'[{"text": "a\xff"}]', "cannot be read"),
+    }
+    for name, (content, reason) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        refused = refusal(tmp_path / name)
+        assert name in refused and reason in refused
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.jsonl.gz").write_bytes(packed)
+    (tmp_path / "folder" / "b.jsonl.gz").write_bytes(b"")
+    assert "b.jsonl.gz is cut off" in refusal(tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.json.zst", "a.txt.zst"])
+def test_a_small_file_that_unpacks_to_a_huge_row_is_refused_in_little_memory(
+    tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(rows, "MOST_BYTES", 1 << 24)
+    pack = zstandard.compress if name.endswith("zst") else gzip.compress
+    start = b'[{"text": "' if ".json." in name else b""
+    (tmp_path / name).write_bytes(pack(start + bytes(1 << 28)))
+    tracemalloc.start()
+    try:
+        assert "has more than 16 MiB" in refusal(tmp_path / name)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 27
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    for name in ("a.txt", "b.txt.gz"):
+        raw = "text \ufeff".encode("utf-8-sig")
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    assert texts_of(tmp_path) == ["text \ufeff"] * 2
+    (source,) = open_folder(str(tmp_path), whole=True)
+    assert source.startswith("# a.txt\ntext \ufeff")

@@ -51,7 +51,7 @@ def test_tokenizer_file_round_trip_ignores_stored_truncation_and_padding(tmp_pat
 def test_special_tokens_of_a_tokenizer_file(tmp_path, special, config, end, padding):
     trained = train_tokenizer(tmp_path, special)
     if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8-sig")
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.end_of_document == trained.token_to_id(end)
     assert tokenizer.padding == trained.token_to_id(padding)

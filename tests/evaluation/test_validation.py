@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -203,7 +202,7 @@ def test_sources_and_lengths_are_refused_before_any_process_group(tmp_path):
 
 @pytest.mark.parametrize("format_of_text", ["messages", "messages, messages"])
 def test_of_chats_only_what_is_learned_is_scored(tmp_path, monkeypatch, format_of_text):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     chat = [{"role": "user", "content": "?" * 30}, {"role": "assistant", "content": "yes"}]
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": chat}) + "\n")

@@ -174,7 +174,7 @@ def _from_text(text: str, kind: Any) -> Any:
 
 def _apply_file(config: Config, path: str) -> None:
     try:
-        values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8"))))
+        values = list(flatten(tomli.loads(Path(path).read_text(encoding="utf-8-sig"))))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the file of --config: {error.strerror}") from error
     except RecursionError as error:

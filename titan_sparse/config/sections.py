@@ -44,7 +44,7 @@ class Data:
     """Where the text comes from and how it becomes documents of tokens."""
 
     source: str = "python"
-    """python (files of the stdlib and torch), a file or folder (.txt .jsonl .jsonl.zst .parquet),
+    """python (files of the stdlib and torch), a file or folder (.txt .jsonl .json .parquet),
     prepared tokens, or a dataset name; "a:0.7, b:0.3" mixes several with weights"""
     join_packages: bool = False
     """join the files of a package (folder) into one long document; source = python only"""

@@ -4,26 +4,43 @@ os.path, unlike Path, takes a name that is too long for one that does not exist.
 """
 
 import os.path
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from titan_sparse.config.reading import require, show
+from titan_sparse.config.reading import ConfigError, require, show
 
-ENDINGS = (".txt", ".jsonl", ".jsonl.zst", ".parquet")
-"""Of data files."""
+_PACKED = (".txt", ".json", ".jsonl")
+"""Endings of data files that may be followed by .gz or .zst."""
+ENDINGS = (*_PACKED, ".parquet")
+"""Of data files, in any case."""
 
 
 def is_path(source: str) -> bool:
     """True for what exists, and for what can only be meant as a path: a typing error must not go to
     the hub."""
-    looks_like_path = source.startswith((".", "/", "~")) or source.endswith(ENDINGS)
+    looks_like_path = source.startswith((".", "/", "~")) or data_ending(source)[0] != ""
     return looks_like_path or os.path.exists(source)
 
 
-def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
-    """The sorted data files of a file or folder, and the one ending that they share.
+def data_ending(name: str) -> tuple[str, str]:
+    """The ending of a data file (one of ENDINGS) and that of its compression (.gz, .zst or empty).
 
-    Raises ConfigError, naming `key`, if there is no such path, or no data file with a byte in it. Hidden
-    files and folders in a folder are left out.
+    Both are empty for other files.
+    """
+    stem, last = os.path.splitext(name.lower())
+    if last in (".gz", ".zst"):
+        ending = os.path.splitext(stem)[1]
+        return (ending, last) if ending in _PACKED else ("", "")
+    return (last, "") if last in ENDINGS else ("", "")
+
+
+def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
+    """The sorted data files of a file or folder, and in words what else the folder holds.
+
+    Links are followed, but no folder is read twice. Raises ConfigError, naming `key`, if there is no
+    such path, no data file with a byte in it, a link to nothing, or a folder that cannot be listed.
     """
     named = f"{key} = {show(source)}"
     path = Path(source).expanduser()
@@ -31,40 +48,84 @@ def data_files(source: str, key: str = "data.source") -> tuple[list[str], str]:
         os.path.exists(path),
         f'{named}: no such file or folder; write a path that exists, or "python"',
     )
-    files = []
-    endings = set()
-    for file in _candidates(path):
-        if not is_hidden(file, path):
-            files.append(file)
-            endings.add(_ending(file))
-    require(len(files) > 0, f"{named} holds no data files; write a path of {', '.join(ENDINGS)}")
+    files: dict[str, list[Path]] = defaultdict(list)
+    others: dict[str, list[Path]] = defaultdict(list)
+    for file, problem in _files_below(path, named) if path.is_dir() else [(path, "")]:
+        ending, _ = data_ending(file.name)
+        if problem or not ending:
+            others[problem or file.suffix.lower() or "without an ending"].append(file)
+        else:
+            files[ending].append(file)
+    # Lines of JSON are often named .json. Beside other data it describes them.
+    if {".txt", ".parquet"}.isdisjoint(files):
+        files[".jsonl"] += files.pop(".json", [])
+    else:
+        others[".json"] = files.pop(".json", [])
+    endings = sorted(ending for ending in files if files[ending])
+    require(
+        len(endings) > 0,
+        f"{named} holds no data files; write a path of {', '.join(ENDINGS)}, or of one of the first "
+        "three with .gz or .zst",
+    )
     require(
         len(endings) == 1,
-        f"{named} mixes {', '.join(sorted(endings))}; write a folder with files of one ending",
+        f"{named} mixes {', '.join(endings)}; write a folder with files of one ending",
     )
+    found = sorted(files[endings[0]])
     require(
-        any(file.stat().st_size for file in files),
+        any(file.stat().st_size for file in found),
         f"{named} holds only empty files; write a path of files with text",
     )
-    return [str(file) for file in files], endings.pop()
+    return [str(file) for file in found], _in_words(others)
 
 
-def hidden_files(source: str) -> int:
-    """The number of data files that data_files() leaves out of a folder, as they are hidden."""
-    path = Path(source).expanduser()
-    return sum(is_hidden(file, path) for file in _candidates(path))
+def _files_below(folder: Path, named: str) -> Iterator[tuple[Path, str]]:
+    """Each file below `folder`, and why it is not read, if it is not.
+
+    Hidden folders (.ipynb_checkpoints), and those that were read by another way, are not entered.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ConfigError(f"{named}: {error.filename} cannot be listed: {error.strerror}")
+
+    entered = {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        # Links last, so that a folder goes by its own name if it has one here.
+        below = sorted(folders, key=lambda name: (os.path.islink(os.path.join(place, name)), name))
+        # In place: os.walk goes on by this list.
+        folders.clear()
+        for name in below:
+            real = os.path.realpath(os.path.join(place, name))
+            if name.startswith("."):
+                yield Path(place, name), "hidden"
+            elif real in entered:
+                yield Path(place, name), "links to folders that are read already"
+            else:
+                entered.add(real)
+                folders.append(name)
+        for name in names:
+            file = Path(place, name)
+            if name.startswith("."):
+                yield file, "hidden"
+                continue
+            require(
+                file.exists() or not file.is_symlink(),
+                f"{named}: the link {file} leads to nothing; mount or restore what it leads to, or "
+                "delete the link",
+            )
+            yield file, "" if file.is_file() else "neither file nor folder"
 
 
-def is_hidden(file: Path, folder: Path) -> bool:
-    """Whether a name below `folder` begins with a dot: .ipynb_checkpoints, and copies of
-    editors."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
-
-
-def _candidates(path: Path) -> list[Path]:
-    """The file, or the folder's files, that have the ending of a data file; sorted."""
-    found = path.rglob("*") if path.is_dir() else [path]
-    return [file for file in sorted(found) if _ending(file) and file.is_file()]
+def _in_words(others: dict[str, list[Path]]) -> str:
+    """ "2 .csv (a.csv, b.csv), 1 hidden (.git)"; empty for none."""
+    parts = []
+    for kind, files in sorted(others.items()):
+        names = [file.name for file in sorted(files)[:3]]
+        if len(files) > 3:
+            names.append("...")
+        if files:
+            parts.append(f"{len(files)} {kind} ({', '.join(names)})")
+    return ", ".join(parts)
 
 
 def tokenizer_file(name: str) -> Path:
@@ -81,11 +142,3 @@ def tokenizer_file(name: str) -> Path:
         "tokenizer.json",
     )
     return path
-
-
-def _ending(path: Path) -> str:
-    """The ending of a data file, empty for other files."""
-    for ending in ENDINGS:
-        if path.name.endswith(ending):
-            return ending
-    return ""

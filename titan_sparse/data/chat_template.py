@@ -141,7 +141,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return config if isinstance(config, dict) else {}
@@ -149,7 +149,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ValueError(f'data.chat_template = "{path}" cannot be read: {error}') from error
 

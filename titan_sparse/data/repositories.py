@@ -1,12 +1,16 @@
 """A folder of source files as long documents: one a subfolder (repository, package), or all of it
 as one."""
 
+import logging
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from titan_sparse.data.sources import LazyTexts, join_files
+
+logger = logging.getLogger("titan_sparse")
 
 
 def open_folder(source: str, whole: bool) -> LazyTexts:
@@ -38,18 +42,38 @@ def open_folder(source: str, whole: bool) -> LazyTexts:
 
 
 def _text_files(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
+    left_out: Counter[str] = Counter()
+    for folder, folders, files in os.walk(root, onerror=_refuse):
+        below = [Path(folder, name) for name in sorted(folders)]
         # In place: os.walk goes on by this list, so whole hidden folders are never entered.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            path = Path(folder, name)
-            if name.startswith(".") or path.is_symlink() or not path.is_file():
-                continue
-            if _is_text(path):
+        folders[:] = [path.name for path in below if not _reason(path)]
+        for path in [*below, *(Path(folder, name) for name in sorted(files))]:
+            reason = _reason(path)
+            if reason:
+                left_out[reason] += 1
+            elif not path.is_dir():
                 yield path
+    if left_out:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        logger.info("%s: these were not read: %s", root, counts)
 
 
-def _is_text(path: Path) -> bool:
+def _reason(path: Path) -> str:
+    """Why a file or folder is left out, empty for one that is read."""
+    if path.name.startswith("."):
+        return "hidden"
+    if path.is_symlink():
+        return "links"
+    if path.is_dir():
+        return ""
+    if not path.is_file():
+        return "neither file nor folder"
     with path.open("rb") as file:
         beginning = file.read(8192)
-    return beginning != b"" and b"\0" not in beginning
+    if not beginning:
+        return "empty"
+    return "binary" if b"\0" in beginning else ""
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise ValueError(f"{error.filename} cannot be listed: {error.strerror}")

@@ -1,27 +1,34 @@
 """Where the text comes from: Python files of this machine, local data files, or a Hugging Face
 dataset."""
 
+import hashlib
 import importlib.util
+import json
 import logging
+import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
+
+from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
-from titan_sparse.config.text_files import data_files, hidden_files, is_path
+from titan_sparse.config.text_files import data_files, is_path
 from titan_sparse.data.chat_rows import columns, without_nulls
-from titan_sparse.data.rows import file_rows, sample_row
+from titan_sparse.data.rows import Row, file_rows, sample_row
 
 Dataset = Any
-"""A datasets.Dataset; that library is imported only where a source needs it, as it takes a
+"""A datasets.Dataset; that library is imported only for a source of the hub, as it takes a
 second."""
 
 logger = logging.getLogger("titan_sparse")
 
-READER = 1
+READER = 2
 """A cache of another reader is not used: to be counted up when rows.py reads something else."""
+CACHED_AT_ONCE = 1 << 20
+"""Letters of rows that are held while a cache is written."""
 NOT_STDLIB = {"site-packages", "dist-packages"}
 STRING_DTYPES = {"string", "large_string", "string_view"}
 
@@ -107,7 +114,7 @@ def _python_roots() -> Iterator[tuple[str, Path]]:
 
 def _read(path: Path) -> str:
     # As bytes: read_text() would turn CRLF into LF.
-    return path.read_bytes().decode("utf-8", errors="replace")
+    return path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
 def _read_named(file: tuple[str, Path]) -> str:
@@ -132,70 +139,66 @@ def _open_files(data: Data) -> LazyTexts:
             "data.subset and data.split choose within a Hugging Face dataset; "
             f'leave them out, or as "" and "train", for the files of data.source = "{data.source}"'
         )
-    files, _ = data_files(data.source)
-    hidden = hidden_files(data.source)
-    if hidden:
-        logger.info("data.source = %s: %d hidden files are left out", data.source, hidden)
-    dataset = _cached_rows(files, data)
-    problems = dataset.data.column("problem").drop_null()
+    files, others = data_files(data.source)
+    if others:
+        logger.info("data.source = %s: these were not read: %s", data.source, others)
+    table = _cached_rows(files, data)
+    problems = table.column("problem").drop_null()
     if len(problems):
         logger.warning(
             'data.bad_rows = "skip": %d of %d rows of %s are skipped; the first: %s',
             len(problems),
-            len(dataset),
+            len(table),
             data.source,
             problems[0],
         )
-    if len(problems) == len(dataset) > 0:
+    if len(problems) == len(table) > 0:
         raise ValueError(f'data.source = "{data.source}" has only bad rows; {problems[0]}')
-    texts = dataset.select_columns(["text"])
-    return LazyTexts(range(len(texts)), lambda row: texts[row]["text"], len(problems))
+    texts = table.column("text")
+    return LazyTexts(range(len(texts)), lambda row: texts[row].as_py(), len(problems))
 
 
-def _cached_rows(files: list[str], data: Data) -> Dataset:
-    """The rows of the files, as the columns text and problem, in the cache of `datasets`.
+def _cached_rows(files: list[str], data: Data) -> Any:
+    """The rows of the files as a pyarrow.Table with the columns text and problem, mapped from a
+    cache.
 
     All of them are read here, or have been for the cache: what is wrong is told before training.
     """
-    import datasets
+    import filelock
+    import pyarrow
 
-    # Told below, in one line.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    string = datasets.Value("large_string")
     states = _file_states(files)
-    options = {
-        "reader": READER,
-        "states": states,
-        "field": data.text_field if data.format == "text" else data.messages_field,
-        "row_format": data.format,
-        "bad_rows": data.bad_rows,
-    }
+    field = data.text_field if data.format == "text" else data.messages_field
+    key = json.dumps([READER, states, field, data.format, data.bad_rows])
+    path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.arrow"
     try:
-        dataset = datasets.Dataset.from_generator(
-            cache_rows,
-            features=datasets.Features({"text": string, "problem": string}),
-            gen_kwargs=options,
-            # Rows in memory at one time: each may be a book.
-            writer_batch_size=64,
-        )
-    except (datasets.exceptions.DatasetGenerationError, OSError) as error:
-        reason = _one_line(error.__cause__ or error)
-        raise ValueError(f'data.source = "{data.source}": {reason}') from error
-    if _file_states(files) != states:
-        raise ValueError(f'data.source = "{data.source}" was changed while it was read; try again')
-    written = dataset.info.splits["train"].num_examples
-    if len(dataset) != written:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One rank of a node reads, the others wait.
+            with filelock.FileLock(path.with_suffix(".lock"), poll_interval=0.01):
+                if not path.exists():
+                    _write_cache(path, states, field, data)
+        return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+    except pyarrow.ArrowInvalid as error:
         raise ValueError(
-            f'data.source = "{data.source}": its cache has {len(dataset)} rows instead of {written}; '
-            f"delete {Path(dataset.cache_files[0]['filename']).parent}"
-        )
-    return dataset
+            f'data.source = "{data.source}": its cache is damaged ({_one_line(error)}); delete {path}'
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f'data.source = "{data.source}": {_one_line(error)}') from error
+
+
+def _cache_folder() -> Path:
+    """Beside the cache of the `datasets` library, which takes a second to import."""
+    home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{home}/huggingface")
+    folder = os.environ.get("HF_DATASETS_CACHE", f"{home}/datasets")
+    return Path(folder).expanduser() / "titan_sparse"
 
 
 FileState = tuple[str, int, int, int, int]
 
 
-def _file_states(files: list[str]) -> tuple[FileState, ...]:
+def _file_states(files: Sequence[str]) -> list[FileState]:
     """Name, inode, size and times of change: no file is written anew without changing one.
 
     The time of the last change of contents alone can be set, and copies keep it.
@@ -205,30 +208,50 @@ def _file_states(files: list[str]) -> tuple[FileState, ...]:
         stat = Path(file).stat()
         absolute = str(Path(file).resolve())
         states.append((absolute, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return tuple(states)
+    return states
 
 
-def cache_rows(
-    reader: int,
-    states: tuple[FileState, ...],
-    field: str,
-    row_format: str,
-    bad_rows: Literal["refuse", "skip"],
-) -> Iterator[dict[str, str | None]]:
-    """What the cache holds, which all arguments are the key of.
+def _write_cache(path: Path, states: list[FileState], field: str, data: Data) -> None:
+    """Write the rows of the files, whole or not at all.
 
     Raises ValueError, naming file and row, for a damaged file, for a bad row to refuse, and if
     there is no row.
     """
-    is_empty = True
+    import pyarrow
+
+    string = pyarrow.large_string()
+    schema = pyarrow.schema([("text", string), ("problem", string)])
+    temporary = path.with_suffix(".tmp")
+    rows = tqdm(_rows(states, field, data), unit=" rows", delay=5, disable=None)
+    try:
+        with pyarrow.ipc.new_file(str(temporary), schema) as file:
+            batch = []
+            letters = 0
+            count = 0
+            for row in rows:
+                count += 1
+                batch.append({"text": row.text, "problem": row.problem or None})
+                letters += len(row.text)
+                if letters > CACHED_AT_ONCE:
+                    file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
+                    batch = []
+                    letters = 0
+            file.write(pyarrow.RecordBatch.from_pylist(batch, schema))
+        if count == 0:
+            raise ValueError("it holds no documents; write a source that holds some")
+        if _file_states([name for name, *_ in states]) != states:
+            raise ValueError("it was changed while it was read; try again")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _rows(states: list[FileState], field: str, data: Data) -> Iterator[Row]:
     for name, *_ in states:
-        for row in file_rows(Path(name), field, row_format):
-            if row.problem and bad_rows == "refuse":
+        for row in file_rows(Path(name), field, data.format):
+            if row.problem and data.bad_rows == "refuse":
                 raise ValueError(f'{row.problem}; mend it, or write data.bad_rows = "skip"')
-            is_empty = False
-            yield {"text": row.text, "problem": row.problem or None}
-    if is_empty:
-        raise ValueError("it holds no documents; write a source that holds some")
+            yield row
 
 
 def _load_from_hub(data: Data) -> Dataset:

@@ -182,7 +182,7 @@ def read_json(folder: str) -> dict[str, Any]:
     """The content of `folder`/config.json. Raises ValueError, one line, for what is no JSON object."""
     path = Path(folder).expanduser() / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(

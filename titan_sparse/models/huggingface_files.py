@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
             "save it with save_pretrained()"
         )
     try:
-        index = json.loads(index_path.read_text(encoding="utf-8"))
+        index = json.loads(index_path.read_text(encoding="utf-8-sig"))
         names = list(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(

@@ -74,6 +74,6 @@ def end_tokens(text: Any, folders: list[str]) -> frozenset[int]:
     for folder in folders:
         path = Path(folder).expanduser() / "generation_config.json"
         if path.is_file():
-            ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token_id")
             found |= set(ids) if isinstance(ids, list) else {ids} - {None}
     return frozenset(found)
