@@ -57,6 +57,8 @@ def main(words: list[str]) -> int:
     finally:
         bar.close()
     print(show_histogram(meta))
+    for reason, count in meta.get("skipped", {}).items():
+        print(f"skipped {count:,} chats: {reason}")
     if "learned" in meta:
         print(show_kept(meta))
     print(
@@ -125,6 +127,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
         "--chat-template",
         default="",
         help="file of the template of chats; default: that beside --tokenizer",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        default="",
+        help="""variables of the template as JSON, such as '{"enable_thinking": false}'""",
     )
     parser.add_argument("--subset", default="", help="configuration name of a Hugging Face dataset")
     parser.add_argument("--split", default="train", help="split of a Hugging Face dataset")

@@ -84,9 +84,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, Config]:
 
 def read_questions(path: str, config: Config, tokenizer: Tokenizer) -> list[Question]:
     """The questions of a file. Raises ValueError for one that the template refuses."""
-    template = load_template(
-        config.data.chat_template, config.data.tokenizer, config.model.initial_hf
-    )
+    template = load_template(config.data, config.model.initial_hf)
     questions = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         *asked, answer = json.loads(line)["messages"]

@@ -42,6 +42,14 @@ SPECIAL = (
     "<|end|> <bos> <start_of_turn> <end_of_turn>"
 ).split()
 
+MORE_SPECIAL = (
+    "<|start|> <|channel|> <|message|> <|return|> <|call|> <｜User｜> <｜Assistant｜> "
+    "<｜end▁of▁sentence｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> "
+    "<｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> "
+    "<｜tool▁output▁begin｜> <｜tool▁output▁end｜>"
+).split()
+"""Of GPT-OSS and DeepSeek; added after training, which they would leave fewer tokens for."""
+
 ANSWER = {"role": "assistant", "content": "the answer\n\nis \U0001f600 4"}
 CHAT = [
     {"role": "system", "content": "be kind"},
@@ -69,10 +77,15 @@ def trl_template(name: str) -> str:
 
 
 def write_tokenizer(
-    folder: Path, template: str, end: str = "<|endoftext|>", adds_bos: bool = False
+    folder: Path,
+    template: str,
+    end: str = "<|endoftext|>",
+    adds_bos: bool = False,
+    trims: bool = True,
 ) -> str:
     """A folder with a small byte-level tokenizer, whose letters are found as in Llama 3's, and the
-    template. With `adds_bos` it puts <|begin_of_text|> before what it encodes."""
+    template. With `adds_bos` it puts <|begin_of_text|> before what it encodes. If it `trims`,
+    transformers does not find the token of a blank, nor the mask of an answer that begins with one."""
     folder.mkdir(exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     words = tokenizers.Regex(r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -90,8 +103,9 @@ def write_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(["hello world assistant user the answer is\n\nyes"] * 3, trainer)
+    tokenizer.add_special_tokens(MORE_SPECIAL)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    steps = [processors.ByteLevel(trim_offsets=True)]
+    steps = [processors.ByteLevel(trim_offsets=trims)]
     bos = "<|begin_of_text|>"
     if adds_bos:
         special = [(bos, tokenizer.token_to_id(bos))]

@@ -1,6 +1,8 @@
 """titan_sparse.data.chats: what is learned of a chat, compared with transformers' own masks."""
 
 import copy
+import datetime
+import json
 
 import numpy as np
 import pytest
@@ -21,13 +23,14 @@ from tests.data.chat_helpers import (
     write_tokenizer,
 )
 from titan_sparse.config import Data
+from titan_sparse.data import chat_template
 from titan_sparse.data.chats import ChatEncoder
+from titan_sparse.data.formats import Encoded
 from titan_sparse.data.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = ["qwen3_training", "llama3_training", "glm4moe_training", "gemma3_training"]
-DERIVED = ["qwen3_instruct_2507", "llama3", "gemma3", "lfm2", "cohere"]
 
 
 def reference(folder: str, template: str, messages: list[dict], tools=None) -> dict:
@@ -60,18 +63,65 @@ def test_marked_answers_are_those_of_transformers(tmp_path, name):
     assert count + 1 == len(got.tokens)
 
 
-@pytest.mark.parametrize("name", DERIVED)
-def test_derived_answers_are_those_of_the_template_that_marks_them(tmp_path, name):
-    """TRL's templates mark a line break behind the end of a turn too, which no model is asked for."""
-    folder = write_tokenizer(tmp_path, trl_template(name))
-    got = encode(folder, CHAT)
-    wanted = reference(folder, trl_template(f"{name}_training"), CHAT)
+def with_objects(chat: list[dict]) -> list[dict]:
+    """The chat as transformers' templates want it, with arguments of calls that are objects."""
+    chat = copy.deepcopy(chat)
+    for message in chat:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return chat
+
+
+def trl_masks(folder: str, name: str, messages: list[dict], tools=None) -> Encoded:
+    """A chat with the masks of TRL's template for training, less what no model is asked for: the
+    header of an answer, and a line break behind its end."""
+    wanted = reference(folder, trl_template(f"{name}_training"), messages, tools)
     ids, mask = np.array(wanted["input_ids"]), np.array(wanted["assistant_masks"], dtype=bool)
-    assert got.tokens[: len(ids)].tolist() == ids.tolist()
-    line_break = load_tokenizer(folder).encode("\n")
+    encode_text = load_tokenizer(folder).encode
+    for header in ("<|start|>assistant", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"):
+        header_ids = encode_text(header)
+        for start in np.flatnonzero(mask & ~np.append(False, mask[:-1])):
+            if ids[start : start + len(header_ids)].tolist() == header_ids.tolist():
+                mask[start : start + len(header_ids)] = False
     ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
-    mask[[place for place in ends if ids[place] == line_break]] = False
-    assert got.learned[: len(ids)].tolist() == mask.tolist() and mask.any()
+    mask[[place for place in ends if ids[place] == encode_text("\n")]] = False
+    return Encoded(ids, mask)
+
+
+EMPTY = [CHAT[1], {"role": "assistant", "content": ""}, *CHAT[3:]]
+BLANK = [CHAT[1], {"role": "assistant", "content": " \n"}, *CHAT[3:]]
+REASONED = [CHAT[1], {**ANSWER, "reasoning_content": "two and two"}, *CHAT[3:]]
+THINKING = [CHAT[1], {"role": "assistant", "content": "<think>\nso\n</think>\n\nit"}, *CHAT[3:]]
+
+
+@pytest.mark.parametrize(
+    ("names", "chats"),
+    [
+        ("qwen3_instruct_2507 llama3 gemma3 lfm2 cohere", [CHAT, EMPTY, BLANK]),
+        ("gptoss", [CHAT, EMPTY, BLANK]),
+        # A form for training takes the place of these templates.
+        ("qwen3 qwen3_5_think qwen3_6", [CHAT, EMPTY, TOOL_CHAT, REASONED, THINKING]),
+        ("qwen3_5_nothink qwen3_8", [CHAT, TOOL_CHAT]),
+        ("deepseekv3", [CHAT, EMPTY, BLANK, TOOL_CHAT]),
+        ("deepseek_r1_distill", [CHAT, EMPTY, THINKING]),
+        ("nemotron_3_nano", [CHAT, EMPTY, BLANK, TOOL_CHAT]),
+        ("nemotron_3_super nemotron_3_ultra nemotron_3_5_lightning", [CHAT, TOOL_CHAT]),
+    ],
+)
+def test_answers_are_those_of_the_templates_that_trl_marks(tmp_path, names, chats, monkeypatch):
+    monkeypatch.setattr(chat_template, "_DAY", datetime.datetime.now())
+    for name in names.split():
+        end = {"g": "<|return|>", "d": "<｜end▁of▁sentence｜>"}.get(name[0], "<|endoftext|>")
+        folder = write_tokenizer(tmp_path, trl_template(name), end=end, trims=False)
+        for chat in chats:
+            # Theirs has no content only as a string, and arguments only as objects.
+            chat = [{**message, "content": message["content"] or ""} for message in chat]
+            got = encode(folder, chat)
+            wanted = trl_masks(folder, name, with_objects(chat))
+            count = len(wanted.tokens)
+            assert marked(Encoded(got.tokens[:count], got.learned[:count]), folder) == marked(
+                wanted, folder
+            )
 
 
 @pytest.mark.parametrize(
@@ -150,34 +200,56 @@ def test_what_a_template_leaves_out_is_refused(tmp_path, name, extra, lost):
     assert not encode(folder, chat).learned.any()
 
 
-def test_a_template_that_drops_earlier_reasoning_is_refused(tmp_path):
-    """Stock Qwen3 writes another first answer when a second follows."""
+def test_a_template_that_drops_earlier_reasoning(tmp_path):
+    """Stock Qwen3 writes another first answer when a second follows; where only the last is learned,
+    it is taken as published. A template of no known family is refused."""
     folder = write_tokenizer(tmp_path, trl_template("qwen3"))
+    last = encode(folder, CHAT, loss_on="last_assistant")
+    assert learned_texts(last, folder) == ["<think>\n\n</think>\n\nyes<|im_end|>"]
+    stock = reference(folder, trl_template("qwen3"), CHAT)["input_ids"]
+    assert last.tokens[: len(stock)].tolist() == stock
+    unknown = tmp_path / "unknown.jinja"
+    unknown.write_text(trl_template("qwen3").replace("last_query_index", "last_question"))
     with pytest.raises(
         ValueError, match=r"row 7: .*up to messages\[2\] otherwise.*data.chat_template"
     ):
-        encode(folder, CHAT)
-    last = learned_texts(encode(folder, CHAT, loss_on="last_assistant"), folder)
-    assert last == ["<think>\n\n</think>\n\nyes<|im_end|>"]
-    patched = tmp_path / "patched.jinja"
-    patched.write_text(trl_template("qwen3_training"))
-    texts = learned_texts(encode(folder, CHAT, chat_template=str(patched)), folder)
-    assert len(texts) == 2 and texts[0].startswith("<think>")
+        encode(folder, CHAT, chat_template=str(unknown))
 
 
+MARKED = """\
+{%- for message in messages %}
+{{- HEADER }}
+{%- if message.role == 'assistant' %}
+{%- generation %}{{- message.content + END }}{% endgeneration %}{{- BREAK }}
+{%- else %}{{- message.content + END + BREAK }}{% endif %}
+{%- endfor %}"""
+"""CHATML and PLAIN with the answers marked by hand."""
+
+
+@pytest.mark.parametrize("answer", ["\nyes", "\n\n", " yes", "yes"])
 @pytest.mark.parametrize(
-    ("template", "answer"),
+    ("template", "header", "end", "line_break"),
     [
+        (CHATML, "'<|im_start|>' + message.role + '\\n'", "'<|im_end|>'", "'\\n'"),
+        (PLAIN, "'### ' + message.role + ':\\n'", "'\\n\\n'", "''"),
         # A blank alone is a token; before letters it is part of theirs.
-        (PLAIN.replace(":\\n' ", ": ' ").replace("assistant:\\n", "assistant: "), "world"),
-        (PLAIN, "\nyes"),
+        (PLAIN.replace(":\\n'", ": '"), "'### ' + message.role + ': '", "'\\n\\n'", "''"),
     ],
+    ids=["chatml", "plain", "blank"],
 )
-def test_a_token_over_the_seam_is_refused(tmp_path, template, answer):
-    folder = write_tokenizer(tmp_path, template)
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]
-    with pytest.raises(ValueError, match=r"messages\[1\] a token goes over the seam"):
-        encode(folder, chat)
+def test_a_token_of_prompt_and_answer_is_learned(
+    tmp_path, template, header, end, line_break, answer
+):
+    """As transformers does, and TRL with it."""
+    folder = write_tokenizer(tmp_path, template, trims=False)
+    user = {"role": "user", "content": "hi"}
+    chat = [user, {"role": "assistant", "content": answer}] * 2
+    by_hand = MARKED.replace("HEADER", header).replace("END", end).replace("BREAK", line_break)
+    wanted = reference(folder, by_hand, chat)
+    got = encode(folder, chat)
+    count = len(wanted["input_ids"])
+    assert got.tokens[:count].tolist() == wanted["input_ids"]
+    assert got.learned[:count].tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
 
 
 def test_a_template_that_closes_every_chat_is_taken(tmp_path):
@@ -258,10 +330,83 @@ def test_bytes_take_a_template_too(tmp_path):
     assert ChatEncoder(Data(**data), load_tokenizer("bytes")).sample_format.template
 
 
-def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path):
-    date = """{{- 'Today: ' + strftime_now("%d %b %Y") + '\\n' }}"""
-    folder = write_tokenizer(tmp_path, date + CHATML)
-    assert marked(encode(folder, CHAT), folder).startswith("Today: 26 Jul 2024\n<|im_start|>")
+@pytest.mark.parametrize(
+    ("template", "date"),
+    [
+        ("""{{- strftime_now("%d %b %Y") }}""", "26 Jul 2024"),
+        ("""{%- set format = '%Y-%m-%d' %}{{- strftime_now(format) }}""", "2024-07-26"),
+        ("""{{- strftime_now('%d' + ' %B') }}""", "26 July"),
+        ("""{%- macro day() %}{{- strftime_now("%A") }}{% endmacro %}{{- day() }}""", "Friday"),
+    ],
+)
+def test_a_template_that_writes_the_date_is_the_same_each_day(tmp_path, template, date):
+    folder = write_tokenizer(tmp_path, template + CHATML)
+    assert marked(encode(folder, CHAT), folder).startswith(f"{date}<|im_start|>")
+
+
+LOOPS = "{% for i in range(100000) %}" * 2 + "{% endfor %}" * 2
+MACROS = (
+    "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ twice(40) }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (LOOPS, "chat template took more than 0.1 seconds for one chat; write another data.chat_t"),
+        (
+            MACROS,
+            "chat template took more than 0.1 seconds for one chat; write another data.chat_t",
+        ),
+        ("{{ [1, 2] | random }}", "cannot render it: it draws at random"),
+        ("{{ lipsum() }}", "cannot render it: it draws at random"),
+        ("{% for %}", "cannot be compiled: .*; write another data.chat_template"),
+    ],
+    ids=["loops", "macros", "random", "lipsum", "syntax"],
+)
+def test_a_template_that_no_rank_should_render(tmp_path, template, message, monkeypatch):
+    monkeypatch.setattr(chat_template, "_SECONDS", 0.1)
+    folder = write_tokenizer(tmp_path, template + CHATML)
+    with pytest.raises(ValueError, match=message):
+        encode(folder, CHAT)
+    # A chat that is too slow here may be fast enough on another rank, so it is never skipped.
+    if "cannot render" not in message:
+        with pytest.raises(ValueError, match=message):
+            encode(folder, CHAT, bad_rows="skip")
+
+
+def test_variables_of_a_template(tmp_path):
+    """What the published template writes with them, by transformers."""
+    folder = write_tokenizer(tmp_path, trl_template("nemotron_3_nano"))
+    got = encode(folder, REASONED)
+    assert learned_texts(got, folder)[0].startswith("<think>\ntwo and two\n</think>\nthe answer")
+    with pytest.raises(ValueError, match=r"leaves out the reasoning of messages\[1\]"):
+        encode(folder, REASONED, chat_template_kwargs='{"truncate_history_thinking": true}')
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
+    options = {"chat_template": trl_template("nemotron_3_nano"), "tokenize": False}
+    wanted = tokenizer.apply_chat_template(REASONED, **options, truncate_history_thinking=False)
+    assert load_tokenizer(folder).spell(got.tokens[:-1]) == wanted
+
+    data = Data(format="messages", tokenizer=folder, chat_template_kwargs='{"enable_thinking": 0}')
+    asked = chat_template.load_template(data, "").render(CHAT[:4], [], add_generation_prompt=True)
+    options["add_generation_prompt"] = True
+    assert asked == tokenizer.apply_chat_template(CHAT[:4], **options, enable_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ('{"enable_thought": true}', 'the chat template does not read "enable_thought"'),
+        ("enable_thinking", "is not a JSON object; write one"),
+        ("[1]", "is not a JSON object; write one"),
+        ('{"messages": []}', 'names "messages", which a chat itself gives'),
+    ],
+)
+def test_variables_that_would_be_ignored_are_refused(tmp_path, kwargs, message):
+    folder = write_tokenizer(tmp_path, trl_template("qwen3"))
+    with pytest.raises(ValueError, match=f"data.chat_template_kwargs.*{message}"):
+        encode(folder, CHAT, chat_template_kwargs=kwargs)
 
 
 def test_a_template_that_refuses_a_chat_names_its_row(tmp_path):
@@ -287,6 +432,12 @@ def test_templates_are_found_in_the_folders_of_tokenizer_and_model(tmp_path):
     assert digest(chat_template=folder) == chatml
     glm = digest(chat_template=model)
     assert glm != chatml
+    # The same template writes another beginning with another bos_token.
+    tokens = tmp_path / "tokenizer/tokenizer_config.json"
+    written = tokens.read_text()
+    tokens.write_text(written.replace("<|begin_of_text|>", "<bos>"))
+    assert digest() != chatml
+    tokens.write_text(written)
     (tmp_path / "tokenizer/chat_template.jinja").unlink()
     assert digest() == glm
     with pytest.raises(

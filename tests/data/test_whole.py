@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scripts.prepare_data import main
-from tests.data.chat_helpers import CHATML, write_tokenizer
+from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
 from tests.data.helpers import global_stream, no_progress, write_rows
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data import whole
@@ -219,6 +219,34 @@ def test_the_command_prepares_chats(tmp_path, tokenizer_folder, capsys):
     words[1] = str(tmp_path / "text")
     assert main([*words[:4], "--loss-on", "all", "--processes", "1"]) == 2
     assert "data.loss_on" in capsys.readouterr().err
+
+
+def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path, capsys, caplog):
+    """Gemma has no system messages in the middle, and no tools."""
+    folder = write_tokenizer(tmp_path / "gemma", trl_template("gemma3"))
+    user, answer = CHAT[1], {"role": "assistant", "content": "\nyes"}
+    good, doubled = [user, answer], [user, user, answer]
+    called = [user, {**answer, "tool_calls": [CALL]}]
+    rows = [good, doubled, called, good, doubled]
+    path = tmp_path / "chats.jsonl"
+    write_rows(path, [{"messages": chat} for chat in rows])
+    words = [str(path), str(tmp_path / "out"), "--tokenizer", folder, "--format", "messages"]
+    words += ["--shard-rows", "2", "--processes", "1"]
+    assert main(words) == 2
+    assert f"{path}, row 2: the chat template cannot render it: " in capsys.readouterr().err
+    assert main([*words[:1], str(tmp_path / "skipped"), *words[2:], "--bad-rows", "skip"]) == 0
+    printed = capsys.readouterr().out
+    assert "skipped 2 chats: the chat template cannot render it: Conversation roles" in printed
+    assert "skipped 1 chats: the chat template leaves out the tool calls of messages;" in printed
+    assert "left out: 0 empty documents, 3 bad rows, 0 shorter" in printed
+
+    data = Data(source=str(path), format="messages", tokenizer=folder, bad_rows="skip")
+    prepared = TokenShards(str(tmp_path / "skipped"), load_tokenizer(folder))
+    documents = open_documents(data, load_tokenizer(folder))
+    kept = [index for index in range(5) if documents.length(index) > 1]
+    assert kept == [0, 3] and len(prepared) == 2
+    assert prepared.tokens(1).tolist() == documents.tokens(3).tolist()
+    assert caplog.text.count("chats are skipped: ") == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "format"])

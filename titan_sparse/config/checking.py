@@ -1,8 +1,10 @@
 """What can run and what cannot: check() refuses impossible combinations before any process group
 exists."""
 
+import json
 import math
 from operator import attrgetter
+from typing import Any
 
 from titan_sparse.config.checking_attention import check_attention, check_recompute
 from titan_sparse.config.checking_lora import check_lora
@@ -217,6 +219,7 @@ def check_formats(data: Data) -> None:
         "messages_field": {"messages"},
         "loss_on": {"messages", "prompt_completion"},
         "chat_template": {"messages", "prompt_completion"},
+        "chat_template_kwargs": {"messages", "prompt_completion"},
     }
     for name, formats_of_key in users.items():
         value = getattr(data, name)
@@ -231,6 +234,27 @@ def check_formats(data: Data) -> None:
         "data.split_special_tokens = true would split the tokens of the chat template too; write "
         "data.split_special_tokens = false",
     )
+    chat_template_kwargs(data)
+
+
+def chat_template_kwargs(data: Data) -> dict[str, Any]:
+    """The variables of data.chat_template_kwargs. Raises ConfigError."""
+    try:
+        kwargs = json.loads(data.chat_template_kwargs or "{}")
+    except (ValueError, RecursionError):
+        kwargs = None
+    require(
+        isinstance(kwargs, dict),
+        f"data.chat_template_kwargs = {show(data.chat_template_kwargs)} is not a JSON object; write "
+        """one, such as '{"enable_thinking": false}'""",
+    )
+    taken = sorted({"messages", "tools", "documents", "add_generation_prompt"} & kwargs.keys())
+    require(
+        not taken,
+        f'data.chat_template_kwargs names "{", ".join(taken)}", which a chat itself gives; leave it '
+        "out",
+    )
+    return kwargs
 
 
 def _check_dtype(config: Config) -> None:

@@ -58,8 +58,11 @@ class Data:
     """messages of a chat that are learned; its "train" wins in each message"""
     chat_template: str = ""
     """file of the template of chats; empty: that of data.tokenizer, else of model.initial_hf"""
+    chat_template_kwargs: str = ""
+    """variables of the chat template as JSON, such as '{"enable_thinking": false}'"""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """rows that are no UTF-8, JSON, text or chat: refuse the source, or skip and count them"""
+    """rows that are no UTF-8, JSON, text or chat, and chats that the template refuses: refuse the
+    source, or skip and count them"""
     subset: str = ""
     """configuration name of a Hugging Face dataset; empty: its default"""
     split: str = "train"

@@ -1,113 +1,198 @@
-"""The Jinja template that makes one text of a chat's messages: found, and rendered by transformers."""
+"""The Jinja template that makes one text of a chat's messages: found, and rendered as transformers
+does."""
 
 import datetime
 import hashlib
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
-from titan_sparse.data.chat_rows import Message
+from titan_sparse.config.checking import chat_template_kwargs
+from titan_sparse.config.sections import Data
+from titan_sparse.data.chat_rows import BadSample, Message
+from titan_sparse.data.training_templates import TrainingForm, training_form
 
 FILE = "chat_template.jinja"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
-_DAY = datetime.date(2024, 7, 26)
+_DAY = datetime.datetime(2024, 7, 26)
 """Some templates write today's date: samples must be the same on each day. This is Llama 3.1's."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_SECONDS = 10
+"""that a template may take for one chat; milliseconds are usual"""
 
 
 class ChatTemplate:
     """A template with the special tokens that it may name.
 
-    texts: by name, "default" and perhaps "tool_use", which is for chats with tools. Raises
-    ValueError without transformers.
+    texts: by name, "default" and perhaps "tool_use", which is for chats with tools. kwargs: values of
+    the template's own variables, such as enable_thinking. Raises ValueError without transformers, for
+    a text that is not a template, and for a variable that it does not read.
     """
 
-    def __init__(self, texts: dict[str, str], special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self,
+        texts: dict[str, str],
+        special_tokens: dict[str, str],
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
         try:
-            from transformers.utils.chat_template_utils import render_jinja_template
+            from transformers.utils.chat_template_utils import (
+                _compile_jinja_template,
+                _render_with_assistant_indices,
+            )
         except ImportError as error:
             raise ValueError(
                 'data.format = "messages" renders chats by transformers, which is missing here; '
                 'pip install "titan-sparse[huggingface]"'
             ) from error
-        self._render = render_jinja_template
-        self._texts = {name: _with_fixed_date(text) for name, text in texts.items()}
+        self._render = _render_with_assistant_indices
+        # Past the cache: what is changed in this environment must not reach other users.
+        self._environment = _compile_jinja_template.__wrapped__("").environment
+        self._texts = texts
+        self._kwargs = kwargs or {}
         self.special_tokens = special_tokens
-        whole = json.dumps([self._texts, special_tokens], sort_keys=True)
-        self.digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+        self._deadline = 0.0
+        self._forbid_chance_and_endless_loops()
+        try:
+            self._compiled = {name: self._compile(text) for name, text in texts.items()}
+        except Exception as error:  # Jinja's, and what Python raises inside of it
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"the chat template cannot be compiled: {reason}; write another data.chat_template"
+            ) from error
+        self._refuse_unread_kwargs()
+        whole = [texts, special_tokens, *([self._kwargs] if kwargs else [])]
+        written = json.dumps(whole, sort_keys=True)
+        self.digest = hashlib.sha256(written.encode()).hexdigest()[:16]
 
     def marks_answers(self, tools: list[Any]) -> bool:
         """Whether the template has {% generation %} around what the assistant writes."""
-        return _GENERATION.search(self._text(tools)) is not None
+        return _GENERATION.search(self._texts[self._name(tools)]) is not None
+
+    def for_training(self) -> tuple["ChatTemplate", TrainingForm] | None:
+        """The template that marks answers in place of this one, if it is of a known family."""
+        forms = {name: training_form(text) for name, text in self._texts.items()}
+        if forms["default"] is None:
+            return None
+        texts = {name: form.text if form else self._texts[name] for name, form in forms.items()}
+        return ChatTemplate(texts, self.special_tokens, self._kwargs), forms["default"]
 
     def render(
         self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
     ) -> str:
-        """The text of the messages. Raises ValueError where the template refuses them."""
-        return self._call(messages, tools, add_generation_prompt, False)[0]
+        """The text of the messages. Raises BadSample where the template refuses them."""
+        return self.render_with_marks(messages, tools, add_generation_prompt)[0]
 
     def render_with_marks(
-        self, messages: list[Message], tools: list[Any]
+        self, messages: list[Message], tools: list[Any], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and [start, stop) in letters of each {% generation %} block in it."""
-        return self._call(messages, tools, False, True)
-
-    def _call(
-        self, messages: list[Message], tools: list[Any], add_generation_prompt: bool, marks: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
         shown = []
         for message in messages:
             shown.append({key: value for key, value in message.items() if key != "train"})
+        self._deadline = time.monotonic() + _SECONDS
         try:
-            texts, marked = self._render(
-                conversations=[shown],
+            return self._render(
+                compiled_template=self._compiled[self._name(tools)],
+                messages=shown,
                 tools=tools or None,
-                chat_template=self._text(tools),
-                return_assistant_tokens_mask=marks,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
+                **self.special_tokens | self._kwargs,
             )
+        # Never skipped as a bad row: on another rank it may have been fast enough.
+        except TimeoutError as error:
+            raise ValueError(
+                f"the chat template took more than {_SECONDS} seconds for one chat; write another "
+                "data.chat_template"
+            ) from error
         # Jinja's errors, the template's own refusals, and what Python raises inside of it.
         except Exception as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"the chat template cannot render it: {reason}") from error
-        return texts[0], marked[0] if marks else []
+            raise BadSample(f"the chat template cannot render it: {reason}") from error
 
-    def _text(self, tools: list[Any]) -> str:
-        if tools and "tool_use" in self._texts:
-            return self._texts["tool_use"]
-        return self._texts["default"]
+    def _name(self, tools: list[Any]) -> str:
+        return "tool_use" if tools and "tool_use" in self._texts else "default"
+
+    def _forbid_chance_and_endless_loops(self) -> None:
+        """What a template writes depends on the chat alone, on each rank and each day."""
+
+        def check_time(*_: Any) -> str:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
+            return ""
+
+        def refuse(*_: Any, **__: Any) -> str:
+            raise ValueError("it draws at random, so that ranks would train on different texts")
+
+        self._environment.globals |= {
+            "_check_time": check_time,
+            "strftime_now": _DAY.strftime,
+            "lipsum": refuse,
+        }
+        self._environment.filters["random"] = refuse
+
+    def _compile(self, text: str) -> Any:
+        """The template, which looks at the clock in each pass of a loop and each call of a macro."""
+        import jinja2
+
+        tree = self._environment.parse(text)
+        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro)):
+            function = jinja2.nodes.Name("_check_time", "load")
+            call = jinja2.nodes.Call(function, [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(call, lineno=node.lineno))
+        tree.set_environment(self._environment)
+        code = self._environment.compile(tree)
+        return jinja2.Template.from_code(
+            self._environment, code, self._environment.make_globals(None)
+        )
+
+    def _refuse_unread_kwargs(self) -> None:
+        from jinja2 import meta
+
+        read: set[str] = set()
+        for text in self._texts.values():
+            read |= meta.find_undeclared_variables(self._environment.parse(text))
+        for name in self._kwargs:
+            if name not in read:
+                raise ValueError(
+                    f'data.chat_template_kwargs: the chat template does not read "{name}"; leave it '
+                    "out"
+                )
 
 
-def load_template(name: str, tokenizer: str, model_folder: str) -> ChatTemplate:
+def load_template(data: Data, model_folder: str) -> ChatTemplate:
     """The template that data.chat_template names, else that of the tokenizer, else of the model.
 
-    name: a file or a folder. tokenizer: data.tokenizer. Raises ValueError, naming the key, if there
-    is none, or it cannot be read.
+    data.chat_template is a file or a folder. Raises ValueError, naming the key, if there is none, or
+    it cannot be read.
     """
+    tokenizer = data.tokenizer
     folder = Path(tokenizer).expanduser()
     if not folder.is_dir():
         folder = folder.parent
     is_file = tokenizer != "bytes"
     # Bytes have no tokens for these: a template that writes them writes nothing.
     special_tokens = _special_tokens(folder) if is_file else {"bos_token": "", "eos_token": ""}
-    if name:
-        path = Path(name).expanduser()
+    if data.chat_template:
+        path = Path(data.chat_template).expanduser()
         texts = find_template(path) if path.is_dir() else {"default": _read(path)}
         if not texts:
-            raise ValueError(f'data.chat_template = "{name}" holds no {FILE}; write a file')
-        return ChatTemplate(texts, special_tokens)
-    texts = find_template(folder) if is_file else {}
-    if not texts and model_folder:
-        texts = find_template(Path(model_folder).expanduser())
+            raise ValueError(
+                f'data.chat_template = "{data.chat_template}" does not hold {FILE}; write a file'
+            )
+    else:
+        texts = find_template(folder) if is_file else {}
+        if not texts and model_folder:
+            texts = find_template(Path(model_folder).expanduser())
     if not texts:
         raise ValueError(
             f'neither data.tokenizer = "{tokenizer}" nor model.initial_hf = "{model_folder}" has a '
             f'chat template; write data.chat_template = "{FILE}"'
         )
-    return ChatTemplate(texts, special_tokens)
+    return ChatTemplate(texts, special_tokens, chat_template_kwargs(data))
 
 
 def find_template(folder: Path) -> dict[str, str]:
@@ -152,8 +237,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ValueError(f'data.chat_template = "{path}" cannot be read: {error}') from error
-
-
-def _with_fixed_date(template: str) -> str:
-    """The template with strftime_now("...") replaced by the date that it writes, always the same."""
-    return _TODAY.sub(lambda call: json.dumps(_DAY.strftime(call["format"])), template)

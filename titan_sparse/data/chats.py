@@ -2,23 +2,36 @@
 
 What the assistant writes lies in {% generation %} blocks of the template. Where it marks none, it
 is what the rendering of the messages up to an answer has beyond the generation prompt before it.
-That holds if both are prefixes of the whole chat, in text and in tokens: checked for each answer.
+That holds if both are prefixes of the whole chat: checked for each answer. A token with letters of
+both the prompt and the answer is learned, as transformers and TRL do.
 """
 
 import json
-from typing import Any
+import os
+import re
+from collections import Counter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config.sections import Data
-from titan_sparse.data.chat_rows import Message
+from titan_sparse.data.chat_rows import BadSample, Message
 from titan_sparse.data.chat_template import ChatTemplate, load_template
 from titan_sparse.data.formats import Encoded, SampleFormat
 from titan_sparse.data.tokenizer import Tokenizer
 
 Letters = tuple[int, int]
 """[start, stop) in a text."""
+
+
+class Turn(NamedTuple):
+    """Letters of a text that are learned."""
+
+    start: int
+    stop: int
+    written: int
+    """where its content begins: special tokens before it do not end the turn"""
 
 
 class ChatEncoder:
@@ -32,33 +45,66 @@ class ChatEncoder:
         self.data = data
         self.tokenizer = tokenizer
         self.model_folder = model_folder
+        self.skipped: Counter[str] = Counter()
+        """rows left out for data.bad_rows = "skip", by what is wrong with them"""
+        self.notice = ""
+        """a line about a template that is not used as published"""
         self._template: ChatTemplate | None = None
+        self._training: ChatTemplate | None = None
         try:
-            self._template = self._load()
+            self._load()
         except ValueError:
-            if data.format == "messages" or data.chat_template:
+            if data.format == "messages" or data.chat_template or data.chat_template_kwargs:
                 raise
-        digest = self._template.digest if self._template else ""
-        self.sample_format = SampleFormat(data.format, data.loss_on, digest)
+        digests = [template.digest for template in (self._template, self._training) if template]
+        self.sample_format = SampleFormat(data.format, data.loss_on, "+".join(digests))
 
     def encode(self, text: str) -> Encoded:
         """The tokens of a sample (JSON of chat_rows), closed by the end-of-document token.
 
-        An empty text is a row that was skipped. Raises ValueError, naming file and row, where the
-        template refuses the sample or does not tell what is learned.
+        An empty text is a row that was skipped. Where the template refuses the sample, or does not
+        show what is learned, the sample is skipped too, or, by data.bad_rows, ValueError is raised,
+        naming file and row.
         """
-        if not text:
-            return self._closed(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool), False)
-        sample = json.loads(text)
+        sample = json.loads(text) if text else {}
         try:
             if isinstance(sample.get("prompt"), str):
                 return self._strings(sample["prompt"], sample["completion"])
-            return self._messages(sample)
+            if sample:
+                return self._messages(sample)
         except ValueError as error:
-            raise ValueError(f"{sample['where']}: {error}") from error
+            problem = f"{sample['where']}: {error}"
+            if not isinstance(error, BadSample):
+                raise ValueError(problem) from error
+            if self.data.bad_rows == "refuse":
+                raise ValueError(
+                    f'{problem}; data.bad_rows = "skip" leaves such rows out'
+                ) from error
+            self.skipped[re.sub(r"\[\d+\]", "", str(error))] += 1
+        return self._closed(np.empty(0, dtype=np.int32), np.empty(0, dtype=bool), False)
 
-    def _load(self) -> ChatTemplate:
-        return load_template(self.data.chat_template, self.data.tokenizer, self.model_folder)
+    def _load(self) -> None:
+        self._template = load_template(self.data, self.model_folder)
+        for_training = self._template.for_training()
+        if for_training is None:
+            return
+        template, form = for_training
+        if form.only_marks:
+            self._template = template
+        elif self.data.loss_on == "assistant":
+            self._training = template
+        else:
+            return
+        self.notice = (
+            f"chats are rendered by a form of {form.family}'s chat template for training, which marks "
+            "what the assistant writes and keeps the reasoning of earlier answers (docs/data.md)"
+        )
+
+    def _template_for(self, taught: list[bool]) -> ChatTemplate:
+        """The template of a chat: as published, where only the last message is learned."""
+        if self._template is None:
+            self._load()
+        return self._training if self._training and any(taught[:-1]) else self._template
 
     def _strings(self, prompt: str, completion: str) -> Encoded:
         """The prompt is tokenized as it is when a model is asked; the completion is what follows."""
@@ -76,7 +122,7 @@ class ChatEncoder:
 
     def _messages(self, sample: dict[str, Any]) -> Encoded:
         messages, taught = self._taught(sample)
-        chat = _Chat(self._template or self._load(), messages, sample.get("tools", []))
+        chat = _Chat(self._template_for(taught), messages, sample.get("tools", []))
         rendered = _Rendered(chat.text, self.tokenizer)
         ends_open = False
         if self.data.loss_on == "all":
@@ -87,8 +133,8 @@ class ChatEncoder:
             ends_open = taught[-1] and rendered.turn_end(slice(0, len(learned))) is None
         else:
             learned = np.zeros(len(rendered.ids), dtype=bool)
-            for letters in chat.turns(taught, rendered):
-                ends_open |= rendered.learn(letters, learned, trims=not chat.is_marked)
+            for turn in chat.turns(taught):
+                ends_open |= rendered.learn(turn, learned, trims=not chat.is_marked)
         return self._closed(rendered.ids, learned, ends_open)
 
     def _taught(self, sample: dict[str, Any]) -> tuple[list[Message], list[bool]]:
@@ -129,26 +175,38 @@ class _Chat:
         else:
             self.text = template.render(messages, tools)
 
-    def turns(self, taught: list[bool], rendered: "_Rendered") -> list[Letters]:
+    def turns(self, taught: list[bool]) -> list[Turn]:
         """What is learned of the messages that are `taught`."""
         turns = []
         marked = self._marked_answers(taught) if self.is_marked else {}
         for number, is_taught in enumerate(taught):
             if not is_taught:
                 continue
+            if self.messages[number]["role"] != "assistant":
+                start, stop = self.message(number)
+                turns.append(Turn(start, stop, start))
+                continue
             if number in marked:
-                turns += marked[number]
-                self._check_answer(number, marked[number])
-            elif self.messages[number]["role"] == "assistant":
-                start = self._prefix(number, True)
-                stop = self._prefix(number + 1, False)
-                rendered.check_prefix(start, number)
-                rendered.check_prefix(stop, number)
-                turns.append((start, stop))
-                self._check_answer(number, [(start, stop)])
+                parts = marked[number]
             else:
-                turns.append(self.message(number))
+                parts = [(self._prefix(number, True), self._prefix(number + 1, False))]
+            self._check_answer(number, parts)
+            content = self._content_start(number)
+            for start, stop in parts:
+                turns.append(Turn(start, stop, content if start <= content <= stop else start))
         return turns
+
+    def _content_start(self, number: int) -> int:
+        """Letters before the content of an answer that is blank; 0 for any other.
+
+        Nothing but special tokens may be in such a turn: those of its header, and those of its end.
+        """
+        message = self.messages[number]
+        if message.get("content", "").strip() or message.get("tool_calls"):
+            return 0
+        others = [*self.messages[:number], {**message, "content": "\ue000"}]
+        text = self.template.render(others + self.messages[number + 1 :], self.tools)
+        return len(os.path.commonprefix([self.text, text]))
 
     def message(self, number: int) -> Letters:
         """Where a message lies, its header included."""
@@ -158,7 +216,7 @@ class _Chat:
     def _prefix(self, count: int, asks: bool) -> int:
         """Letters of the first `count` messages, with the generation prompt where the chat `asks`.
 
-        Raises ValueError if they are no prefix of the whole.
+        Raises BadSample if they are no prefix of the whole.
         """
         if count == len(self.messages) and not asks:
             return len(self.text)
@@ -171,15 +229,20 @@ class _Chat:
         return len(part)
 
     def _check_answer(self, number: int, turns: list[Letters]) -> None:
-        """Raises ValueError where the template leaves out an answer's reasoning or tool calls."""
+        """Raises BadSample where what is learned lacks a part of an answer."""
         message = self.messages[number]
         written = "".join(self.text[start:stop] for start, stop in turns)
-        needed = {"reasoning": [str(message.get("reasoning_content", "")).strip()]}
+        # Some templates take reasoning out of the content and write it anew.
+        *thoughts, content = re.split("</?think>", message.get("content", ""))
         calls = [call.get("function", call) for call in message.get("tool_calls", [])]
-        needed["tool calls"] = [call["name"] for call in calls]
+        needed = {
+            "reasoning": [str(message.get("reasoning_content", "")), *thoughts],
+            "tool calls": [call["name"] for call in calls],
+            "content": [content],
+        }
         for name, texts in needed.items():
-            if not all(text in written for text in texts):
-                raise ValueError(
+            if not all(text.strip() in written for text in texts):
+                raise BadSample(
                     f"the chat template leaves out the {name} of messages[{number}]; write a "
                     'data.chat_template that has them, or "train": false in that message'
                 )
@@ -190,14 +253,14 @@ class _Chat:
         if len(self.marks) == len(answers):
             return {answer: [mark] for answer, mark in zip(answers, self.marks, strict=True)}
         if not self.marks:
-            raise ValueError(
+            raise BadSample(
                 "the chat template has {% generation %}, but marks nothing in it; write another "
                 "data.chat_template"
             )
         # Which block is whose does not matter where all are learned.
         if all(taught[answer] for answer in answers):
             return dict.fromkeys(answers, self.marks)
-        raise ValueError(
+        raise BadSample(
             f"the chat template marks {len(self.marks)} {{% generation %}} blocks in {len(answers)} "
             'answers, so that one cannot be left out; write data.loss_on = "assistant" and no '
             '"train": false'
@@ -213,7 +276,6 @@ class _Rendered:
         # int32 [n], and int64 [n, 2]: the letters of each
         self.ids, self.offsets = tokenizer.encode_with_offsets(text)
         self.is_special = np.isin(self.ids, list(tokenizer.special_ids))
-        self._specials = np.flatnonzero(self.is_special)
 
     def tokens_of(self, letters: Letters) -> slice:
         """The tokens that hold any of these letters."""
@@ -221,7 +283,7 @@ class _Rendered:
         first = np.searchsorted(self.offsets[:, 1], start, side="right")
         return slice(int(first), int(np.searchsorted(self.offsets[:, 0], stop, side="left")))
 
-    def learn(self, letters: Letters, learned: NDArray[np.bool_], trims: bool) -> bool:
+    def learn(self, turn: Turn, learned: NDArray[np.bool_], trims: bool) -> bool:
         """Set `learned` [n] for a turn and for the token that ends it.
 
         What follows that token within the turn, such as a line break, is not learned if `trims`. A
@@ -229,8 +291,8 @@ class _Rendered:
         beginning of the next message (GLM does). Returns whether the turn is the chat's last and
         nothing ends it: the end-of-document token does then.
         """
-        tokens = self.tokens_of(letters)
-        end = self.turn_end(tokens)
+        tokens = self.tokens_of((turn.start, turn.stop))
+        end = self.turn_end(self.tokens_of((turn.written, turn.stop)))
         if end is not None:
             learned[tokens.start : (end if trims else tokens.stop)] = True
             return False
@@ -257,33 +319,15 @@ class _Rendered:
             place += 1
         return place
 
-    def check_prefix(self, letters: int, message: int) -> None:
-        """Raises ValueError unless the text up to there has the same tokens alone as in the whole.
-
-        Special tokens are split off before anything else, so that it is enough to look at what is
-        behind the last of them.
-        """
-        count = int(np.searchsorted(self.offsets[:, 0], letters, side="left"))
-        place = int(np.searchsorted(self._specials, count)) - 1
-        first = int(self._specials[place]) if place >= 0 else 0
-        start = int(self.offsets[first, 0]) if count else 0
-        alone = self.tokenizer.encode(self.text[start:letters])
-        if not np.array_equal(alone, self.ids[first:count]):
-            raise ValueError(
-                f"at the beginning or end of messages[{message}] a token goes over the seam, so that "
-                "a model is asked with other tokens; write a data.chat_template with a line break or "
-                "special token there"
-            )
-
     def _is_blank(self, place: int) -> bool:
         start, stop = self.offsets[place].tolist()
         return not self.text[start:stop].strip()
 
 
-def _no_prefix(message: int) -> ValueError:
-    return ValueError(
+def _no_prefix(message: int) -> BadSample:
+    return BadSample(
         f"the chat template renders the chat up to messages[{message}] otherwise alone than in the "
         "whole, so what would be learned is not what a model is asked for (templates that drop earlier "
         "reasoning do so); write data.chat_template = a file without that or with {% generation %}, "
-        'or data.loss_on = "last_assistant"'
+        'data.chat_template_kwargs if the template can keep it, or data.loss_on = "last_assistant"'
     )

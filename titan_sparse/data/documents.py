@@ -1,5 +1,6 @@
 """Documents of tokens, from texts that are tokenized when first needed, or from prepared shards."""
 
+import logging
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -12,6 +13,8 @@ from titan_sparse.data.formats import Encoded, SampleFormat, closed
 from titan_sparse.data.shards import TokenShards, is_prepared
 from titan_sparse.data.sources import Source, open_source
 from titan_sparse.data.tokenizer import Tokenizer
+
+logger = logging.getLogger("titan_sparse")
 
 
 class Documents(Protocol):
@@ -97,7 +100,11 @@ class TokenizedChats(_Tokenized):
         self.encoder = encoder
 
     def _encode(self, text: str) -> Encoded:
-        return self.encoder.encode(text)
+        known = set(self.encoder.skipped)
+        encoded = self.encoder.encode(text)
+        for reason in self.encoder.skipped.keys() - known:
+            logger.warning('data.bad_rows = "skip": chats are skipped: %s', reason)
+        return encoded
 
 
 _NOT_FOR_SHARDS = (
@@ -106,6 +113,7 @@ _NOT_FOR_SHARDS = (
     "messages_field",
     "loss_on",
     "chat_template",
+    "chat_template_kwargs",
     "subset",
     "split",
     "bad_rows",
@@ -131,4 +139,6 @@ def open_documents(data: Data, tokenizer: Tokenizer, model_folder: str = "") -> 
     if data.format == "text":
         return TokenizedTexts(open_source(data), tokenizer)
     encoder = ChatEncoder(data, tokenizer, model_folder)
+    if encoder.notice:
+        logger.warning("%s: %s", data.source, encoder.notice)
     return TokenizedChats(open_source(data), encoder)

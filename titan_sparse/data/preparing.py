@@ -3,6 +3,7 @@ shards are kept."""
 
 import hashlib
 import json
+import logging
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from titan_sparse.data.shards import (
 from titan_sparse.data.sources import LazyTexts, open_source
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
+logger = logging.getLogger("titan_sparse")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -53,6 +56,7 @@ class Recipe:
     messages_field: str = "messages"
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     chat_template: str = ""
+    chat_template_kwargs: str = ""
     """as in [data]"""
     subset: str = ""
     split: str = "train"
@@ -104,7 +108,7 @@ class ChatRows:
         return len(self.texts)
 
     def documents(self, row: int) -> Iterator[Encoded]:
-        """The chat and its mask, closed by the end-of-document token."""
+        """The chat and its mask, closed by the end-of-document token; empty if it is skipped."""
         yield self.encoder.encode(self.texts[row])
 
 
@@ -134,6 +138,8 @@ class Writer:
         lengths: list[int] = []
         kept_lengths: list[int] = []
         learned: list[int] = []
+        if isinstance(self.rows, ChatRows):
+            self.rows.encoder.skipped.clear()
         tokens = write_shard(
             self.folder,
             number,
@@ -151,6 +157,7 @@ class Writer:
         }
         if self.sample_format.is_chat:
             counts["learned"] = sum(learned)
+            counts["skipped"] = dict(self.rows.encoder.skipped)
         # Last: a shard with this file is whole.
         write_json(shard_path(self.folder, number, "json"), counts)
         return number
@@ -200,6 +207,7 @@ _ONLY_ROWS = (
     "messages_field",
     "loss_on",
     "chat_template",
+    "chat_template_kwargs",
     "subset",
     "split",
     "bad_rows",
@@ -263,6 +271,8 @@ def prepare(
     if recipe.document == "row" and is_mds(recipe.source):
         unpack(recipe.source)
     writer = Writer(recipe, folder)
+    if isinstance(writer.rows, ChatRows) and writer.rows.encoder.notice:
+        logger.warning(writer.rows.encoder.notice)
     _check_plan(folder, out, _plan(writer))
 
     missing = []
@@ -402,6 +412,14 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
         shards.append(shard)
     _check_rows(writer, shards)
     documents = sum(shard["documents"] for shard in shards)
+    skipped: Counter[str] = Counter()
+    for shard in shards:
+        skipped.update(shard.get("skipped", {}))
+    if documents == 0 and skipped:
+        reason, count = skipped.most_common(1)[0]
+        raise ValueError(
+            f"{writer.recipe.source}: all chats are skipped, {count:,} because {reason}"
+        )
     if documents == 0:
         raise ValueError(
             f"no document of {writer.recipe.source} is within --min-length and --max-length; "
@@ -417,13 +435,14 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
         "documents": documents,
         "tokens": sum(shard["tokens"] for shard in shards),
         "empty": sum(shard["empty"] for shard in shards),
-        "bad_rows_skipped": _skipped(writer.rows),
+        "bad_rows_skipped": _skipped(writer.rows) + skipped.total(),
         "histogram": _add_histograms([shard["histogram"] for shard in shards]),
         "kept": _add_histograms([shard["kept"] for shard in shards]),
         "shards": counts,
     }
     if writer.sample_format.is_chat:
         meta["learned"] = sum(shard["learned"] for shard in shards)
+        meta["skipped"] = dict(skipped.most_common())
     _copy_tokenizer(writer.recipe.tokenizer, writer.recipe.chat_template, folder)
     write_json(folder / META, meta)
     return meta
