@@ -226,7 +226,7 @@ MARKED = """\
 """CHATML and PLAIN with the answers marked by hand."""
 
 
-@pytest.mark.parametrize("answer", ["\nyes", "\n\n", " yes", "yes"])
+@pytest.mark.parametrize("answer", ["\nyes", "\n\n", " yes", "world"])
 @pytest.mark.parametrize(
     ("template", "header", "end", "line_break"),
     [
