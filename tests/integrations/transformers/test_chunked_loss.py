@@ -1,5 +1,6 @@
 """chunk_loss(): transformers' own loss and gradients, without logits."""
 
+import peft
 import pytest
 import torch
 
@@ -9,8 +10,8 @@ from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 
 def loss_and_gradients(model, **inputs):
     out = model(input_ids=tokens(2, 40), **inputs)
-    gradients = torch.autograd.grad(out.loss, list(model.parameters()))
-    return out, gradients
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return out, torch.autograd.grad(out.loss, trained)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
@@ -46,6 +47,68 @@ def test_without_labels_there_are_logits():
     assert model.generate(tokens(1, 5), max_new_tokens=2, do_sample=False).shape == (1, 7)
 
 
+ADAPTERS = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.5},
+    "dora": {"target_modules": ["lm_head"], "use_dora": True},
+    "whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+}
+
+
+def adapted(model, name):
+    """The model with an adapter that changes the loss."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(init_lora_weights=False, **ADAPTERS[name])
+    model = peft.get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.rand_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_adapters_of_lm_head(is_tied, name, is_first):
+    """PEFT's own losses: with the adapter, without it, merged, and unloaded."""
+    wanted = adapted(family("llama", tie_word_embeddings=is_tied), name).train()
+    found = family("llama", tie_word_embeddings=is_tied)
+    # Dropout draws alike where the head is called once.
+    chunk_tokens = 80 if name == "dropout" else 7
+    if is_first:
+        chunk_loss(found, chunk_tokens)
+    found = adapted(found, name).train()
+    if not is_first:
+        chunk_loss(found, chunk_tokens)
+    inputs = {"labels": tokens(2, 40)}
+
+    def compare():
+        torch.manual_seed(1)
+        one, one_gradients = loss_and_gradients(wanted, **inputs)
+        torch.manual_seed(1)
+        two, gradients = loss_and_gradients(found, **inputs)
+        assert two.logits is None
+        torch.testing.assert_close(two.loss, one.loss)
+        torch.testing.assert_close(gradients, one_gradients, rtol=1e-4, atol=1e-6)
+        return one.loss.item()
+
+    def losses():
+        with torch.no_grad():
+            return [model(tokens(2, 40), **inputs).loss for model in (wanted, found)]
+
+    with_adapter = compare()
+    with wanted.disable_adapter(), found.disable_adapter():
+        base = losses()
+    torch.testing.assert_close(*base)
+    assert abs(base[0].item() - with_adapter) > 1e-3
+    for model in (wanted, found):
+        model.merge_adapter()
+    torch.testing.assert_close(*losses())
+    wanted, found = (model.merge_and_unload().requires_grad_() for model in (wanted, found))
+    compare()
+
+
 def test_autocast():
     model = family("llama")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -67,8 +130,22 @@ def test_more_than_a_product_is_refused(key, value):
 
 def test_the_loss_of_experts_is_not_left_out():
     model = family("mixtral")
+    chunk_loss(model)
+    refused = pytest.raises(ValueError, match="output_router_logits = False")
+    with refused:
+        model(tokens(1, 5), labels=tokens(1, 5), output_router_logits=True)
     model.config.output_router_logits = True
-    with pytest.raises(ValueError, match="output_router_logits = False"):
+    # TRL's trainer sets it after the model is built.
+    with refused:
+        model(tokens(1, 5), labels=tokens(1, 5))
+    with refused:
+        chunk_loss(model)
+
+
+def test_another_loss_is_not_replaced():
+    model = family("llama")
+    model.loss_function = lambda logits, **others: logits.sum()
+    with pytest.raises(ValueError, match="another loss_function; leave chunk_loss"):
         chunk_loss(model)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
@@ -206,7 +207,9 @@ def padded(folder: Path) -> list[dict[str, float]]:
     return numbers(trainer)
 
 
-def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[str, float]]:
+def sharded(
+    folder: Path, changes: dict[str, Any] | None = None, lora: LoraConfig | None = None
+) -> list[dict[str, float]]:
     """FSDP2 by accelerate, with tied weights, clipping, our checkpointing and our loss."""
     options = {} if changes is None else changes
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -216,6 +219,9 @@ def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[st
     model = tiny_model(tied=True)
     chunk_loss(model, chunk_tokens=50)
     model.gradient_checkpointing_enable(keep_attention())
+    if lora is not None:
+        torch.manual_seed(0)
+        model = get_peft_model(model, lora)
     trainer = LongTrainer(**parts(args, model=model))
     trainer.train()
     if not is_alone:
@@ -224,6 +230,12 @@ def sharded(folder: Path, changes: dict[str, Any] | None = None) -> list[dict[st
         assert names == (("dp_replicate",) if copies > 1 else ()) + ("dp_shard_cp",)
     trainer.evaluate()
     return numbers(trainer)
+
+
+def sharded_lora(folder: Path) -> list[dict[str, float]]:
+    """The same with an adapter of lm_head, which accelerate shards apart from the final norm."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], use_dora=True)
+    return sharded(folder, lora=lora)
 
 
 def resumed(folder: Path) -> list[dict[str, float]]:
@@ -323,7 +335,7 @@ def two_copies(folder: Path) -> list[dict[str, float]]:
 
 
 WIDE = (two_sequences, two_copies)
-RUNS = (plain, balanced, sparse, padded, sharded, resumed)
+RUNS = (plain, balanced, sparse, padded, sharded, sharded_lora, resumed)
 MORE = (zigzag, contiguous, streamed)
 
 

@@ -5,15 +5,19 @@
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from titan_sparse.integrations.transformers.sharding import shifted_labels
+from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX, shifted_labels
 from titan_sparse.loss import count_valid, linear_cross_entropy
 
 _NEUTRAL = {
@@ -33,10 +37,14 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
     The loss is transformers': the mean over labels that count, or their sum over
     num_items_in_batch; shift_labels are not shifted again. At no time are there more than
     chunk_tokens rows of logits. Without labels, in generate() for one, the model is as it was.
-    Do this before Trainer, DDP or FSDP2 wrap the model. TRL's SFTTrainer has a loss like it.
+    Do this before Trainer, DDP or FSDP2 wrap the model, and before or after PEFT does. Adapters of
+    lm_head take one more product with it. TRL's SFTTrainer has a loss like it.
 
-    Raises ValueError for models whose logits are more than a product with lm_head.
+    Raises ValueError for models whose logits are more than lm_head makes of hidden states, or
+    whose loss is not transformers' loss of next tokens.
     """
+    # PEFT's own forward calls that of the model inside.
+    model = getattr(model, "get_base_model", lambda: model)()
     _check(model)
     forward_with_logits = model.forward
 
@@ -46,26 +54,60 @@ def chunk_loss(model: PreTrainedModel, chunk_tokens: int = 2048) -> None:
         labels = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}
         if all(tokens is None for tokens in labels.values()):
             return forward_with_logits(*args, **kwargs)
+        # Trainers change the configuration of models that they are given.
+        _check(self, kwargs.get("output_router_logits"))
         count = kwargs.pop("num_items_in_batch", None)
         kwargs["use_cache"] = False
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         targets = shifted_labels(labels).to(hidden.device)
-        total = _summed_loss(hidden, self.get_output_embeddings(), targets, chunk_tokens)
         if count is None:
             count = count_valid(targets)
-        return CausalLMOutputWithPast(loss=total / torch.as_tensor(count, device=total.device))
+        count = torch.as_tensor(count, device=hidden.device)
+        loss = _loss_in_head(hidden, self.get_output_embeddings(), targets, count, chunk_tokens)
+        return CausalLMOutputWithPast(loss=loss)
 
     model.forward = types.MethodType(forward, model)
 
 
-def _summed_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, chunk_tokens: int) -> Tensor:
-    """Cross-entropy summed over targets [B, S] that count. hidden: [B, S, D]."""
-    weight = head.weight
+def _loss_in_head(
+    hidden: Tensor, head: nn.Module, targets: Tensor, count: Tensor, chunk_tokens: int
+) -> Tensor:
+    """Cross-entropy summed over targets [B, S] that count, over `count`. hidden: [B, S, D].
+
+    It is computed in place of the head's forward, between its hooks: those of FSDP2 gather the
+    head's weights, and reduce their gradients.
+    """
+    forward = head.forward
+    own_forward = vars(head).get("forward")
+    # Adapters, quantized weights and accelerate's hooks have a forward of their own.
+    is_linear = getattr(forward, "__func__", None) is nn.Linear.forward
+
+    def loss(rows: Tensor, **others: Any) -> Tensor:
+        if others:
+            raise ValueError(
+                f"an adapter gives lm_head {', '.join(others)} for whole sequences; "
+                "leave chunk_loss() out"
+            )
+        if is_linear:
+            return _loss_of_linear(rows, head.weight, targets, chunk_tokens) / count
+        return _loss_of_module(rows, forward, targets, chunk_tokens) / count
+
+    head.forward = loss
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+        if own_forward is not None:
+            head.forward = own_forward
+
+
+def _loss_of_linear(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+    """The summed loss of logits hidden @ weight.T."""
     if isinstance(weight, DTensor):
         # A gather here would leave out the other ranks' gradients.
         raise ValueError(
-            "chunk_loss() needs lm_head whole inside of the model's forward; write fully_shard() "
-            "for lm_head together with the final norm, as accelerate does"
+            "chunk_loss() needs lm_head whole inside of its forward, not tensor parallel; "
+            "leave chunk_loss() out"
         )
     device_type = hidden.device.type
     dtype = weight.dtype
@@ -76,8 +118,26 @@ def _summed_loss(hidden: Tensor, head: nn.Linear, targets: Tensor, chunk_tokens:
         return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, chunk_tokens)
 
 
-def _check(model: PreTrainedModel) -> None:
-    """Raises ValueError for models whose logits are more than a product with lm_head."""
+def _loss_of_module(
+    hidden: Tensor, logits_of: Callable[[Tensor], Tensor], targets: Tensor, chunk_tokens: int
+) -> Tensor:
+    """The summed loss of any logits. The backward computes those of each chunk again."""
+
+    def loss_of_chunk(rows: Tensor, labels: Tensor) -> Tensor:
+        logits = logits_of(rows).flatten(0, 1).float()
+        return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    columns = max(1, chunk_tokens // len(hidden))
+    chunks = zip(hidden.split(columns, dim=1), targets.split(columns, dim=1))
+    losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(losses).sum()
+
+
+def _check(model: PreTrainedModel, output_router_logits: bool | None = None) -> None:
+    """Raises ValueError for models whose loss is more than next tokens' by lm_head.
+
+    output_router_logits: what forward() got, None for what config says.
+    """
     config = model.config.get_text_config()
     for name, values in _NEUTRAL.items():
         if getattr(config, name, None) not in values:
@@ -85,14 +145,29 @@ def _check(model: PreTrainedModel) -> None:
                 f"chunk_loss() does not know config.{name} = {getattr(config, name)}; "
                 "leave chunk_loss() out"
             )
-    if getattr(config, "output_router_logits", False):
+    if output_router_logits is None:
+        output_router_logits = getattr(config, "output_router_logits", False)
+    if output_router_logits:
         raise ValueError(
             "chunk_loss() leaves out the balancing loss of experts; write "
             "config.output_router_logits = False, or leave chunk_loss() out"
         )
-    head = model.get_output_embeddings()
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            "chunk_loss() computes transformers' loss of next tokens, and this model has another "
+            "loss_function; leave chunk_loss() out"
+        )
+    head = _without_adapters(model.get_output_embeddings())
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(
             f"chunk_loss() needs an lm_head that is a Linear without bias, "
             f"not {type(head).__name__}; leave chunk_loss() out"
         )
+
+
+def _without_adapters(head: nn.Module | None) -> nn.Module | None:
+    """The model's own lm_head, inside of what PEFT has put around it."""
+    for name in ("base_layer", "original_module"):
+        if hasattr(head, name):
+            return _without_adapters(getattr(head, name))
+    return head
