@@ -72,6 +72,7 @@ def main() -> Trainer:
         bf16=options.bf16,
         use_cpu=options.tiny,
         fsdp=not options.tiny,
+        ddp_find_unused_parameters=False,
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -59,6 +59,7 @@ def main() -> SFTTrainer:
         gradient_checkpointing=False,
         use_cpu=options.tiny,
         fsdp=not options.tiny,
+        ddp_find_unused_parameters=False,
         logging_steps=1,
         save_strategy="no",
         report_to=[],

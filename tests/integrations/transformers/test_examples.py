@@ -25,6 +25,8 @@ def run_all(folder: str, runs: dict[str, list[str]] = RUNS) -> None:
         pytest.importorskip("trl")
         sys.argv = [module, *words, "--out", f"{folder}/{name}"]
         trainer = importlib.import_module(module).main()
+        # With an adapter, Trainer would look for some, and torch would warn that there are none.
+        assert trainer.args.ddp_find_unused_parameters is False
         write(folder, name, numbers(trainer))
     sys.path.remove(str(ROOT / "examples"))
 

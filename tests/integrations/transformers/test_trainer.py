@@ -31,6 +31,11 @@ def test_two_processes_train_like_one(folder, name):
     assert_same(read(folder, name, 2), read(folder, name, 1))
 
 
+def test_the_noise_of_neftune_is_that_of_whole_sequences(folder):
+    """uniform in +- alpha / sqrt(tokens * dims), of thousands of numbers."""
+    assert read(folder, "noisy", 1) == read(folder, "noisy", 2) == [{"noise": 1.0}]
+
+
 @pytest.mark.slow
 def test_three_processes_train_like_one(folder):
     run_processes(3, run_all, folder, ["plain"])

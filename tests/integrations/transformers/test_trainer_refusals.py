@@ -3,6 +3,7 @@ write."""
 
 import functools
 
+import peft
 import pytest
 import torch
 from transformers import Trainer
@@ -114,6 +115,23 @@ def test_the_balancing_loss_of_experts():
     model.config.output_router_logits = True
     with pytest.raises(ValueError, match="write router_aux_loss_coef=0.0"):
         check_model(model, cp)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1, 2]),
+    ],
+)
+def test_adapters_that_look_at_whole_sequences(adapter):
+    register()
+    model = family("llama")
+    model.set_attn_implementation("titan_sparse")
+    model = peft.get_peft_model(model, adapter)
+    with pytest.raises(ValueError, match=f"{type(adapter).__name__} .* write LoraConfig without"):
+        check_model(model, ContextParallel(None, block_size=BLOCK))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

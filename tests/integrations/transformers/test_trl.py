@@ -13,6 +13,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
+from trl.experimental import gkd, orpo  # noqa: E402
 
 from tests.distributed import run_processes  # noqa: E402
 from tests.integrations.transformers.trainer_runs import (  # noqa: E402
@@ -96,8 +97,10 @@ def sharded(folder: Path) -> list[dict[str, float]]:
 
 
 def without_packing(folder: Path) -> list[dict[str, float]]:
-    """Rows of a batch, padded, with the loss that weighs tokens by their probability."""
-    made = trainer(folder, packing=False, loss_type="dft")
+    """Rows of a batch, padded, with the loss that weighs tokens by their probability. The last of
+    an epoch's 48 rows is a batch of its own."""
+    options = dict(per_device_train_batch_size=47, gradient_accumulation_steps=1)
+    made = trainer(folder, packing=False, loss_type="dft", **options)
     made.train()
     return numbers(made)
 
@@ -150,6 +153,27 @@ def test_packing_is_counted(folder):
     """The tokens of a step are those of its documents, without what fills a sequence."""
     [first, *_] = read(folder, "packed", 1)
     assert 0 < first["num_tokens"] <= 2 * 2 * 250
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        trl.DPOTrainer,
+        trl.KTOTrainer,
+        trl.GRPOTrainer,
+        trl.RLOOTrainer,
+        trl.RewardTrainer,
+        trl.DistillationTrainer,
+        orpo.ORPOTrainer,
+        # Its class extends SFTTrainer.
+        gkd.GKDTrainer,
+    ],
+)
+def test_losses_of_whole_sequences_are_refused(other):
+    with pytest.raises(TypeError, match=f"^{other.__name__} needs .* write Trainer or SFTTrainer"):
+
+        class Wrong(ContextParallelTrainer, other):
+            pass
 
 
 def test_trl_alone_refuses():

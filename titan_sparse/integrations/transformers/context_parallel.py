@@ -10,13 +10,14 @@ Data loaders hand whole batches to the trainer, which counts their labels. The b
 its loss is computed, after everything that looks at whole sequences.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Trainer
 
 from titan_sparse.integrations.transformers.chunked_loss import chunk_loss
 from titan_sparse.integrations.transformers.context_parallel_checks import (
+    check_class,
     check_loss,
     check_model,
     check_same_batch,
@@ -47,12 +48,7 @@ class ContextParallelTrainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        classes = cls.__mro__
-        if Trainer in classes and classes.index(Trainer) < classes.index(ContextParallelTrainer):
-            raise TypeError(
-                f"{cls.__name__} would train whole sequences on every rank; "
-                f"write class {cls.__name__}(ContextParallelTrainer, {cls.__bases__[0].__name__})"
-            )
+        check_class(cls, ContextParallelTrainer)
 
     def __init__(self, *args: Any, **kwargs: Any):
         """As the Trainer. Raises ValueError for what context parallelism would get wrong."""
@@ -72,6 +68,7 @@ class ContextParallelTrainer:
         """The loss of this rank's tokens of the whole batch `inputs`: their sum over
         num_items_in_batch, times the number of processes, over which trainers take means."""
         local = shard_batch(inputs, self.cp)
+        self._scale_noise(local["input_ids"].shape[1] / inputs["input_ids"].shape[1])
         labels = shifted_labels(inputs)
         check_same_batch(inputs["input_ids"], labels, self.cp)
         if num_items_in_batch is None:
@@ -105,10 +102,14 @@ class ContextParallelTrainer:
             raise ValueError("evaluate() wants a loss, and the batch has no labels; add labels")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, with one loss for all ranks of a sequence."""
-        self.gather_function = self._gather_losses
-        return super().evaluation_loop(*args, **kwargs)
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.gather_for_metrics = self._gather_for_metrics
+        self.gather_function = self._gather_for_metrics
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """As the Trainer's, which sums over ranks: this rank's part of the whole batch."""
+        return super().floating_point_ops(inputs) / self.cp.size
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
@@ -117,15 +118,28 @@ class ContextParallelTrainer:
         counted = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + counted // self.cp.size
 
-    def _gather_losses(self, losses: Tensor) -> Tensor:
+    def _gather_for_metrics(self, numbers: Tensor) -> Tensor:
         """accelerator.gather_for_metrics() over sequences in place of processes.
 
-        losses: [per_device_eval_batch_size] on each rank, all the same.
+        numbers: a scalar for this rank's tokens, of which all ranks' are returned, [processes]; or
+        losses [per_device_eval_batch_size], all the same, of which each sequence's are returned.
         """
-        ranks = self.accelerator.gather(losses)
+        ranks = self.accelerator.gather(numbers)
+        if numbers.ndim == 0:
+            # accelerate would take them for samples, and leave out ranks of a smaller last batch.
+            return ranks
         # The mesh's last axis is cp: [sequences, cp, batch] -> [sequences * batch]
-        losses = ranks.view(-1, self.cp.size, len(losses)).mean(1).flatten()
+        losses = ranks.view(-1, self.cp.size, len(numbers)).mean(1).flatten()
         state = self.accelerator.gradient_state
         if state.end_of_dataloader and state.remainder > 0:
             losses = losses[: state.remainder]
         return losses
+
+    def _scale_noise(self, share: float) -> None:
+        """Makes NEFTune's noise for `share` of a sequence's tokens as large as for all of them.
+
+        Its bound is alpha / sqrt(tokens * dims), and it counts the tokens of one rank.
+        """
+        if self.neftune_noise_alpha is not None and self.model.training:
+            embeddings = self.accelerator.unwrap_model(self.model).get_input_embeddings()
+            embeddings.neftune_noise_alpha = self.neftune_noise_alpha * math.sqrt(share)

@@ -16,6 +16,26 @@ from titan_sparse.integrations.transformers.settings import AttentionSettings
 from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX
 
 
+def check_class(cls: type, ours: type) -> None:
+    """Raises TypeError for a class whose losses would not be those of whole sequences.
+
+    ours: ContextParallelTrainer, which `cls` extends.
+    """
+    classes = cls.__mro__
+    if Trainer in classes and classes.index(Trainer) < classes.index(ours):
+        raise TypeError(
+            f"{cls.__name__} would train whole sequences on every rank; "
+            f"write class {cls.__name__}({ours.__name__}, {cls.__bases__[0].__name__})"
+        )
+    for other in classes:
+        is_of_trl = other.__module__.partition(".")[0] == "trl" and issubclass(other, Trainer)
+        if is_of_trl and other.__name__ not in ("SFTTrainer", "_BaseTrainer"):
+            raise TypeError(
+                f"{other.__name__} needs whole sequences for its loss, and context parallelism has "
+                "parts of them; write Trainer or SFTTrainer, or leave ContextParallelTrainer out"
+            )
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Raises ValueError for options that look at whole sequences where there are only parts."""
     args = trainer.args
@@ -76,6 +96,12 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
             "ranks of one sequence get another; write router_aux_loss_coef=0.0 and "
             "config.output_router_logits = False"
         )
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"an adapter of {type(adapter).__name__} looks at the beginning or the end of whole "
+                "sequences, which one rank has; write LoraConfig without alora_invocation_tokens"
+            )
     check_rope(config, cp.size)
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise ValueError(
