@@ -1,6 +1,6 @@
 """Writes a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
 
-    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype bfloat16] [--merge]
+    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype float32] [--merge]
 
 RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
 checkpoint/step-N. The run's config.toml says which model it is. Nothing of the run is changed; one
@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--dtype",
         choices=["bfloat16", "float16", "float32", "float64"],
-        help="of the weights; default: bfloat16, of adapters float32",
+        help="of the weights; default: training.dtype of the run, of adapters float32",
     )
     parser.add_argument("--merge", action="store_true", help="adapters go into the weights")
     args = parser.parse_args(words)
@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
 def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool = False) -> str:
     """Export what `source` names to the new folder `out`; returns the checkpoint that was read.
 
-    dtype: None for bfloat16, or float32 for adapters. merge: adapters go into the weights.
+    dtype: None for that of training. merge: adapters go into the weights.
     Raises ValueError, one line, if there is none.
     """
     checkpoint, config = _find(source)
@@ -68,6 +68,7 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
             "tie_word_embeddings = true; write false there"
         )
     read = functools.partial(read_into, checkpoint=checkpoint)
+    trained = getattr(torch, config.training.dtype)
     adapters = resolve_adapters(shape, **vars(config.lora))
     if adapters is None:
         if merge:
@@ -75,11 +76,11 @@ def export(source: str, out: str, dtype: torch.dtype | None = None, merge: bool 
     else:
         _check_base(config, checkpoint)
         if not merge:
-            dtype = dtype or torch.float32
+            dtype = dtype or torch.promote_types(trained, torch.float32)
             export_adapter(checkpoint, read, out, shape, adapters, dtype, model.initial_hf)
             return checkpoint
         read = merged(read, shape, adapters, model.initial_hf)
-    export_weights(checkpoint, read, out, shape, dtype or torch.bfloat16, model.initial_hf)
+    export_weights(checkpoint, read, out, shape, dtype or trained, model.initial_hf)
     return checkpoint
 
 

@@ -80,19 +80,24 @@ def test_scorer_of_ruler():
     assert text_of(TOKENIZER, np.array([104, 105, TOKENIZER.end_of_document, 106])) == "hi"
 
 
-def test_an_answer_that_comes_a_token_late_scores_nothing():
+def test_an_answer_that_comes_a_token_late_scores_nothing(monkeypatch):
     """A model that repeats what it reads says the number, but no token in its place."""
+    alone = Mock()
+    alone.get_world_size.return_value = 1
+    alone.all_gather_object.side_effect = lambda gathered, own: gathered.__setitem__(0, own)
+    monkeypatch.setattr(answers, "dist", alone)
     sample = _samples()[0]
     late = np.concatenate([sample.prompt[-1:], sample.answer[:-1]])
     almost = sample.answer.copy()
     almost[3] += 1
     for predicted, score in ((late, 0), (almost, 0), (sample.answer, 1)):
         answered = torch.ones(len(predicted)), torch.from_numpy(predicted)
-        scorer = SimpleNamespace(tokenizer=TOKENIZER, answer=Mock(return_value=answered))
-        result = answers._forced(scorer, sample, sample.length)
-        assert string_match_all(result["right_text"], sample.references) == score
+        scorer = Mock(tokenizer=TOKENIZER, dp_size=1, own=enumerate)
+        scorer.answer.return_value = answered
+        (record,) = score_samples(scorer, [sample], generate=False)
+        assert record["score"] == score
         if predicted is not almost:
-            assert string_match_all(result["prediction"], sample.references) == 1
+            assert string_match_all(record["prediction"], sample.references) == 1
 
 
 def test_cells_are_means():

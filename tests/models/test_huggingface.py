@@ -302,8 +302,9 @@ def test_a_run_from_hugging_face_and_back(tmp_path, capsys):
     write_texts(tmp_path / "texts")
     run_processes(2, _run, tmp_path)
     before = _files(tmp_path / "run")
-    assert export_hf([str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert export_hf([str(tmp_path / "run/checkpoint/step-2"), str(tmp_path / "half")]) == 0
+    assert export_hf([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    half = [str(tmp_path / "half"), "--dtype", "bfloat16"]
+    assert export_hf([str(tmp_path / "run/checkpoint/step-2"), *half]) == 0
     assert _files(tmp_path / "run") == before
     written = tmp_path / "run/huggingface/step-4"
     assert {p.name: x for p, x in _files(written).items()} == {

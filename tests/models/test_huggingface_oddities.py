@@ -285,6 +285,24 @@ def test_an_export_drops_no_head_of_a_checkpoint(tmp_path, capsys):
 # Out
 
 
+def test_links_out_of_the_folder_are_not_followed(tmp_path):
+    """Those of Hugging Face's cache are: snapshots/COMMIT/FILE -> ../../blobs/DIGEST."""
+    (tmp_path / "secret").write_text("a private key")
+    save_reference(tmp_path / "in")
+    (tmp_path / "in/vocab.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="vocab.json is a link to .*secret, outside of its folder"):
+        export_from(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "blobs/12ab").write_text("{}")
+    save_reference(cache / "snapshots/1")
+    (cache / "snapshots/1/vocab.json").symlink_to("../../blobs/12ab")
+    export_from(cache / "snapshots/1", tmp_path / "out")
+    assert (tmp_path / "out/vocab.json").read_text() == "{}"
+
+
 def test_what_the_source_says_beside_the_shape_is_kept(tmp_path):
     save_reference(tmp_path / "in", "LlamaForCausalLM", rope_parameters=dict(YARN))
     kept = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor, nn
 
@@ -258,11 +259,29 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
+def _write_tokenizer(folder: Path) -> None:
+    """With a chat template, as transformers saves it."""
+    words = tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), chat_template=template
+    ).save_pretrained(folder)
+
+
+def _chat(folder: Path) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template([{"role": "user", "content": "a a"}], tokenize=False)
+
+
 def test_peft_loads_what_is_exported(folder, trained):
     ours = _our_logits(trained)
     base = read_model(folder / "Llama")
     assert _distance(_logits(base), ours) > 0.01
+    _write_tokenizer(folder / "Llama")
     assert export_hf([str(folder / "trained"), str(folder / "adapter")]) == 0
+    assert _chat(folder / "adapter") == _chat(folder / "Llama") == "<user>a a<end>"
     for path in (folder / "adapter", folder / f"trained/huggingface/step-{STEPS}"):
         files = {file.name for file in path.iterdir()}
         assert files >= {"adapter_config.json", "adapter_model.safetensors"}
@@ -306,7 +325,11 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
         output = "merged-run"
         train(folder, output, model, {"optimizer.lr": 0.1})
     out = folder / f"{model}-merged"
-    assert export_hf([str(folder / output), str(out), "--merge", "--dtype", "float32"]) == 0
+    _write_tokenizer(folder / model)
+    # In the dtype of the run.
+    assert export_hf([str(folder / output), str(out), "--merge"]) == 0
+    assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
+    assert _chat(out) == _chat(folder / model)
     found, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
@@ -321,6 +344,15 @@ def test_merged_weights_are_what_peft_merges(folder, trained, model):
         moved += not torch.equal(tensor, base[name])
     assert moved == (14 if model == "Llama" else 12)
     assert _distance(_logits(found), _logits(expected)) < 1e-5
+
+    # Merged before it is rounded.
+    half = folder / f"{model}-half"
+    assert export_hf([str(folder / output), str(half), "--merge", "--dtype", "bfloat16"]) == 0
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
+    wrong = 0
+    for name, tensor in expected.state_dict().items():
+        wrong += (rounded.state_dict()[name] != tensor.bfloat16()).sum().item()
+    assert wrong / sum(x.numel() for x in expected.parameters()) < 1e-3
 
 
 def test_frozen_weights_stay_as_they_were_read(folder):

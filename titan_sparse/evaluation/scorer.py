@@ -35,7 +35,7 @@ class Sequence(NamedTuple):
     tokens: NDArray[np.int64]
     """int64 [n]"""
     labels: NDArray[np.int64]
-    """int64 [n], already shifted; -100 where nothing is scored"""
+    """int64 [n], already shifted; -100 where nothing is scored. [k, n]: k answers to the same text"""
 
 
 class Batch(NamedTuple):
@@ -43,6 +43,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     labels: Tensor
+    """a row for each answer"""
     positions: Tensor
     """global"""
     masks: Any
@@ -106,17 +107,25 @@ class Scorer:
         return self.answers([sequence], length)[0]
 
     def answers(self, sequences: list[Sequence | None], length: int) -> list[tuple[Tensor, Tensor]]:
-        """answer() of each of the sequences, which go through the model together."""
+        """answer() of each row of labels of the sequences, which go through the model together."""
         sequences = [sequence or self._nothing() for sequence in sequences]
         batch = self.batch(sequences, length)
-        losses, predicted = self.run(batch, answer_scores)
+        answers = [np.atleast_2d(sequence.labels) for sequence in sequences]
+        repeats = torch.tensor([len(of_text) for of_text in answers], device=self.device)
+        text_of_row = torch.arange(len(answers), device=self.device).repeat_interleave(repeats)
+        rows, columns = (batch.labels != IGNORED_LABEL).nonzero(as_tuple=True)
+
+        def scores(hidden: Tensor, weight: Tensor, labels: Tensor, *rest: Any) -> Any:
+            wanted = hidden[text_of_row[rows], columns]
+            return answer_scores(wanted, weight, labels[rows, columns], *rest)
+
+        losses, predicted = self.run(batch, scores)
         # Each rank has some of the N labels. It puts its results where they belong; a sum over ranks
         # then fills in the rest.
         scored = []
-        for row, sequence in enumerate(sequences):
-            scored.append(np.flatnonzero(sequence.labels != IGNORED_LABEL) + row * _FAR)
-        rows, columns = (batch.labels != IGNORED_LABEL).nonzero(as_tuple=True)
-        places = batch.positions[rows, columns] + rows * _FAR
+        for row, labels in enumerate(itertools.chain(*answers)):
+            scored.append(np.flatnonzero(labels != IGNORED_LABEL) + row * _FAR)
+        places = batch.positions[text_of_row[rows], columns] + rows * _FAR
         slots = torch.searchsorted(torch.from_numpy(np.concatenate(scored)).to(self.device), places)
         counts = [len(of_row) for of_row in scored]
         gathered = torch.zeros(2, sum(counts), dtype=torch.float64, device=self.device)
@@ -161,9 +170,9 @@ class Scorer:
         )
 
         def local(rows: list[NDArray[np.integer]], padding: int) -> Tensor:
-            """This rank's part of rows [n] once padded to [total]: int64 [B, S_local]."""
+            """This rank's part of rows [n] or [k, n] once padded to [total]: int64 [B, S_local]."""
             padded = []
-            for row in rows:
+            for row in itertools.chain(*map(np.atleast_2d, rows)):
                 padded.append(np.pad(row, (0, total - len(row)), constant_values=padding))
             whole = torch.from_numpy(np.stack(padded).astype(np.int64))
             return self.cp.shard(whole, 1, table).to(self.device)

@@ -31,6 +31,7 @@ from titan_sparse.models.transformers_config import TransformersConfig
 
 __all__ = [
     "check_weights",
+    "copy_tokenizer",
     "export_weights",
     "huggingface_name",
     "load_weights",
@@ -150,11 +151,32 @@ def export_weights(
         _write_tensors(read, incomplete, config, dtype, max_file_bytes)
         config_text = json.dumps(values, indent=2) + "\n"
         (incomplete / "config.json").write_text(config_text, encoding="utf-8")
-        if source:
-            for name in COPIED_FILES:
-                file = Path(source).expanduser() / name
-                if file.is_file():
-                    shutil.copy(file, incomplete / name)
+        copy_tokenizer(source, incomplete)
+
+
+def copy_tokenizer(source: str, folder: Path) -> None:
+    """Copy the tokenizer, the chat template and generation_config.json of the folder `source`; empty:
+    nothing.
+
+    Raises ValueError of one line for a link that leaves `source`. Those of Hugging Face's cache stay
+    in the model's own folder there.
+    """
+    if not source:
+        return
+    root = Path(source).expanduser().resolve()
+    # models--NAME/snapshots/COMMIT, whose files are links to models--NAME/blobs.
+    inside = root.parent.parent if root.parent.name == "snapshots" else root
+    for name in COPIED_FILES:
+        target = (root / name).resolve()
+        if not target.is_file():
+            continue
+        # A download may come from anyone: the export may go to anyone.
+        if not target.is_relative_to(inside):
+            raise ValueError(
+                f"model.initial_hf: {root / name} is a link to {target}, outside of its folder, and "
+                "is not copied; write the file itself there, or remove the link"
+            )
+        shutil.copy(target, folder / name)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface import (
     check_weights,
+    copy_tokenizer,
     huggingface_name,
     new_folder,
     open_tensors,
@@ -49,6 +50,7 @@ def export_adapter(
         settings = peft_config(adapters, source)
         settings.inference_mode = True
         settings.save_pretrained(incomplete)
+        copy_tokenizer(source, incomplete)
 
 
 def merged(read: Read, config: DecoderConfig, adapters: Adapters, source: str) -> Read:

@@ -39,7 +39,7 @@ class Meshes(NamedTuple):
 
 def choose_device(name: str) -> torch.device:
     """The device of this process: training.device; on GPUs the one of LOCAL_RANK, now the current
-    one, so that nobody tries anything on another process's GPU.
+    one, so that nobody tries anything on another process's GPU. Without torchrun the current one.
 
     Raises ValueError if there is none.
     """
@@ -49,7 +49,8 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('training.device = "cuda", but torch sees no GPU; write "cpu" or "auto"')
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    given = os.environ.get("LOCAL_RANK")
+    local_rank = torch.cuda.current_device() if given is None else int(given)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")

@@ -80,6 +80,60 @@ def test_loglikelihoods(pair):
     assert [greedy for _, greedy in found[-2:]] == [True, False]
 
 
+def test_choices_that_read_the_same_share_a_forward(pair, monkeypatch):
+    """As many forwards as HFLM needs, and the same answers."""
+    ours, theirs = pair
+    choices = [
+        ("Which?", " A"),
+        ("Which?", " B"),
+        ("Which?", " C"),
+        ("Which?", " Aa"),
+        ("Who?", " A"),
+    ]
+    texts = {"ours": 0, "theirs": 0}
+    run, call = ours.scorer.run, theirs._model_call
+
+    def run_and_count(batch, loss):
+        texts["ours"] += len(batch.tokens)
+        return run(batch, loss)
+
+    def call_and_count(inputs, *rest, **others):
+        texts["theirs"] += len(inputs)
+        return call(inputs, *rest, **others)
+
+    monkeypatch.setattr(ours.scorer, "run", run_and_count)
+    monkeypatch.setattr(theirs, "_model_call", call_and_count)
+    found = ours.loglikelihood(_requests("loglikelihood", choices))
+    expected = theirs.loglikelihood(_requests("loglikelihood", choices))
+    assert texts == {"ours": 3, "theirs": 3}
+    for mine, other in zip(found, expected, strict=True):
+        assert mine == (pytest.approx(other[0], abs=1e-4), other[1])
+
+
+def test_device_of_lm_eval(tmp_path):
+    """cuda:0 is what lm_eval writes where --device is not given: HFLM's device then."""
+    folder = str(write_folder(tmp_path / "model"))
+    ours = TitanSparseLM(pretrained=folder, device="cuda:0")
+    assert ours._device.type == HFLM(folder, device="cuda:0").device.type
+    with pytest.raises(ValueError, match="--device cuda:99 does not exist"):
+        TitanSparseLM(pretrained=folder, device="cuda:99")
+
+
+def test_no_code_of_a_tokenizer_is_run(tmp_path, monkeypatch):
+    """transformers would ask on stdin, and run it after a "y"."""
+    folder = write_folder(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nclass Own: pass\n")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(ValueError, match="code of its own is not run") as caught:
+        TitanSparseLM(pretrained=str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+    assert not asked and not (tmp_path / "was run").exists()
+
+
 def test_rolling_windows(pair):
     ours, theirs = pair
     strings = [("a b c " * 40,), ("One.",), ("d" * LONGEST,), ("e" * (LONGEST + 1),)]
@@ -214,7 +268,7 @@ def test_no_group_of_processes_is_needed_to_refuse(tmp_path):
         ({"pretrained": folder, "attention.patern": "moba"}, "attention.pattern"),
         ({"pretrained": str(tmp_path)}, "needs a readable config.json"),
         ({"pretrained": folder, "tokenizer": str(tmp_path)}, "data.tokenizer"),
-        ({"pretrained": folder, "device": "cuda:0"}, "training.device"),
+        ({"pretrained": folder, "device": "gpu"}, "training.device"),
     ):
         with pytest.raises(ValueError, match=reason) as caught:
             TitanSparseLM(**arguments)

@@ -67,7 +67,7 @@ class TitanSparseLM(TemplateLM):
         config: of the run; by default beside the checkpoint.
         tokenizer: folder or tokenizer.json; by default data.tokenizer, or that of `pretrained`.
         attention: "as_trained", the default with a config, or "dense".
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda", or in one process "cuda:N"; "cuda:0" is the CPU where no GPU is.
         batch_size: requests that go through together on a data-parallel rank.
         max_length: tokens; longer requests lose their beginning, as in HFLM. By default the larger
         of the model's max_position_embeddings and the run's training.seq_len.
@@ -79,8 +79,11 @@ class TitanSparseLM(TemplateLM):
         super().__init__()
         if tokenizer is not None:
             keys["data.tokenizer"] = tokenizer
-        if device is not None:
-            keys["training.device"] = device
+        if device == "cuda:0":
+            # What lm_eval writes where --device is not given: as in HFLM, a GPU if there is one.
+            keys.setdefault("training.device", "auto")
+        elif device is not None:
+            keys["training.device"] = _named_device(device)
         require(
             str(batch_size).isdecimal() and int(batch_size) > 0,
             f"batch_size = {batch_size} is no positive integer; write for example 1",
@@ -148,16 +151,31 @@ class TitanSparseLM(TemplateLM):
         """Log-likelihood of each continuation, and whether greedy decoding writes it."""
         requests = _of_rank_zero(requests)
         sequences = [self._sequence(context, answer) for _, context, answer in requests]
-        order = sorted(range(len(requests)), key=lambda place: -len(sequences[place].tokens))
+        # Choices that differ in their last token alone read the same: one forward, as in HFLM.
+        alike: dict[bytes, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            alike.setdefault(sequence.tokens.tobytes(), []).append(place)
+        groups = sorted(alike.values(), key=lambda places: -len(sequences[places[0]].tokens))
 
-        def score(places: list[int]) -> Iterator[tuple[float, bool]]:
-            batch = [sequences[place] for place in places] or [None]
-            length = max((len(sequence.tokens) for sequence in batch if sequence), default=1)
-            for place, (losses, predicted) in zip(places, self.scorer.answers(batch, length)):
-                wanted = torch.tensor(requests[place][2], device=predicted.device)
-                yield -losses.sum().item(), bool((predicted == wanted).all())
+        def score(numbers: list[int]) -> Iterator[list[tuple[float, bool]]]:
+            batch = []
+            for number in numbers:
+                labels = np.stack([sequences[place].labels for place in groups[number]])
+                batch.append(Sequence(sequences[groups[number][0]].tokens, labels))
+            length = max((len(sequence.tokens) for sequence in batch), default=1)
+            answers = iter(self.scorer.answers(batch or [None], length))
+            for number in numbers:
+                scores = []
+                for place, (losses, predicted) in zip(groups[number], answers):
+                    wanted = torch.tensor(requests[place][2], device=predicted.device)
+                    scores.append((-losses.sum().item(), bool((predicted == wanted).all())))
+                yield scores
 
-        results = self._by_batch(order, score, disable_tqdm)
+        found = {}
+        scores = self._by_batch(list(range(len(groups))), score, disable_tqdm)
+        for places, of_group in zip(groups, scores, strict=True):
+            found |= dict(zip(places, of_group, strict=True))
+        results = [found[place] for place in range(len(requests))]
         for (name, _, _), result in zip(requests, results, strict=True):
             # loglikelihood_rolling() keeps the sums of its windows itself.
             if name is not None:
@@ -332,6 +350,25 @@ class TitanSparseLM(TemplateLM):
     def _longest(self, has_config: bool) -> int:
         published = self.scorer.model_config.max_positions
         return max(published, self.config.training.seq_len) if has_config else published
+
+
+def _named_device(name: str) -> str:
+    """training.device of lm_eval's --device; the GPU of cuda:N is the current one from now on."""
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not number:
+        return name
+    count = torch.cuda.device_count()
+    require(
+        number.isdecimal() and int(number) < count,
+        f"--device {name} does not exist, as this node has {count} GPUs; leave --device out",
+    )
+    require(
+        "LOCAL_RANK" not in os.environ,
+        f"--device {name} would be ignored, as each rank of torchrun has a GPU of its own; "
+        "leave --device out",
+    )
+    torch.cuda.set_device(int(number))
+    return kind
 
 
 def _sampling(arguments: dict[str, Any], seed: int) -> Sampling:

@@ -47,7 +47,15 @@ def open_text(name: str, tokenizer: Tokenizer) -> Any:
 
     path = tokenizer_file(name)
     if path.with_name("tokenizer_config.json").is_file():
-        return AutoTokenizer.from_pretrained(str(path.parent), local_files_only=True)
+        try:
+            return AutoTokenizer.from_pretrained(
+                str(path.parent), local_files_only=True, trust_remote_code=False
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"transformers cannot read the tokenizer of {path.parent}, where code of its own is not "
+                "run; write tokenizer=FOLDER with its tokenizer.json alone"
+            ) from error
     text = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path.parent))
     text.eos_token = text.convert_ids_to_tokens(tokenizer.end_of_document)
     return text
