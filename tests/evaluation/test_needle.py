@@ -1,7 +1,6 @@
 """Needle In A Haystack: samples are exact; answers, teacher-forced and generated, are those of a plain
 forward on any mesh."""
 
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
