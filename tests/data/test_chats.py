@@ -266,6 +266,9 @@ def test_which_messages_are_learned(tmp_path):
     assert learned_texts(encode(folder, CHAT, loss_on="last_assistant"), folder) == texts[1:]
     whole = encode(folder, CHAT, loss_on="all")
     assert whole.learned[:-1].all() and not whole.learned[-1]
+    # Nothing but the header of the last answer is a special token: it does not end the answer.
+    glm = write_tokenizer(tmp_path / "glm", GLM)
+    assert encode(glm, [CHAT[1], {"role": "assistant", "content": ""}], loss_on="all").learned.all()
 
 
 @pytest.mark.parametrize(
@@ -361,9 +364,11 @@ MACROS = (
         ),
         ("{{ [1, 2] | random }}", "cannot render it: it draws at random"),
         ("{{ lipsum() }}", "cannot render it: it draws at random"),
+        ("{{ 10 ** 10 ** 10 }}", r"cannot render it: it computes 10 \*\* 10, which may take for"),
+        ("{{ 'a' * 10000000000 }}", "cannot render it: it repeats a text or list 10,000,000,000"),
         ("{% for %}", "cannot be compiled: .*; write another data.chat_template"),
     ],
-    ids=["loops", "macros", "random", "lipsum", "syntax"],
+    ids=["loops", "macros", "random", "lipsum", "power", "product", "syntax"],
 )
 def test_a_template_that_no_rank_should_render(tmp_path, template, message, monkeypatch):
     monkeypatch.setattr(chat_template, "_SECONDS", 0.1)

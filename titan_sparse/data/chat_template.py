@@ -133,6 +133,9 @@ class ChatTemplate:
             "lipsum": refuse,
         }
         self._environment.filters["random"] = refuse
+        # One operation on constants can take hours, even when the template is compiled.
+        self._environment.intercepted_binops = frozenset(["**", "*"])
+        self._environment.binop_table |= {"**": _refuse_power, "*": _product}
 
     def _compile(self, text: str) -> Any:
         """The template, which looks at the clock in each pass of a loop and each call of a macro."""
@@ -161,6 +164,17 @@ class ChatTemplate:
                     f'data.chat_template_kwargs: the chat template does not read "{name}"; leave it '
                     "out"
                 )
+
+
+def _refuse_power(left: Any, right: Any) -> Any:
+    raise ValueError(f"it computes {left} ** {right}, which may take for ever")
+
+
+def _product(left: Any, right: Any) -> Any:
+    for one, other in ((left, right), (right, left)):
+        if hasattr(one, "__len__") and len(one) * other > 1_000_000:
+            raise ValueError(f"it repeats a text or list {other:,} times")
+    return left * right
 
 
 def load_template(data: Data, model_folder: str) -> ChatTemplate:

@@ -130,7 +130,8 @@ class ChatEncoder:
             for number, is_taught in enumerate(taught):
                 if not is_taught:
                     learned[rendered.tokens_of(chat.message(number))] = False
-            ends_open = taught[-1] and rendered.turn_end(slice(0, len(learned))) is None
+            last = rendered.tokens_of((chat.content_start(len(messages) - 1), len(chat.text)))
+            ends_open = taught[-1] and rendered.turn_end(last) is None
         else:
             learned = np.zeros(len(rendered.ids), dtype=bool)
             for turn in chat.turns(taught):
@@ -191,12 +192,12 @@ class _Chat:
             else:
                 parts = [(self._prefix(number, True), self._prefix(number + 1, False))]
             self._check_answer(number, parts)
-            content = self._content_start(number)
+            content = self.content_start(number)
             for start, stop in parts:
                 turns.append(Turn(start, stop, content if start <= content <= stop else start))
         return turns
 
-    def _content_start(self, number: int) -> int:
+    def content_start(self, number: int) -> int:
         """Letters before the content of an answer that is blank; 0 for any other.
 
         Nothing but special tokens may be in such a turn: those of its header, and those of its end.
