@@ -98,6 +98,9 @@ def prepare(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "dangling").symlink_to(folder / "nowhere")
     (folder / "loop").symlink_to(folder / "loop")
+    for name in (".lock", "metrics.jsonl"):
+        (folder / f"linked{name}").mkdir()
+        (folder / f"linked{name}" / name).symlink_to(folder / "file")
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (folder / "prepared").mkdir()
@@ -115,6 +118,8 @@ def wrong_paths() -> list[BadStart]:
         "{folder}/loop",
         "{folder}/occupied",
         "{folder}/occupied_file",
+        "{folder}/linked.lock",
+        "{folder}/linkedmetrics.jsonl",
         "/proc/run",
         "/dev/null",
         "{folder}/" + "n" * 256,

@@ -47,6 +47,7 @@ from titan_sparse.training.checkpoint import (
     Checkpointer,
     Progress,
     check_async_mode,
+    check_lock,
     lock_run,
     unlock_run,
 )
@@ -72,6 +73,8 @@ from titan_sparse.training.resumption import report_changes
 from titan_sparse.training.run_folder import begin_start
 from titan_sparse.training.signals import StopSignals, deaf_children
 from titan_sparse.training.start import (
+    alike,
+    alike_in_files,
     check_initial_weights,
     checkpoint_to_resume,
     local_world_size,
@@ -110,7 +113,11 @@ class Trainer:
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
         self.origin = Origin(
-            self.model_config, self.loader.tokenizer.digest, self.device.type, base_digest(config)
+            self.model_config,
+            self.loader.tokenizer.digest,
+            self.device.type,
+            base_digest(config),
+            self.loader.mixture.fingerprint(),
         )
         saved = read_saved(checkpoint_to_resume(config))
         if saved is not None:
@@ -132,9 +139,16 @@ class Trainer:
         tracker = open_tracker(config)
         torch.manual_seed(training.seed)
 
-        # Who works together.
-        if not dist.is_initialized():
-            init_distributed(self.device, config.parallelism.first_step_timeout_seconds)
+        # Who works together, and on the same.
+        init_distributed(
+            self.device,
+            config.parallelism.first_step_timeout_seconds,
+            alike(config)
+            | {"the chosen attention.backend": self.backend}
+            | alike_in_files(config, self.origin)
+            | {"the digest of documents of data.source": self.loader.content_digest()}
+            | {"the digest of validation.source": self.validation.content_digest()},
+        )
         self.start_folder = begin_start(config, self.device)
         cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
         self.meshes = build_meshes(config.parallelism, cp_intra, self.device.type)
@@ -413,6 +427,8 @@ class Trainer:
         """What is due after a step: going back, saving, validation, collecting garbage."""
         step = self.progress.step
         training, parallelism = self.config.training, self.config.parallelism
+        if dist.get_rank() == 0:
+            check_lock(training.output_dir)
         is_last = stopped or step == training.steps
         is_due = self.checkpointer.is_due(step, is_last) and step != self.saved_step
         problem = self.recovery.problem(saves=is_due, is_last=is_last)

@@ -18,7 +18,7 @@ from tests.data.helpers import (
     train_tokenizer,
     write_texts,
 )
-from titan_sparse.config import Config, Data
+from titan_sparse.config import Config, Data, Refusal
 from titan_sparse.data.loader import Batch, PackedLoader, build_loader
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
@@ -179,6 +179,15 @@ def test_split_special_tokens_belong_to_the_stream_and_are_off_in_older_states(t
     for saved in (state, older):
         with pytest.raises(ValueError, match="data.split_special_tokens was 0 and is 1"):
             make_loader(RAGGED, tokenizer=letters).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("where", ["cursors", "fingerprint"])
+def test_a_state_of_a_later_version_is_refused(where):
+    state = make_loader(RAGGED).state_dict()
+    (part,) = json.loads(state[where])
+    later = state | {where: json.dumps([part | {"phase": 1}])}
+    with pytest.raises(Refusal, match="phase.*, which this version does not know"):
+        make_loader(RAGGED).load_state_dict(later)
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -1,6 +1,7 @@
 """A new attempt in a store that an earlier one has left behind."""
 
 import os
+import socket
 import threading
 import time
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from titan_sparse.training.job_store import agree_on_name
+from titan_sparse.training.job_store import agree_on_name, store_of_this_start
 from titan_sparse.training.parallelize import init_distributed
 from titan_sparse.training.watch import Watch
 
@@ -50,10 +51,28 @@ def test_an_attempt_that_died_in_between_is_passed_over():
 def test_who_is_missing_is_said():
     store = dist.HashStore()
     store.set("name of the start", "old")
-    with pytest.raises(RuntimeError, match="rank 0 has waited 0 s for rank 1 to start"):
+    with pytest.raises(TimeoutError, match="rank 0 has waited 0 s for rank 1 to start"):
         agree_on_name(store, 0, 2, timeout_seconds=0.1)
-    with pytest.raises(RuntimeError, match="rank 1 has waited 0 s for rank 0 to start"):
+    many = "rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more of 12 to start"
+    with pytest.raises(TimeoutError, match=many):
+        agree_on_name(store, 0, 12, timeout_seconds=0.1)
+    with pytest.raises(TimeoutError, match="rank 1 has waited 0 s for rank 0 to start"):
         agree_on_name(store, 1, 2, timeout_seconds=0.1)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    """Without torchrun, as Slurm starts them: one line, which main() gives to an OSError."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConnectionError, match=f"^rank 1 cannot reach rank 0 at 127.0.0.1:{port}"):
+        store_of_this_start(1)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(TimeoutError, match="^rank 0 has waited 1 s for rank 1 to start"):
+        store_of_this_start(1)
 
 
 def _attempt(rank: int, port: int, attempt: int) -> None:

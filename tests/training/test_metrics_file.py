@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_line_is_there_once_it_is_written(tmp_path):
     lines.close()
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\0\0\0", '{"step": 3}'])
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "{", "\0\0\0", "\0" * 200_000, '{"step": 3}'])
 def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     whole = '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n'
@@ -62,6 +63,34 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path, torn):
     lines.write({"step": 9})
     lines.close()
     assert path.read_text() == whole + (torn + "\n" if is_whole else "") + '{"step": 9}\n'
+
+
+def test_a_long_file_is_not_read_to_add_to_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' * 1_000_000 + b'{"step": 2')
+    tracemalloc.start()
+    lines = JsonLines(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    lines.close()
+    assert peak < 1 << 20 and path.stat().st_size == 12_000_000
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="metrics.jsonl"):
+        JsonLines(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_a_file_that_is_deleted_is_missed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="deleted while the run goes on.*metrics.jsonl"):
+        lines.write({"step": 1})
+    lines.close()
 
 
 def test_the_later_line_of_a_step_counts(tmp_path):

@@ -3,6 +3,7 @@ stop signal in one process."""
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,6 +37,7 @@ def folder(tmp_path_factory) -> Path:
     """Texts, and a run of two steps: saved."""
     folder = tmp_path_factory.mktemp("starts")
     write_texts(folder / "texts")
+    write_texts(folder / "grown", documents=13)
     with pytest.MonkeyPatch.context() as patch:
         _run(patch, tiny_config(folder, "saved", **SETTINGS))
     return folder
@@ -92,15 +94,56 @@ def _messages(caplog) -> list[str]:
             "^checkpoint.async_mode = .* needs a GPU",
         ),
         ({"float8__enable": True}, "^float8.enable = true needs a Hopper GPU"),
+        # The place in the data that is saved would be another.
+        ({"training__seq_len": 96}, "^training.seq_len was 64 and is 96, .*write training.seq_len"),
+        ({"training__seed": 5}, "^training.seed was 0 and is 5, .*write training.seed = 0"),
+        ({"data__shuffle": False}, "^data.shuffle was 1 and is 0, .*write data.shuffle = true"),
+        (
+            {"data__sequences": "fixed"},
+            '^data.sequences was packed and is fixed, .*write data.sequences = "packed"',
+        ),
+        (
+            {"data__min_document_length": 9},
+            "^data.min_document_length was 0 and is 9, .*write data.min_document_length = 0",
+        ),
+        ({"data__source": "{folder}/texts:1, {folder}/grown:1"}, "had 1 parts and has 2, .*write"),
+        ({"data__source": "{folder}/grown"}, "documents .*was 12 and is 13.*write data.source = "),
     ],
 )
 def test_a_start_is_refused_before_it_begins(folder, settings, reason):
     """No folder of a start is made."""
     starts = os.listdir(folder / "saved/starts")
     config = tiny_config(folder, "saved", **SETTINGS | settings)
-    with pytest.raises(ValueError, match=reason):
+    config.data.source = config.data.source.replace("{folder}", str(folder))
+    with pytest.raises(ValueError, match=reason) as refused:
         Trainer(config)
     assert os.listdir(folder / "saved/starts") == starts
+    if config.data != tiny_config(folder, "saved", **SETTINGS).data:
+        assert f'checkpoint.initial_load_path = "{folder}/saved/checkpoint/step-2"' in str(refused)
+
+
+def test_a_folder_that_has_grown(folder):
+    """Nothing that could be written instead has changed."""
+    shutil.copytree(folder / "saved", folder / "copy")
+    texts = folder / "texts"
+    texts.rename(folder / "fewer")
+    (folder / "grown").rename(texts)
+    try:
+        with pytest.raises(Refusal, match="was 12 and is 13, .*; put its files back as they were"):
+            Trainer(tiny_config(folder, "copy", **SETTINGS))
+    finally:
+        texts.rename(folder / "grown")
+        (folder / "fewer").rename(texts)
+
+
+def test_a_run_whose_folder_is_deleted_ends(folder, monkeypatch):
+    def delete(run: Trainer) -> None:
+        shutil.rmtree(folder / "deleted")
+
+    config = tiny_config(folder, "deleted", **SETTINGS)
+    with pytest.raises(FileNotFoundError, match="deleted or moved while the run goes on"):
+        _run(monkeypatch, config, step=delete)
+    assert not (folder / "deleted").exists()
 
 
 def test_first_weights_that_do_not_fit_are_refused(folder, monkeypatch):

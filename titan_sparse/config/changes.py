@@ -2,13 +2,13 @@
 mean nothing.
 
 A checkpoint holds the configuration that it was saved with (config.toml) and what came of it with
-the files that it names (origin.json). What the data loader's state refuses is in data/loader.py.
+the files that it names (origin.json).
 """
 
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,24 @@ ORIGIN_FILE = "origin.json"
 """Beside config.toml in a checkpoint: origin_text()."""
 
 
+DATA_KEYS = {
+    "share": "a part's share of data.source",
+    "documents": "the number of documents of data.source",
+    "tokens": "the number of prepared tokens of data.source (0: texts)",
+    "vocab_size": "the vocabulary size of data.tokenizer",
+    "split_special_tokens": "data.split_special_tokens",
+    "sequences": "data.sequences",
+    "seq_len": "training.seq_len",
+    "seed": "training.seed",
+    "shuffle": "data.shuffle",
+    "min_document_length": "data.min_document_length",
+    "format": "data.format",
+    "loss_on": "data.loss_on",
+    "template": "the chat template's digest",
+}
+"""What fixes the stream of sequences -> how to name it to the user."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a configuration comes to on this machine, as far as a saved state depends on it."""
@@ -36,6 +54,8 @@ class Origin:
     """cpu or cuda"""
     base: str = ""
     """what tells the frozen weights from others; empty where all weights are trained"""
+    data: list[dict[str, Any]] = field(default_factory=list)
+    """what fixes the stream of sequences, a dict for each part of data.source"""
 
 
 @dataclass(frozen=True)
@@ -139,12 +159,46 @@ def refuse_changes(saved: Saved, config: Config, origin: Origin) -> None:
     tokenizer = saved.origin.get("tokenizer", origin.tokenizer)
     if tokenizer != origin.tokenizer:
         raise ConfigError(_another_tokenizer(saved, config, tokenizer, origin.tokenizer))
+    _refuse_other_data(saved, found, origin)
     if saved.origin.get("device", origin.device) == "cpu" and origin.device == "cuda":
         raise ConfigError(
             f"training.device = {show(config.training.device)} is cuda here, but {saved.checkpoint} "
             "was saved on the CPU and has no random numbers of a GPU; write "
             f'training.device = "cpu", or {_new_run(saved)}'
         )
+
+
+def _refuse_other_data(saved: Saved, found: dict[str, Change], origin: Origin) -> None:
+    said = data_differences(saved.origin.get("data", origin.data), origin.data)
+    if not said:
+        return
+    keys = [key for key in found if key.startswith("data.") or key in DATA_KEYS.values()]
+    instead = " and ".join(f"{key} = {show(found[key].saved)}" for key in keys)
+    instead = f"write {instead}" if keys else "put its files back as they were"
+    raise ConfigError(
+        f"{said}, so the place in the data that {saved.checkpoint} holds means other text; {instead}, "
+        f"or {_new_run(saved)}"
+    )
+
+
+def data_differences(saved: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    """What two streams of sequences differ in, for a message; empty if they are the same.
+
+    saved, now: Origin.data.
+    """
+    if len(saved) != len(now):
+        return f"data.source had {len(saved)} parts and has {len(now)}"
+    differences = []
+    for before, after in zip(saved, now, strict=True):
+        for name in {**after, **before}:
+            if before.get(name) == after.get(name):
+                continue
+            key = DATA_KEYS.get(name, f"{name} of the data, which this version does not know,")
+            text = f"{key} was {before.get(name)} and is {after.get(name)}"
+            # Every part has the same length and seed.
+            if text not in differences:
+                differences.append(text)
+    return "; ".join(differences)
 
 
 def _refuse_other_adapters(
@@ -202,8 +256,8 @@ def _another_tokenizer(saved: Saved, config: Config, before: str, now: str) -> s
 
 
 def _refuse_another_model(saved: Saved, config: Config, model: DecoderConfig) -> None:
-    before = _functions(_saved_model(saved))
-    now = _functions(dataclasses.asdict(model))
+    before = model_functions(_saved_model(saved))
+    now = model_functions(dataclasses.asdict(model))
     # Another version may know other fields.
     names = [name for name in now if name in before and before[name] != now[name]]
     if not names:
@@ -240,7 +294,7 @@ def _saved_model(saved: Saved) -> dict[str, Any]:
         return {}
 
 
-def _functions(model: dict[str, Any]) -> dict[str, Any]:
+def model_functions(model: dict[str, Any]) -> dict[str, Any]:
     """What decides over a model's shape and functions, by dotted names."""
     # How far positions may go is asked of data, not of weights.
     elsewhere = ("max_positions", "rope", "folder", "settings")

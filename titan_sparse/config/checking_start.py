@@ -10,7 +10,14 @@ from titan_sparse.config.reading import ConfigError, require, show
 from titan_sparse.config.sections import Checkpoint, Config, Metrics
 from titan_sparse.config.text_files import data_files, is_path, tokenizer_file
 
-_FILES = ("config.toml", "metrics.jsonl", "validation.jsonl", "wandb_run_id")
+_FILES = (
+    ".lock",
+    "config.toml",
+    "metrics.jsonl",
+    "validation.jsonl",
+    "wandb_run_id",
+    "checkpoint/rolled-back.json",
+)
 _FOLDERS = ("checkpoint", "tensorboard", "profile", "huggingface", "wandb")
 """What a run writes into training.output_dir."""
 
@@ -90,6 +97,9 @@ def _check_lengths(path: Path, folder: Path) -> None:
 def _check_run_folder(path: Path) -> None:
     """Raises OSError where something else has the name of a file or folder of the run."""
     for name in _FILES:
+        # It may come from anyone. What a link leads to would be overwritten.
+        if (path / name).is_symlink():
+            raise FileExistsError(0, f"{name} in it is a link")
         if (path / name).is_dir():
             raise IsADirectoryError(0, f"{name} in it is a folder")
     for name in _FOLDERS:

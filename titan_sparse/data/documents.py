@@ -38,6 +38,10 @@ class Documents(Protocol):
         """Drop the tokens of a document from memory; tokens() brings them back."""
         ...
 
+    def raw(self, index: int) -> bytes:
+        """A document as it is on disk, before it is tokenized."""
+        ...
+
 
 class _Tokenized(ABC):
     """Rows, encoded when a length or tokens are asked for. Lengths are remembered for good."""
@@ -74,6 +78,10 @@ class _Tokenized(ABC):
     def forget(self, index: int) -> None:
         """Drop the tokens of a document from memory; its length stays."""
         self._encoded.pop(index, None)
+
+    def raw(self, index: int) -> bytes:
+        """A document as it is on disk, before it is tokenized."""
+        return self.source[index].encode("utf-8", "surrogatepass")
 
     def _read(self, index: int) -> Encoded:
         if index not in self._encoded:

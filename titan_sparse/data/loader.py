@@ -4,10 +4,11 @@ There is one endless global stream of sequences (stream.py). The data-parallel r
 and the context-parallel ranks cut each sequence into blocks.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan_sparse.config.changes import data_differences
 from titan_sparse.config.mixture import source_formats, source_weights
+from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.formats import SampleFormat
@@ -34,22 +37,10 @@ from titan_sparse.data.whole import WholeStream
 
 logger = logging.getLogger("titan_sparse")
 
-# What fixes the global stream -> how to name it to the user.
-FINGERPRINT_KEYS = {
-    "share": "a part's share of data.source",
-    "documents": "the number of documents of data.source",
-    "tokens": "the number of prepared tokens of data.source (0: texts)",
-    "vocab_size": "the vocabulary size of data.tokenizer",
-    "split_special_tokens": "data.split_special_tokens",
-    "sequences": "data.sequences",
-    "seq_len": "training.seq_len",
-    "seed": "training.seed",
-    "shuffle": "data.shuffle",
-    "min_document_length": "data.min_document_length",
-    "format": "data.format",
-    "loss_on": "data.loss_on",
-    "template": "the chat template's digest",
-}
+_SAMPLES = 16
+"""Documents of a part that tell its content from another's."""
+
+_CURSOR_FIELDS = {field.name for field in fields(Cursor)}
 
 Shard = Callable[[Tensor, int, Tensor | None], Tensor]
 """shard(x, dim, table): this context-parallel rank's blocks of x, which is whole along `dim`."""
@@ -136,6 +127,16 @@ class PackedLoader:
         """Number of documents passed over as too short, over all epochs and ranks."""
         return sum(stream.documents_left_out for stream in self.mixture.streams)
 
+    def content_digest(self) -> str:
+        """Tells the documents from others: of each part a sample, evenly spaced, as reading all
+        would take hours."""
+        digest = hashlib.sha256()
+        for stream in self.mixture.streams:
+            count = len(stream.documents)
+            for index in sorted({n * count // _SAMPLES for n in range(_SAMPLES)} | {count - 1}):
+                digest.update(hashlib.sha256(stream.documents.raw(index)).digest())
+        return digest.hexdigest()
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 
@@ -173,10 +174,21 @@ class PackedLoader:
         """Go on at the first sequence that was not handed out. The number of ranks and the batch
         size may differ.
 
-        Raises ValueError, saying what differs, if the saved stream was another one.
+        Raises Refusal, saying what differs, if the saved stream was another one.
         """
-        _check_fingerprint(json.loads(state["fingerprint"]), self.mixture.fingerprint())
+        # An older checkpoint does not know these options, and had these values.
+        older = {"split_special_tokens": 0, **asdict(SampleFormat())}
+        saved = [older | part for part in json.loads(state["fingerprint"])]
         cursors = json.loads(state["cursors"])
+        said = data_differences(saved, self.mixture.fingerprint())
+        for name in sorted({name for cursor in cursors for name in cursor} - _CURSOR_FIELDS):
+            said = said or f"its place in the data has {name}, which this version does not know"
+        if said:
+            raise Refusal(
+                f"the checkpoint is of another stream of sequences: {said}; write what the run had, "
+                "with the titan_sparse that saved it, or for a new run from these weights another "
+                "training.output_dir and checkpoint.initial_load_path = the checkpoint's folder"
+            )
         for stream, cursor in zip(self.mixture.streams, cursors, strict=True):
             stream.cursor = Cursor(**cursor)
         if (state["dp_size"], state["batch_size"]) != (self.dp_size, self.batch_size):
@@ -217,25 +229,6 @@ class PackedLoader:
         if self._shard is None:
             return tensor
         return self._shard(tensor, 1, table)
-
-
-def _check_fingerprint(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
-    if len(saved) != len(current):
-        raise ValueError(
-            "the saved loader state is of another stream of sequences: "
-            f"data.source had {len(saved)} parts and has {len(current)}"
-        )
-    differences = []
-    for saved_part, current_part in zip(saved, current, strict=True):
-        # An older checkpoint does not know these options, and had these values.
-        saved_part = {"split_special_tokens": 0, **asdict(SampleFormat()), **saved_part}
-        for key, name in FINGERPRINT_KEYS.items():
-            if saved_part[key] != current_part[key]:
-                differences.append(f"{name} was {saved_part[key]} and is {current_part[key]}")
-    if differences:
-        raise ValueError(
-            f"the saved loader state is of another stream of sequences: {'; '.join(differences)}"
-        )
 
 
 def build_stream(

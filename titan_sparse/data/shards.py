@@ -166,6 +166,11 @@ class TokenShards:
     def forget(self, index: int) -> None:
         """Nothing to drop: the operating system decides which pages of a file stay in memory."""
 
+    def raw(self, index: int) -> bytes:
+        """The tokens of a document, and which of them are learned where that is given."""
+        learned = self.learned(index)
+        return self.tokens(index).tobytes() + (b"" if learned is None else learned.tobytes())
+
     def _check(self, tokens: NDArray[np.integer], where: str) -> None:
         largest = int(tokens.max())
         if largest >= self.vocab_size:

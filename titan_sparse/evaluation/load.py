@@ -7,7 +7,6 @@ import dataclasses
 import os
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, resolve_cp_intra
@@ -29,7 +28,7 @@ from titan_sparse.training.parallelize import (
     init_distributed,
     parallelize,
 )
-from titan_sparse.training.start import read_initial_hf
+from titan_sparse.training.start import alike, read_initial_hf
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""
@@ -93,8 +92,7 @@ def build_scorer(config: Config, checkpoint: str | None, tokenizer: Tokenizer) -
         _check_checkpoint(checkpoint, model_config, adapters)
     if adapters:
         check_base(config, checkpoint)
-    if not dist.is_initialized():
-        init_distributed(device, config.parallelism.first_step_timeout_seconds)
+    init_distributed(device, config.parallelism.first_step_timeout_seconds, alike(config))
     cp_intra = resolve_cp_intra(config.parallelism, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     meshes = build_meshes(config.parallelism, cp_intra, device.type)
     cp = build_context_parallel(config.attention, meshes.cp)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 from collections.abc import Iterator
@@ -66,6 +67,13 @@ class Validation:
             section.needle_samples,
             config.training.seed,
         )
+
+    def content_digest(self) -> str:
+        """Tells what is measured from something else."""
+        digest = hashlib.sha256()
+        for tokens in [s.tokens for s in self.sequences] + [n.prompt for n in self.needles]:
+            digest.update(tokens.tobytes())
+        return digest.hexdigest()
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after `step`: every validation.every steps, and after the last one."""

@@ -7,24 +7,33 @@ import os
 from pathlib import Path
 from typing import Any
 
+_BLOCK = 1 << 16
+"""Bytes that are read at a time in search of the last line."""
+
 
 class JsonLines:
     """A file that lines are added to. What a process that was killed left of a line is cut off.
 
-    Raises OSError, naming the file, where it cannot be opened or read.
+    Raises OSError, naming the file, where it cannot be opened or read, or is a link, which might have
+    been put there to have its target overwritten.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.descriptor = os.open(self.path, flags, 0o666)
         self._end_last_line()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a line, in one write. Raises OSError, naming the file, where it does not fit; the file
-        is as it was then."""
+        """Add a line, in one write. Raises OSError, naming the file, where it does not fit, or where
+        the file was deleted; it is as it was then."""
         line = (json.dumps(record) + "\n").encode()
-        end = os.fstat(self.descriptor).st_size
+        status = os.fstat(self.descriptor)
+        if status.st_nlink == 0:
+            raise FileNotFoundError(
+                errno.ENOENT, "the file was deleted while the run goes on", self.path
+            )
+        end = status.st_size
         try:
             written = os.write(self.descriptor, line)
         except OSError as error:
@@ -42,12 +51,18 @@ class JsonLines:
         os.close(self.descriptor)
 
     def _end_last_line(self) -> None:
-        content = Path(self.path).read_bytes()
-        last = content[content.rfind(b"\n") + 1 :]
+        # From the end: the lines of a long run are hundreds of megabytes.
+        size = os.fstat(self.descriptor).st_size
+        begin, last = size, b""
+        while begin > 0 and b"\n" not in last:
+            block = min(_BLOCK, begin)
+            begin -= block
+            last = os.pread(self.descriptor, block, begin) + last
+        last = last[last.rfind(b"\n") + 1 :]
         if not last:
             return
         if _parsed(last) is None:
-            os.ftruncate(self.descriptor, len(content) - len(last))
+            os.ftruncate(self.descriptor, size - len(last))
         else:
             os.write(self.descriptor, b"\n")
 

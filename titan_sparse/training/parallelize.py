@@ -1,6 +1,7 @@
 """Device meshes, and how a decoder is put on them: activation checkpointing, then compile, then FSDP2."""
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import (
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.training.activation_checkpoint import checkpointed
-from titan_sparse.training.job_store import store_of_this_start
+from titan_sparse.training.job_store import refuse_differences, store_of_this_start
 from titan_sparse.training.stacks import record_collectives
 
 
@@ -59,26 +60,30 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def init_distributed(device: torch.device, timeout_seconds: int) -> None:
-    """Join torchrun's process group, or make one of this process alone.
+def init_distributed(
+    device: torch.device, timeout_seconds: int, alike: Mapping[str, str] | None = None
+) -> None:
+    """Join torchrun's process group, or make one of this process alone; one that exists is kept.
 
-    Counters travel by gloo, tensors on GPUs by NCCL. All groups made later meet in the same store,
-    which no earlier attempt of torchrun has used.
+    alike: what must be the same on all ranks, by name. Counters travel by gloo, tensors on GPUs by
+    NCCL. All groups made later meet in the same store, which no earlier attempt of torchrun has used.
+    Raises Refusal on all ranks, before any of them has sent another a tensor, if `alike` differs.
     """
+    store, rank, world_size = store_of_this_start(timeout_seconds)
+    refuse_differences(store, rank, world_size, alike or {})
+    if dist.is_initialized():
+        return
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         record_collectives()
-    if "RANK" in os.environ:
-        store, rank, world_size = store_of_this_start(timeout_seconds)
-        dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=world_size
-        )
-    else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def leave_distributed() -> None:

@@ -24,7 +24,15 @@ from titan_sparse.config import Config, save
 
 STARTS = "starts"
 
-_PACKAGES = ("torch", "triton", "torchtitan", "torchao", "numpy")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn-4",
+    "torchtitan",
+    "torchao",
+    "numpy",
+    "tokenizers",
+)
 _GIT_SECONDS = 10.0
 
 
@@ -114,7 +122,7 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "working_directory": os.getcwd(),
         "git": git_commit(Path(__file__)),
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions()},
         "world_size": len(ranks),
         "restart_count": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "hosts": sorted({rank["host"] for rank in ranks}),
@@ -122,22 +130,22 @@ def _describe(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str | None]:
-    """None for a package that is not there, and for CUDA in a build without it."""
-    versions: dict[str, str | None] = {
+def versions() -> dict[str, str | None]:
+    """Of this package and of what it computes with. None for a package that is not there, and for
+    CUDA in a build without it."""
+    found: dict[str, str | None] = {
         # The package is loaded, as this is a part of it. Nothing below imports it from above.
         "titan_sparse": sys.modules["titan_sparse"].__version__,
-        "python": platform.python_version(),
     }
     for name in _PACKAGES:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+            found[name] = None
     # With the build, such as 2.11.0+cu128.
-    versions["torch"] = torch.__version__
-    versions["cuda"] = torch.version.cuda
-    return versions
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    return found
 
 
 def git_commit(file: Path) -> dict[str, Any] | None:

@@ -2,23 +2,33 @@
 attention is computed again for want of memory."""
 
 import dataclasses
+import hashlib
 import logging
 import os
 from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_sparse.config import Config, padding_multiple
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra
+from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions
+from titan_sparse.config.keys import KINDS
+from titan_sparse.config.reading import show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, peak_gib, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
+from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
+from titan_sparse.training.run_folder import versions
 
 logger = logging.getLogger("titan_sparse")
+
+PACKAGE = Path(__file__).parents[1]
 
 _AUTO_SHARE = 0.9
 """Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
@@ -50,12 +60,16 @@ def check_initial_weights(config: Config, model: DecoderConfig) -> None:
 
     Raises ValueError.
     """
-    reads_weights = config.model.initial_hf and not config.model.random_weights
-    if reads_weights and checkpoint_to_resume(config) is None:
+    if _reads_initial_hf(config):
         # Only where asked for: it needs safetensors.
         from titan_sparse.models.huggingface import check_weights
 
         check_weights(config.model.initial_hf, model)
+
+
+def _reads_initial_hf(config: Config) -> bool:
+    reads_weights = bool(config.model.initial_hf) and not config.model.random_weights
+    return reads_weights and checkpoint_to_resume(config) is None
 
 
 def read_initial_hf(config: Config, model: nn.Module, model_config: DecoderConfig) -> None:
@@ -77,6 +91,43 @@ def source_of_weights(config: Config, step: int) -> str:
     if config.model.initial_hf and not config.model.random_weights:
         return f"model.initial_hf = {config.model.initial_hf}"
     return f"the first weights (training.seed = {config.training.seed})"
+
+
+def alike(config: Config) -> dict[str, str]:
+    """What must be the same on all ranks, whatever they do: the configuration, this package's code,
+    and the versions of what it computes with. By names for people."""
+    values = {key: show(attrgetter(key)(config)) for key in KINDS}
+    # By ranks of this node: nodes may have different numbers of GPUs.
+    cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
+    values["the resolved parallelism.cp_intra"] = str(cp_intra)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        values[path.relative_to(PACKAGE.parent).as_posix()] = hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()[:12]
+    for name, version in versions().items():
+        values[f"the version of {name}"] = str(version)
+    return values
+
+
+def alike_in_files(config: Config, origin: Origin) -> dict[str, str]:
+    """What must be the same on all ranks of the files that a training run reads, but for texts."""
+    values = {
+        "the device": origin.device,
+        "the digest of data.tokenizer": origin.tokenizer[:12],
+        "the digest of the frozen weights": origin.base[:30],
+    }
+    for name, value in model_functions(dataclasses.asdict(origin.model)).items():
+        values[f"the model's {name}"] = show(value)
+    for number, part in enumerate(origin.data, 1):
+        for name, value in part.items():
+            values[f"{DATA_KEYS[name]} (part {number})"] = show(value)
+    if _reads_initial_hf(config):
+        digest = weights_digest(config.model.initial_hf)
+        values["the digest of the weights of model.initial_hf"] = digest[:12]
+    if config.attention.balance_costs:
+        costs = Path(config.attention.balance_costs).read_bytes()
+        values["the digest of attention.balance_costs"] = hashlib.sha256(costs).hexdigest()[:12]
+    return values
 
 
 def open_data(config: Config, model: DecoderConfig) -> PackedLoader:

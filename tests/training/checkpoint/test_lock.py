@@ -13,7 +13,7 @@ import pytest
 
 from tests.training.checkpoint.helpers import open_files
 from titan_sparse.config import Refusal
-from titan_sparse.training.checkpoint.lock import lock_run, unlock_run
+from titan_sparse.training.checkpoint.lock import check_lock, lock_run, unlock_run
 
 HOLD = """
 import os, sys, time
@@ -132,6 +132,29 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Refusal, match="training.output_dir = .*can't be written"):
         lock_run(str(tmp_path / "file"))
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(Refusal, match="can't be written"):
+        lock_run(str(tmp_path))
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("another_comes", [False, True])
+def test_a_folder_that_is_gone_is_missed(tmp_path, another_comes):
+    run = tmp_path / "run"
+    lock_run(str(run))
+    check_lock(str(run))
+    run.rename(tmp_path / "moved")
+    if another_comes:
+        run.mkdir()
+        (run / ".lock").write_text("of another run")
+    with pytest.raises(FileNotFoundError, match="deleted or moved"):
+        check_lock(str(run))
+    unlock_run(str(run))
+    check_lock(str(run))
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

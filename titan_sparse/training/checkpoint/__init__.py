@@ -13,7 +13,7 @@ checkpointer.py puts them together.
 
 from titan_sparse.training.checkpoint.checkpointer import Checkpointer
 from titan_sparse.training.checkpoint.folders import FOLDER, newest_checkpoint
-from titan_sparse.training.checkpoint.lock import lock_run, unlock_run
+from titan_sparse.training.checkpoint.lock import check_lock, lock_run, unlock_run
 from titan_sparse.training.checkpoint.progress import Progress
 from titan_sparse.training.checkpoint.reader import Broken, read_into, read_metadata, verify
 from titan_sparse.training.checkpoint.saver import SaveError, check_async_mode
@@ -25,6 +25,7 @@ __all__ = [
     "Progress",
     "SaveError",
     "check_async_mode",
+    "check_lock",
     "lock_run",
     "newest_checkpoint",
     "read_into",

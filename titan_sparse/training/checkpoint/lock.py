@@ -28,12 +28,14 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
     ends, however it ends. Raises Refusal if another run holds it after `wait_seconds`,
     or if the folder can't be written. A file system that has no locks is warned of.
     """
+    path = _path(output_dir)
+    if path in _held:
+        return
     try:
         os.makedirs(output_dir, exist_ok=True)
-        path = os.path.realpath(os.path.join(output_dir, LOCK))
-        if path in _held:
-            return
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link might have been put there to have its target overwritten.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         raise Refusal(
             f"training.output_dir = {output_dir} can't be written ({error.strerror}); "
@@ -49,10 +51,31 @@ def lock_run(output_dir: str, wait_seconds: float = WAIT_SECONDS) -> None:
 
 def unlock_run(output_dir: str) -> None:
     """Give the lock back, if this process has it."""
-    path = os.path.realpath(os.path.join(output_dir, LOCK))
-    descriptor = _held.pop(path, None)
+    descriptor = _held.pop(_path(output_dir), None)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def check_lock(output_dir: str) -> None:
+    """Raises FileNotFoundError if the lock that this process holds is not in `output_dir` any more:
+    someone has deleted or moved the run's folder, and what is written goes nowhere."""
+    path = _path(output_dir)
+    if path not in _held:
+        return
+    try:
+        if os.path.samestat(os.stat(path), os.fstat(_held[path])):
+            return
+    except FileNotFoundError:
+        pass
+    raise FileNotFoundError(
+        errno.ENOENT,
+        "the run's folder was deleted or moved while the run goes on; start it again",
+        output_dir,
+    )
+
+
+def _path(output_dir: str) -> str:
+    return os.path.join(os.path.realpath(output_dir), LOCK)
 
 
 def _wait_for(descriptor: int, path: str, output_dir: str, wait_seconds: float) -> None:
