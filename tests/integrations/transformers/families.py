@@ -36,6 +36,8 @@ _TWO_KINDS = {
 # Family -> its configuration's class, and what differs from the above.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("LlamaConfig", {}),
+    # Its positions are learned, and counted without padding.
+    "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "qwen2": ("Qwen2Config", {"use_sliding_window": True, **_TWO_KINDS}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),

@@ -8,6 +8,7 @@ from tests.integrations.transformers.families import (
     BLOCK,
     WINDOW,
     assert_close,
+    both,
     family,
     logits_and_gradients,
     one_by_one,
@@ -82,12 +83,7 @@ def test_layers_with_a_window_see_what_mask_and_window_allow(mask, resolved):
     both = mask & SlidingWindow(WINDOW)
     ours = AttentionMask(mask.rows(SEQ_LEN) if resolved else mask)
     wanted = added_to_scores(both)
-    model = family("mistral")
-    if resolved and mask.rows(SEQ_LEN).slices is not None:
-        with pytest.raises(ValueError, match="write the mask unresolved"):
-            ours_and_eager(model, ours, wanted)
-        return
-    assert_close(*ours_and_eager(model, ours, wanted))
+    assert_close(*ours_and_eager(family("mistral"), ours, wanted))
     wanted = {"full_attention": added_to_scores(mask), "sliding_attention": wanted}
     assert_close(*ours_and_eager(family("olmo3"), ours, wanted))
 
@@ -116,11 +112,28 @@ def test_documents_are_found_beside_a_cache():
     assert_close([got], [wanted])
 
 
+JUMPING = torch.cat([torch.arange(20), torch.arange(100, 130)])[None]
+"""Of one document: PoSE trains far positions on short sequences."""
+
+
+@pytest.mark.parametrize("inputs", ["mask of ones", "cache", "neither"])
+@pytest.mark.parametrize("position_ids", [JUMPING, JUMPING * 0, JUMPING * 0 + 7])
+def test_positions_that_jump_or_stay_are_read_as_eager_reads_them(position_ids, inputs):
+    """With neither, transformers begins a document at each jump."""
+    model = family("llama")
+    input_ids = tokens(2, SEQ_LEN)
+    kwargs = {"position_ids": position_ids, "use_cache": inputs == "cache"}
+    if inputs == "mask of ones":
+        kwargs["attention_mask"] = torch.ones_like(input_ids)
+    ours, eager = both(model, lambda: model(input_ids, **kwargs).logits)
+    assert_close([ours], [eager])
+
+
 def test_documents_are_found_beside_a_2d_mask():
     """With padding before, between and behind documents."""
     model = family("mistral")
     input_ids = tokens(1, SEQ_LEN)
-    position_ids = positions(20, 20, 10)
+    position_ids = positions(22, 18, 10)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[:, 17:22] = 0
     attention_mask[:, 36:40] = 0

@@ -111,10 +111,12 @@ def test_a_mask_that_was_never_built_is_refused(monkeypatch):
         run("llama")
 
 
-def hole() -> torch.Tensor:
+def test_patterns_beside_padding_between_tokens_are_refused():
+    register(AttentionSettings(pattern=SPARSE))
     attention_mask = torch.ones(1, SEQ_LEN, dtype=torch.int64)
     attention_mask[:, 10:12] = 0
-    return attention_mask
+    with pytest.raises(ValueError, match="vertical_slash does not compute; move the padding"):
+        run("llama", attention_mask=attention_mask)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,6 @@ def hole() -> torch.Tensor:
     [
         ({"output_attentions": True}, "write output_attentions=False"),
         ({"attention_mask": torch.zeros(1, 1, SEQ_LEN, SEQ_LEN)}, "attention_mask with 4 dims"),
-        ({"attention_mask": hole()}, "hides tokens in the middle"),
         ({"cu_seq_lens_q": torch.tensor([0, 20, SEQ_LEN])}, "return_flash_attn_kwargs=False"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
         ({"alibi": torch.zeros(1)}, "alibi"),

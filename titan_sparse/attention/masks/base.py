@@ -77,28 +77,34 @@ class Intersection(Mask):
 
     def rows(self, seq_len: int, device: torch.device | str = "cpu") -> MaskRanges:
         """Raises ValueError for two packings of documents, and for batches of different sizes."""
-        a = self.first.rows(seq_len, device)
-        b = self.second.rows(seq_len, device)
-        if a.document_start is not None and b.document_start is not None:
-            raise ValueError(
-                "Documents & Documents: give the finer of the two document lists alone"
-            )
-        if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
-            raise ValueError(
-                f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
-            )
-        if a.slices is not None or b.slices is not None:
-            return _intersected_slices(a, b)
-        # [Bm, S]
-        start = torch.maximum(a.start, b.start)
-        stop = torch.minimum(a.stop, b.stop)
-        documents = a.document_start if b.document_start is None else b.document_start
-        if documents is not None:
-            # A query that sees nothing is padding, even if only the other mask says so.
-            documents = torch.where(start < stop, documents, -1)
-        # Two ranges that do not meet leave an empty one, which must not end before it begins.
-        stop = torch.maximum(start, stop)
-        return MaskRanges(start, stop, documents, causal=a.causal or b.causal)
+        return intersect(self.first.rows(seq_len, device), self.second.rows(seq_len, device))
+
+
+def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
+    """What two resolved masks of one sequence length both see.
+
+    Raises ValueError as Intersection.rows().
+    """
+    if a.document_start is not None and b.document_start is not None:
+        raise ValueError(
+            "Documents & Documents: give the finer of the two document lists alone"
+        )
+    if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
+        raise ValueError(
+            f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
+        )
+    if a.slices is not None or b.slices is not None:
+        return _intersected_slices(a, b)
+    # [Bm, S]
+    start = torch.maximum(a.start, b.start)
+    stop = torch.minimum(a.stop, b.stop)
+    documents = a.document_start if b.document_start is None else b.document_start
+    if documents is not None:
+        # A query that sees nothing is padding, even if only the other mask says so.
+        documents = torch.where(start < stop, documents, -1)
+    # Two ranges that do not meet leave an empty one, which must not end before it begins.
+    stop = torch.maximum(start, stop)
+    return MaskRanges(start, stop, documents, causal=a.causal or b.causal)
 
 
 def _intersected_slices(a: MaskRanges, b: MaskRanges) -> MaskRanges:

@@ -40,7 +40,7 @@ def attention_forward(
         return out, None
     mask = _for_layers(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
-    sees_far = not mask.is_local and sliding_window is None
+    sees_far = not mask.rule.is_local and sliding_window is None
     # A static cache has room behind the prompt.
     seq_len = query.shape[2]
     q, k, v = _in_one_dtype(query, key[:, :, :seq_len], value[:, :, :seq_len])
@@ -57,7 +57,14 @@ def attention_forward(
         recomputed=settings.recomputed,
         sinks=_sinks(s_aux, q),
     )
-    return out.transpose(1, 2).contiguous(), None
+    out = out.transpose(1, 2)
+    has_padding = ranges.document_start is not None or ranges.slices is not None
+    if mask.last_sees is None or not has_padding:
+        return out.contiguous(), None
+    last = attention_beside_cache(module, q[:, :, -1:], k, v, mask.last_sees, scaling, s_aux)
+    # generate() reads the first answer at the last token, also where that is padding.
+    last = torch.where(mask.padding[:, -1, None, None, None], out[:, -1:], last)
+    return torch.cat([out[:, :-1], last], dim=1), None
 
 
 def _for_layers(mask: AttentionMask | Mask | MaskRanges, keys: int) -> LayerMask:

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from titan_sparse.attention.masks import Mask, MaskRanges, SlidingWindow
+from titan_sparse.attention.masks.base import intersect
 from titan_sparse.integrations.transformers.mask_rules import MaskRule
 from titan_sparse.integrations.transformers.positions import ranges_of_tokens
 from titan_sparse.integrations.transformers.settings import AttentionSettings
@@ -47,6 +48,8 @@ class LayerMask(AttentionMask):
     own: the user's mask, which replaces padding and documents; None without.
     keys: how many keys the layers have. More than tokens in an empty static cache, whose room
     lies behind them.
+    last_sees: bool [B, 1, 1, S], the keys of the last query, also where it is padding. None without
+    padding.
     """
 
     def __init__(
@@ -55,17 +58,14 @@ class LayerMask(AttentionMask):
         padding: Tensor | None,
         own: Mask | MaskRanges | None,
         keys: int,
+        last_sees: Tensor | None = None,
     ):
         self.rule = rule
         self.keys = keys
         self.padding = padding
         self.own = own
+        self.last_sees = last_sees
         self._resolved: tuple[object, ...] | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a window or chunks keep these layers from far keys."""
-        return self.rule.window is not None or self.rule.chunk is not None
 
     @torch.compiler.disable
     def ranges(
@@ -73,8 +73,8 @@ class LayerMask(AttentionMask):
     ) -> MaskRanges:
         """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
 
-        position_ids: int [1 or B, S_local] of these tokens. Where one does not follow on the one
-        before, another document begins. None: documents as `rule` says.
+        position_ids: int [1 or B, S_local] of these tokens, or None. Documents begin as in
+        ranges_of_tokens().
         Collective under context parallelism, in the first layer of each kind.
         """
         # All layers of a forward share one tensor of positions, so that this is done once.
@@ -100,7 +100,10 @@ class LayerMask(AttentionMask):
             )
         if isinstance(own, MaskRanges):
             ranges = _ranges_on(own, device)
-            return ranges if window is None else _windowed(ranges, window)
+            if window is None:
+                return ranges
+            seen = intersect(ranges, SlidingWindow(window).rows(ranges.start.shape[1], device))
+            return seen._replace(table=ranges.table)
         if window is not None:
             return (own & SlidingWindow(window)).rows(seq_len, device)
         return _rows(own, seq_len, device)
@@ -126,22 +129,3 @@ def _ranges_on(ranges: MaskRanges, device: torch.device) -> MaskRanges:
         return ranges
     moved = [x.to(device) if isinstance(x, Tensor) else x for x in ranges]
     return MaskRanges(*moved)
-
-
-def _windowed(ranges: MaskRanges, window: int) -> MaskRanges:
-    """What the mask and a window both see.
-
-    Raises ValueError for a mask with slices.
-    """
-    if ranges.slices is not None:
-        raise ValueError(
-            "AttentionMask of resolved Slices for a layer with a window; write the mask unresolved, "
-            'or attention_mask={"full_attention": mask, "sliding_attention": mask & SlidingWindow(w)}'
-        )
-    position = torch.arange(
-        ranges.start.shape[1], dtype=ranges.start.dtype, device=ranges.start.device
-    )
-    start = torch.maximum(ranges.start, position - window + 1)
-    # A query that the window leaves nothing must not end before it begins.
-    stop = torch.maximum(start, torch.minimum(ranges.stop, position + 1))
-    return ranges._replace(start=start, stop=stop, causal=True, plain=False)

@@ -9,7 +9,7 @@ from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
 from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
 from titan_sparse.integrations.transformers.refusals import BESIDE_CACHE, check_rope
-from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
 
 
 @torch.compiler.disable
@@ -32,6 +32,7 @@ def layer_mask(
     if isinstance(attention_mask, LayerMask):
         # generate() with a static cache asks us first, and the model asks again.
         return attention_mask
+    kwargs["allow_is_causal_skip"] = False
     rule = read_rule(mask_function)
     is_own = isinstance(attention_mask, AttentionMask)
     if not is_own:
@@ -41,10 +42,8 @@ def layer_mask(
             raise ValueError(BESIDE_CACHE)
         if settings.ranks > 1:
             raise ValueError(
-                "tokens that follow cached ones under context parallelism: "
-                "write use_cache=False, or generate on one rank"
+                f"context parallelism does not compute tokens that follow cached ones. {ON_ONE_RANK}"
             )
-        kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(
             q_length=q_length,
             kv_length=kv_length,
@@ -59,10 +58,19 @@ def layer_mask(
         own = attention_mask.mask
         return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    last_sees = None
     if padding is not None:
         # A static cache has room behind the prompt.
         padding = padding[:, :q_length]
-    return LayerMask(rule, padding, own=None, keys=kv_length)
+        last_sees = sdpa_mask(
+            q_length=1,
+            kv_length=q_length,
+            q_offset=q_length - 1,
+            mask_function=mask_function,
+            attention_mask=padding,
+            **kwargs,
+        )
+    return LayerMask(rule, padding, own=None, keys=kv_length, last_sees=last_sees)
 
 
 def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool:

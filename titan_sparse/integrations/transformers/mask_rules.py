@@ -25,6 +25,11 @@ class MaskRule(NamedTuple):
     documents: Tensor | None = None
     unknown: str | None = None
 
+    @property
+    def is_local(self) -> bool:
+        """Whether a window or chunks keep queries from far keys."""
+        return self.window is not None or self.chunk is not None
+
 
 # What makes a mask function -> the field that it sets, and its variable that holds the value.
 _FIELDS = {

@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import find_packed_sequence_indices
 
-from titan_sparse.attention.masks import MaskRanges
+from titan_sparse.attention.masks import MaskRanges, Slices
+from titan_sparse.attention.masks.base import intersect
 from titan_sparse.integrations.transformers.mask_rules import MaskRule
-from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
 
 
 def ranges_of_tokens(
@@ -17,34 +19,39 @@ def ranges_of_tokens(
 ) -> MaskRanges:
     """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
 
-    position_ids: int [1 or B, S_local]; a document begins where one does not follow on the one
-    before. None: documents as in `rule`. padding: bool [B, S_local], False on padding, or None.
-    The host waits for the device once. Collective under context parallelism.
+    position_ids: int [1 or B, S_local]. padding: bool [B, S_local], False on padding, or None.
+    A document begins where positions return to 0 (padding aside), and where transformers found one.
+    Under context parallelism transformers sees the positions of one rank only, so we search the
+    whole sequence as it does: without a padding mask, a document begins at every jump.
+    The host waits for the device once; collective and once more under context parallelism.
     """
+    documents = rule.documents
     if position_ids is not None:
         _check_positions(position_ids, q)
     if settings.ranks > 1:
         position_ids, padding = _whole_sequence(position_ids, padding, settings)
-    seq_len = q.shape[2] * settings.ranks
-    # [1 or B, S]
-    begins = _beginnings(position_ids, rule.documents, seq_len, q.device)
+        documents = None if padding is not None else find_packed_sequence_indices(position_ids)
     if padding is None:
-        is_plain = not bool(begins[:, 1:].any())
-        real = torch.ones_like(begins)
+        real = torch.ones(1, q.shape[2] * settings.ranks, dtype=torch.bool, device=q.device)
     else:
-        begins, real = torch.broadcast_tensors(begins, padding.to(q.device))
-        has_hole, is_packed = _holes_and_more(begins, real)
-        if has_hole:
-            raise ValueError(
-                "attention_mask hides tokens in the middle of a sequence; write "
-                "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
-            )
-        is_plain = not is_packed
+        real = padding.to(q.device)
+    # [1 or B, S]
+    begins = _beginnings(position_ids, documents, real)
+    real = real.expand_as(begins)
+    is_plain, has_hole = _facts(begins, real)
     if is_plain:
         # One row holds for all sequences.
         begins = begins[:1]
-        real = torch.ones_like(begins)
-    return _ranges(begins, real, rule, is_plain)
+        real = real[:1]
+    ranges = _ranges(begins, real, rule, is_plain)
+    if not has_hole:
+        return ranges
+    if not (rule.is_local or settings.pattern.takes_slices):
+        raise ValueError(
+            f"attention_mask has padding between tokens, which {settings.pattern.name} does not "
+            "compute; move the padding to one side, or write register(AttentionSettings())"
+        )
+    return intersect(ranges, _real_keys(real))
 
 
 def _check_positions(position_ids: Tensor, q: Tensor) -> None:
@@ -63,11 +70,20 @@ def _check_positions(position_ids: Tensor, q: Tensor) -> None:
 def _whole_sequence(
     position_ids: Tensor | None, padding: Tensor | None, settings: AttentionSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions and padding of all ranks' tokens, in global order."""
+    """Positions and padding of all ranks' tokens, in global order.
+
+    Raises ValueError, on all ranks, if each seems to hold a sequence of its own.
+    """
     if position_ids is None:
         raise ValueError(
             "this model does not hand position_ids to attention, which context parallelism needs; "
-            "write attention_mask=AttentionMask(mask)"
+            f"write attention_mask=AttentionMask(mask) in training. {ON_ONE_RANK}"
+        )
+    of_ranks = settings.cp.all_gather(position_ids.contiguous())
+    if bool((of_ranks == of_ranks[0]).all()):
+        raise ValueError(
+            "all ranks have the same position_ids, as if each held a whole sequence; write those "
+            f"of this rank's tokens (shard_batch() cuts a batch). {ON_ONE_RANK}"
         )
     if settings.cp.depends_on_mask:
         raise ValueError(
@@ -81,34 +97,43 @@ def _whole_sequence(
     return position_ids, padding
 
 
-def _beginnings(
-    position_ids: Tensor | None, documents: Tensor | None, seq_len: int, device: torch.device
-) -> Tensor:
-    """bool [1 or B, S]: whether a document begins at this token. The first token is one."""
-    if position_ids is not None:
-        follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
-        others = ~follows
-    elif documents is not None:
+def _beginnings(position_ids: Tensor | None, documents: Tensor | None, real: Tensor) -> Tensor:
+    """bool [1 or B, S]: the first token of each document. Padding never is.
+
+    documents: int [B, S], as in MaskRule. real: bool [1 or B, S].
+    """
+    begins = real.cumsum(1) == 1
+    if documents is not None:
         others = documents[:, 1:] != documents[:, :-1]
-    else:
-        others = torch.zeros(1, seq_len - 1, dtype=torch.bool, device=device)
-    return torch.nn.functional.pad(others, (1, 0), value=True)
+        begins = begins | torch.nn.functional.pad(others, (1, 0))
+    elif position_ids is not None:
+        # Positions that are 0 throughout do not separate anything.
+        counts = (position_ids * real).amax(1, keepdim=True) > 0
+        begins = begins | ((position_ids == 0) & counts)
+    return begins & real
 
 
-def _holes_and_more(begins: Tensor, real: Tensor) -> list[bool]:
-    """Two facts, for one wait: whether a document has padding between its tokens; whether there are
-    several documents or padding.
+def _facts(begins: Tensor, real: Tensor) -> list[bool]:
+    """Two facts, for one wait: whether each sequence is one document without padding; whether a
+    document has padding between its tokens.
 
     begins, real: bool [B, S].
     """
-    # Real tokens before each token, and before the beginning of its document.
-    before = real.int().cumsum(1) - real.int()
-    before_document = before.gather(1, _latest(begins))
-    resumes = real.clone()
-    resumes[:, 1:] &= ~real[:, :-1] & ~begins[:, 1:]
-    holes = resumes & (before > before_document)
-    is_packed = begins[:, 1:].any() | ~real.all()
-    return torch.stack([holes.any(), is_packed]).tolist()
+    is_plain = real.all() & ~begins[:, 1:].any()
+    resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
+    return torch.stack([is_plain, resumes.any()]).tolist()
+
+
+def _real_keys(real: Tensor) -> MaskRanges:
+    """The mask whose queries all see every key that is not padding. real: bool [B, S]."""
+    seq_len = real.shape[1]
+    masks = []
+    for row in real.cpu().int():
+        # [S + 1]: 1 where a run of real tokens begins, -1 behind its last token
+        edges = torch.nn.functional.pad(row, (1, 1)).diff()
+        runs = torch.stack([(edges == 1).nonzero()[:, 0], (edges == -1).nonzero()[:, 0]], dim=1)
+        masks.append(Slices([(0, seq_len)] * len(runs), runs, ["full"] * len(runs)))
+    return Slices.batch(masks).rows(seq_len, real.device)
 
 
 def _latest(marks: Tensor) -> Tensor:
@@ -118,12 +143,12 @@ def _latest(marks: Tensor) -> Tensor:
 
 
 def _ranges(begins: Tensor, real: Tensor, rule: MaskRule, is_plain: bool) -> MaskRanges:
-    """The mask of tokens of which some begin documents and some are padding: bool [Bm, S]."""
+    """The mask of tokens of which some begin documents and some are padding: bool [Bm, S].
+
+    Keys of padding between the tokens of a document are not hidden.
+    """
     position = torch.arange(begins.shape[1], dtype=torch.int32, device=begins.device)
-    # Behind padding on the left, the document begins with its first real token.
-    first = begins.clone()
-    first[:, 1:] |= ~real[:, :-1]
-    document_start = _latest(first).int()
+    document_start = _latest(begins).int()
     start = document_start
     if rule.chunk is not None:
         start = position - (position - document_start) % rule.chunk

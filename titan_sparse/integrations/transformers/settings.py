@@ -7,6 +7,12 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.dense import Dense
 
+ON_ONE_RANK = (
+    'To generate or evaluate, write register(name="one_rank") and '
+    'model.set_attn_implementation("one_rank")'
+)
+"""How refusals of what context parallelism does not compute go on."""
+
 
 @dataclass(frozen=True)
 class AttentionSettings:

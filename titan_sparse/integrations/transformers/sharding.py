@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers.masking_utils import find_packed_sequence_indices
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
@@ -61,8 +62,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     """This rank's tokens of a batch, for a model whose attention is ours.
 
     batch: the whole one, the same on all ranks of `cp`, with input_ids and labels (or shift_labels)
-    [B, S]. Documents begin where position_ids do not follow on the token before; attention_mask
-    [B, S] is 0 on padding. S is padded to what the layout needs.
+    [B, S]. attention_mask [B, S] is 0 on padding. Documents begin where position_ids return to 0,
+    and without attention_mask also where they jump. S is padded to what the layout needs.
 
     input_ids, position_ids, attention_mask and shift_labels are this rank's; attention_mask holds
     the mask of the whole sequences. `labels` are all -100, so that a model that does not know
@@ -79,10 +80,13 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
         positions = torch.arange(length, device=input_ids.device)[None]
     positions = positions.expand_as(input_ids)
     is_real = batch.get("attention_mask")
+    documents = None
     if is_real is None:
+        # Without a mask, transformers begins a document at every jump of positions.
+        documents = find_packed_sequence_indices(pad(positions, (0, padding)))
         is_real = torch.ones_like(input_ids)
     is_real = pad(is_real != 0, (0, padding))
-    ranges = _ranges(pad(positions, (0, padding)), is_real)
+    ranges = _ranges(pad(positions, (0, padding)), is_real, documents)
     ranges = cp.balance(ranges)
 
     def own(whole: Tensor, filler: int) -> Tensor:
@@ -100,11 +104,12 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]
     }
 
 
-def _ranges(positions: Tensor, is_real: Tensor) -> MaskRanges:
-    """The mask of whole sequences, without a layer's window. int64 and bool [B, S]."""
+def _ranges(positions: Tensor, is_real: Tensor, documents: Tensor | None) -> MaskRanges:
+    """The mask of whole sequences, without a layer's window. All [B, S]."""
     # Only the shape and the device of queries are looked at.
     queries = positions[:, None, :, None]
-    return ranges_of_tokens(positions, is_real, MaskRule(), queries, AttentionSettings())
+    rule = MaskRule(documents=documents)
+    return ranges_of_tokens(positions, is_real, rule, queries, AttentionSettings())
 
 
 def _check(batch: Mapping[str, Any]) -> None:
