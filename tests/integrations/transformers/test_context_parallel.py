@@ -20,18 +20,27 @@ from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
+from titan_sparse.integrations.transformers.sharding import shard_batch
 
 SEQ_LEN = 8 * BLOCK
 LENGTHS = [50, 13, 65]
 SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2, dense_below=16)
 
 
-def over_ranks(model: nn.Module, cp: ContextParallel, table: Tensor | None, **inputs) -> list:
+def over_ranks(
+    model: nn.Module,
+    cp: ContextParallel,
+    table: Tensor | None,
+    counted: Tensor | None = None,
+    **inputs,
+) -> list:
     """logits_and_gradients() of the whole sequence, of which each rank computes its blocks."""
     local = {}
     for name, value in inputs.items():
         local[name] = cp.shard(value, 1, table) if isinstance(value, Tensor) else value
     logits = model(use_cache=False, **local).logits
+    if counted is not None:
+        logits = logits * cp.shard(counted, 1, table)[..., None]
     shape = (*inputs["input_ids"].shape, logits.shape[-1])
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     parameters = [parameter for _, parameter in sorted(model.named_parameters())]
@@ -63,27 +72,55 @@ def one_and_two_ranks() -> None:
         assert_close(over_ranks(model, cp, None, **inputs), wanted)
 
     _padding_over_ranks(cp)
+    _whole_prompts(cp)
     _balanced(mesh)
 
 
 def _padding_over_ranks(cp: ContextParallel) -> None:
-    """A 2D mask of which each rank holds its blocks, on a batch."""
-    register(AttentionSettings(block_size=BLOCK), name="one_rank")
+    """A 2D mask with padding on both sides and between tokens, and positions that jump, on a batch.
+
+    Cut by shard_batch(), and by hand.
+    """
     register(AttentionSettings(cp=cp), name="two_ranks")
     model = family("mistral")
     attention_mask = torch.ones(2, SEQ_LEN, dtype=torch.int64)
     attention_mask[0, :20] = 0
+    attention_mask[0, 60:71] = 0
     attention_mask[1, 100:] = 0
-    inputs = {
+    counted = attention_mask.bool()
+    batch = {
         "input_ids": tokens(2, SEQ_LEN),
         "attention_mask": attention_mask,
-        "position_ids": positions(SEQ_LEN),
+        "position_ids": torch.cat([torch.arange(70), torch.arange(100, 158)]).repeat(2, 1),
     }
-    model.set_attn_implementation("one_rank")
-    wanted = logits_and_gradients(model, **inputs)
+    model.set_attn_implementation("eager")
+    wanted = logits_and_gradients(model, counted, **batch)
     model.set_attn_implementation("two_ranks")
-    got = over_ranks(model, cp, None, **inputs)
+    got = over_ranks(model, cp, None, counted, **batch)
     assert_close(got, wanted)
+
+    local = shard_batch(batch | {"labels": batch["input_ids"]}, cp)
+    inputs = {name: local[name] for name in batch}
+    logits = model(**inputs, use_cache=False).logits.detach()
+    assert_close([cp.unshard(logits, 1) * counted[..., None]], wanted[:1])
+
+
+def _whole_prompts(cp: ContextParallel) -> None:
+    """As a callback evaluates or samples: refused, whatever the length and the tokens."""
+    register(AttentionSettings(cp=cp), name="two_ranks")
+    model = family("llama").eval()
+    model.set_attn_implementation("two_ranks")
+    for length in (1, 50, SEQ_LEN):
+        prompt = tokens(1, length, seed=cp.rank)
+        with pytest.raises(ValueError, match=r'register\(name="one_rank"\)'):
+            model(prompt)
+        with pytest.raises(ValueError, match=r'register\(name="one_rank"\)'):
+            model.generate(prompt, max_new_tokens=3)
+    register(name="one_rank")
+    model.set_attn_implementation("one_rank")
+    answers = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    model.set_attn_implementation("eager")
+    assert torch.equal(answers, model.generate(prompt, max_new_tokens=3, do_sample=False))
 
 
 def _balanced(mesh) -> None:
@@ -97,7 +134,7 @@ def _balanced(mesh) -> None:
     wanted = logits_and_gradients(model, **inputs)
     model.set_attn_implementation("two_ranks")
     with pytest.raises(ValueError, match="cp.balance"):
-        model(input_ids=torch.ones(1, SEQ_LEN // 2, dtype=torch.int64))
+        model(input_ids=tokens(1, SEQ_LEN // 2), position_ids=positions(SEQ_LEN // 2) + cp.rank)
     ranges = cp.balance(Documents(LENGTHS).rows(SEQ_LEN))
     masks = AttentionMask(ranges)
     assert_close(over_ranks(model, cp, ranges.table, **inputs, attention_mask=masks), wanted)
@@ -126,5 +163,5 @@ def test_what_context_parallelism_needs_is_said():
     model.set_attn_implementation("eager")
     cache = model(tokens(1, 1), use_cache=True).past_key_values
     model.set_attn_implementation("two_ranks")
-    with pytest.raises(ValueError, match="write use_cache=False"):
+    with pytest.raises(ValueError, match=r'cached ones. .* register\(name="one_rank"\)'):
         model(tokens(1, 1), past_key_values=cache)
