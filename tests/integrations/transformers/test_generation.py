@@ -34,8 +34,13 @@ def registered() -> None:
 @pytest.mark.parametrize("chunks", [[1] * 20, [20, 1, 1, 20, 8], [1, 49], [9, 9, 9, 23]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_in_any_chunks_is_the_text_at_once(name, chunks):
-    """Shorter and longer than the window, one token and several, after a cache of either."""
+    """Shorter and longer than the window, one token and several, after a cache of either.
+
+    All have fewer heads of keys than of queries, and scores scaled unlike the default.
+    """
     model = family(name).eval()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.7
     input_ids = tokens(2, sum(chunks))
     model.set_attn_implementation("eager")
     wanted = model(input_ids).logits
@@ -147,20 +152,52 @@ def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
     assert calls == [(SEQ_LEN, sparse)] * 2 + [(1, None)] * 4
 
 
-def test_sinks_beside_a_cache_take_masks_of_both_kinds():
-    """A mask that is added to scores reaches us from users, a bool one from our mask function."""
-    q, k, v = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    seen = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
-    added = torch.where(seen, 0.0, -torch.inf)
-    sinks = torch.randn(4)
-    outs = [
-        cached.attention_beside_cache(None, q, k, v, mask, None, sinks) for mask in (seen, added)
-    ]
-    assert_close([outs[0]], [outs[1]])
-    # Without the sinks' share, weights sum to 1.
-    ones = torch.ones_like(v)
-    share = cached.attention_beside_cache(None, q, k, ones, seen, None, sinks)
-    assert (share < 1).all()
+@pytest.mark.parametrize("mask_is_added", [False, True])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_beside_a_cache_is_eager_attention(groups, with_sinks, scaling, mask_is_added):
+    """With a window. A mask that is added to scores reaches us from users, a bool one from ours."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 3, 16)
+    k, v = torch.randn(2, 2, 4 // groups, 9, 16)
+    module = torch.nn.Module()
+    module.num_key_value_groups = groups
+    module.sinks = torch.randn(4) if with_sinks else None
+    causal = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    seen = (causal & ~causal.tril(1))[None, None]
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    models = transformers.models
+    reference = models.gpt_oss.modeling_gpt_oss if with_sinks else models.llama.modeling_llama
+    wanted, _ = reference.eager_attention_forward(module, q, k, v, added, scaling or 0.25)
+    got = cached.attention_beside_cache(
+        module, q, k, v, added if mask_is_added else seen, scaling, module.sinks
+    )
+    assert_close([got], [wanted])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_turns_of_a_batch_of_chats(name):
+    """The second turn follows answers that ended early and prompts of other lengths: from the
+    cache of the first turn, and from the whole history."""
+    model = family(name).eval()
+    prompt = tokens(2, 13)
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    turn = tokens(2, 7, seed=1)
+
+    def generate() -> torch.Tensor:
+        options = {"max_new_tokens": 6, "do_sample": False}
+        first = model.generate(prompt, attention_mask=mask, return_dict_in_generate=True, **options)
+        answer_mask = torch.ones(2, 6, dtype=torch.int64)
+        answer_mask[1, 3:] = 0
+        history = torch.cat([first.sequences, turn], dim=1)
+        history_mask = torch.cat([mask, answer_mask, torch.ones_like(turn)], dim=1)
+        options["attention_mask"] = history_mask
+        cached = model.generate(history, past_key_values=first.past_key_values, **options)
+        return torch.cat([cached, model.generate(history, **options)])
+
+    assert torch.equal(*both(model, generate))
 
 
 @pytest.mark.slow

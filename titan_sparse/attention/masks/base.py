@@ -86,9 +86,7 @@ def intersect(a: MaskRanges, b: MaskRanges) -> MaskRanges:
     Raises ValueError as Intersection.rows().
     """
     if a.document_start is not None and b.document_start is not None:
-        raise ValueError(
-            "Documents & Documents: give the finer of the two document lists alone"
-        )
+        raise ValueError("Documents & Documents: give the finer of the two document lists alone")
     if len(a.start) != len(b.start) and 1 not in (len(a.start), len(b.start)):
         raise ValueError(
             f"masks for {len(a.start)} and for {len(b.start)} sequences do not go together"
