@@ -146,6 +146,17 @@ def test_first_adapters_are_those_of_any_rank():
         assert torch.equal(layer.weight.to_local(), wanted[2:])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_adapters_have_the_dtype_that_peft_gives_them(dtype):
+    """float32 beside weights of 16 bits, or small updates would be rounded away."""
+    layer = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
+    config = peft.LoraConfig(target_modules=["0"])
+    theirs = peft.get_peft_model(layer, config).base_model.model[0].lora_A["default"].weight
+    model = _decoder(_adapters(), dtype=dtype)
+    found = {weight.dtype for name, weight in model.named_parameters() if is_adapter(name)}
+    assert found == {theirs.dtype}
+
+
 def _gradients(model: Decoder) -> dict[str, Tensor]:
     """The loss, and the gradient of every adapter."""
     tokens, positions = sample(TINY)

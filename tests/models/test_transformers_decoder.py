@@ -1,6 +1,7 @@
 """Models that run through transformers' own code: loss and gradients are those of transformers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.initialization import initialize
+from titan_sparse.models.transformers_router import RouterLoss
 from titan_sparse.training import offload
 from titan_sparse.training.activation_checkpoint import checkpointed
 from titan_sparse.training.float8 import convert_to_float8
@@ -108,6 +110,19 @@ def test_router_loss_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert_same_gradients(ours, theirs)
+
+
+def test_router_loss_of_bfloat16_is_not_rounded() -> None:
+    """As transformers computes it of the same logits in float64."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+    torch.manual_seed(0)
+    logits = list(torch.randn(3, 96, 8).bfloat16())
+    config = SimpleNamespace(router_loss=0.5, experts=8, experts_per_token=2)
+    labels = torch.zeros(1, 96, dtype=torch.long)
+    found = RouterLoss(config)(logits, labels, None) / labels.numel()
+    wanted = 0.5 * load_balancing_loss_func(tuple(layer.double() for layer in logits), 8, 2)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ROUTED)
