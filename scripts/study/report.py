@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.provenance import provenance
-from scripts.compare_runs import differences
-from scripts.study.runs import (
+from scripts.study.settings import (
     DENSE,
     SPARSE,
     START,
@@ -18,12 +17,11 @@ from scripts.study.runs import (
     Run,
     Study,
     causal_share,
-    cost,
     evaluations,
+    folder_of,
     is_done,
     runs,
 )
-from scripts.study.tables import tables
 from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.metrics import json_ready
 from titan_sparse.training.metrics_file import read_metrics
@@ -41,16 +39,18 @@ def report(study: Study, options: argparse.Namespace) -> None:
         return
     out = study.folder / "report"
     out.mkdir(exist_ok=True)
+    results = {run.name: run_results(study, run) for run in done}
+    minutes = sorted((study.folder / "seconds").glob("*.json"))
     found = provenance(options, study.size.common["training.device"]) | {
         "size": study.size.name,
         "lengths": list(study.size.asked.lengths),
         "text": _read_json(study.text / "text.json"),
-        "seconds": read_seconds(study.folder),
-        "runs": {run.name: run_results(study, run) for run in done},
+        "seconds": {path.stem: _read_json(path) for path in minutes},
+        "runs": results,
         "evaluations": rows,
         "costs": costs(rows),
+        "differences": loss_differences(results),
     }
-    found["differences"] = loss_differences(study, done)
     text = json.dumps(json_ready(found), indent=1)
     (out / "results.json").write_text(text + "\n", encoding="utf-8")
     (out / "tables.md").write_text(tables(found), encoding="utf-8")
@@ -68,122 +68,81 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_seconds(folder: Path) -> dict[str, float]:
-    """What each part took, over all calls."""
-    return {path.stem: _read_json(path) for path in sorted((folder / "seconds").glob("*.json"))}
-
-
 def run_results(study: Study, run: Run) -> dict[str, Any]:
     """Of a finished run: its curves by step, and what stands in the table.
 
-    Shares are of 1. Density is the share of causal pairs, also of a window. Recall and capped are
-    by logged step, empty where nothing is chosen. seconds: of training since the start, without
-    compilation and without the recording of attention.
+    Density is the share of causal pairs, also of a window. Recall is by logged step, empty where
+    nothing is chosen. seconds: of training since the start, without compilation and without the
+    recording of attention.
     """
     metrics = read_metrics(study.folder / run.name)
     lines = [metrics[step] for step in sorted(metrics)]
     share = causal_share(study.size, run.method)
     density = [share * line["density"] for line in lines]
-    step_seconds = read_step_seconds(study, run)
+    loss = [math.nan if line["loss"] is None else line["loss"] for line in lines]
     # What a window leaves out it does not count: its recall would say nothing.
     chooses = run.method not in (DENSE, "window")
-    recall, capped = {}, {}
-    for line in lines:
-        if chooses and "recall" in line:
-            recall[line["step"]] = line["recall"]
-        if chooses and "capped" in line:
-            capped[line["step"]] = line["capped"]
-    spent = cost(study)
-    last = max(1, len(lines) // 10)
+    recall = {line["step"]: line["recall"] for line in lines if chooses and "recall" in line}
+    # Of the method's first run; missing where its end was cut off.
+    path = study.folder / run.method / STEP_SECONDS
+    step_seconds = _read_json(path) if path.is_file() else math.nan
     return {
         "method": run.method,
         "seed": run.seed,
         "steps": [line["step"] for line in lines],
-        "loss": [math.nan if line["loss"] is None else line["loss"] for line in lines],
+        "loss": loss,
         "density": density,
         "recall": recall,
-        "capped": capped,
         "seconds": [step_seconds * line["step"] for line in lines],
         "step_seconds": step_seconds,
-        "logged_step_seconds": statistics.median(line["step_seconds"] for line in lines),
-        "final_loss": statistics.fmean(line["loss"] or math.nan for line in lines[-last:]),
+        "final_loss": _last_tenth(loss),
         "mean_density": statistics.fmean(density),
         "mean_recall": statistics.fmean(recall.values()) if recall else None,
-        "mean_capped": statistics.fmean(capped.values()) if capped else None,
         "tokens_per_second": study.size.text.context / step_seconds,
         "peak_gib": lines[-1]["memory_gib"],
-        "pflop": (spent.linear + spent.attention * statistics.fmean(density)) / 1e15,
-        "by_layer": {
-            kind: by_layer(study.folder / run.name / "tensorboard", kind)
-            for kind in ("density", "recall")
-        },
     }
 
 
-def read_step_seconds(study: Study, run: Run) -> float:
-    """Of a step that is not logged, of the method's first run; nan where its end was cut off."""
-    path = study.folder / run.method / STEP_SECONDS
-    return _read_json(path) if path.is_file() else math.nan
+def _last_tenth(values: list[float]) -> float:
+    """The mean of the last tenth of them."""
+    return statistics.fmean(values[-max(1, len(values) // 10) :])
 
 
-def by_layer(events: Path, kind: str) -> list[dict[int, float]]:
-    """What TensorBoard has of `kind`, density or recall: {step: mean over heads} for each layer."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(events), size_guidance={"scalars": 0})
-    board.Reload()
-    prefix = f"attention_{kind}_by_layer/"
-    tags = [tag for tag in board.Tags()["scalars"] if tag.startswith(prefix)]
-    tags.sort(key=lambda tag: int(tag.removeprefix(prefix)))
-    return [{event.step: event.value for event in board.Scalars(tag)} for tag in tags]
-
-
-def loss_differences(study: Study, done: list[Run]) -> dict[str, dict[str, Any]]:
-    """Of each run to the dense one with the same data: the share of the loss, signed, at each step.
-
-    final: the mean over the last tenth of the steps.
-    """
-    dense = {run.seed: run.name for run in done if run.method == DENSE}
+def loss_differences(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each run to the dense one with the same data: the share of the loss, signed, at each step."""
+    dense = {run["seed"]: run for run in results.values() if run["method"] == DENSE}
     found = {}
-    for run in done:
-        if run.method == DENSE or run.seed not in dense:
+    for name, run in results.items():
+        if run["method"] == DENSE or run["seed"] not in dense:
             continue
-        steps = differences(study.folder / dense[run.seed], study.folder / run.name)
-        shares = [(step.b - step.a) / step.a for step in steps]
-        found[run.name] = {
-            "steps": [step.step for step in steps],
-            "shares": shares,
-            "final": statistics.fmean(shares[-max(1, len(shares) // 10) :]),
-        }
+        pairs = zip(dense[run["seed"]]["loss"], run["loss"], strict=True)
+        shares = [(sparse - of_dense) / of_dense for of_dense, sparse in pairs]
+        found[name] = {"steps": run["steps"], "shares": shares, "final": _last_tenth(shares)}
     return found
 
 
 def evaluation_results(study: Study) -> list[dict[str, Any]]:
     """A row for each pair of weights and attention that has answered anything, ordered by part.
 
-    scores: {measure: value}, see scores_of(). attention: density, recall and capped by kind of text.
+    scores: {measure: value}, see scores_of(). attention: density and recall.
     """
-    # Not at the top, as it loads the trainer.
-    from scripts.study.work import folder_of
-
     every = runs(study.size)
     rows = []
     for evaluation in [one for part in evaluations(study.size).values() for one in part]:
-        answers = {}
-        seconds = 0.0
-        for path in sorted(folder_of(study, evaluation).glob("*.json")):
-            content = _read_json(path)
-            answers[path.stem] = content["answers"]
-            seconds += content["seconds"]
-        if not answers:
+        contents = {
+            path.stem: _read_json(path)
+            for path in sorted(folder_of(study, evaluation).glob("*.json"))
+        }
+        if not contents:
             continue
+        answers = {name: content["answers"] for name, content in contents.items()}
         run = every.get(evaluation.weights)
         rows.append(
             {
                 **evaluation._asdict(),
                 "method": run.method if run else START,
                 "seed": run.seed if run else 0,
-                "seconds": seconds,
+                "seconds": sum(content["seconds"] for content in contents.values()),
                 "attention": _attention(study, evaluation, answers),
                 "scores": scores_of(answers),
                 "position": answers.get("position", {}).get("losses", {}),
@@ -196,18 +155,19 @@ def evaluation_results(study: Study) -> list[dict[str, Any]]:
 def _attention(
     study: Study, evaluation: Evaluation, answers: dict[str, Any]
 ) -> dict[str, float | None]:
-    """Density, recall and capped, means over kinds of text; recall only where keys are chosen."""
+    """Density and recall, means over kinds of text; recall only where keys are chosen."""
     kinds = list(answers.get("position", {}).get("attention", {}).values())
-    found: dict[str, float | None] = {"density": None, "recall": None, "capped": None}
     if not kinds:
-        return found
+        return {"density": None, "recall": None}
     is_dense = evaluation.mode not in runs(study.size) or evaluation.mode == DENSE
     share = 1.0 if is_dense else causal_share(study.size, evaluation.mode)
-    found["density"] = share * statistics.fmean(kind["density"] for kind in kinds)
-    for name in ("recall", "capped"):
-        if not is_dense and evaluation.mode != "window" and name in kinds[0]:
-            found[name] = statistics.fmean(kind[name] for kind in kinds)
-    return found
+    recall = None
+    if not is_dense and evaluation.mode != "window":
+        recall = statistics.fmean(kind["recall"] for kind in kinds)
+    return {
+        "density": share * statistics.fmean(kind["density"] for kind in kinds),
+        "recall": recall,
+    }
 
 
 def scores_of(answers: dict[str, Any]) -> dict[str, float]:
@@ -273,3 +233,96 @@ def is_noise(values: list[float]) -> bool | None:
         return None
     error = statistics.stdev(values) / math.sqrt(len(values))
     return abs(statistics.fmean(values)) <= STUDENT_95[len(values)] * error
+
+
+def tables(found: dict[str, Any]) -> str:
+    """All tables of a results.json, in markdown."""
+    minutes = [f"{name} {seconds / 60:.1f}" for name, seconds in found["seconds"].items()]
+    parts = (
+        training_table(found),
+        evaluation_table(found),
+        costs_table(found),
+        f"Text to train on: {found['text']['train']['tokens']:,} tokens. "
+        f"Minutes by part: {', '.join(minutes)}.",
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def training_table(found: dict[str, Any]) -> str:
+    """A row for each run."""
+    columns = ["run", "loss", "to dense", "density", "recall", "tokens/s", "minutes", "peak GiB"]
+    rows = []
+    for name, run in found["runs"].items():
+        difference = found["differences"].get(name)
+        rows.append(
+            [
+                name,
+                f"{run['final_loss']:.4f}",
+                f"{100 * difference['final']:+.2f} %" if difference else "",
+                _percent(run["mean_density"]),
+                _percent(run["mean_recall"]),
+                f"{run['tokens_per_second']:,.0f}",
+                f"{run['seconds'][-1] / 60:.2f}",
+                f"{run['peak_gib']:.1f}",
+            ]
+        )
+    caption = (
+        "Training. Loss, and its difference to the dense run on the same data, are means over the "
+        "last tenth of the steps; density and recall over all."
+    )
+    return _markdown(caption, columns, rows)
+
+
+def evaluation_table(found: dict[str, Any]) -> str:
+    """A row for each pair of weights and attention; a column holds a task's scores at all lengths."""
+    names = list(dict.fromkeys(name for row in found["evaluations"] for name in row["scores"]))
+    losses = [name for name in names if name.startswith("loss")]
+    tasks = list(dict.fromkeys(name.rpartition(", ")[0] for name in names if name not in losses))
+    rows = []
+    for row in found["evaluations"]:
+        scores = row["scores"]
+        cells = [row["weights"], row["mode"]]
+        cells += [_percent(row["attention"][name]) for name in ("density", "recall")]
+        cells += [f"{scores[name]:.4f}" if name in scores else "" for name in losses]
+        for task in tasks:
+            values = [scores.get(f"{task}, {length}") for length in found["lengths"]]
+            cells.append(" / ".join("-" if value is None else f"{value:.0f}" for value in values))
+        rows.append(cells)
+    lengths = " / ".join(f"{length:,}" for length in found["lengths"])
+    caption = (
+        f"Evaluation on held-out text. Tasks, in % at {lengths} tokens: generated answers that are "
+        "right; forced: tokens of the answer that are the most likely."
+    )
+    return _markdown(caption, ["trained", "inference", "density", "recall", *losses, *tasks], rows)
+
+
+def costs_table(found: dict[str, Any]) -> str:
+    """Dense against sparse over all seeds, for each measure."""
+    rows = []
+    for measured in found["costs"]:
+        beyond = {True: "no", False: "yes", None: "one seed"}[measured["is_noise"]]
+        values = [_mean_and_spread(measured[side]) for side in ("dense", "sparse", "worse")]
+        rows.append([measured["measure"], *values, beyond])
+    caption = (
+        f"{DENSE} weights read densely against {SPARSE} weights read sparsely: mean and standard "
+        "deviation over seeds. Differences are of runs on the same data. Beyond noise: 95 % sure."
+    )
+    columns = ["measure", DENSE, SPARSE, "sparse is worse by", "beyond noise"]
+    return _markdown(caption, columns, rows)
+
+
+def _mean_and_spread(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.4g}"
+    return f"{mean} ± {statistics.stdev(values):.2g}" if len(values) > 1 else mean
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _markdown(caption: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Empty without rows."""
+    if not rows:
+        return ""
+    lines = ["| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows]]
+    return caption + "\n\n" + "\n".join(lines)

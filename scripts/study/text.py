@@ -4,29 +4,45 @@ It needs no GPU, and a network. OUT/text is all that the other parts read, so th
 one machine and carried to another. OUT/packages keeps what pip fetched, OUT/documents the documents
 as text; they can be deleted.
 
-A document is text of one package, about four contexts long; one context where it is held out, so
-that windows are from many. Held out are whole packages.
+Code is that of the installed packages. Prose is documentation that Debian and Python packages ship,
+and that of the source distributions in sdists.txt. Mixed is half documentation, half code, of other
+distributions: code refers to what its documentation explains. A document is text of one package,
+about four contexts long, or one context where it is held out, so that windows are from many. Held
+out are whole packages. Licenses are left out.
 """
 
+import gzip
 import hashlib
 import json
 import os
+import re
+import site
+import sys
+import sysconfig
+import tarfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from scripts.study.packages import (
-    SDISTS,
-    Packages,
-    fetch_sdist,
-    installed_code,
-    installed_prose,
-    sdist_texts,
-)
-from scripts.study.prompts import write_prompts
-from scripts.study.sizes import TextSize
-from titan_sparse.data.preparing import Recipe, prepare
+import numpy as np
 
+from scripts.study.real_model import fetch
+from scripts.study.settings import Asked, TextSize
+from titan_sparse.config import Config
+from titan_sparse.data.documents import open_documents
+from titan_sparse.data.preparing import Recipe, prepare
+from titan_sparse.data.sources import NOT_STDLIB
+from titan_sparse.data.tokenizer import load_tokenizer
+from titan_sparse.evaluation.answers import Sample
+from titan_sparse.evaluation.haystack import Haystack
+from titan_sparse.evaluation.needle import depths, needle_samples
+from titan_sparse.evaluation.ruler import ruler_samples
+
+Packages = dict[str, list[str]]
+"""The texts of each package, in order."""
+SDISTS = Path(__file__).with_name("sdists.txt")
 DONE = "text.json"
 """Written last: a folder that has it is whole."""
 _CHARACTERS_PER_TOKEN = 4
@@ -34,6 +50,13 @@ _CONTEXTS = 4
 _CONTEXTS_HELD_OUT = 1.1
 _HELD_OUT_CODE = 0.05
 """Share of the code that is not trained on."""
+_DEBIAN_DOCS = Path("/usr/share/doc")
+_DOCUMENTATION = (".rst", ".md", ".txt")
+_LEFT_OUT = re.compile(
+    r"licen[cs]e|copying|copyright|authors|changelog|relnotes|status\.txt|unicover", re.IGNORECASE
+)
+"""Files that are no text to learn from."""
+_SEED = 0
 
 
 def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
@@ -54,8 +77,8 @@ def prepare_text(out: Path, model: Path, size: TextSize) -> dict[str, Any]:
     about["train"] = _tokenize(out / "documents/train", folder / "train", model, size)
     for kind, packages in held_out.items():
         source = out / f"documents/{kind}"
-        most = size.held_out * round(_CONTEXTS_HELD_OUT * window)
-        write_documents(source, packages, kind, round(_CONTEXTS_HELD_OUT * window), most)
+        least = round(_CONTEXTS_HELD_OUT * window)
+        write_documents(source, packages, kind, least, size.held_out * least)
         about[kind] = _tokenize(source, folder / kind, model, size)
     write_prompts(folder, size.asked)
     (folder / DONE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -76,11 +99,19 @@ def split(cache: Path, size: TextSize) -> tuple[dict[str, Packages], dict[str, P
         return training, held_out
     training |= {"prose": prose, "mixed": {}}
     held_out |= {"prose": {}, "mixed": {}}
-    for sdist in SDISTS:
-        side = held_out if sdist.is_held_out else training
-        path = fetch_sdist(sdist, cache)
-        side[sdist.kind][sdist.name] = sdist_texts(path, sdist.kind)
+    for file, sha256, kind, side in _sdists():
+        # NAME-VERSION.tar.gz
+        name, _, version = file.removesuffix(".tar.gz").rpartition("-")
+        fetch(f"{name}=={version}", cache / file, sha256, "--no-binary", name)
+        packages = held_out if side == "held_out" else training
+        packages[kind][name] = sdist_texts(cache / file, kind)
     return training, held_out
+
+
+def _sdists() -> list[list[str]]:
+    """[file, sha256, kind, side] of each line of sdists.txt."""
+    lines = SDISTS.read_text(encoding="utf-8").splitlines()
+    return [line.split() for line in lines if not line.startswith("#")]
 
 
 def choose_held_out(packages: Packages, context: int) -> set[str]:
@@ -105,6 +136,125 @@ def choose_held_out(packages: Packages, context: int) -> set[str]:
             "install more packages"
         )
     return chosen
+
+
+def installed_code(most_characters: int) -> Packages:
+    """Texts of the Python files installed on this machine, by top-level package.
+
+    Each is headed by its name. Files are in the order of their names, up to `most_characters` of a
+    package. Exact copies of a file come once. What sdists.txt names is left out.
+    """
+    packages: Packages = defaultdict(list)
+    characters: Counter[str] = Counter()
+    seen = set()
+    in_sdists = {file.rpartition("-")[0] for file, *_ in _sdists()}
+    for name, path in sorted(_python_files()):
+        package = name.partition("/")[0] if "/" in name else "modules"
+        if package in in_sdists or characters[package] + path.stat().st_size > most_characters:
+            continue
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).digest()
+        if digest in seen or not content.strip():
+            continue
+        seen.add(digest)
+        packages[package].append(_headed(name, content))
+        characters[package] += len(content)
+    return dict(packages)
+
+
+def _python_files() -> Iterator[tuple[str, Path]]:
+    """(name below its root, path); the standard library, and what is installed next to it."""
+    for root in _installed_roots():
+        for folder, folders, files in os.walk(root):
+            # In place: os.walk goes on by this list. Packages below the standard library have a
+            # root of their own.
+            folders[:] = [
+                name for name in folders if name not in NOT_STDLIB and name != "__pycache__"
+            ]
+            for name in files:
+                path = Path(folder, name)
+                if name.endswith(".py") and path.is_file():
+                    yield path.relative_to(root).as_posix(), path
+
+
+def _installed_roots() -> list[Path]:
+    names = ("stdlib", "purelib", "platlib")
+    paths = [*map(sysconfig.get_path, names), *site.getsitepackages()]
+    # Folders that a .pth file adds are installed packages too.
+    paths += [path for path in sys.path if Path(path).name in NOT_STDLIB]
+    return sorted({Path(path).resolve() for path in paths})
+
+
+def installed_prose(most_characters: int) -> Packages:
+    """Documentation that Python packages and Debian's packages ship here.
+
+    Small packages are joined: all descriptions of Python packages are one package, all of Debian's
+    another. Up to `most_characters` are taken from each folder.
+    """
+    packages: Packages = {"descriptions": [], "debian": []}
+    for root in _installed_roots():
+        for path in sorted(root.glob("*.dist-info/METADATA")):
+            # After the headers, the long description.
+            _, _, description = path.read_bytes().partition(b"\n\n")
+            packages["descriptions"].append(_headed(path.parent.name, description))
+    folders = sorted(_DEBIAN_DOCS.iterdir()) if _DEBIAN_DOCS.is_dir() else []
+    for folder in folders:
+        left = most_characters
+        for path in sorted(folder.rglob("*")):
+            if not path.is_file() or path.is_symlink() or not _is_documentation(path):
+                continue
+            content = path.read_bytes()
+            if path.suffix == ".gz":
+                content = gzip.decompress(content)
+            if len(content) <= left:
+                left -= len(content)
+                name = path.relative_to(_DEBIAN_DOCS).as_posix()
+                packages["debian"].append(_headed(name, content))
+    return {name: texts for name, texts in packages.items() if texts}
+
+
+def _is_documentation(path: Path | PurePosixPath) -> bool:
+    name = path.name.removesuffix(".gz")
+    return name.endswith(_DOCUMENTATION) and not _LEFT_OUT.search(path.as_posix())
+
+
+def _headed(name: str, content: bytes) -> str:
+    text = content.decode("utf-8", errors="replace").replace("\0", "")
+    return f"# {name}\n{text}\n"
+
+
+def sdist_texts(path: Path, kind: str) -> list[str]:
+    """Texts of an sdist: its documentation, and for the kind mixed as many characters of code.
+
+    Code comes between documentation at equal shares, both in the order of their names.
+    """
+    prose, code = [], []
+    with tarfile.open(path) as archive:
+        members = sorted(archive.getmembers(), key=lambda member: member.name)
+        for member in members:
+            # Without the folder of the archive, which has the version in its name.
+            name = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if not member.isfile() or "tests" in name.parts:
+                continue
+            if _is_documentation(name) and name.parts[0] in ("doc", "docs"):
+                prose.append(_headed(name.as_posix(), archive.extractfile(member).read()))
+            elif kind == "mixed" and name.suffix == ".py":
+                code.append(_headed(name.as_posix(), archive.extractfile(member).read()))
+    return prose if kind == "prose" else interleave(prose, code)
+
+
+def interleave(first: list[str], second: list[str]) -> list[str]:
+    """Texts of two lists in turns, so that both have as many characters at each place.
+
+    Ends where one of them does.
+    """
+    mixed: list[str] = []
+    lead = 0  # characters of `first` that `second` is behind
+    left, right = iter(first), iter(second)
+    while (text := next(left if lead <= 0 else right, None)) is not None:
+        mixed.append(text)
+        lead += len(text) if lead <= 0 else -len(text)
+    return mixed
 
 
 def write_documents(folder: Path, packages: Packages, kind: str, least: int, most: int) -> None:
@@ -132,17 +282,14 @@ def write_documents(folder: Path, packages: Packages, kind: str, least: int, mos
 
 def documents(texts: Iterable[str], characters: int) -> Iterator[str]:
     """Texts one after the other, joined until they reach `characters`; the last may be shorter."""
-    joined: list[str] = []
-    length = 0
+    joined = ""
     for text in texts:
-        joined.append(text)
-        length += len(text)
-        if length >= characters:
-            yield "".join(joined)
-            joined = []
-            length = 0
+        joined += text
+        if len(joined) >= characters:
+            yield joined
+            joined = ""
     if joined:
-        yield "".join(joined)
+        yield joined
 
 
 def _tokenize(source: Path, out: Path, model: Path, size: TextSize) -> dict[str, Any]:
@@ -158,3 +305,44 @@ def _tokenize(source: Path, out: Path, model: Path, size: TextSize) -> dict[str,
 
 def _hash(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
+
+
+def write_prompts(folder: Path, asked: Asked) -> None:
+    """Write folder/prompts.json and prompts.npy, hidden in the prose that is held out.
+
+    Made once, as that takes minutes, and words that another machine may not have installed. Raises
+    ValueError for a length that does not hold a task.
+    """
+    tokenizer = load_tokenizer(str(folder / "prose"))
+    config = Config()
+    config.data.source = str(folder / "prose")
+    config.data.tokenizer = str(folder / "prose")
+    haystack = Haystack(open_documents(config.data, tokenizer), tokenizer)
+    lengths = list(asked.lengths)
+    samples = needle_samples(haystack, lengths, depths(asked.depths), asked.needles, _SEED)
+    for task in asked.tasks:
+        samples += ruler_samples(haystack, [task], lengths, asked.samples, _SEED)
+        print(f"prompts: {task}", flush=True)
+    records = []
+    for sample in samples:
+        records.append(asdict(sample) | {"prompt": len(sample.prompt), "answer": sample.answer})
+    tokens = np.concatenate([sample.prompt for sample in samples])
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    np.save(folder / "prompts.npy", tokens.astype(dtype))
+    text = json.dumps(records, default=lambda ids: ids.tolist())
+    (folder / "prompts.json").write_text(text + "\n", encoding="utf-8")
+
+
+def read_prompts(folder: Path) -> list[Sample]:
+    """All that write_prompts() wrote; a needle's `about` has a depth, a task's of RULER its name."""
+    tokens = np.load(folder / "prompts.npy").astype(np.int64)
+    samples = []
+    start = 0
+    for record in json.loads((folder / "prompts.json").read_text(encoding="utf-8")):
+        stop = start + record["prompt"]
+        record["prompt"] = tokens[start:stop]
+        record["answer"] = np.array(record["answer"], dtype=np.int64)
+        record["references"] = tuple(record["references"])
+        samples.append(Sample(**record))
+        start = stop
+    return samples

@@ -8,11 +8,11 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.study import prompts
-from scripts.study.clock import Clock, OutOfTime, check_time
-from scripts.study.runs import (
+from scripts.study.settings import (
     PUBLISHED,
     START,
     STEP_SECONDS,
     Evaluation,
+    OutOfTime,
     Run,
     Study,
+    check_time,
     configuration,
     evaluation_configuration,
+    folder_of,
     is_done,
     longest,
+    write_json,
 )
+from scripts.study.text import read_prompts
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.config import ConfigError
 from titan_sparse.data.documents import open_documents
@@ -54,11 +57,11 @@ EXTRA_TOKENS = 8
 """Generated beyond the answer's length. RULER has up to 128 in all, most of them after the end."""
 
 
-def train(study: Study, run: Run, clock: Clock) -> None:
+def train(study: Study, run: Run, deadline: float) -> None:
     """A run to its last step, as train.py does it, from where it was stopped. Raises OutOfTime."""
     if is_done(study, run.name):
         return
-    check_time(study.size, clock)
+    check_time(study.size, deadline)
     # torch compiles the same code only so many times, and each run is another configuration.
     torch.compiler.reset()
     if torch.cuda.is_available():
@@ -66,7 +69,7 @@ def train(study: Study, run: Run, clock: Clock) -> None:
         torch.cuda.reset_peak_memory_stats()
     try:
         trainer = Trainer(configuration(study, run))
-        with stopped_in_time(trainer, clock):
+        with stopped_in_time(trainer, deadline):
             trainer.train()
         if is_done(study, run.name) and run.seed == 0:
             write_json(study.folder / run.name / STEP_SECONDS, time_steps(trainer))
@@ -102,9 +105,9 @@ def time_steps(trainer: Trainer) -> float:
 
 
 @contextlib.contextmanager
-def stopped_in_time(trainer: Trainer, clock: Clock) -> Iterator[None]:
+def stopped_in_time(trainer: Trainer, deadline: float) -> Iterator[None]:
     """When the time is over the run ends its step and saves, as after a signal."""
-    seconds = min(max(clock.left(), 0), threading.TIMEOUT_MAX)
+    seconds = min(max(deadline - time.monotonic(), 0), threading.TIMEOUT_MAX)
     timer = threading.Timer(seconds, trainer.signals.ask)
     timer.daemon = True
     timer.start()
@@ -114,7 +117,7 @@ def stopped_in_time(trainer: Trainer, clock: Clock) -> Iterator[None]:
         timer.cancel()
 
 
-def evaluate(study: Study, evaluation: Evaluation, clock: Clock) -> None:
+def evaluate(study: Study, evaluation: Evaluation, deadline: float) -> None:
     """Weights in an attention, over text that is held out: each question of questions().
 
     Each writes OUT/evaluation/WEIGHTS--MODE/QUESTION.json when it is answered. Raises OutOfTime.
@@ -126,7 +129,7 @@ def evaluate(study: Study, evaluation: Evaluation, clock: Clock) -> None:
             missing[name] = question
     if not missing:
         return
-    check_time(study.size, clock)
+    check_time(study.size, deadline)
     config = evaluation_configuration(study, evaluation.mode)
     checkpoint = None
     if evaluation.weights != START:
@@ -136,7 +139,7 @@ def evaluate(study: Study, evaluation: Evaluation, clock: Clock) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, question in missing.items():
-            check_time(study.size, clock)
+            check_time(study.size, deadline)
             began = time.perf_counter()
             answers = question(scorer)
             seconds = time.perf_counter() - began
@@ -147,51 +150,53 @@ def evaluate(study: Study, evaluation: Evaluation, clock: Clock) -> None:
         leave_distributed()
 
 
-def folder_of(study: Study, evaluation: Evaluation) -> Path:
-    """Where the answers lie."""
-    return study.folder / "evaluation" / f"{evaluation.weights}--{evaluation.mode}"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """All at once: a file of this name is never half-written."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
-Question = Callable[[Scorer], Any]
-
-
-def questions(study: Study, mode: str) -> dict[str, Question]:
+def questions(study: Study, mode: str) -> dict[str, Callable[[Scorer], Any]]:
     """What is asked of weights in an attention, by name; the same of all, up to the mode's length."""
     size = study.size
     most = longest(size, mode)
-    chosen = [sample for sample in read_prompts(study.text) if sample.length <= most]
-    needles = prompts.needles(chosen, size.asked.needles)
-    ruler = prompts.ruler(chosen, size.asked.tasks, size.asked.samples)
-    found: dict[str, Question] = {
+    samples = [sample for sample in prompts(study.text) if sample.length <= most]
+    needles = first_of_each(
+        [sample for sample in samples if "depth" in sample.about], size.asked.needles
+    )
+    by_task = {}
+    for task in size.asked.tasks:
+        of_task = [sample for sample in samples if sample.about.get("task") == task]
+        by_task[task] = first_of_each(of_task, size.asked.samples)
+    ruler = [sample for of_task in by_task.values() for sample in of_task]
+    found = {
         "position": functools.partial(position_losses, study, most),
         "needle_forced": functools.partial(ask, needles, False, needle.by_cell),
         "needle_generated": functools.partial(ask, needles, True, needle.by_cell),
         "ruler_forced": functools.partial(ask, ruler, False, ruler_tasks.by_task),
     }
     if size.generates_ruler:
-        for task in size.asked.tasks:
-            # By task, as all prompts that are answered together generate as many tokens.
+        # By task, as all prompts that are answered together generate as many tokens.
+        for task, of_task in by_task.items():
             name = f"ruler_generated_{task.replace('@', '_')}"
-            of_task = prompts.ruler(ruler, (task,), size.asked.samples)
             found[name] = functools.partial(ask, of_task, True, ruler_tasks.by_task)
     return found
 
 
 @functools.cache
-def read_prompts(text: Path) -> list[Sample]:
+def prompts(text: Path) -> list[Sample]:
     """All of part 0's prompts, read once in a call."""
     found = []
-    for sample in prompts.read_prompts(text):
+    for sample in read_prompts(text):
         new_tokens = min(sample.new_tokens, len(sample.answer) + EXTRA_TOKENS)
         found.append(dataclasses.replace(sample, new_tokens=new_tokens))
     return found
+
+
+def first_of_each(samples: list[Sample], count: int) -> list[Sample]:
+    """Of the samples that are about the same thing the first `count`."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for sample in samples:
+        about = str(sample.about)
+        seen[about] += 1
+        if seen[about] <= count:
+            chosen.append(sample)
+    return chosen
 
 
 def ask(
@@ -208,7 +213,7 @@ def ask(
 def position_losses(study: Study, length: int, scorer: Scorer) -> dict[str, Any]:
     """Loss by position in the first `length` tokens of each window, by kind of text.
 
-    Also density, recall and capped of the attention, on the first window of each kind.
+    Also density and recall of the attention, on the first window of each kind.
     """
     buckets = max(1, BUCKETS * length // study.size.text.context)
     losses = {}
@@ -221,8 +226,6 @@ def position_losses(study: Study, length: int, scorer: Scorer) -> dict[str, Any]
         with recording(recall_rows=64) as recorded:
             scorer.token_losses(windows[0], length)
         seen[kind] = attention_averages(recorded)
-        if recorded.capped:
-            seen[kind]["capped"] = torch.stack(recorded.capped).double().mean().item()
     return {"losses": losses, "attention": seen}
 
 

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from scripts.study.density.mass import BLOCK
-from scripts.study.density.oracles import Point, best_static, by_diagonal, value_at
-from scripts.study.save_attention import load
+from scripts.study.mass import BLOCK, Point, best_static, by_diagonal, value_at
 from tests.attention.patterns.helpers import published
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
@@ -58,7 +57,10 @@ class Known(NamedTuple):
 @pytest.fixture(scope="module")
 def heads() -> tuple[Tensor, Tensor]:
     """q and k [1, H, S, D]."""
-    return load(FILE)
+    tensors = load_file(FILE)
+    q = tensors["q"] * tensors["q_scale"]
+    k = tensors["k"] * tensors["k_scale"]
+    return q[None], k[None]
 
 
 @pytest.fixture(scope="module")

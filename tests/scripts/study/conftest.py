@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.study import real_model
-from scripts.study.toy import train_tokenizer
+from scripts.study.real_model import train_tokenizer
+from scripts.study.texts import standard_library_text
 from tests.models.huggingface_reference import save_reference
 
 
@@ -13,6 +13,5 @@ from tests.models.huggingface_reference import save_reference
 def tiny(tmp_path) -> Path:
     """A Llama of random weights for 256 tokens, with a tokenizer."""
     save_reference(tmp_path, "LlamaForCausalLM")
-    text = real_model.standard_library_text("this.py")
-    train_tokenizer(iter([text]), 331, tmp_path / "tokenizer.json")
+    train_tokenizer(iter([standard_library_text("this.py")]), 331, tmp_path / "tokenizer.json")
     return tmp_path

@@ -1,4 +1,4 @@
-"""The study's density tool: what it measures against brute force, and what it writes."""
+"""What the density tool measures, against brute force, and what it writes."""
 
 import json
 import re
@@ -10,40 +10,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scripts.benchmarks import provenance
-from scripts.study import real_model
-from scripts.study.density import __main__ as program
-from scripts.study.density import kernels, measure, oracles, picture
-from scripts.study.density.inputs import Inputs, RealModel, rope_of_length
-from scripts.study.density.mass import BLOCK, Kept, attention_mass, kept, pairs_by_key
-from scripts.study.density.patterns import SPECS, Spec
-from scripts.study.density.report import at_recall, means, table
-from scripts.study.density.texts import CHATS, KINDS, Text, read_chats, text_of
-from scripts.study.save_attention import queries_and_keys
+from scripts.study import density as program
+from scripts.study import pictures, real_model
+from scripts.study.density import DEFAULT, SPECS, Spec, at_density, at_recall, measure
+from scripts.study.mass import (
+    BLOCK,
+    ORACLES,
+    attention_mass,
+    best_keys,
+    best_static,
+    kept,
+    pairs_by_key,
+    value_at,
+)
+from scripts.study.quality import RealModel, hide_needles, next_tokens, quality
+from scripts.study.texts import KINDS, text_of
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
+from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.data.packing import IGNORED_LABEL
+from titan_sparse.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 512
 CAUSAL_PAIRS = SEQ_LEN * (SEQ_LEN + 1) / 2
-JOINT = Spec("joint", VerticalSlash, {"budget": "joint", "local_diagonals": 1, "sinks": 1})
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+SHORT = Spec("short", VerticalSlash, {"local_diagonals": 1, "sinks": 1}, values=(0.5, 0.9))
 
 
-def _random(seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:
+def _random() -> tuple[Tensor, Tensor]:
     """q [1, 4, S, 16] and k [1, 2, S, 16] whose attention has a few large keys."""
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, seq_len, 16, generator=generator)
-    k = torch.randn(1, 2, seq_len, 16, generator=generator)
+    q = torch.randn(1, 4, SEQ_LEN, 16, generator=generator)
+    k = torch.randn(1, 2, SEQ_LEN, 16, generator=generator)
     return 2 * q, k
 
 
 def _softmax(q: Tensor, k: Tensor) -> Tensor:
     """fp64 [Hq, S, S], causal. q: [1, Hq, S, D], k: [1, Hkv, S, D]."""
-    heads, seq_len, head_dim = q.shape[1:]
-    group = heads // k.shape[1]
-    # [Hq, S, D]
-    queries = q[0].double()
-    keys = k[0].double().repeat_interleave(group, dim=0)
-    scores = queries @ keys.mT * head_dim**-0.5
-    is_later = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+    keys = k[0].double().repeat_interleave(q.shape[1] // k.shape[1], dim=0)
+    scores = q[0].double() @ keys.mT * q.shape[3] ** -0.5
+    is_later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1)
     return scores.masked_fill(is_later, -torch.inf).softmax(-1)
 
 
@@ -51,7 +57,7 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
     "pattern",
     [
         VerticalSlash(recall=0.6, local_diagonals=1, sinks=2),
-        VerticalSlash(recall=0.8, budget="joint", local_diagonals=1, max_columns=40),
+        VerticalSlash(recall=0.5, probe_rows="last", local_diagonals=1, sinks=2),
         XAttention(threshold=0.6),
         MoBA(chunk_size=128, top_k=2),
         MoBA(chunk_size=256, top_k=1),
@@ -61,366 +67,204 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
 def test_recall_and_density_are_those_of_the_dense_mask(pattern):
     q, k = _random()
     index = pattern.select(q, k, Causal(), block_size=BLOCK)
-    found = kept(index, attention_mass(q[0], k[0]))
+    recall, density = kept(index, attention_mass(q[0], k[0]))
     # [Hq, S, S]
     chosen = index.dense(Causal())[0]
-    density = chosen.sum((1, 2)).double() / CAUSAL_PAIRS
-    assert 0 < density.mean() < 1
-    recall = (_softmax(q, k) * chosen).sum((1, 2)) / SEQ_LEN
-    torch.testing.assert_close(found.recall, recall, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found.density, density, rtol=1e-9, atol=0)
+    wanted = chosen.sum((1, 2)).double() / CAUSAL_PAIRS
+    assert 0 < wanted.mean() < 1
+    torch.testing.assert_close(density, wanted, rtol=1e-9, atol=0)
+    wanted = (_softmax(q, k) * chosen).sum((1, 2)) / SEQ_LEN
+    torch.testing.assert_close(recall, wanted, rtol=1e-5, atol=0)
 
 
 def test_best_keys_are_those_above_the_price():
     q, k = _random()
-    (point,) = oracles.best_keys(q[0], k[0], [0.01])
+    (point,) = best_keys(q[0], k[0], [0.01])
     # Every eighth row is looked at.
     rows = torch.arange(7, SEQ_LEN, 8)
     attention = _softmax(q, k)[:, rows]
     is_worth = attention > 0.01
-    held = (attention * is_worth).sum().item()
-    heads = 4
-    assert point.recall == pytest.approx(held / (heads * len(rows)))
+    assert point.recall == pytest.approx((attention * is_worth).sum().item() / (4 * len(rows)))
     pairs = (rows + 1).sum().item()
-    assert point.density == pytest.approx(is_worth.sum().item() / (heads * pairs))
+    assert point.density == pytest.approx(is_worth.sum().item() / (4 * pairs))
 
 
-def _planted() -> tuple[Tensor, Tensor]:
-    """by_key [1, Q, S], and what it was planted on: two keys, and what is two blocks back."""
+def test_the_best_static_choice_finds_what_was_planted():
+    """Two keys, and what is two blocks back."""
     blocks = SEQ_LEN // BLOCK
     held = torch.zeros(blocks, SEQ_LEN, dtype=torch.bool)
     held[:, [5, 200]] = True
     for block in range(blocks):
         held[block, block * BLOCK : (block + 1) * BLOCK] = True
-        if block >= 2:
-            held[block, (block - 2) * BLOCK : (block - 1) * BLOCK] = True
-    pairs = pairs_by_key(SEQ_LEN, torch.device("cpu"))
-    return (pairs * held)[None], pairs * held
-
-
-def test_the_best_static_choice_finds_verticals_and_diagonals():
-    by_key, pairs = _planted()
-    (point,) = oracles.best_static(by_key, [0.5])
-    assert point.density == pytest.approx(pairs.sum().item() / CAUSAL_PAIRS)
+        held[block, max(block - 2, 0) * BLOCK : max(block - 1, 0) * BLOCK] = True
+    by_key = (pairs_by_key(SEQ_LEN, CPU) * held)[None]
+    point, dear = best_static(by_key, [0.5, 2.0])
+    assert point.density == pytest.approx(by_key.sum().item() / CAUSAL_PAIRS)
     assert point.recall == pytest.approx(by_key.sum().item() / SEQ_LEN)
     # At a high price nothing but each block's own tokens.
-    (dear,) = oracles.best_static(by_key, [2.0])
-    own = (SEQ_LEN // BLOCK) * BLOCK * (BLOCK + 1) / 2
-    assert dear.density == pytest.approx(own / CAUSAL_PAIRS)
-
-
-def test_the_best_tiles_are_single_ones_with_verticals_beside_them():
-    by_key, pairs = _planted()
-    # One tile of a diagonal is worth nothing, so that the diagonal is not on as a whole.
-    keys = torch.ones(SEQ_LEN)
-    keys[[5, 200]] = 0
-    by_key[0, 2, :BLOCK] *= 1 - keys[:BLOCK]
-    (point,) = oracles.best_verticals_and_tiles(by_key, [0.5])
-    taken = pairs.sum() - pairs[2, :BLOCK].sum() + pairs[2, 5]
-    assert point.density == pytest.approx(taken.item() / CAUSAL_PAIRS)
-    assert point.recall == pytest.approx(by_key.sum().item() / SEQ_LEN)
-    # Without verticals the key at 200 is lost, and that at 5 where its tile is not on.
-    (tiles,) = oracles.best_tiles(by_key, [0.5])
-    lost = by_key[0, 1:, 5].sum() + by_key[0, 2, 200]
-    assert tiles.recall == pytest.approx(point.recall - lost.item() / SEQ_LEN)
-
-
-def test_values_are_read_off_between_two_measurements():
-    assert oracles.value_at(0.9, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(20.0)
-    assert oracles.value_at(0.8, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(10.0)
-    assert oracles.value_at(0.96, [0.95, 0.85], [30.0, 10.0]) is None
-    assert oracles.value_at(0.9, [], []) is None
-
-
-def test_times_are_taken_next_to_the_recalls_wanted():
-    recalls = [0.5, 0.97, 0.88, 0.93, 0.99]
-    assert kernels.worth_timing(recalls, [0.9]) == {2, 3}
-    assert kernels.worth_timing(recalls, [0.9, 0.95]) == {1, 2, 3}
-    assert kernels.worth_timing(recalls, [0.3]) == {0}
-    assert kernels.worth_timing(recalls, [0.995]) == set()
-
-
-def test_longer_texts_are_read_by_yarn(tiny):
-    rope = RealModel(tiny, torch.device("cpu"), torch.float32).config.rope
-    assert rope_of_length(rope, 256, 256) == rope
-    longer = rope_of_length(rope, 256, 512)
-    assert (longer.scaling, longer.factor, longer.original_length) == ("yarn", 2.0, 256)
-
-
-def test_inputs_are_those_of_the_layers_asked_for(tiny):
-    model = RealModel(tiny, torch.device("cpu"), torch.float32)
-    tokens = torch.arange(256)[None] % 300
-    # A longer text must not leave its YaRN behind.
-    longer = model.inputs(tokens.repeat(1, 2), [1])
-    inputs = model.inputs(tokens, [1])
-    q, k = queries_and_keys(tiny, tokens)[1]
-    torch.testing.assert_close(inputs.q, q)
-    torch.testing.assert_close(inputs.k, k)
-    assert not torch.allclose(longer.k[:, :, :256], k, rtol=1e-2)
-    logits = real_model.load_decoder(tiny, real_model.causal_attention)(
-        tokens, real_model.positions_of(tokens), None
-    )
-    loss = F.cross_entropy(logits[0, :-1], tokens[0, 1:])
-    assert inputs.cross_entropy == pytest.approx(loss.item(), rel=1e-5)
+    assert dear.density == pytest.approx(blocks * BLOCK * (BLOCK + 1) / 2 / CAUSAL_PAIRS)
 
 
 def test_layers_are_measured_apart():
     """A batch of layers gives the rows that each gives alone."""
     q, k = _random()
-    layers = [Inputs(q, k, 0.0), Inputs(q.flip(2), k.flip(2), 0.0)]
-    both = Inputs(
-        q=torch.cat([layer.q for layer in layers]),
-        k=torch.cat([layer.k for layer in layers]),
-        cross_entropy=0.0,
-    )
-    rows = measure.measure(both, [JOINT], None)["rows"]
-    for number, layer in enumerate(layers):
-        rows_alone = measure.measure(layer, [JOINT], None)["rows"]
-        for row, alone in zip(rows, rows_alone, strict=True):
-            assert row["recall_by_layer"][number] == alone["recall_by_layer"][0]
-            assert row["density_by_layer"][number] == alone["density_by_layer"][0]
-    first, second = rows[0]["recall_by_layer"]
+    both = measure(torch.cat([q, q.flip(2)]), torch.cat([k, k.flip(2)]), [SHORT])
+    for number, layer in enumerate([(q, k), (q.flip(2), k.flip(2))]):
+        alone = measure(*layer, [SHORT])
+        for key in ("rows", "oracles"):
+            for row, row_alone in zip(both[key], alone[key], strict=True):
+                assert row["recall_by_layer"][number] == row_alone["recall_by_layer"][0]
+                assert row["density_by_layer"][number] == row_alone["density_by_layer"][0]
+    first, second = both["rows"][0]["recall_by_layer"]
     assert first != second
-    assert rows[0]["verticals"] >= 1
-    assert rows[0]["diagonals"] >= 1
 
 
-def test_a_row_tells_means_and_the_worst_head():
-    # Two layers of two heads.
-    density = torch.tensor([0.1, 0.3], dtype=torch.float64)
-    first = Kept(torch.tensor([0.9, 0.5], dtype=torch.float64), density)
-    second = Kept(torch.tensor([0.7, 0.9], dtype=torch.float64), density)
-    q, k = _random()
-    choice = measure.choices([JOINT], Inputs(q, k, 0.0))[0]
-    row = measure._row(choice, [first, second])
-    assert row["recall"] == 0.75
-    assert row["density"] == 0.2
-    assert row["recall_by_layer"] == [0.7, 0.8]
-    assert row["density_by_layer"] == [0.2, 0.2]
-    assert row["recall_of_worst_head"] == 0.5
-    assert row["recall_of_5_percent_of_heads"] == pytest.approx(0.53)
-
-
-def test_layers_reach_a_recall_each_by_itself():
+def test_values_are_read_off_between_two_measurements():
+    assert value_at(0.9, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(20.0)
+    assert value_at(0.8, [0.95, 0.85], [30.0, 10.0]) == pytest.approx(10.0)
+    assert value_at(0.96, [0.95, 0.85], [30.0, 10.0]) is None
     rows = []
-    for recall, by_layer in ((0.75, (0.7, 0.8)), (0.95, (0.9, 1.0))):
-        point = {"name": "joint", "recall": recall, "density": recall / 10}
-        densities = [value - 0.5 for value in by_layer]
-        rows.append(point | {"recall_by_layer": by_layer, "density_by_layer": densities})
-    found = {row["at_recall"]: row for row in at_recall({"rows": rows, "oracles": []})}
-    assert found[0.9]["density"] == pytest.approx(0.09)
-    assert found[0.9]["density_each_layer"] == pytest.approx(0.4)
-    # The second layer keeps 0.8 at the least, the first one never 0.95.
-    assert found[0.8]["density_each_layer"] == pytest.approx(0.3)
-    assert found[0.95]["density_each_layer"] is None
+    for density, loss, needles in ((0.06, 0.4, 0.1), (0.16, 0.2, 0.5)):
+        found = {"density": density, "above_dense": loss, "needles": needles}
+        rows.append({"name": "a", "recall": 5 * density, "density": density})
+        rows[-1]["in_all_layers"] = found
+    found = at_density(rows)
+    assert [row["at_density"] for row in found] == [0.05, 0.1, 0.15, 0.2]
+    losses = [row["above_dense"] for row in found]
+    assert losses == [None, pytest.approx(0.32), pytest.approx(0.22), 0.2]
+    assert [row["needles"] for row in found] == [None, 0.26, 0.46, 0.5]
+    densities = [row["density"] for row in at_recall({"rows": rows, "oracles": []})]
+    assert densities == [pytest.approx(0.16), None, None]
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[Tensor]:
-    """A clock for a CPU, by which each step takes 1 ms; what the timed steps returned."""
-    outs = []
+class BruteForce:
+    """The model in PyTorch's own attention, with what a pattern chose as a mask in each layer."""
 
-    def times(steps, repeats, lead):
-        outs.extend(step() for step in steps)
-        return [1.0] * len(steps)
+    def __init__(self, folder: Path, pattern: Pattern) -> None:
+        self.pattern = pattern
+        self.densities: list[float] = []
+        self.recalls: list[float] = []
+        self.model = real_model.load_decoder(folder, self.attend)
 
-    def training_call(call, leaves, d_out):
-        return [lambda: call(*leaves)] * 2
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        chosen = self.pattern.select(q, k, Causal(), block_size=BLOCK).dense(Causal())
+        if len(q) == 1:
+            self.densities.append(chosen.sum((2, 3)).double().mean().item() / CAUSAL_PAIRS)
+            self.recalls.append((_softmax(q, k) * chosen[0]).sum(-1).mean().item())
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=chosen, enable_gqa=True)
 
-    monkeypatch.setattr(kernels, "times", times)
-    monkeypatch.setattr(kernels, "training_call", training_call)
-    monkeypatch.setattr(kernels, "names_of_backends", lambda: ["eager"])
-    monkeypatch.setattr(kernels, "dense_times", lambda tensors, repeats: {})
-    return outs
-
-
-def test_attention_is_timed_with_the_index_given(clock):
-    q, k = _random()
-    tensors = kernels.draw(q, k)
-    pattern = JOINT.pattern(0.5)
-    # Not what it would choose for these queries.
-    index = pattern.select(q.flip(1), k.flip(1), Causal(), block_size=BLOCK)
-    kernels.pattern_times(pattern, index.tensors(), tensors, 1)
-    # Softmax over what was chosen: [Hq, S, S].
-    attention = _softmax(q, k) * index.dense(Causal())[0]
-    attention /= attention.sum(-1, keepdim=True)
-    values = tensors[2][0].detach().double().repeat_interleave(2, dim=0)
-    out = clock[-1][0].double()
-    torch.testing.assert_close(out, attention @ values, rtol=1e-4, atol=1e-4)
+    @torch.no_grad()
+    def losses(self, like: RealModel, tokens: Tensor, labels: Tensor) -> float:
+        # YaRN of this length.
+        self.model.inv_freq = like.decoder.inv_freq
+        self.model.attention_factor = like.decoder.attention_factor
+        logits = self.model(tokens, real_model.positions_of(tokens), None)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
 
 
-def test_times_are_read_off_between_two_settings(clock):
-    q, k = _random()
-    measured = measure.measure(Inputs(q, k, 0.0), [JOINT], measure.Timing((0.9,), 1))
-    timed = [row for row in measured["rows"] if "kernel_ms" in row]
-    assert len(timed) == 2
-    assert timed[0]["recall"] <= 0.9 <= timed[1]["recall"]
-    rows = [row for row in at_recall(measured) if row["name"] == "joint"]
-    (read_off,) = [row for row in rows if row["at_recall"] == 0.9]
-    assert read_off["kernel_ms"] == {"eager": 2.0} and read_off["selection_ms"] == 1.0
-    assert timed[0]["density"] <= read_off["density"] <= timed[1]["density"]
+@pytest.mark.parametrize(
+    "pattern",
+    [VerticalSlash(recall=0.6), XAttention(threshold=0.4), MoBA(chunk_size=128, top_k=2)],
+    ids=lambda pattern: pattern.name,
+)
+def test_a_pattern_is_in_all_layers(tiny, pattern):
+    tokenizer = load_tokenizer(str(tiny))
+    model = RealModel(tiny, CPU, torch.float32)
+    tokens = text_of("code", 0).tokens(tokenizer, SEQ_LEN)
+    needles = hide_needles(text_of("code", 0), tokenizer, SEQ_LEN, 2)
+    found = quality(model, tokens, needles, pattern)
+    brute = BruteForce(tiny, pattern)
+    wanted = brute.losses(model, tokens, next_tokens(tokens))
+    assert found["loss"] == pytest.approx(wanted, abs=2e-5)
+    assert found["density"] == pytest.approx(sum(brute.densities) / 2, abs=1e-5)
+    assert found["recall"] == pytest.approx(sum(brute.recalls) / 2, abs=1e-5)
+    assert found["needle_loss"] == pytest.approx(brute.losses(model, *needles), abs=2e-5)
+    dense = quality(model, tokens, needles, Dense())
+    assert abs(found["loss"] - dense["loss"]) > 1e-3 and found["recall"] < 0.95
 
 
-def _options(tiny: Path, out: Path, *words: str) -> list[str]:
-    given = ["--model", str(tiny), "--out", str(out), "--lengths", "256", "--texts", "1"]
-    # A needle and its question do not fit in 256 tokens of a small vocabulary.
-    return [*given, "--needles", "0", "--patterns", "joint", *words]
+def test_longer_texts_are_read_by_yarn(tiny):
+    """As transformers reads them, and shorter ones without it."""
+    import transformers
+
+    tokens = torch.arange(SEQ_LEN)[None] % 300
+    model = RealModel(tiny, CPU, torch.float32)
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    for length in (SEQ_LEN, 256):
+        config = transformers.AutoConfig.from_pretrained(tiny)
+        if length > 256:
+            config.rope_parameters |= yarn
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            tiny, config=config, dtype=torch.float32
+        )
+        part = tokens[:, :length]
+        wanted = reference(part, labels=part).loss.item()
+        found = model.run(part, next_tokens(part), real_model.dense_attention)
+        assert found.item() / (length - 1) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_run_goes_on_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out" / "density.json"
-    assert program.main(_options(tiny, out, "--kinds", "code")) == 0
+def test_needles_lie_at_their_depths_and_are_asked_for(tiny):
+    tokenizer = load_tokenizer(str(tiny))
+    needles = hide_needles(text_of("code", 0), tokenizer, SEQ_LEN, 4)
+    places = []
+    for tokens, labels in zip(needles.tokens, needles.labels, strict=True):
+        number = tokenizer.decode(labels[labels != IGNORED_LABEL]).strip(" .")
+        assert re.fullmatch(r"\d{7}", number)
+        text = tokenizer.decode(tokens)
+        assert text.endswith(f"mentioned in the provided text is {number}.")
+        places.append(text.index(f"is: {number}.") / len(text))
+    assert places == sorted(places) and len(set(places)) == 4
+
+
+def test_texts_are_of_every_kind(tiny):
+    tokenizer = load_tokenizer(str(tiny))
+    for kind in KINDS:
+        first, second = (text_of(kind, number).tokens(tokenizer, 256) for number in (0, 1))
+        assert first.shape == (1, 256) and not torch.equal(first, second)
+    with pytest.raises(ValueError, match="write --lengths up to that"):
+        text_of("code", 0).tokens(tokenizer, 10**6)
+
+
+def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out/density.json"
+    words = ["--model", str(tiny), "--out", str(out), "--lengths", "512", "--texts", "1"]
+    words += ["--patterns", DEFAULT, "--needles", "1", "--kinds", "code"]
+    monkeypatch.setattr(program, "SPECS", (SHORT._replace(name=DEFAULT),))
+    assert program.main(words) == 0
     first = json.loads(out.read_text())
     assert provenance.problems(first) == []
     (text,) = first["texts"].values()
-    assert text["kind"] == "code" and text["source"] == "argparse.py" and text["tokens"] == 256
-    assert text["yarn_factor"] == 1.0 and text["dtype"] == "float32"
-    assert len(text["sha256"]) == 64 and 0 < text["cross_entropy"] < 20
-    row = text["rows"][0]
-    assert row["name"] == "joint" and row["knob"] == "recall" and row["value"] == 0.3
-    assert 0 < row["recall_of_worst_head"] <= row["recall_of_5_percent_of_heads"] <= row["recall"]
-    assert len(row["recall_by_layer"]) == len(row["density_by_layer"]) == 2
-    assert {row["name"] for row in text["oracles"]} == set(oracles.ORACLES)
-    capsys.readouterr()
-
-    measured = []
-    monkeypatch.setattr(program, "measure_text", lambda *words: measured.append(words) or {**text})
-    assert program.main(_options(tiny, out, "--kinds", "code", "prose")) == 0
-    assert len(measured) == 1
-    told = capsys.readouterr().out
-    assert "code 0, 256 tokens: is in" in told
-    assert "256 tokens, mean of 2 texts" in told
-    assert f"joint: asked 0.9, kept {text['rows'][4]['recall']:.3f}" in told
+    assert text["yarn_factor"] == 2.0 and {row["name"] for row in text["oracles"]} == set(ORACLES)
+    for row in text["rows"]:
+        found = row["in_all_layers"]
+        assert found["above_dense"] == pytest.approx(found["loss"] - text["dense"]["loss"])
+    before = out.stat().st_mtime_ns
+    assert program.main(words) == 0 and out.stat().st_mtime_ns == before
+    assert program.main([*words, "chat"]) == 0
     second = json.loads(out.read_text())["texts"]
-    assert list(second) == ["code 0, 256 tokens", "prose 0, 256 tokens"]
-    assert second["code 0, 256 tokens"] == text
+    assert list(second) == ["code 0, 512 tokens", "chat 0, 512 tokens"]
+    assert second["code 0, 512 tokens"] == text
+    assert "512 tokens, mean of 2 texts" in capsys.readouterr().out
+    for more, message in (
+        (["--needles", "2"], "was written with other --needles"),
+        (["--layers", "2", "--out", str(tmp_path / "x")], "--layers: write numbers from 0 to 1"),
+    ):
+        assert program.main([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    for more in (["--lengths", "200"], ["--model", "nowhere"], ["--needles", "-1"]):
+        with pytest.raises(SystemExit):
+            program.main([*words, *more])
+        assert f"{more[0]} " in capsys.readouterr().err
 
 
-def test_other_patterns_do_not_go_into_the_same_file(tiny, tmp_path, capsys):
-    out = tmp_path / "density.json"
-    options = {"layers": None, "patterns": ["joint"], "also": []}
-    out.write_text(json.dumps({"options": options, "texts": {}}))
-    assert program.main(_options(tiny, out, "--also", "spare", "sinks=4")) == 2
-    assert "was written with other --also; write another --out" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lengths", "200"], "--lengths: write multiples of 128"),
-        (["--timed", "256"], "--timed needs a CUDA GPU"),
-        (["--model", "nowhere"], "--model nowhere has no config.json; write the folder of"),
-    ],
-    ids=["lengths", "timed", "model"],
-)
-def test_refusals(tiny, tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        program.main(_options(tiny, tmp_path / "x", *words))
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--layers", "2"], "--layers: write numbers from 0 to 1"),
-        (["--also", "joint", "sinks=4"], "--also joint is in the table; write another name"),
-        (["--also", "spare", "sink=4"], "--also spare: .*unexpected keyword argument 'sink'"),
-    ],
-    ids=["layers", "name", "parameter"],
-)
-def test_what_the_model_and_patterns_do_not_have_is_refused(tiny, tmp_path, capsys, words, message):
-    assert program.main(_options(tiny, tmp_path / "x", *words)) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-def test_means_are_over_texts():
-    def text(density: float, **times) -> dict:
-        row = {"name": "joint", "at_recall": 0.9, "density": density, "density_each_layer": None}
-        return {"at_recall": [row | times]}
-
-    timed = text(0.2, selection_ms=1.0, kernel_ms={"triton": 3.0, "flex": 2.0})
-    (row,) = means([timed, text(0.4)])
-    assert row["density"] == pytest.approx(0.3) and row["density_each_layer"] is None
-    assert row["kernel_ms"] == {"triton": 3.0, "flex": 2.0} and row["selection_ms"] == 1.0
-    assert table("both", [row]).splitlines()[-1].split() == ["joint", "30.00", "-", "2.00"]
-
-
-def test_a_variant_is_named_on_the_command_line(tiny, tmp_path):
-    words = _options(tiny, tmp_path / "x", "--also", "spare", "sinks=5", "budget=layer")
-    *_, spec = program.chosen_specs(program.parse([*words, "count_sinks=false"]))
-    assert spec.name == "spare"
-    wanted = VerticalSlash(recall=0.5, sinks=5, budget="layer", count_sinks=False)
-    assert spec.pattern(0.5) == wanted
-
-
-def test_every_pattern_of_the_table_is_one():
-    names = [spec.name for spec in SPECS]
-    assert len(set(names)) == len(names)
-    for spec in SPECS:
-        for value in spec.values:
-            assert getattr(spec.pattern(value), spec.knob) == value
-
-
-def test_the_picture_has_a_curve_for_each_pattern():
-    def text(kind: str, recall: float) -> dict:
-        rows = []
-        for name in ("joint", *picture.ORACLES):
-            rows.append({"name": name, "recall": recall, "density": 0.2})
-            rows.append({"name": name, "recall": recall - 0.2, "density": 0.1})
-        return {"kind": kind, "rows": rows, "oracles": []}
-
-    texts = [text("code", 0.8), text("code", 0.9), text("chat", 0.7)]
-    recalls, densities = picture.curve(texts[:2], "joint")
-    assert recalls == pytest.approx([0.65, 0.85]) and densities == pytest.approx([0.1, 0.2])
-    figure = picture.draw(texts, ["joint"])
-    assert [panel.get_title() for panel in figure.axes] == ["code", "chat"]
-    assert [len(panel.lines) for panel in figure.axes] == [3, 3]
-    with pytest.raises(ValueError, match='--patterns: no text has "moba"'):
-        picture.draw(texts, ["moba"])
-    with pytest.raises(ValueError, match="no text has --length tokens"):
-        picture.draw([], ["joint"])
-
-
-def test_two_texts_of_each_kind_are_there():
-    for kind in KINDS:
-        first = text_of(kind, 0).content
-        second = text_of(kind, 1).content
-        assert first[:1000] != second[:1000]
-        # About three characters make a token of code, more one of prose.
-        assert min(len(first), len(second)) > 3.5 * 16384
-
-
-def test_a_text_that_is_too_short_is_named():
-    class Letters:
-        def encode(self, text):
-            return torch.arange(len(text)).int().numpy()
-
-    text = Text("chat", 0, "chats.jsonl", "abc")
-    assert text.tokens(Letters(), 2).tolist() == [[0, 1]]
-    with pytest.raises(ValueError, match="chat 0 .* has 3 tokens; write --lengths up to that"):
-        text.tokens(Letters(), 4)
-
-
-def test_chats_are_small_and_answered():
-    assert CHATS.stat().st_size < 100_000
-    for chat in read_chats():
-        roles = [message["role"] for message in chat]
-        assert roles == ["user", "assistant"] * (len(chat) // 2)
-        assert all(message["content"].strip() for message in chat)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_times_on_a_gpu():
-    q, k = _random(1024)
-    # Heads of 64, as the real model has.
-    q = F.pad(q, (0, 48)).cuda().bfloat16()
-    k = F.pad(k, (0, 48)).cuda().bfloat16()
-    measured = measure.measure(Inputs(q, k, 0.0), SPECS, measure.Timing((0.9, 0.95), 1))
-    assert set(measured["dense_ms"]) >= {"cudnn", "flash", "ours, triton"}
-    timed = [row for row in measured["rows"] if "kernel_ms" in row]
-    names = {row["name"] for row in timed}
-    assert names >= {"joint", "xattention, stride 16", "moba, chunk 128"}
-    for row in timed:
-        assert row["kernel_ms"]["triton"]["backward_ms"] > 0
+def test_results_of_the_repository_are_drawn(tmp_path):
+    out = tmp_path / "picture.png"
+    assert pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out)]) == 0
+    assert out.stat().st_size > 10_000
+    texts = list(json.loads((RESULTS / "density_h200.json").read_text())["texts"].values())
+    rows = [[row for row in text["rows"] if row["name"] == DEFAULT][0] for text in texts]
+    recalls, densities = pictures.curve(texts, DEFAULT)
+    assert recalls[0] == pytest.approx(sum(row["recall"] for row in rows) / len(rows))
+    assert densities[0] == pytest.approx(sum(row["density"] for row in rows) / len(rows))
+    [default] = [spec for spec in SPECS if spec.name == DEFAULT]
+    assert default.patterns()[4] == VerticalSlash(recall=0.9)

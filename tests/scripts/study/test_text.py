@@ -2,17 +2,17 @@
 
 import gzip
 import io
-import itertools
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scripts.study import packages, text
-from scripts.study.prompts import needles, read_prompts, ruler, write_prompts
-from scripts.study.sizes import Asked, TextSize
-from scripts.study.toy import train_tokenizer
+from scripts.study import text
+from scripts.study.real_model import fetch, train_tokenizer
+from scripts.study.settings import Asked, TextSize
+from scripts.study.text import read_prompts, write_prompts
+from scripts.study.work import first_of_each
 from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.tokenizer import load_tokenizer
 
@@ -51,28 +51,28 @@ FILES = {
 
 def test_an_sdist_gives_its_documentation_and_as_much_code(tmp_path):
     path = sdist_of(tmp_path, FILES)
-    prose = packages.sdist_texts(path, "prose")
-    assert [text.split("\n")[0] for text in prose] == ["# docs/a.rst", "# docs/e.md"]
-    mixed = packages.sdist_texts(path, "mixed")
-    names = [text.split("\n")[0].removeprefix("# ") for text in mixed]
+    prose = text.sdist_texts(path, "prose")
+    assert [one.split("\n")[0] for one in prose] == ["# docs/a.rst", "# docs/e.md"]
+    mixed = text.sdist_texts(path, "mixed")
+    names = [one.split("\n")[0].removeprefix("# ") for one in mixed]
     assert names == ["docs/a.rst", "thing/b.py", "docs/e.md", "thing/c.py"]
 
 
 def test_two_kinds_come_in_turns_until_one_ends():
-    assert packages.interleave(["a" * 4, "b"], ["x" * 3, "y", "z" * 9]) == [
+    assert text.interleave(["a" * 4, "b"], ["x" * 3, "y", "z" * 9]) == [
         *("aaaa", "xxx", "y", "b", "z" * 9)
     ]
-    assert packages.interleave(["a"], []) == ["a"]
+    assert text.interleave(["a"], []) == ["a"]
 
 
 def test_debian_documentation_is_unpacked_and_licenses_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(packages, "_DEBIAN_DOCS", tmp_path)
+    monkeypatch.setattr(text, "_DEBIAN_DOCS", tmp_path)
     folder = tmp_path / "thing"
     folder.mkdir()
     (folder / "README.md.gz").write_bytes(gzip.compress(b"read me"))
     (folder / "copyright.txt").write_text("no")
     (folder / "long.txt").write_text("x" * 1000)
-    assert packages.installed_prose(100)["debian"] == ["# thing/README.md.gz\nread me\n"]
+    assert text.installed_prose(100)["debian"] == ["# thing/README.md.gz\nread me\n"]
 
 
 def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
@@ -80,47 +80,28 @@ def test_copies_of_a_file_come_once(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "same.py").write_text("x = 1\n")
     (tmp_path / "two/other.py").write_text("y = 2\n")
-    monkeypatch.setattr(packages, "_installed_roots", lambda: [tmp_path])
-    found = packages.installed_code(1000)
+    monkeypatch.setattr(text, "_installed_roots", lambda: [tmp_path])
+    found = text.installed_code(1000)
     assert found == {
         "one": ["# one/same.py\nx = 1\n\n"],
         "two": ["# two/other.py\ny = 2\n\n"],
     }
 
 
-SDIST = packages.Sdist("thing-1.0.tar.gz", "0" * 64, "prose", is_held_out=False)
-
-
-def test_without_a_network_one_line_says_what_to_do(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_fetched_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    path = tmp_path / "thing-1.0.tar.gz"
     with pytest.raises(ValueError, match="cannot fetch thing==1.0 .* put thing-1.0.tar.gz") as e:
-        packages.fetch_sdist(SDIST, tmp_path)
+        fetch("thing==1.0", path, "0" * 64)
     assert "\n" not in str(e.value)
-
-
-def test_another_file_of_that_name_is_refused(tmp_path):
-    (tmp_path / SDIST.file).write_bytes(b"something else")
+    path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="has sha256 .* delete it and run again"):
-        packages.fetch_sdist(SDIST, tmp_path)
-
-
-def test_sdists_are_of_both_sides_and_named_once():
-    sides = {(sdist.kind, sdist.is_held_out) for sdist in packages.SDISTS}
-    assert sides == set(itertools.product(("prose", "mixed"), (True, False)))
-    names = [sdist.name for sdist in packages.SDISTS]
-    assert len(set(names)) == len(names)
-    assert SDIST.requirement == "thing==1.0"
+        fetch("thing==1.0", path, "0" * 64)
 
 
 def test_documents_are_joined_and_none_is_lost():
     texts = ["aaa", "bbbb", "ccccccccc", "d", "e", "f"]
     assert list(text.documents(texts, 6)) == ["aaabbbb", "ccccccccc", "def"]
-
-
-def test_documents_are_written_up_to_a_limit(tmp_path):
-    found = {name: ["x" * 100] for name in "abcdef"}
-    text.write_documents(tmp_path, found, "code", least=50, most=250)
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_first_documents_of_all_packages_come_first(tmp_path):
@@ -174,8 +155,7 @@ def test_prompts_are_read_as_they_were_made(tmp_path, tokenizer_folder):
         assert all(reference in shown for reference in sample.references)
         assert sample.prompt.dtype == sample.answer.dtype == np.int64
         assert len(sample.prompt) + len(sample.answer) <= sample.length
-    one = needles(samples, 1)
-    places = [(sample.about["length"], sample.about["depth"]) for sample in one]
-    assert len(places) == len(set(places)) == 6
-    assert {sample.about["task"] for sample in ruler(samples, ("fwe",), 9)} == {"fwe"}
-    assert len(ruler(samples, ("fwe", "vt"), 1)) == 2 and ruler(samples, ("vt",), 1) == []
+    one = first_of_each(samples, 1)
+    about = [(sample.about["length"], sample.about.get("depth")) for sample in one]
+    assert len(about) == len(set(about)) == 2 * 3 + 2
+    assert len(first_of_each(samples, 9)) == len(samples)

@@ -1,20 +1,22 @@
-"""What the model itself says with a pattern in all of its layers: its loss, and needles it finds.
+"""What the real model says with a pattern in all of its layers: its loss, and needles it finds.
 
-Recall on dense queries and keys tells little of that: what a layer loses changes the queries and
+Recall on dense queries and keys says little about that: what a layer loses changes the queries and
 keys of those above it, and a key of little mass may be the one that was asked for.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from scripts.study.density.inputs import RealModel, next_tokens
-from scripts.study.density.mass import BLOCK, causal_mask, density
-from scripts.study.density.patterns import Spec
-from scripts.study.density.texts import Text
+from scripts.study.mass import BLOCK, causal_mask, density
+from scripts.study.real_model import dense_attention, load_decoder, positions_of
+from scripts.study.texts import Text
 from titan_sparse.attention.attend import Auxiliary, attend
 from titan_sparse.attention.patterns import Dense, Pattern
 from titan_sparse.data.documents import TokenizedTexts
@@ -22,10 +24,79 @@ from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import needle_samples
-from titan_sparse.loss import answer_scores
+from titan_sparse.loss import answer_scores, linear_cross_entropy
+from titan_sparse.models.decoder import Attend
+from titan_sparse.models.huggingface_config import read_config
+from titan_sparse.models.rope import inverse_frequencies
 
 _SEED = 0
 """Of the needles' keys and numbers, and of where their text begins."""
+
+
+class RealModel:
+    """The model in a folder of scripts.study.real_model, in fp32, with any attention.
+
+    dtype: of the queries and keys that attention is given.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = read_config(str(folder))
+        self.device = device
+        self.dtype = dtype
+        self.attend: Attend = dense_attention
+        self.decoder = load_decoder(folder, self._attend).to(device)
+
+    @torch.no_grad()
+    def run(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        attend: Attend,
+        loss: Callable[..., Any] = linear_cross_entropy,
+    ) -> Any:
+        """What `loss` of titan_sparse.loss returns, with `attend` in every layer.
+
+        tokens, labels: int64 [B, S], labels already shifted. YaRN by as much as S is longer than
+        what the model was trained at.
+        """
+        rope = self.config.rope
+        trained = self.config.max_positions
+        if tokens.shape[1] > trained:
+            factor = tokens.shape[1] / trained
+            rope = dataclasses.replace(rope, scaling="yarn", factor=factor, original_length=trained)
+        frequencies = inverse_frequencies(rope, self.config.head_dim)
+        self.decoder.inv_freq, self.decoder.attention_factor = frequencies
+        self.attend = attend
+        return self.decoder(
+            tokens.to(self.device),
+            positions_of(tokens).expand_as(tokens).to(self.device),
+            None,
+            labels=labels.to(self.device),
+            loss=loss,
+        )
+
+    def queries_and_keys(self, tokens: Tensor, layers: list[int]) -> tuple[Tensor, Tensor]:
+        """What dense attention is given in these layers, after RoPE. tokens: int64 [1, S].
+
+        q [layers, Hq, S, D], k [layers, Hkv, S, D].
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+            seen.append((q.to(self.dtype), k.to(self.dtype)))
+            return dense_attention(q, k, v, mask)
+
+        self.run(tokens, next_tokens(tokens), attend)
+        q, k = zip(*(seen[layer] for layer in layers), strict=True)
+        return torch.cat(q), torch.cat(k)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        return self.attend(q, k, v, mask)
+
+
+def next_tokens(tokens: Tensor) -> Tensor:
+    """Labels of tokens [B, S]; the last token has none."""
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 class Needles(NamedTuple):
@@ -55,24 +126,6 @@ def hide_needles(text: Text, tokenizer: Tokenizer, length: int, count: int) -> N
     return Needles(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
-def measure_quality(
-    model: RealModel, tokens: Tensor, needles: Needles | None, specs: Iterable[Spec]
-) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """quality() of dense attention, and of each pattern at each value, as measure() orders rows.
-
-    tokens: int64 [1, S]. Those of patterns also have "above_dense", their loss less that of dense
-    attention.
-    """
-    dense = quality(model, tokens, needles, Dense())
-    of_settings = []
-    for spec in specs:
-        for value in spec.values:
-            found = quality(model, tokens, needles, spec.pattern(value))
-            found["above_dense"] = round(found["loss"] - dense["loss"], 5)
-            of_settings.append(found)
-    return dense, of_settings
-
-
 def quality(
     model: RealModel, tokens: Tensor, needles: Needles | None, pattern: Pattern
 ) -> dict[str, float]:
@@ -86,15 +139,15 @@ def quality(
     kept: list[Tensor] = []
 
     def attend_and_weigh(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        out, found = attend_by(pattern, q, k, v, model.dtype)
-        _, dense = attend_by(Dense(), q, k, v, model.dtype)
+        out, found = _attend_by(pattern, q, k, v, model.dtype)
+        _, dense = _attend_by(Dense(), q, k, v, model.dtype)
         # Both normalizers sum exp(scores), one of them over what was selected.
         recall = (found.lse - dense.lse).double().exp().mean()
         kept.append(torch.stack([density(found.index).mean(), recall]))
         return out
 
     def attend_alone(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        return attend_by(pattern, q, k, v, model.dtype)[0]
+        return _attend_by(pattern, q, k, v, model.dtype)[0]
 
     loss = model.run(tokens, next_tokens(tokens), attend_and_weigh)
     # Of [layers, 2]
@@ -107,28 +160,23 @@ def quality(
     if needles is not None:
         losses, predicted = model.run(*needles, attend_alone, answer_scores)
         answers = needles.labels[needles.labels != IGNORED_LABEL]
-        right = predicted.cpu() == answers
-        measured["needles"] = right.double().mean().item()
+        measured["needles"] = (predicted.cpu() == answers).double().mean().item()
         measured["needle_loss"] = losses.mean().item()
     return {name: round(value, 5) for name, value in measured.items()}
 
 
-def attend_by(
+def _attend_by(
     pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Auxiliary]:
-    """attend() in `dtype`, causal; out has the dtype of q.
-
-    q: [B, Hq, S, D]. k, v: [B, Hkv, S, D].
-    """
-    # Flex, which may be faster, would compile for every length.
-    backend = "triton" if q.is_cuda else "eager"
+    """attend() in `dtype`, causal; out has the dtype of q."""
     result: Any = attend(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
         causal_mask(q.shape[2], q.device),
         pattern,
-        backend=backend,
+        # Flex, which may be faster, would compile for every length.
+        backend="triton" if q.is_cuda else "eager",
         block_size=BLOCK,
         return_aux=True,
     )
