@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT")
     parser.add_argument("--out", type=Path, required=True, help="the picture, png or svg")
     parser.add_argument("--length", type=positive, default=8192, help="tokens of the texts")
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), metavar="NAME")
+    parser.add_argument("--patterns", nargs="+", metavar="NAME")
     args = parser.parse_args(words)
     texts = []
     for path in args.results:
@@ -53,7 +53,12 @@ def main(words: list[str]) -> int:
         texts += [text for text in result["texts"].values() if text["tokens"] == args.length]
     if not texts:
         parser.error(f"--length {args.length}: no text has as many tokens")
-    density_figure(texts, args.patterns).savefig(args.out, dpi=120)
+    known = dict.fromkeys(row["name"] for text in texts for row in text["rows"])
+    patterns = args.patterns or [name for name in PATTERNS if name in known]
+    unknown = [name for name in patterns if name not in known]
+    if unknown:
+        parser.error(f"--patterns {unknown[0]} was not measured; write some of {', '.join(known)}")
+    density_figure(texts, patterns).savefig(args.out, dpi=120)
     print(f"wrote {args.out}")
     return 0
 

@@ -257,10 +257,13 @@ def test_a_run_continues_with_texts_that_are_missing(tiny, tmp_path, monkeypatch
         assert f"{more[0]} " in capsys.readouterr().err
 
 
-def test_results_of_the_repository_are_drawn(tmp_path):
+def test_results_of_the_repository_are_drawn(tmp_path, capsys):
     out = tmp_path / "picture.png"
     assert pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out)]) == 0
     assert out.stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        pictures.main([str(RESULTS / "density_h200.json"), "--out", str(out), "--patterns", "none"])
+    assert "--patterns none was not measured; write some of" in capsys.readouterr().err
     texts = list(json.loads((RESULTS / "density_h200.json").read_text())["texts"].values())
     rows = [[row for row in text["rows"] if row["name"] == DEFAULT][0] for text in texts]
     recalls, densities = pictures.curve(texts, DEFAULT)
