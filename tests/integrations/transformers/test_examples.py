@@ -27,7 +27,7 @@ def run_all(folder: str, runs: dict[str, list[str]] = RUNS) -> None:
         trainer = importlib.import_module(module).main()
         # With an adapter, Trainer would look for some, and torch would warn that there are none.
         assert trainer.args.ddp_find_unused_parameters is False
-        write(folder, name, numbers(trainer))
+        write(folder, name, [line for line in numbers(trainer) if "loss" in line])
     sys.path.remove(str(ROOT / "examples"))
 
 
