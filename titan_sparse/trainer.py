@@ -447,6 +447,7 @@ class Trainer:
             with deaf_children():
                 self.checkpointer.prepare()
         if saves:
+            self.loader.check_unchanged()
             self.checkpointer.save(step)
             self.metrics.leave_out(self.checkpointer.last_held_seconds)
             self.saved_step = step

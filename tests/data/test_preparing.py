@@ -61,6 +61,18 @@ def test_processes_make_the_same_files_as_one_and_the_command_line_prints_a_hist
 
 
 @pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize(
+    ("rows", "letters", "shards"), [(60, 500, 1), (60, 100_000, 6), (9, 2**20, 9)]
+)
+def test_a_small_source_takes_few_files(tmp_path, rows, letters, shards):
+    lengths = [letters] * rows
+    folder = Path(prepared(tmp_path, lengths=lengths, shard_rows=0))
+    assert len(list(folder.glob("shard_*.bin"))) == shards
+    assert len(list(folder.iterdir())) == 3 * shards + 2
+    assert TokenShards(str(folder), ByteTokenizer()).lengths().tolist() == [letters + 1] * rows
+
+
+@pytest.mark.usefixtures("datasets_cache")
 def test_filters_and_histogram(tmp_path):
     folder = prepared(tmp_path, min_length=5, max_length=40)
     assert [len(ids) - 1 for ids in read_shards(folder)] == [5, 40, 15, 16, 17, 33]

@@ -1,15 +1,23 @@
 """titan_sparse.data.shards: the files that prepared tokens are kept in."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.data.helpers import lettered_texts, prepared, read_shards, train_tokenizer
+from tests.data.helpers import (
+    lettered_texts,
+    open_loader,
+    prepared,
+    read_shards,
+    train_tokenizer,
+)
+from titan_sparse.config import Data
 from titan_sparse.data.formats import closed
-from titan_sparse.data.shards import TokenShards, token_dtype, write_shard
+from titan_sparse.data.shards import DataError, TokenShards, token_dtype, write_shard
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer
 
 
@@ -148,3 +156,56 @@ def test_a_large_folder_is_checked_as_it_is_read(tmp_path, monkeypatch):
         for index in range(len(shards)):
             shards.tokens(index)
     assert shards.tokens(0).tolist() == good
+
+
+def with_old_time(path: Path, change) -> None:
+    stat = path.stat()
+    change(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+CHANGES = {
+    "cut off": (lambda path: os.truncate(path, 34), "shard_00001.bin was changed during the run"),
+    "gone": (Path.unlink, "shard_00001.bin was changed during the run"),
+    "written anew": (
+        lambda path: path.write_bytes(path.read_bytes()),
+        "shard_00001.bin was changed during the run",
+    ),
+    "large token": (
+        lambda path: with_old_time(path, lambda p: change_tokens(p.parent, 20, 258)),
+        "holds the token 258, of a vocabulary of 258",
+    ),
+}
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mapped_above", [10, 100])
+def test_shards_that_change_during_a_run_end_it_before_the_batch(
+    tmp_path, monkeypatch, change, mapped_above
+):
+    monkeypatch.setattr("titan_sparse.data.shards.MAPPED_ABOVE", mapped_above)
+    folder = prepared(tmp_path)
+    whole = open_loader(Data(source=folder, shuffle=False), seq_len=60)
+    expected = [next(whole).tokens.tolist() for _ in range(2)]
+    loader = open_loader(Data(source=folder, shuffle=False), seq_len=60)
+    loader.check_unchanged()
+    # Of the first shard, which has 48 tokens, and the beginning of the second.
+    assert next(loader).tokens.tolist() == expected[0]
+    damage, named = CHANGES[change]
+    damage(Path(folder, "shard_00001.bin"))
+    with pytest.raises(DataError, match=named) as raised:
+        next(loader)
+    assert "\n" not in str(raised.value)
+    if change != "large token":
+        with pytest.raises(DataError, match=named):
+            loader.check_unchanged()
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_many_shards_take_no_open_files(tmp_path):
+    opened = len(os.listdir("/proc/self/fd"))
+    folder = prepared(tmp_path, lengths=[5] * 40, shard_rows=1)
+    shards = TokenShards(folder, ByteTokenizer())
+    assert [len(shards.tokens(index)) for index in range(40)] == [6] * 40
+    assert len(os.listdir("/proc/self/fd")) < opened + 5

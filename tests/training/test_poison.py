@@ -2,6 +2,7 @@
 weights with a NaN. The run's numbers are those of a run that was led around the poison by hand."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.data.helpers import prepared
 from tests.distributed import run_processes
 from tests.models.huggingface_reference import change_tensors, save_reference
 from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.config import Refusal
+from titan_sparse.data.shards import DataError
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.failures import Poisoned
 
@@ -237,3 +240,25 @@ def _poisoned_huggingface(folder: Path) -> None:
 def test_first_weights_are_checked(tmp_path):
     write_texts(tmp_path / "texts")
     run_processes(2, _poisoned_start, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before a step", "before a save"])
+def test_nothing_is_learned_or_saved_of_tokens_that_were_changed(tmp_path, monkeypatch, when):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tokens = prepared(tmp_path, lengths=[299] * 12)
+    overrides = {"checkpoint__enable": True, "checkpoint__interval": 1, "data__source": tokens}
+    run = Trainer(tiny_config(tmp_path, "run", data__shuffle=False, **overrides))
+    owner, name = (run.checkpointer, "save") if when == "before a step" else (run, "step")
+    original = getattr(owner, name)
+
+    def damage_after(*arguments):
+        result = original(*arguments)
+        # Whole pages of a file are cut off, which kills a process that has mapped them.
+        os.truncate(Path(tokens, "shard_00000.bin"), 602)
+        return result
+
+    monkeypatch.setattr(owner, name, damage_after)
+    with pytest.raises(DataError, match=r"shard_00000\.bin was changed during the run"):
+        run.train()
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoint").glob("step-*"))
+    assert saved == (["step-1"] if when == "before a step" else [])

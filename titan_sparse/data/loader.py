@@ -23,7 +23,7 @@ from titan_sparse.config.sections import Data
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.formats import SampleFormat
 from titan_sparse.data.packing import Packed, pad_to_multiple
-from titan_sparse.data.shards import TokenShards
+from titan_sparse.data.shards import DataError, TokenShards
 from titan_sparse.data.stream import (
     Cursor,
     Mixture,
@@ -141,6 +141,20 @@ class PackedLoader:
         return self
 
     def __next__(self) -> Batch:
+        """The next batch. Raises DataError for a document that cannot be trained on."""
+        try:
+            return self._batch(self._own_sequences())
+        # Before training a ValueError is a refusal. Now other ranks may be waiting for this one.
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if a file of prepared tokens has changed since it was opened."""
+        for stream in self.mixture.streams:
+            if isinstance(stream.documents, TokenShards):
+                stream.documents.check_unchanged()
+
+    def _own_sequences(self) -> list[Packed]:
         first = self.dp_rank * self.batch_size
         own_numbers = range(first, first + self.batch_size)
         own_sequences = []
@@ -154,7 +168,7 @@ class PackedLoader:
                 padding_id = stream.tokenizer.padding
                 own_sequences.append(pad_to_multiple(packed, self.padding_multiple, padding_id))
             stream.release(spans)
-        return self._batch(own_sequences)
+        return own_sequences
 
     def state_dict(self) -> dict[str, Any]:
         """What has been handed out, the same on all ranks: a cursor and a fingerprint for each part

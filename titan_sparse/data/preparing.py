@@ -25,8 +25,7 @@ from titan_sparse.data.shards import (
     FORMAT_OF_CHATS,
     META,
     PLAN,
-    map_mask,
-    map_shard,
+    read_offsets,
     shard_path,
     token_dtype,
     write_json,
@@ -36,6 +35,9 @@ from titan_sparse.data.sources import LazyTexts, open_source
 from titan_sparse.data.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("titan_sparse")
+
+SHARD_LETTERS = 1 << 20
+"""Of a small source, in a shard; a tokenizer has them in a second."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Recipe:
     """longer documents are left out; tokens; 0: none are"""
     shard_rows: int = 0
     """rows of the source that go to one shard; 0: such that there are about 256 shards, but at most
-    16384 rows to each"""
+    16384 rows to each, and of texts at least SHARD_LETTERS"""
 
 
 class Rows(Protocol):
@@ -126,7 +128,10 @@ class Writer:
         self.shard_rows = recipe.shard_rows
         if self.shard_rows == 0:
             rows_for_256_shards = -(-len(self.rows) // 256)
-            self.shard_rows = min(max(rows_for_256_shards, 1), 16384)
+            least = 1
+            if isinstance(self.rows, TextRows | ChatRows):
+                least = SHARD_LETTERS // _letters_of_a_row(self.rows.texts)
+            self.shard_rows = min(max(rows_for_256_shards, least, 1), 16384)
         self.shards = -(-len(self.rows) // self.shard_rows)
 
     def write(self, number: int) -> int:
@@ -185,6 +190,12 @@ class Writer:
                     if document.learned is not None:
                         learned.append(int(document.learned.sum()))
                     yield document
+
+
+def _letters_of_a_row(texts: LazyTexts) -> int:
+    """The mean of 64 rows from all over the source, at least 1."""
+    rows = range(0, len(texts), -(-len(texts) // 64))
+    return max(sum(len(texts[row]) for row in rows) // len(rows), 1)
 
 
 def histogram(lengths: list[int]) -> dict[str, list[int]]:
@@ -406,9 +417,7 @@ def _finish(writer: Writer, out: str) -> dict[str, Any]:
     for number in range(writer.shards):
         shard = _read_counts(shard_path(folder, number, "json"))
         # Those of an interrupted run too: what is on disk is what was counted.
-        map_shard(out, folder, shard, dtype)
-        if writer.sample_format.is_chat:
-            map_mask(out, folder, shard)
+        read_offsets(out, folder, shard, dtype, writer.sample_format.is_chat)
         shards.append(shard)
     _check_rows(writer, shards)
     documents = sum(shard["documents"] for shard in shards)

@@ -1,5 +1,5 @@
-"""Prepared tokens on disk: memory-mapped shards with document offsets. Written by preparing.py,
-read by the loader.
+"""Prepared tokens on disk: shards with document offsets. Written by preparing.py, read by the
+loader, document by document.
 
 A folder holds, for every shard k,
   shard_k.bin      the tokens of its documents one after the other, uint16 or uint32
@@ -31,10 +31,21 @@ FORMATS = (FORMAT, FORMAT_OF_CHATS)
 CHECKED_AT_ONCE = 1 << 25
 """A folder of so many tokens is looked through when it is opened; of a larger one, each document
 when it is read."""
+MAPPED_ABOVE = 1 << 20
+"""Tokens. A longer document is mapped, as a sequence needs only a part of it; a shorter one is read,
+which takes a quarter of the time. No map is kept: a process may have 65530."""
 META = "meta.json"
 PLAN = "plan.json"
 SHARD_COUNTS = ("number", "documents", "tokens")
 """Of each shard in meta.json."""
+
+
+FileState = tuple[int, int]
+"""Size and time of change."""
+
+
+class DataError(OSError):
+    """Data that a running job cannot go on with; it ends in one line, with status 1."""
 
 
 def shard_path(folder: Path, number: int, ending: str) -> Path:
@@ -82,8 +93,8 @@ def is_prepared(source: str) -> bool:
 
 
 class TokenShards:
-    """Documents of a folder of shards, in the order of the source. Nothing is read before it is
-    asked for.
+    """Documents of a folder of shards, in the order of the source. No tokens of a large folder are
+    read before they are asked for.
 
     Raises ValueError, naming data.source or data.tokenizer, for a folder that is unfinished or
     damaged, or that was made with another tokenizer.
@@ -104,25 +115,29 @@ class TokenShards:
         self.total_tokens: int = meta["tokens"]
         self.sample_format = _sample_format(source, meta)
         self.total_learned: int = meta.get("learned", self.total_tokens)
-        # Of each shard: where its documents begin, its tokens and mask, which of its documents were
-        # looked at, and the index of its first document.
-        self._offsets = []
-        self._tokens = []
-        self._masks: list[NDArray[np.uint8]] = []
+        self.folder = folder
+        self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        # Of each shard: where its documents begin, which of them were looked at, its number, and the
+        # index of its first document.
+        self._offsets: list[NDArray[np.int64]] = []
         self._checked: list[NDArray[np.bool_]] = []
         self._numbers: list[int] = []
         self._first = [0]
+        # The files of tokens and masks of each shard by their endings, and their states
+        self._files: list[dict[str, tuple[Path, FileState]]] = []
         for shard in meta["shards"]:
-            offsets, tokens = map_shard(source, folder, shard, meta["dtype"])
+            offsets = read_offsets(source, folder, shard, meta["dtype"], self.sample_format.is_chat)
             if shard["documents"] == 0:
                 continue
             self._offsets.append(offsets)
-            self._tokens.append(tokens)
-            if self.sample_format.is_chat:
-                self._masks.append(map_mask(source, folder, shard))
             self._checked.append(np.zeros(shard["documents"], dtype=bool))
             self._numbers.append(shard["number"])
             self._first.append(self._first[-1] + shard["documents"])
+            files = {}
+            for ending in ("bin", "mask") if self.sample_format.is_chat else ("bin",):
+                path = shard_path(folder, shard["number"], ending)
+                files[ending] = path, _state(path)
+            self._files.append(files)
         if self.total_tokens <= CHECKED_AT_ONCE:
             for index in range(len(self)):
                 self.tokens(index)
@@ -141,15 +156,14 @@ class TokenShards:
         return int(stop - start)
 
     def tokens(self, index: int) -> NDArray[np.integer]:
-        """Tokens of a document, its end-of-document token included; a view of the file, uint16 or
-        uint32 [length].
+        """Tokens of a document, its end-of-document token included; uint16 or uint32 [length].
 
-        Raises ValueError, when it is read for the first time, if it holds an id beyond the
-        vocabulary or is not closed by the one end-of-document token.
+        Raises DataError if the file has changed since it was opened. Raises ValueError, when the
+        document is read for the first time, if it holds an id beyond the vocabulary or is not closed
+        by the one end-of-document token.
         """
         shard, row = self._find(index)
-        start, stop = self._offsets[shard][row : row + 2]
-        tokens = self._tokens[shard][start:stop]
+        tokens = self._part(shard, row, "bin", self.dtype)
         if not self._checked[shard][row]:
             self._check(tokens, f"{_name(self._numbers[shard])}, document {row + 1}")
             self._checked[shard][row] = True
@@ -157,11 +171,15 @@ class TokenShards:
 
     def learned(self, index: int) -> NDArray[np.bool_] | None:
         """Which tokens of a document are predicted in training, [length]; None: all."""
-        if not self._masks:
+        if not self.sample_format.is_chat:
             return None
-        shard, row = self._find(index)
-        start, stop = self._offsets[shard][row : row + 2]
-        return self._masks[shard][start:stop] != 0
+        return self._part(*self._find(index), "mask", np.dtype(np.uint8)) != 0
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if a file of tokens has changed since it was opened."""
+        for files in self._files:
+            for path, state in files.values():
+                self._check_file(path, state)
 
     def forget(self, index: int) -> None:
         """Nothing to drop: the operating system decides which pages of a file stay in memory."""
@@ -170,6 +188,24 @@ class TokenShards:
         """The tokens of a document, and which of them are learned where that is given."""
         learned = self.learned(index)
         return self.tokens(index).tobytes() + (b"" if learned is None else learned.tobytes())
+
+    def _part(self, shard: int, row: int, ending: str, dtype: np.dtype) -> NDArray[Any]:
+        """The part of a shard's file that is of one document."""
+        path, state = self._files[shard][ending]
+        # Reading a map of a file that was cut off gives zeros, or kills the process.
+        self._check_file(path, state)
+        start, stop = self._offsets[shard][row : row + 2].tolist()
+        offset = start * dtype.itemsize
+        if stop - start <= MAPPED_ABOVE:
+            return np.fromfile(path, dtype, stop - start, offset=offset)
+        return np.memmap(path, dtype, "r", offset, (stop - start,))
+
+    def _check_file(self, path: Path, state: FileState) -> None:
+        if _state(path) != state:
+            raise DataError(
+                f'data.source = "{self.source}": {path.name} was changed during the run; copy it '
+                "again as it was, or prepare a new folder and begin a new run"
+            )
 
     def _check(self, tokens: NDArray[np.integer], where: str) -> None:
         largest = int(tokens.max())
@@ -225,17 +261,24 @@ def _check_counts(source: str, meta: dict[str, Any]) -> None:
         _refuse(source, f"{META} has no documents")
 
 
-def map_shard(
-    source: str, folder: Path, counts: dict[str, int], dtype: str
-) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
-    """Offsets, int64 [documents + 1], and tokens of a shard, which are not in memory.
+def read_offsets(
+    source: str, folder: Path, counts: dict[str, int], dtype: str, has_mask: bool
+) -> NDArray[np.int64]:
+    """Where the documents of a shard begin, int64 [documents + 1].
 
-    Raises ValueError, naming the file, if they do not match each other and the shard's counts.
+    Raises ValueError, naming the file, if the files do not match each other and the shard's counts.
     """
-    tokens_path = shard_path(folder, counts["number"], "bin")
+    sizes = {"bin": counts["tokens"] * np.dtype(dtype).itemsize}
+    if has_mask:
+        sizes["mask"] = counts["tokens"]
+    for ending, expected in sizes.items():
+        path = shard_path(folder, counts["number"], ending)
+        # A shard whose documents were all filtered out has no mask.
+        size = max(_state(path)[0], 0)
+        if size != expected:
+            _refuse(source, f"{path.name} has {size} bytes instead of {expected}")
     offsets_path = shard_path(folder, counts["number"], "idx.npy")
-    tokens = _map_tokens(source, tokens_path, np.dtype(dtype).newbyteorder("<"), counts["tokens"])
-    offsets = _map_offsets(source, offsets_path)
+    offsets = _load_offsets(source, offsets_path)
     name = offsets_path.name
     if offsets.ndim != 1 or offsets.dtype != np.int64:
         _refuse(source, f"{name} holds {offsets.dtype} {list(offsets.shape)} instead of offsets")
@@ -250,16 +293,16 @@ def map_shard(
     short = np.flatnonzero(np.diff(offsets) < 2)
     if len(short):
         _refuse(source, f"{name}: document {short[0] + 1} has fewer than 2 tokens")
-    return offsets, tokens
+    return offsets
 
 
-def map_mask(source: str, folder: Path, counts: dict[str, int]) -> NDArray[np.uint8]:
-    """Whether each token of a shard is learned, uint8 [tokens], not in memory.
-
-    Raises ValueError, naming the file, if it has another size.
-    """
-    path = shard_path(folder, counts["number"], "mask")
-    return _map_tokens(source, path, np.dtype(np.uint8), counts["tokens"])
+def _state(path: Path) -> FileState:
+    """The state of a file; a size of -1 if it is gone."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return -1, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 def _sample_format(source: str, meta: dict[str, Any]) -> SampleFormat:
@@ -271,23 +314,12 @@ def _sample_format(source: str, meta: dict[str, Any]) -> SampleFormat:
     return SampleFormat(*values)
 
 
-def _map_offsets(source: str, path: Path) -> NDArray[np.int64]:
+def _load_offsets(source: str, path: Path) -> NDArray[np.int64]:
     try:
-        return np.load(path, mmap_mode="r")
+        return np.load(path)
     # A file that is missing, empty, cut short, or none of NumPy's.
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, MemoryError) as error:
         _refuse(source, f"{path.name} cannot be read: {error}", error)
-
-
-def _map_tokens(source: str, path: Path, dtype: np.dtype, tokens: int) -> NDArray[np.integer]:
-    size = path.stat().st_size if path.is_file() else 0
-    expected_size = tokens * dtype.itemsize
-    if size != expected_size:
-        _refuse(source, f"{path.name} has {size} bytes instead of {expected_size}")
-    # An empty file cannot be mapped, and a shard whose documents were all filtered out is one.
-    if size == 0:
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
 
 
 def _refuse(source: str, reason: str, cause: Exception | None = None) -> NoReturn:

@@ -127,13 +127,23 @@ class Stream(ABC):
         }
 
     def pack(self, spans: list[Span]) -> Packed:
-        """Read the tokens of a sequence just taken by `next_sequence`, padded to `seq_len`."""
+        """Read the tokens of a sequence just taken by `next_sequence`, padded to `seq_len`.
+
+        Raises ValueError if one is beyond the vocabulary, which a GPU would answer with a crash.
+        """
         pieces = []
         for span in spans:
             document = self.documents.tokens(span.index)
             learned = self.documents.learned(span.index)
             pieces.append(Piece(document, span.start, span.stop, learned))
-        return pack(pieces, self.seq_len, self.tokenizer.padding)
+        packed = pack(pieces, self.seq_len, self.tokenizer.padding)
+        largest = max(packed.tokens.max(), packed.labels.max())
+        if largest >= self.tokenizer.vocab_size:
+            raise ValueError(
+                f"data.source holds the token {largest}, of a vocabulary of "
+                f"{self.tokenizer.vocab_size}; copy the folder again, or prepare it anew"
+            )
+        return packed
 
     def release(self, spans: list[Span]) -> None:
         """Forget the tokens of a sequence, except those of its last document where the next
