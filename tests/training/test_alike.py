@@ -136,7 +136,7 @@ def _table(words: list[str]) -> int:
         with patch.context() as code:
             if is_second:
                 code.setattr(start, "PACKAGE", folder / "titan_sparse")
-            assert "has titan_sparse/data/packing.py = " in _refused(WORDS)
+            assert "has titan_sparse/kernels/merge.py = " in _refused(WORDS)
         own = torch.__version__
         with patch.context() as version:
             if is_second:
@@ -159,7 +159,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
     # An old checkout on one node.
     package = tmp_path / "titan_sparse"
     shutil.copytree(start.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (package / "data/packing.py").open("a") as file:
+    with (package / "kernels/merge.py").open("a") as file:
         file.write("\n# another line\n")
     run_program(2, _table, [str(tmp_path)])
     assert not (files / "outputs/checkpoint").exists()

@@ -100,7 +100,8 @@ def alike(config: Config) -> dict[str, str]:
     # By ranks of this node: nodes may have different numbers of GPUs.
     cp_intra = resolve_cp_intra(config.parallelism, local_world_size())
     values["the resolved parallelism.cp_intra"] = str(cp_intra)
-    for path in sorted(PACKAGE.rglob("*.py")):
+    # rglob does not follow links, and in a checkout kernels/ is one.
+    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]):
         values[path.relative_to(PACKAGE.parent).as_posix()] = hashlib.sha256(
             path.read_bytes()
         ).hexdigest()[:12]
