@@ -21,6 +21,7 @@ from titan_sparse.models.decoder import run_blocks
 from titan_sparse.models.layer_masks import Attends, LayerMasks
 from titan_sparse.models.transformers_config import TransformersConfig
 from titan_sparse.models.transformers_router import RoutedLayer, RouterLoss
+from titan_sparse.token_mixing import mixers
 
 ATTENTION = "titan_sparse_models"
 """The name of our attention in transformers' AttentionInterface."""
@@ -160,7 +161,14 @@ class TransformersDecoder(nn.Module):
             self.embed_tokens.embed_scale = torch.tensor(scale, device="cpu")
 
     def _check(self, config: TransformersConfig, their_config: PreTrainedConfig) -> None:
-        """Raises ValueError where config.json has been read in two ways."""
+        """Raises ValueError where config.json has been read in two ways, or tokens are mixed."""
+        mixer = next(mixers(self.layers), None)
+        if mixer is not None:
+            raise ValueError(
+                f"model.initial_hf: layer {mixer} of a {config.model_type} is not known to treat "
+                "each token by itself, so that ranks and documents could not be told apart; "
+                "write a folder of another family"
+            )
         windows = _windows_of(their_config)
         if windows != config.windows:
             raise ValueError(

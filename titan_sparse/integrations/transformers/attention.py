@@ -9,7 +9,11 @@ from titan_sparse.attention.patterns import Dense
 from titan_sparse.integrations.transformers.cached import attention_beside_cache
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
 from titan_sparse.integrations.transformers.mask_rules import MaskRule
-from titan_sparse.integrations.transformers.refusals import check_arguments, check_mask
+from titan_sparse.integrations.transformers.refusals import (
+    check_arguments,
+    check_mask,
+    check_mixing,
+)
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 
@@ -40,6 +44,7 @@ def attention_forward(
         return out, None
     mask = _for_layers(attention_mask, query.shape[2])
     ranges = mask.ranges(kwargs.get("position_ids"), query, settings)
+    check_mixing(module, ranges, settings.ranks)
     sees_far = not mask.rule.is_local and sliding_window is None
     # A static cache has room behind the prompt.
     seq_len = query.shape[2]

@@ -1,18 +1,15 @@
 """What context parallelism would get wrong in a Trainer, refused in one line."""
 
-import functools
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import AttentionInterface, Trainer
+from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.integrations.transformers.attention import attention_forward
 from titan_sparse.integrations.transformers.parallelism import ContextParallelConfig
-from titan_sparse.integrations.transformers.refusals import check_rope
-from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.refusals import check_modules, check_rope
+from titan_sparse.integrations.transformers.register import settings_of
 from titan_sparse.integrations.transformers.sharding import IGNORE_INDEX
 
 
@@ -109,7 +106,7 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
             "AutoModelForCausalLM"
         )
     name = config._attn_implementation
-    settings = _settings_of(name)
+    settings = settings_of(name)
     if settings is None:
         raise ValueError(
             f'attn_implementation="{name}" sees the tokens of one rank; write '
@@ -120,14 +117,8 @@ def check_model(model: nn.Module, cp: ContextParallel) -> None:
             f'register() gave "{name}" other ranks than this trainer has; write '
             "register(AttentionSettings(cp=args.parallelism_config.group()))"
         )
-
-
-def _settings_of(attn_implementation: str) -> AttentionSettings | None:
-    """What register() was told for this name; None for names that are not ours."""
-    function = AttentionInterface().get(attn_implementation)
-    if isinstance(function, functools.partial) and function.func is attention_forward:
-        return function.args[0]
-    return None
+    # Once more: modules may have been exchanged since the model was made.
+    check_modules(model, name, settings.ranks)
 
 
 def check_loss(loss: Tensor, shift_labels: Tensor, model: nn.Module) -> None:
@@ -136,7 +127,8 @@ def check_loss(loss: Tensor, shift_labels: Tensor, model: nn.Module) -> None:
     The host waits for the device.
     """
     has_labels = bool((shift_labels != IGNORE_INDEX).any())
-    if has_labels and not bool(loss != 0):
+    # Models that shift labels by themselves find none: a loss of 0, or 0 / 0.
+    if has_labels and not bool(loss > 0):
         raise ValueError(
             f"{type(model).__name__} does not hand shift_labels to its loss, and would shift "
             "labels inside of one rank; override compute_loss() with shift_labels"

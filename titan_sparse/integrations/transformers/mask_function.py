@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
-from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
+from titan_sparse.integrations.transformers.mask_rules import BIDIRECTIONAL, MaskRule, read_rule
 from titan_sparse.integrations.transformers.refusals import BESIDE_CACHE, check_rope
 from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
 
@@ -88,9 +88,12 @@ def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool
 
 def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:
     if rule.unknown is not None:
+        others = "AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+        if rule.unknown == BIDIRECTIONAL:
+            others = "AttentionMask(Full()) for sequences without padding"
         raise ValueError(
             f"titan_sparse does not read {rule.unknown} of transformers; write "
-            'attn_implementation="sdpa", or attention_mask=AttentionMask(mask)'
+            f'attn_implementation="sdpa", or attention_mask={others}'
         )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(

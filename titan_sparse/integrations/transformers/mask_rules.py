@@ -31,6 +31,9 @@ class MaskRule(NamedTuple):
         return self.window is not None or self.chunk is not None
 
 
+BIDIRECTIONAL = "bidirectional attention"
+"""What MaskRule.unknown says of encoders."""
+
 # What makes a mask function -> the field that it sets, and its variable that holds the value.
 _FIELDS = {
     "sliding_window_overlay": ("window", "sliding_window"),
@@ -44,7 +47,7 @@ def read_rule(mask_function: Callable) -> MaskRule:
     found: dict[str, object] = {}
     is_causal = _read(mask_function, found)
     if not is_causal and "unknown" not in found:
-        found["unknown"] = "bidirectional attention"
+        found["unknown"] = BIDIRECTIONAL
     return MaskRule(**found)
 
 

@@ -8,6 +8,7 @@ from accelerate.state import PartialState
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
+from titan_sparse.integrations.transformers.settings import check_block_size
 
 
 class ContextParallelConfig(ParallelismConfig):
@@ -32,7 +33,8 @@ class ContextParallelConfig(ParallelismConfig):
         WORLD_SIZE gets other sequences, and shards weights too.
         layout, schedule, block_size: as in ContextParallel.
 
-        Raises ValueError for sizes that do not divide the number of processes.
+        Raises ValueError for sizes that do not divide the number of processes, and for a block_size
+        that is not a power of two.
         """
         processes = int(os.environ.get("WORLD_SIZE", "1"))
         if cp_size is None:
@@ -43,6 +45,7 @@ class ContextParallelConfig(ParallelismConfig):
                 f"cp_size={cp_size} and dp_replicate_size={dp_replicate_size} do not divide "
                 f"{processes} processes; start torchrun with --nproc-per-node={max(unit, 1)}"
             )
+        check_block_size(block_size)
         self.layout = layout
         self.schedule = schedule
         self.block_size = block_size

@@ -1,10 +1,12 @@
 """What attend() does not compute, refused by name before anything is computed."""
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
+from titan_sparse.token_mixing import calls_interface, chooses_keys, mixers, numbers_tokens
 
 _OTHERS = 'write attn_implementation="eager"'
 _REFUSED = {
@@ -23,10 +25,100 @@ _REFUSED = {
 }
 """What transformers hands to attention functions by keyword, and cannot be had here."""
 
+_ONE_RANK = "write cp_size=1, or AttentionSettings(cp=None)"
+_UNKNOWN_TO_RANKS = (
+    "is not known to treat each token by itself, and would see the tokens of one rank only; "
+    f"{_ONE_RANK}"
+)
+
 BESIDE_CACHE = (
     "masks of ours are for whole sequences, not for tokens that follow cached ones; "
     "write use_cache=False, or a 2D attention_mask"
 )
+
+
+def check_class(model: PreTrainedModel, name: str) -> None:
+    """Raises ValueError for a decoder whose code never asks for a registered attention function.
+
+    model: without modules yet. name: the attn_implementation that it is given.
+    """
+    is_text_only = model.config.get_text_config(decoder=True) is model.config
+    if model.can_generate() and is_text_only and not model._can_set_attn_implementation():
+        raise ValueError(
+            f'{type(model).__name__} computes attention by itself and would not use "{name}"; '
+            f"{_OTHERS}"
+        )
+
+
+def check_modules(model: PreTrainedModel, name: str, ranks: int) -> None:
+    """Raises ValueError for a model that would not compute by attend(), or not right over `ranks`.
+
+    name: its attn_implementation.
+    """
+    text = _text_part(model)
+    attention = [module for module in text.modules() if calls_interface(module)]
+    mixer = next(mixers(text), None)
+    if not attention:
+        own = "" if mixer is None else f", having {mixer} instead"
+        raise ValueError(
+            f'{type(model).__name__} would not use "{name}": none of its modules asks transformers '
+            f"for an attention function{own}; {_OTHERS}"
+        )
+    for module in attention:
+        if chooses_keys(module):
+            raise ValueError(
+                f"{type(module).__name__} makes a mask of its own from what tokens hold, which is "
+                f"not computed; {_OTHERS}"
+            )
+    note_mixers(model)
+    if ranks == 1:
+        return
+    if mixer is not None:
+        raise ValueError(f"{mixer} {_UNKNOWN_TO_RANKS}")
+    for path, module in text.named_modules():
+        if numbers_tokens(module):
+            raise ValueError(
+                f"{path} ({type(module).__name__}) numbers the tokens of one rank by itself, "
+                f"whatever their position_ids; {_ONE_RANK}"
+            )
+
+
+def note_mixers(model: PreTrainedModel) -> None:
+    """Has the model's attention know of a module that is not known to be token-wise."""
+    text = _text_part(model)
+    mixer = next(mixers(text), None)
+    for module in text.modules():
+        if calls_interface(module):
+            module.token_mixer = mixer
+
+
+def _text_part(model: PreTrainedModel) -> nn.Module:
+    """The model, or what remains of it without pictures and sounds."""
+    is_text_only = model.config.get_text_config(decoder=True) is model.config
+    return model if is_text_only else model.get_decoder()
+
+
+def check_mixing(module: nn.Module, ranges: MaskRanges, ranks: int) -> None:
+    """Raises ValueError for documents or ranks beside a module that is not known to be token-wise.
+
+    module: attention that note_mixers() has seen. ranges: its mask. The host waits for the device
+    if there is such a module and documents may be several.
+    """
+    mixer = getattr(module, "token_mixer", None)
+    if mixer is None:
+        return
+    if ranks > 1:
+        raise ValueError(f"{mixer} {_UNKNOWN_TO_RANKS}")
+    starts = ranges.document_start
+    if starts is None:
+        return
+    # [Bm, S], -1 on padding
+    first = torch.where(starts < 0, starts.shape[1], starts).amin(1)
+    if bool((starts.amax(1) > first).any()):
+        raise ValueError(
+            f"{mixer} is not known to treat each token by itself, so that packed documents would "
+            "see each other; write packing=False, or a row for each document"
+        )
 
 
 def check_arguments(query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, object]) -> None:

@@ -14,6 +14,14 @@ ON_ONE_RANK = (
 """How refusals of what context parallelism does not compute go on."""
 
 
+def check_block_size(size: int) -> None:
+    """Raises ValueError for blocks that kernels on GPUs do not compute."""
+    if type(size) is not int or size < 16 or size.bit_count() != 1:
+        raise ValueError(
+            f"block_size={size!r} is not a power of two of at least 16; write 64 or 128"
+        )
+
+
 @dataclass(frozen=True)
 class AttentionSettings:
     """How attention of one name is computed. The defaults: dense, on one rank, the fastest kernel.
@@ -22,9 +30,9 @@ class AttentionSettings:
     cp: the ranks that share each sequence, with their layout and schedule. Inputs of the model,
     position_ids among them, are then this rank's blocks of them.
     backend: "auto", or a name of titan_sparse.attention.backends.
-    block_size: tokens, for cp=None only; default 128.
+    block_size: tokens, for cp=None only; a power of two, at least 16; default 128.
     recomputed: as in attend(), for activation checkpointing that keeps SAVED_OPS.
-    Raises ValueError for what is no pattern, no ContextParallel or no backend.
+    Raises ValueError for what is no pattern, no ContextParallel, no backend or no block size.
     """
 
     pattern: Pattern = field(default_factory=Dense)
@@ -48,6 +56,14 @@ class AttentionSettings:
             raise ValueError(
                 f"AttentionSettings(backend={self.backend!r}) is unknown; "
                 f'write "auto" or one of {", ".join(BACKENDS)}'
+            )
+        if self.block_size is None:
+            return
+        check_block_size(self.block_size)
+        if self.cp is not None and self.block_size != self.cp.block_size:
+            raise ValueError(
+                f"AttentionSettings(block_size={self.block_size}) differs from that of cp "
+                f"({self.cp.block_size}); leave it out"
             )
 
     @property
