@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.models.qwen3 import modeling_qwen3
 
 from tests.models.transformers_models import (
     LENGTH,
@@ -262,3 +263,12 @@ def test_linear_layers_in_float8_are_near(tmp_path: Path) -> None:
     found.backward()
     assert found != expected
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
+
+
+def test_layers_that_mix_tokens_are_refused(tmp_path: Path, monkeypatch) -> None:
+    """A convolution with the parameters that config.json announces."""
+    save_model(tmp_path, "qwen3")
+    mlp = modeling_qwen3.Qwen3MLP
+    monkeypatch.setattr(modeling_qwen3, "Qwen3MLP", type("Qwen3ShortConv", (mlp,), {}))
+    with pytest.raises(ValueError, match=r"layer 0\.mlp \(Qwen3ShortConv\) .* is not known"):
+        decoder_of(tmp_path)

@@ -166,7 +166,7 @@ class TransformersDecoder(nn.Module):
         if mixer is not None:
             raise ValueError(
                 f"model.initial_hf: layer {mixer} of a {config.model_type} is not known to treat "
-                "each token by itself, so that ranks and documents could not be told apart; "
+                "each token by itself, which context parallelism and packing need; "
                 "write a folder of another family"
             )
         windows = _windows_of(their_config)

@@ -70,10 +70,50 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 
 ALL_FAMILIES = list(FAMILIES)
 
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 16}
+
+# The same of models with convolutions or recurrences along the sequence.
+MIXING: dict[str, tuple[str, dict]] = {
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", _LINEAR),
+    "olmo_hybrid": ("OlmoHybridConfig", _LINEAR),
+    "minimax": ("MiniMaxConfig", {"layer_types": _LINEAR["layer_types"], **_EXPERTS}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {"layers_block_type": ["mamba", "attention"], "ssm_state_size": 16, **_MAMBA},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 16,
+            "mamba_ngroups": 1,
+        },
+    ),
+}
+
 
 def family(name: str, **changes) -> nn.Module:
     """A tiny model in fp32 and in training mode; its weights follow from the family."""
-    class_name, differences = FAMILIES[name]
+    class_name, differences = (FAMILIES | MIXING)[name]
     config = getattr(transformers, class_name)(**{**_SMALL, **differences, **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -20,6 +20,8 @@ from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
+from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers.positions import ranges_of_tokens
 from titan_sparse.integrations.transformers.sharding import shard_batch
 
 SEQ_LEN = 8 * BLOCK
@@ -154,10 +156,9 @@ def test_what_context_parallelism_needs_is_said():
     cp = ContextParallel(None, block_size=BLOCK)
     cp.size = 2  # Pretended: what is refused is refused before anything is sent.
     register(AttentionSettings(cp=cp), name="two_ranks")
-    model = family("llama4")
-    model.set_attn_implementation("two_ranks")
+    q = torch.zeros(1, 2, SEQ_LEN, 16)
     with pytest.raises(ValueError, match="does not hand position_ids"):
-        model(tokens(1, SEQ_LEN))
+        ranges_of_tokens(None, None, MaskRule(), q, AttentionSettings(cp=cp))
 
     model = family("llama").eval()
     model.set_attn_implementation("eager")

@@ -13,7 +13,7 @@ from tests.integrations.transformers.families import (
     tokens,
     transformers,
 )
-from titan_sparse import recording
+from titan_sparse import ContextParallel, recording
 from titan_sparse.attention.masks import Causal, Full
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import (
@@ -68,10 +68,19 @@ def test_names_of_transformers_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"pattern": "dense"}, {"cp": 2}, {"backend": "sdpa"}], ids=str
+    "settings",
+    [
+        {"pattern": "dense"},
+        {"cp": 2},
+        {"backend": "sdpa"},
+        {"block_size": 100},
+        {"block_size": "64"},
+        {"cp": ContextParallel(None, block_size=BLOCK), "block_size": 2 * BLOCK},
+    ],
+    ids=str,
 )
-def test_settings_are_objects(settings):
-    with pytest.raises(ValueError, match="write"):
+def test_settings_that_are_none_are_refused(settings):
+    with pytest.raises(ValueError, match="write|leave it out"):
         AttentionSettings(**settings)
 
 
@@ -169,10 +178,15 @@ def test_capped_scores_are_refused():
 def test_bidirectional_and_cross_attention_are_refused():
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**small, intermediate_size=32, vocab_size=64)
-    bert = transformers.BertModel(config)
+    bert = transformers.BertModel(config).eval()
+    input_ids = tokens(1, SEQ_LEN)
+    wanted = bert(input_ids).last_hidden_state
     bert.set_attn_implementation("titan_sparse")
-    with pytest.raises(ValueError, match="bidirectional"):
-        bert(tokens(1, SEQ_LEN))
+    with pytest.raises(ValueError, match="bidirectional .*=AttentionMask\\(Full\\(\\)\\)"):
+        bert(input_ids)
+    # What it says to write.
+    got = bert(input_ids, attention_mask=AttentionMask(Full())).last_hidden_state
+    assert_close([got], [wanted])
     with pytest.raises(ValueError, match="bidirectional"):
         run("llama", {"is_causal": False})
 

@@ -161,14 +161,20 @@ def test_a_model_without_a_loss_of_next_tokens():
         check_model(model, ContextParallel(None, block_size=BLOCK))
 
 
-def test_a_loss_that_ignores_shifted_labels(tmp_path):
-    """Old models call loss_function(logits, labels, vocab_size) without further arguments."""
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_a_loss_that_ignores_shifted_labels(own_loss, tmp_path):
+    """Old models call loss_function(logits, labels, vocab_size) without further arguments, or
+    compute a mean of their own, of no labels at all."""
     made = parts(arguments(tmp_path))
     forward = made["model"].forward
 
     @functools.wraps(type(made["model"]).forward)
     def ignoring(*args, shift_labels=None, **kwargs):
-        return forward(*args, **kwargs)
+        out = forward(*args, **kwargs)
+        if own_loss:
+            labels = kwargs["labels"].flatten()
+            out.loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels)
+        return out
 
     made["model"].forward = ignoring
     trainer = LongTrainer(**made)
@@ -190,6 +196,8 @@ def test_sizes(monkeypatch):
     for sizes in ({"cp_size": 0}, {"dp_replicate_size": 0}):
         with pytest.raises(ValueError, match="start torchrun"):
             ContextParallelConfig(**sizes)
+    with pytest.raises(ValueError, match="block_size=100 is not a power of two"):
+        ContextParallelConfig(block_size=100)
     config = ContextParallelConfig(cp_size=3)
     assert (config.dp_shard_size, config.cp_size) == (2, 3)
     config = ContextParallelConfig(dp_replicate_size=2)

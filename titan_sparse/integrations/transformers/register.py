@@ -1,7 +1,6 @@
 """register(): the one line that gives transformers an attn_implementation of ours."""
 
 import functools
-
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
