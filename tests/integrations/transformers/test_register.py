@@ -77,7 +77,7 @@ def test_names_of_transformers_are_refused(name):
         {"block_size": "64"},
         {"cp": ContextParallel(None, block_size=BLOCK), "block_size": 2 * BLOCK},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(settings),
 )
 def test_settings_that_are_none_are_refused(settings):
     with pytest.raises(ValueError, match="write|leave it out"):
