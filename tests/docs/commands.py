@@ -28,8 +28,6 @@ from tests.docs.pages import ROOT, demo_command
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import load, save
 
-REFUSED = 2
-
 
 class Invocation(NamedTuple):
     """A Python program as a command starts it."""
@@ -46,13 +44,10 @@ class Parsed(Exception):
 class Rule(NamedTuple):
     """How a program is tried. `stop_when_parsed`: no more than its command line. `shrink`: options appended to it.
     `needs`: an optional package, without which the program is not tried.
-
-    `refuses_options` is False for the programs that take file names and nothing else.
     """
 
     shrink: tuple[str, ...] = ()
     stop_when_parsed: bool = False
-    refuses_options: bool = True
     needs: str = ""
 
 
@@ -65,7 +60,7 @@ SMALL_LOSS = ("--tokens=64", "--hidden=16", "--vocab=100", "--chunk-tokens=32", 
 
 RULES = {
     "scripts.benchmarks.attention": PARSED,
-    "scripts.benchmarks.break_even": Rule(refuses_options=False),
+    "scripts.benchmarks.break_even": Rule(),
     "scripts.benchmarks.context_parallel": PARSED,
     "scripts.benchmarks.loader": Rule(("--training.seq_len", "256", "--seconds", "0.05")),
     "scripts.benchmarks.loss": Rule(SMALL_LOSS),
@@ -76,9 +71,10 @@ RULES = {
     "scripts.calibrate": PARSED,
     "scripts.compare_runs": Rule(),
     "scripts.docs.draw_attention": Rule(),
+    "scripts.docs.numbers": Rule(("--check",)),
     "scripts.evaluate": Rule(EVALUATED),
     "scripts.export_hf": Rule(),
-    "scripts.gpu_branches": Rule(refuses_options=False),
+    "scripts.gpu_branches": Rule(),
     "scripts.inspect_attention": Rule(INSPECTED),
     "scripts.mutants": PARSED,
     "scripts.plan": Rule(FEW_RANKS),
@@ -170,22 +166,6 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
             shrink += ("--parallelism.cp", "1")
         status = run_module(invocation.program, [*invocation.words, *shrink], folder)
         assert status == 0, f"status {status}"
-
-
-def refuses_unknown_options(words: tuple[str, ...], folder: Path) -> bool:
-    """Whether a Python program of ours ends in an error if an option that it does not have is added."""
-    invocation = python_program(list(words))
-    extended = [*invocation.words, "--no-such-option", "1"]
-    if is_training(invocation):
-        return run_training(extended, invocation.processes) == REFUSED
-    rule = RULES[invocation.program]
-    if rule.needs:
-        pytest.importorskip(rule.needs)
-    if not rule.refuses_options:
-        return True
-    if rule.stop_when_parsed:
-        return not is_parsed(invocation.program, extended, folder)
-    return run_module(invocation.program, extended, folder) == REFUSED
 
 
 def python_program(words: list[str]) -> Invocation:
