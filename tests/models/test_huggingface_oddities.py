@@ -22,6 +22,7 @@ from tests.models.huggingface_reference import (
     save_reference,
     write_config,
 )
+from titan_sparse.config import Config, check_start
 from titan_sparse.models import huggingface_files
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import check_weights
@@ -293,6 +294,12 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
     with pytest.raises(ValueError, match="vocab.json is a link to .*secret, outside of its folder"):
         export_from(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    config = Config()
+    config.training.output_dir = str(tmp_path / "run")
+    config.model.initial_hf = str(tmp_path / "in")
+    config.checkpoint.last_save_in_hf = True
+    with pytest.raises(ValueError, match="vocab.json is a link to"):
+        check_start(config)
 
     cache = tmp_path / "models--a--b"
     (cache / "blobs").mkdir(parents=True)

@@ -38,17 +38,19 @@ def _see_gpus(monkeypatch, count: int, local_rank: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, gpus, local_rank, wanted",
+    "name, gpus, local_rank, chosen, wanted",
     [
-        ("auto", 0, None, "cpu"),
-        ("auto", 2, None, "cuda:0"),
-        ("cpu", 2, "1", "cpu"),
-        ("cuda", 2, "1", "cuda:1"),
+        ("auto", 0, None, 0, "cpu"),
+        ("auto", 2, None, 0, "cuda:0"),
+        ("auto", 2, None, 1, "cuda:1"),
+        ("cpu", 2, "1", 0, "cpu"),
+        ("cuda", 2, "1", 0, "cuda:1"),
     ],
 )
-def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, wanted):
-    """On GPUs it is the current one too: what is tried before training is tried there."""
+def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wanted):
+    """On GPUs it becomes the current one. Without torchrun it is the one that the program has chosen."""
     _see_gpus(monkeypatch, gpus, local_rank)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert parallelize.choose_device(name) == torch.device(wanted)

@@ -9,6 +9,7 @@ from titan_sparse.config.mixture import single_source, source_weights
 from titan_sparse.config.reading import ConfigError, require, show
 from titan_sparse.config.sections import Checkpoint, Config, Metrics
 from titan_sparse.config.text_files import data_files, is_path, tokenizer_file
+from titan_sparse.models.huggingface_files import files_to_copy
 
 _FILES = (
     ".lock",
@@ -28,7 +29,7 @@ _LONGEST_BELOW = 200
 def check_start(config: Config) -> None:
     """Refuses files and folders that do not exist, or cannot be used, without reading texts.
 
-    Leaves no trace. Raises ConfigError, one line that names the key.
+    Leaves no trace. Raises ConfigError or ValueError, one line that names the key.
     """
     _check_output_dir(config.training.output_dir)
     _check_trackers(config.metrics)
@@ -42,6 +43,8 @@ def check_start(config: Config) -> None:
         tokenizer_file(config.data.tokenizer)
     _check_balance_costs(config.attention.balance_costs)
     _check_first_checkpoint(config.checkpoint, Path(config.training.output_dir))
+    if config.checkpoint.last_save_in_hf:
+        files_to_copy(config.model.initial_hf)
 
 
 def _check_output_dir(name: str) -> None:

@@ -23,7 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.huggingface_config import config_json, read_json
-from titan_sparse.models.huggingface_files import INDEX_FILE, SINGLE_FILE, weight_files
+from titan_sparse.models.huggingface_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    files_to_copy,
+    weight_files,
+)
 from titan_sparse.models.huggingface_layout import huggingface_name, overlap, stored_tensors
 from titan_sparse.models.initialization import canonical_name
 from titan_sparse.models.lora_config import is_adapter
@@ -42,18 +47,6 @@ __all__ = [
 
 MAX_FILE_BYTES = 5 * 10**9
 """Above this the weights are split over several files, as transformers does."""
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -155,27 +148,11 @@ def export_weights(
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy the tokenizer, the chat template and generation_config.json of the folder `source`; empty:
-    nothing.
+    """Copy the tokenizer, the chat template and generation_config.json of the folder `source`, if any.
 
-    Raises ValueError of one line for a link that leaves `source`. Those of Hugging Face's cache stay
-    in the model's own folder there.
+    Raises ValueError as files_to_copy() does.
     """
-    if not source:
-        return
-    root = Path(source).expanduser().resolve()
-    # models--NAME/snapshots/COMMIT, whose files are links to models--NAME/blobs.
-    inside = root.parent.parent if root.parent.name == "snapshots" else root
-    for name in COPIED_FILES:
-        target = (root / name).resolve()
-        if not target.is_file():
-            continue
-        # A download may come from anyone: the export may go to anyone.
-        if not target.is_relative_to(inside):
-            raise ValueError(
-                f"model.initial_hf: {root / name} is a link to {target}, outside of its folder, and "
-                "is not copied; write the file itself there, or remove the link"
-            )
+    for name, target in files_to_copy(source).items():
         shutil.copy(target, folder / name)
 
 

@@ -1,5 +1,5 @@
-"""The weight files of a Hugging Face folder: which ones count, and whether a tied head is one.
-Imports no torch."""
+"""The files of a Hugging Face folder: which weights count, whether a tied head is one of them, and
+what an export copies. Imports no torch."""
 
 import hashlib
 import json
@@ -9,6 +9,18 @@ from typing import NamedTuple
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _CHUNK_BYTES = 2**24
 _HEADER_BYTES = 2**20
 """Enough for the names in a safetensors file."""
@@ -59,6 +71,32 @@ def weight_files(folder: Path) -> list[Path]:
                 f"names of *.safetensors that lie in {folder} itself"
             )
     return sorted(folder / name for name in set(names))
+
+
+def files_to_copy(source: str) -> dict[str, Path]:
+    """Name -> file of what an export copies from the folder `source`; empty for no folder.
+
+    Raises ValueError of one line for a link that leaves `source`. Those of Hugging Face's cache stay
+    in the model's own folder there.
+    """
+    if not source:
+        return {}
+    root = Path(source).expanduser().resolve()
+    # models--NAME/snapshots/COMMIT, whose files are links to models--NAME/blobs.
+    inside = root.parent.parent if root.parent.name == "snapshots" else root
+    files = {}
+    for name in _COPIED_FILES:
+        target = (root / name).resolve()
+        if not target.is_file():
+            continue
+        # A download may come from anyone: the export may go to anyone.
+        if not target.is_relative_to(inside):
+            raise ValueError(
+                f"model.initial_hf: {root / name} is a link to {target}, outside of its folder, and "
+                "is not copied; write the file itself there, or remove the link"
+            )
+        files[name] = target
+    return files
 
 
 def weights_digest(folder: str) -> str:

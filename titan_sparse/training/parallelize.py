@@ -39,10 +39,10 @@ class Meshes(NamedTuple):
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this process: training.device; on GPUs the one of LOCAL_RANK, now the current
-    one, so that nobody tries anything on another process's GPU. Without torchrun the current one.
+    """Return the device that training.device names, and make a GPU the current one of this process.
 
-    Raises ValueError if there is none.
+    Under torchrun it is the GPU of LOCAL_RANK. Otherwise it is the one that the program has chosen
+    with torch.cuda.set_device(), which is number 0 by default. Raises ValueError if there is none.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,12 +50,14 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('training.device = "cuda", but torch sees no GPU; write "cpu" or "auto"')
-    given = os.environ.get("LOCAL_RANK")
-    local_rank = torch.cuda.current_device() if given is None else int(given)
+    if "LOCAL_RANK" in os.environ:
+        index = int(os.environ["LOCAL_RANK"])
+    else:
+        index = torch.cuda.current_device()
     count = torch.cuda.device_count()
-    if local_rank >= count:
+    if index >= count:
         raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
