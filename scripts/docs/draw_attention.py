@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
@@ -29,6 +30,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.estimate import synthetic
 from titan_sparse.estimate.planner import table_of
 
@@ -98,21 +100,29 @@ def picture(mask: Mask, index: BlockIndex, layout: str, ranks: int, title: str, 
     table = table_of(ranges, layout, ranks, index.block_size)
     work = count_visits(index, ranges, table).total()[0, 0]
     figure, panels = pyplot.subplots(
-        1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(1, 1, 1, 0.6)
+        1, 4, figsize=(19, 5.4), layout="constrained", width_ratios=(1, 1, 1, 0.7)
     )
     seen = mask.dense(index.seq_len)[0]  # [S, S]
     computed = index.dense(mask)[0, 0]
-    _draw_pairs(panels[0], seen, index.block_size, f"mask: {_share(seen)} seen")
-    _draw_pairs(panels[1], computed, index.block_size, f"selection: {_share(computed)} computed")
-    _draw_owners(
-        panels[2], computed, table, index.block_size, f"layout {layout}: rank of the queries"
+    _draw_pairs(panels[0], seen, index.block_size, f"1. Mask: a query may see\n{_share(seen)}")
+    _draw_pairs(
+        panels[1], computed, index.block_size, f"2. Pattern: one head selects\n{_share(computed)}"
     )
-    colours = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
-    panels[3].bar(range(ranks), work.tolist(), color=colours)
-    panels[3].set_xticks(range(ranks))
+    if isinstance(index, VerticalSlashIndex):
+        _label_selection(panels[1], computed)
+    _draw_owners(
+        panels[2],
+        computed,
+        table,
+        index.block_size,
+        f"3. Layout {layout}: color shows the rank\nthat owns the block of queries",
+    )
+    colors = [pyplot.colormaps["tab10"](rank % 10) for rank in range(ranks)]
+    panels[3].bar(range(ranks), work.tolist(), color=colors)
+    panels[3].set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     imbalance = work.max() / work.double().mean().clamp(min=1)
-    panels[3].set_title(f"pairs of each rank, max / mean {imbalance:.2f}", fontsize=9)
-    figure.suptitle(title, fontsize=10)
+    panels[3].set_title(f"4. Work: pairs of each rank\nbusiest / mean = {imbalance:.2f}")
+    figure.suptitle(title, fontsize=12)
     _write(figure, out)
     return work
 
@@ -143,31 +153,55 @@ def _share(pairs: Tensor) -> str:
 
 def _draw_pairs(axes, pairs: Tensor, block_size: int, title: str) -> None:
     """bool [S, S] with a grid of blocks; queries go down, keys to the right."""
-    axes.imshow(pairs, cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest")
+    _show(axes, pairs.float(), cmap="Blues", vmin=0, vmax=1.4)
     _grid(axes, len(pairs), block_size, title)
+
+
+def _label_selection(axes, pairs: Tensor) -> None:
+    """Point at the longest vertical, and at a slash to the right of it."""
+    queries, keys = pairs.nonzero(as_tuple=True)
+    farthest = (queries - keys).argmax()
+    query, key = int(queries[farthest]), int(keys[farthest])
+    middle = (query + key) // 2
+    row = pairs[middle, : middle + 1]
+    # The keys from the last gap of the row on belong to its slashes.
+    slash = int((~row).nonzero().max()) + 1
+    size = len(pairs)
+    arrow = {"arrowstyle": "->", "color": "tab:red"}
+    style = {"arrowprops": arrow, "color": "tab:red", "fontsize": 10, "ha": "center"}
+    axes.annotate("verticals:\nsingle keys", (key, middle), (0.16 * size, 0.72 * size), **style)
+    axes.annotate(
+        "slashes:\ndiagonals of blocks", (slash, middle), (0.74 * size, 0.2 * size), **style
+    )
 
 
 def _draw_owners(axes, pairs: Tensor, table: Tensor, block_size: int, title: str) -> None:
-    """The same in the colours of the ranks that own the queries."""
+    """The same in the colors of the ranks that own the queries."""
     owner = torch.empty(table.numel(), dtype=torch.int64)
     owner[table] = torch.arange(len(table))[:, None]
     ranks = owner.repeat_interleave(block_size)[: len(pairs), None] % 10
-    axes.imshow(
-        torch.where(pairs, ranks, torch.nan),
-        cmap="tab10",
-        vmin=-0.5,
-        vmax=9.5,
-        interpolation="nearest",
-    )
+    _show(axes, torch.where(pairs, ranks, -1).float(), cmap="tab10", vmin=-0.5, vmax=9.5)
     _grid(axes, len(pairs), block_size, title)
+
+
+def _show(axes, values: Tensor, **colors) -> None:
+    """[S, S] at 256 points a side or a little more. The largest value of a point wins, so that a
+    single key stays visible. Negative values are left white."""
+    size = len(values)
+    points = F.max_pool2d(values[None], max(1, size // 256))[0]
+    points = points.masked_fill(points < 0, torch.nan)
+    extent = (-0.5, size - 0.5, size - 0.5, -0.5)
+    axes.imshow(points, extent=extent, interpolation="nearest", **colors)
 
 
 def _grid(axes, tokens: int, block_size: int, title: str) -> None:
     for edge in range(block_size, tokens, block_size):
         axes.axhline(edge - 0.5, color="0.85", linewidth=0.4)
         axes.axvline(edge - 0.5, color="0.85", linewidth=0.4)
-    axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=7)
+    axes.set_title(title)
+    axes.set_xlabel("position of the key")
+    axes.set_ylabel("position of the query")
+    axes.tick_params(labelsize=8)
 
 
 def _write(figure, out: str) -> None:

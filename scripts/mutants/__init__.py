@@ -3,5 +3,5 @@
     python -m scripts.mutants run --out mutants.jsonl [--files titan_sparse/loss.py ...]
     python -m scripts.mutants report mutants.jsonl
 
-docs/testing.md says when to use it.
+CONTRIBUTING.md says when to use it.
 """

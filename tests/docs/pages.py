@@ -1,4 +1,4 @@
-"""Reads README.md and docs/*.md: their fenced blocks, and the shell commands in these."""
+"""Reads README.md, CONTRIBUTING.md, and docs/*.md: their fenced blocks, and the shell commands in these."""
 
 import re
 import shlex
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
