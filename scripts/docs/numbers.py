@@ -78,6 +78,31 @@ def ms(found: dict, digits: int) -> str:
     return f"{found['forward_ms']:,.{digits}f} + {found['backward_ms']:,.{digits}f}"
 
 
+# README -------------------------------------------------------------------------------------------
+
+
+def headlines() -> list[str]:
+    """Three measurements beside dense ones."""
+    times = []
+    for name in ("flex", "cudnn"):
+        found = row("attention_h200", name=name, seq_len=131072)
+        times.append(f"{found['forward_ms'] + found['backward_ms']:.1f} ms")
+    steps = []
+    for options, digits in (("--attention.backend flex", 2), ("--attention.pattern dense", 1)):
+        measured = row("step_qwen2_5_0_5b_128k_h200", options=options)["tokens_per_second"]
+        steps.append(f"{131072 / mean(measured):.{digits}f} s")
+    losses = [
+        f"{_held_out(_evaluated('study_real_h200', name, name)):.3f}"
+        for name in ("default", "dense")
+    ]
+    rows = [
+        ["attention, forward and backward, 131,072 tokens", *times],
+        ["training step, Qwen2.5-0.5B, 131,072 tokens", *steps],
+        ["held-out loss at 65,536 tokens, SmolLM2-135M", *losses],
+    ]
+    return lines("what was measured | titan_sparse | dense", rows)
+
+
 # Attention on one GPU -----------------------------------------------------------------------------
 
 
@@ -379,6 +404,7 @@ def _of_texts(key: str, name: str, value: float) -> list[dict]:
 TABLES = {
     table.__name__: table
     for table in (
+        headlines,
         attention_by_length,
         attention_by_density,
         patterns,
