@@ -22,6 +22,8 @@ _TOKEN_WISE = (
     nn.Dropout,
     nn.ModuleList,
     nn.ModuleDict,
+    nn.ParameterList,
+    nn.ParameterDict,
     nn.Sequential,
 )
 """With their subclasses."""

@@ -20,8 +20,7 @@ from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
-from titan_sparse.integrations.transformers.mask_rules import MaskRule
-from titan_sparse.integrations.transformers.positions import ranges_of_tokens
+from titan_sparse.integrations.transformers.masks import MaskRule, ranges_of_tokens
 from titan_sparse.integrations.transformers.sharding import shard_batch
 
 SEQ_LEN = 8 * BLOCK

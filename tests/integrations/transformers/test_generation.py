@@ -20,7 +20,7 @@ from titan_sparse.integrations.transformers import (
     cached,
     register,
 )
-from titan_sparse.integrations.transformers.mask_function import follows_cache, layer_mask
+from titan_sparse.integrations.transformers.attention import follows_cache, layer_mask
 
 NAMES = ["llama", "olmo3", "gpt_oss"]
 SEQ_LEN = 50

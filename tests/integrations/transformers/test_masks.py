@@ -34,8 +34,7 @@ from titan_sparse.integrations.transformers import (
     layer_masks,
     register,
 )
-from titan_sparse.integrations.transformers.layer_masks import LayerMask
-from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers.masks import LayerMask, MaskRule
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]

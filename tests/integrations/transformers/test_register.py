@@ -22,9 +22,8 @@ from titan_sparse.integrations.transformers import (
     attention,
     register,
 )
-from titan_sparse.integrations.transformers.mask_function import layer_mask
-from titan_sparse.integrations.transformers.mask_rules import MaskRule, read_rule
-from titan_sparse.integrations.transformers.positions import ranges_of_tokens
+from titan_sparse.integrations.transformers.attention import layer_mask
+from titan_sparse.integrations.transformers.masks import MaskRule, ranges_of_tokens, read_rule
 
 masking_utils = transformers.masking_utils
 

@@ -9,8 +9,7 @@ from tests.integrations.transformers.families import positions, tokens
 from titan_sparse import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import restore_blocks
 from titan_sparse.attention.masks import Documents
-from titan_sparse.integrations.transformers.context_parallel import shard_batch
-from titan_sparse.integrations.transformers.context_parallel_checks import check_same_batch
+from titan_sparse.integrations.transformers.context_parallel import check_same_batch, shard_batch
 
 LENGTHS = [30, 7, 13]
 """50 tokens: over two ranks they are padded to 64 in blocks of 16, to 64 in a zigzag too."""

@@ -23,7 +23,7 @@ from tests.integrations.transformers.families import (
 from titan_sparse import ContextParallel
 from titan_sparse.attention.masks import Documents
 from titan_sparse.integrations.transformers import AttentionMask, AttentionSettings, register
-from titan_sparse.integrations.transformers.context_parallel_checks import check_model
+from titan_sparse.integrations.transformers.context_parallel import check_model
 from titan_sparse.token_mixing import mixers
 
 SEQ_LEN = 2 * BLOCK

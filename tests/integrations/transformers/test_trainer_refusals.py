@@ -24,8 +24,6 @@ from titan_sparse.integrations.transformers import AttentionSettings, register
 from titan_sparse.integrations.transformers.context_parallel import (
     ContextParallelConfig,
     ContextParallelTrainer,
-)
-from titan_sparse.integrations.transformers.context_parallel_checks import (
     check_model,
     check_trainer,
 )

@@ -16,9 +16,8 @@ except ImportError:
         'write pip install "titan-sparse[huggingface]"'
     ) from None
 
-from titan_sparse.integrations.transformers.checkpointing import keep_attention
-from titan_sparse.integrations.transformers.layer_masks import AttentionMask
-from titan_sparse.integrations.transformers.register import register
+from titan_sparse.integrations.transformers.attention import keep_attention, register
+from titan_sparse.integrations.transformers.masks import AttentionMask
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 __all__ = ["AttentionMask", "AttentionSettings", "keep_attention", "register"]

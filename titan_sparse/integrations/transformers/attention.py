@@ -1,20 +1,215 @@
-"""The attention function that transformers calls in every layer."""
+"""register(), and the two functions that transformers calls: one makes masks, one computes attention."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 
-from titan_sparse.attention import attend
+from titan_sparse.attention import SAVED_OPS, attend
 from titan_sparse.attention.masks import Mask, MaskRanges
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.integrations.transformers.cached import attention_beside_cache
-from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
-from titan_sparse.integrations.transformers.mask_rules import MaskRule
+from titan_sparse.integrations.transformers.masks import (
+    BIDIRECTIONAL,
+    AttentionMask,
+    LayerMask,
+    MaskRule,
+    read_rule,
+)
 from titan_sparse.integrations.transformers.refusals import (
+    BESIDE_CACHE,
     check_arguments,
+    check_class,
     check_mask,
     check_mixing,
+    check_modules,
+    check_rope,
+    note_mixers,
 )
-from titan_sparse.integrations.transformers.settings import AttentionSettings
+from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
+
+
+def register(settings: AttentionSettings | None = None, name: str = "titan_sparse") -> None:
+    """From here on, attn_implementation=name computes a decoder's attention by attend().
+
+    settings: pattern, ranks and kernel (default: AttentionSettings()). Called again with the same
+    name, the new settings hold, also for models that exist. Several names live beside each other.
+    Models that would not compute by attend(), or not right, raise ValueError when they are given
+    the name. Raises ValueError for settings that are none and for names that transformers has or
+    reads.
+    """
+    if settings is None:
+        settings = AttentionSettings()
+    if not isinstance(settings, AttentionSettings):
+        raise ValueError(
+            f"register({settings!r}) is no settings; write register(AttentionSettings(...))"
+        )
+    _check_name(name)
+    _check_models_given_a_name()
+    # Without the second, transformers would build no mask, and padding and packing would be lost.
+    AttentionInterface.register(name, functools.partial(attention_forward, settings))
+    AttentionMaskInterface.register(name, functools.partial(layer_mask, settings))
+
+
+def settings_of(name: object) -> AttentionSettings | None:
+    """What register() was told for this name; None for names that are not ours."""
+    function = AttentionInterface().get(name)
+    if isinstance(function, functools.partial) and function.func is attention_forward:
+        return function.args[0]
+    return None
+
+
+@functools.cache
+def _check_models_given_a_name() -> None:
+    """Has transformers' models checked where they are given a name of ours.
+
+    transformers accepts any registered name, also for models that die of it or ignore it.
+    """
+    accept = PreTrainedModel.get_correct_attn_implementation
+    finish = PreTrainedModel.post_init
+    change = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(accept)
+    def accept_checked(model: PreTrainedModel, name: str | None, *args: Any, **kwargs: Any) -> str:
+        # Before the modules are made: some models look up their class by the name.
+        if settings_of(name) is not None:
+            check_class(model, name)
+        return accept(model, name, *args, **kwargs)
+
+    @functools.wraps(finish)
+    def finish_checked(model: PreTrainedModel) -> None:
+        finish(model)
+        settings = settings_of(model.config._attn_implementation)
+        if settings is None:
+            return
+        if model.can_generate():
+            check_modules(model, model.config._attn_implementation, settings.ranks)
+        else:
+            # A part of a model, perhaps one that sees no text.
+            note_mixers(model)
+
+    @functools.wraps(change)
+    def change_checked(model: PreTrainedModel, name: str | dict, *args: Any, **kwargs: Any) -> None:
+        change(model, name, *args, **kwargs)
+        if isinstance(name, dict):
+            name = model.config.get_text_config(decoder=True)._attn_implementation
+        settings = settings_of(name)
+        if settings is not None:
+            check_modules(model, name, settings.ranks)
+
+    PreTrainedModel.get_correct_attn_implementation = accept_checked
+    PreTrainedModel.post_init = finish_checked
+    PreTrainedModel.set_attn_implementation = change_checked
+
+
+def _check_name(name: str) -> None:
+    """Raises ValueError for names that mean something else to transformers."""
+    is_taken = name in AttentionInterface().valid_keys() and settings_of(name) is None
+    if is_taken or name == "eager":
+        raise ValueError(
+            f'register(name="{name}") is transformers\' own; write another, such as "titan_sparse"'
+        )
+    # Names with these are kernels of FlashAttention, kernels of the hub, or paged variants.
+    if not name or any(part in name for part in ("flash", "/", "|", ":", "@")):
+        raise ValueError(
+            f'register(name="{name}") means a kernel to transformers; write letters and "_", '
+            'without "flash"'
+        )
+
+
+@torch.compiler.disable
+def layer_mask(
+    settings: AttentionSettings,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | AttentionMask | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    **kwargs,
+) -> LayerMask | Tensor:
+    """What attention_forward() gets as attention_mask: a LayerMask, or for tokens that follow
+    cached ones a dense mask, bool [B, 1, Sq, Skv], True where a query sees a key.
+
+    attention_mask: what the user gave to the model, the 2D one as bool [B, at most Skv].
+    Raises ValueError for masks that attend() does not compute.
+    """
+    if isinstance(attention_mask, LayerMask):
+        # generate() with a static cache asks us first, and the model asks again.
+        return attention_mask
+    kwargs["allow_is_causal_skip"] = False
+    rule = read_rule(mask_function)
+    is_own = isinstance(attention_mask, AttentionMask)
+    if not is_own:
+        _check(attention_mask, rule)
+    if follows_cache(q_length, kv_length, q_offset):
+        if is_own:
+            raise ValueError(BESIDE_CACHE)
+        if settings.ranks > 1:
+            raise ValueError(
+                f"context parallelism does not compute tokens that follow cached ones. {ON_ONE_RANK}"
+            )
+        return sdpa_mask(
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    check_rope(kwargs.get("config"), settings.ranks)
+    if is_own:
+        own = attention_mask.mask
+        return LayerMask(rule, padding=None, own=own, keys=max(q_length, kv_length))
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    last_sees = None
+    if padding is not None:
+        # A static cache has room behind the prompt.
+        padding = padding[:, :q_length]
+        last_sees = sdpa_mask(
+            q_length=1,
+            kv_length=q_length,
+            q_offset=q_length - 1,
+            mask_function=mask_function,
+            attention_mask=padding,
+            **kwargs,
+        )
+    return LayerMask(rule, padding, own=None, keys=kv_length, last_sees=last_sees)
+
+
+def follows_cache(q_length: int, kv_length: int, q_offset: int | Tensor) -> bool:
+    """Whether these tokens see cached ones, or are a single one beside a static cache.
+
+    The host waits for the device if several tokens meet a static cache.
+    """
+    if kv_length <= q_length:
+        # No cache, or an empty one. Beside an AttentionMask, no cache means a kv_length of 0.
+        return False
+    if q_length == 1:
+        return True
+    return int(q_offset) > 0
+
+
+def _check(attention_mask: Tensor | None, rule: MaskRule) -> None:
+    if rule.unknown is not None:
+        others = "AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+        if rule.unknown == BIDIRECTIONAL:
+            others = "AttentionMask(Full()) for sequences without padding"
+        raise ValueError(
+            f"titan_sparse does not read {rule.unknown} of transformers; write "
+            f'attn_implementation="sdpa", or attention_mask={others}'
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask with {attention_mask.ndim} dims is not computed; write "
+            "attention_mask=AttentionMask(mask) with a mask of titan_sparse.attention.masks"
+        )
 
 
 def attention_forward(
@@ -98,3 +293,72 @@ def _sinks(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
     if s_aux is None or s_aux.dtype == q.dtype:
         return s_aux
     return s_aux.float()
+
+
+def attention_beside_cache(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Dense attention, [B, Sq, Hq, D].
+
+    query: [B, Hq, Sq, D]. key, value: [B, Hkv, Skv, D]. mask: bool [B, 1, Sq, Skv], True where a
+    query sees a key, or what is added to scores. s_aux: learned sinks [Hq], or None.
+    """
+    if s_aux is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=0.0, scaling=scaling, is_causal=False
+        )
+        return out
+    return _attention_with_sinks(query, key, value, mask, scaling, s_aux)
+
+
+def _attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    s_aux: Tensor,
+) -> Tensor:
+    """The same with a column of scores s_aux that adds to the softmax's sum and has no value."""
+    groups = query.shape[1] // key.shape[1]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    # [B, Hq, Sq, Skv]
+    keys = key.repeat_interleave(groups, dim=1)
+    scores = (query @ keys.mT).float() * scaling
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    else:
+        scores = scores + mask
+    sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    values = value.repeat_interleave(groups, dim=1)
+    out = shares.to(value.dtype) @ values
+    return out.transpose(1, 2).contiguous()
+
+
+def keep_attention() -> dict[str, object]:
+    """gradient_checkpointing_kwargs with which a backward computes all of a layer again but attention.
+
+        model.gradient_checkpointing_enable(keep_attention())
+
+    Of each layer, attention's output and its LSE are kept besides the input, [B, S, Hq * D] and
+    [B, Hq, S] in fp32. Selections and transfers between ranks are not repeated either.
+    """
+    return {"use_reentrant": False, "context_fn": _contexts}
+
+
+def _contexts():
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: object, op: Callable, *args, **kwargs) -> CheckpointPolicy:
+    if op in SAVED_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from titan_sparse.attention.masks import Mask, MaskRanges
-from titan_sparse.integrations.transformers.layer_masks import AttentionMask, LayerMask
+from titan_sparse.integrations.transformers.masks import AttentionMask, LayerMask
 from titan_sparse.token_mixing import calls_interface, chooses_keys, mixers, numbers_tokens
 
 _OTHERS = 'write attn_implementation="eager"'

@@ -15,9 +15,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.context_parallel.layouts import block_multiple
 from titan_sparse.attention.masks import MaskRanges
-from titan_sparse.integrations.transformers.layer_masks import AttentionMask
-from titan_sparse.integrations.transformers.mask_rules import MaskRule
-from titan_sparse.integrations.transformers.positions import ranges_of_tokens
+from titan_sparse.integrations.transformers.masks import AttentionMask, MaskRule, ranges_of_tokens
 from titan_sparse.integrations.transformers.settings import AttentionSettings
 
 IGNORE_INDEX = -100

@@ -1,0 +1,374 @@
+"""What the layers of one kind see: read from transformers, resolved to ranges once a forward.
+
+transformers.masking_utils composes functions of (batch, head, query, key). To call one for all
+pairs would take S x S. Its parts are few and known by name, so read_rule() reads them instead.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.masking_utils import find_packed_sequence_indices
+
+from titan_sparse.attention.masks import Mask, MaskRanges, Slices, SlidingWindow
+from titan_sparse.attention.masks.base import intersect
+from titan_sparse.integrations.transformers.settings import ON_ONE_RANK, AttentionSettings
+
+
+class MaskRule(NamedTuple):
+    """Causal attention, less what these rules hide.
+
+    window: keys that a query sees, its own included; None for all (sliding_window).
+    chunk: a query sees keys of its own chunk of that many tokens, counted from the beginning of
+    its document; None for all (Llama 4's attention_chunk_size).
+    documents: int [B, S], equal for tokens of one document; None where transformers saw one.
+    unknown: the name of a part that is none of these, if there is one.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    documents: Tensor | None = None
+    unknown: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a window or chunks keep queries from far keys."""
+        return self.window is not None or self.chunk is not None
+
+
+BIDIRECTIONAL = "bidirectional attention"
+"""What MaskRule.unknown says of encoders."""
+
+# What makes a mask function -> the field that it sets, and its variable that holds the value.
+_FIELDS = {
+    "sliding_window_overlay": ("window", "sliding_window"),
+    "chunked_overlay": ("chunk", "chunk_size"),
+    "packed_sequence_mask_function": ("documents", "packed_sequence_mask"),
+}
+
+
+def read_rule(mask_function: Callable) -> MaskRule:
+    """The rule that a mask function of transformers computes."""
+    found: dict[str, object] = {}
+    is_causal = _read(mask_function, found)
+    if not is_causal and "unknown" not in found:
+        found["unknown"] = BIDIRECTIONAL
+    return MaskRule(**found)
+
+
+def _read(function: Callable, found: dict[str, object]) -> bool:
+    """Adds the fields of MaskRule that `function` sets. Returns whether it is causal."""
+    name = _name(function)
+    parts = _closure(function)
+    if name == "causal_mask_function":
+        return True
+    if name == "and_masks":
+        causal = [_read(part, found) for part in parts["mask_functions"]]
+        return any(causal)
+    if name == "remap_positions_for_packed_sequence":
+        # Distances inside a document are the same in its own positions.
+        return _read(parts["mask_function"], found)
+    if name in _FIELDS:
+        field, variable = _FIELDS[name]
+        if field in found:
+            found["unknown"] = f"two mask functions {name}"
+        found[field] = parts[variable]
+    elif name != "bidirectional_mask_function":
+        found["unknown"] = f"the mask function {name}"
+    return False
+
+
+def _name(function: Callable) -> str:
+    """The name in transformers.masking_utils; whatever a function of others is called, if it is one.
+
+    An inner function is named by the function that made it: "and_masks.<locals>.and_mask".
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return f"{name} of others"
+    return name.partition(".")[0]
+
+
+def _closure(function: Callable) -> dict[str, object]:
+    """The variables that an inner function has from the function that made it."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells)}
+
+
+class AttentionMask:
+    """A mask of ours, for `attention_mask=` of any model: AttentionMask(Documents([300, 700])).
+
+    Layers with a window see what both the mask and the window allow. A model that takes a dict of
+    masks, one for each kind of layer, takes ours in it as they are:
+    {"full_attention": mask, "sliding_attention": mask & SlidingWindow(128)}.
+
+    mask: a Mask, or a MaskRanges for all tokens of the sequence, on any device. Under context
+    parallelism, as everywhere, its positions are global.
+    Raises ValueError for what is neither.
+    """
+
+    # What transformers asks of a mask before it hands it on to our mask function.
+    ndim = 4
+    shape = (1, 1, 0, 0)
+
+    def __init__(self, mask: Mask | MaskRanges):
+        if not isinstance(mask, Mask | MaskRanges):
+            raise ValueError(
+                f"AttentionMask({type(mask).__name__}) is no mask; write one of "
+                "titan_sparse.attention.masks, for example Documents([300, 700])"
+            )
+        self.mask = mask
+
+    def contiguous(self) -> "AttentionMask":
+        """Itself: generate() with a static cache calls it."""
+        return self
+
+
+class LayerMask(AttentionMask):
+    """What the layers of one kind see. Made by our mask function, once a forward for each kind.
+
+    rule: window, chunks and documents, as transformers says.
+    padding: bool [B, S], False on padding; None without.
+    own: the user's mask, which replaces padding and documents; None without.
+    keys: how many keys the layers have. More than tokens in an empty static cache, whose room
+    lies behind them.
+    last_sees: bool [B, 1, 1, S], the keys of the last query, also where it is padding. None without
+    padding.
+    """
+
+    def __init__(
+        self,
+        rule: MaskRule,
+        padding: Tensor | None,
+        own: Mask | MaskRanges | None,
+        keys: int,
+        last_sees: Tensor | None = None,
+    ):
+        self.rule = rule
+        self.keys = keys
+        self.padding = padding
+        self.own = own
+        self.last_sees = last_sees
+        self._resolved: tuple[object, ...] | None = None
+
+    @torch.compiler.disable
+    def ranges(
+        self, position_ids: Tensor | None, q: Tensor, settings: AttentionSettings
+    ) -> MaskRanges:
+        """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
+
+        position_ids: int [1 or B, S_local] of these tokens, or None. Documents begin as in
+        ranges_of_tokens().
+        Collective under context parallelism, in the first layer of each kind.
+        """
+        # All layers of a forward share one tensor of positions, so that this is done once.
+        if self._resolved is not None:
+            known_positions, known_settings, ranges = self._resolved
+            if known_positions is position_ids and known_settings is settings:
+                return ranges
+        if self.own is not None:
+            ranges = self._own_ranges(q.shape[2] * settings.ranks, q.device)
+        else:
+            ranges = ranges_of_tokens(position_ids, self.padding, self.rule, q, settings)
+        self._resolved = (position_ids, settings, ranges)
+        return ranges
+
+    def _own_ranges(self, seq_len: int, device: torch.device) -> MaskRanges:
+        """The user's mask, less what the layer's window hides."""
+        window = self.rule.window
+        own = self.own
+        if self.rule.chunk is not None:
+            raise ValueError(
+                "AttentionMask does not know of chunks; write "
+                'attention_mask={"full_attention": mask, "chunked_attention": its chunks}'
+            )
+        if isinstance(own, MaskRanges):
+            ranges = _ranges_on(own, device)
+            if window is None:
+                return ranges
+            seen = intersect(ranges, SlidingWindow(window).rows(ranges.start.shape[1], device))
+            return seen._replace(table=ranges.table)
+        if window is not None:
+            return (own & SlidingWindow(window)).rows(seq_len, device)
+        return _rows(own, seq_len, device)
+
+
+_known_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""From a Mask to what its rows() last returned: (seq_len, device, ranges). A mask that a user gave
+in a dict reaches each layer as it is."""
+
+
+def _rows(mask: Mask, seq_len: int, device: torch.device) -> MaskRanges:
+    """mask.rows(seq_len, device), worked out once while the mask lives."""
+    known = _known_rows.get(mask)
+    if known is None or known[:2] != (seq_len, device):
+        known = (seq_len, device, mask.rows(seq_len, device))
+        _known_rows[mask] = known
+    return known[2]
+
+
+def _ranges_on(ranges: MaskRanges, device: torch.device) -> MaskRanges:
+    """The same mask on `device`; itself if it is there."""
+    if ranges.start.device == device:
+        return ranges
+    moved = [x.to(device) if isinstance(x, Tensor) else x for x in ranges]
+    return MaskRanges(*moved)
+
+
+def ranges_of_tokens(
+    position_ids: Tensor | None,
+    padding: Tensor | None,
+    rule: MaskRule,
+    q: Tensor,
+    settings: AttentionSettings,
+) -> MaskRanges:
+    """The mask of the whole sequence of which q [B, Hq, S_local, D] is this rank's share.
+
+    position_ids: int [1 or B, S_local]. padding: bool [B, S_local], False on padding, or None.
+    A document begins where positions return to 0 (padding aside), and where transformers found one.
+    Under context parallelism transformers sees the positions of one rank only, so we search the
+    whole sequence as it does: without a padding mask, a document begins at every jump.
+    The host waits for the device once; collective and once more under context parallelism.
+    """
+    documents = rule.documents
+    if position_ids is not None:
+        _check_positions(position_ids, q)
+    if settings.ranks > 1:
+        position_ids, padding = _whole_sequence(position_ids, padding, settings)
+        documents = None if padding is not None else find_packed_sequence_indices(position_ids)
+    if padding is None:
+        real = torch.ones(1, q.shape[2] * settings.ranks, dtype=torch.bool, device=q.device)
+    else:
+        real = padding.to(q.device)
+    # [1 or B, S]
+    begins = _beginnings(position_ids, documents, real)
+    real = real.expand_as(begins)
+    is_plain, has_hole = _facts(begins, real)
+    if is_plain:
+        # One row holds for all sequences.
+        begins = begins[:1]
+        real = real[:1]
+    ranges = _ranges(begins, real, rule, is_plain)
+    if not has_hole:
+        return ranges
+    if not (rule.is_local or settings.pattern.takes_slices):
+        raise ValueError(
+            f"attention_mask has padding between tokens, which {settings.pattern.name} does not "
+            "compute; move the padding to one side, or write register(AttentionSettings())"
+        )
+    return intersect(ranges, _real_keys(real))
+
+
+def _check_positions(position_ids: Tensor, q: Tensor) -> None:
+    batch, _, seq_len, _ = q.shape
+    if position_ids.ndim != 2 or position_ids.shape[1] != seq_len:
+        raise ValueError(
+            f"position_ids {list(position_ids.shape)} are not [batch, {seq_len}]; write positions "
+            "of one dimension of text, or attention_mask=AttentionMask(mask)"
+        )
+    if position_ids.shape[0] not in (1, batch):
+        raise ValueError(
+            f"position_ids hold {position_ids.shape[0]} sequences, the batch {batch}; write as many"
+        )
+
+
+def _whole_sequence(
+    position_ids: Tensor | None, padding: Tensor | None, settings: AttentionSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Positions and padding of all ranks' tokens, in global order.
+
+    Raises ValueError, on all ranks, if each seems to hold a sequence of its own.
+    """
+    if position_ids is None:
+        raise ValueError(
+            "this model does not hand position_ids to attention, which context parallelism needs; "
+            f"write attention_mask=AttentionMask(mask) in training. {ON_ONE_RANK}"
+        )
+    of_ranks = settings.cp.all_gather(position_ids.contiguous())
+    if bool((of_ranks == of_ranks[0]).all()):
+        raise ValueError(
+            "all ranks have the same position_ids, as if each held a whole sequence; write those "
+            f"of this rank's tokens (shard_batch() cuts a batch). {ON_ONE_RANK}"
+        )
+    if settings.cp.depends_on_mask:
+        raise ValueError(
+            'layout "balanced" needs the mask before the tokens; write '
+            "attention_mask=AttentionMask(cp.balance(mask.rows(seq_len)))"
+        )
+    position_ids = settings.cp.unshard(position_ids.contiguous(), dim=1)
+    if padding is not None:
+        # Collectives of bool are not everywhere.
+        padding = settings.cp.unshard(padding.to(torch.uint8), dim=1).bool()
+    return position_ids, padding
+
+
+def _beginnings(position_ids: Tensor | None, documents: Tensor | None, real: Tensor) -> Tensor:
+    """bool [1 or B, S]: the first token of each document. Padding never is.
+
+    documents: int [B, S], as in MaskRule. real: bool [1 or B, S].
+    """
+    begins = real.cumsum(1) == 1
+    if documents is not None:
+        others = documents[:, 1:] != documents[:, :-1]
+        begins = begins | torch.nn.functional.pad(others, (1, 0))
+    elif position_ids is not None:
+        # Positions that are 0 throughout do not separate anything.
+        counts = (position_ids * real).amax(1, keepdim=True) > 0
+        begins = begins | ((position_ids == 0) & counts)
+    return begins & real
+
+
+def _facts(begins: Tensor, real: Tensor) -> list[bool]:
+    """Two facts, for one wait: whether each sequence is one document without padding; whether a
+    document has padding between its tokens.
+
+    begins, real: bool [B, S].
+    """
+    is_plain = real.all() & ~begins[:, 1:].any()
+    resumes = real[:, 1:] & ~real[:, :-1] & ~begins[:, 1:]
+    return torch.stack([is_plain, resumes.any()]).tolist()
+
+
+def _real_keys(real: Tensor) -> MaskRanges:
+    """The mask whose queries all see every key that is not padding. real: bool [B, S]."""
+    seq_len = real.shape[1]
+    masks = []
+    for row in real.cpu().int():
+        # [S + 1]: 1 where a run of real tokens begins, -1 behind its last token
+        edges = torch.nn.functional.pad(row, (1, 1)).diff()
+        runs = torch.stack([(edges == 1).nonzero()[:, 0], (edges == -1).nonzero()[:, 0]], dim=1)
+        masks.append(Slices([(0, seq_len)] * len(runs), runs, ["full"] * len(runs)))
+    return Slices.batch(masks).rows(seq_len, real.device)
+
+
+def _latest(marks: Tensor) -> Tensor:
+    """int64 [B, S]: the latest marked token up to each token, 0 where there is none."""
+    position = torch.arange(marks.shape[1], device=marks.device)
+    return torch.where(marks, position, 0).cummax(1).values
+
+
+def _ranges(begins: Tensor, real: Tensor, rule: MaskRule, is_plain: bool) -> MaskRanges:
+    """The mask of tokens of which some begin documents and some are padding: bool [Bm, S].
+
+    Keys of padding between the tokens of a document are not hidden.
+    """
+    position = torch.arange(begins.shape[1], dtype=torch.int32, device=begins.device)
+    document_start = _latest(begins).int()
+    start = document_start
+    if rule.chunk is not None:
+        start = position - (position - document_start) % rule.chunk
+    if rule.window is not None:
+        start = torch.maximum(start, position - rule.window + 1)
+    # Padding at i sees nothing: i to i. So both vectors never decrease.
+    start = torch.where(real, start, position)
+    stop = position + real.int()
+    sees_all = is_plain and rule.window is None and rule.chunk is None
+    return MaskRanges(
+        start=start,
+        stop=stop,
+        document_start=None if is_plain else torch.where(real, document_start, -1),
+        plain=sees_all,
+    )
