@@ -17,7 +17,6 @@ from titan_sparse.integrations.transformers import (
     AttentionMask,
     AttentionSettings,
     attention,
-    cached,
     register,
 )
 from titan_sparse.integrations.transformers.attention import follows_cache, layer_mask
@@ -170,7 +169,7 @@ def test_attention_beside_a_cache_is_eager_attention(groups, with_sinks, scaling
     models = transformers.models
     reference = models.gpt_oss.modeling_gpt_oss if with_sinks else models.llama.modeling_llama
     wanted, _ = reference.eager_attention_forward(module, q, k, v, added, scaling or 0.25)
-    got = cached.attention_beside_cache(
+    got = attention.attention_beside_cache(
         module, q, k, v, added if mask_is_added else seen, scaling, module.sinks
     )
     assert_close([got], [wanted])

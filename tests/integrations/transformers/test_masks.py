@@ -31,8 +31,10 @@ from titan_sparse.integrations.transformers import (
     AttentionSettings,
     attention,
     keep_attention,
-    layer_masks,
     register,
+)
+from titan_sparse.integrations.transformers import (
+    masks as masks_of_layers,
 )
 from titan_sparse.integrations.transformers.masks import LayerMask, MaskRule
 
@@ -194,13 +196,13 @@ def plain_masks(inputs: dict) -> list[bool]:
 def test_a_mask_is_built_once_a_forward_for_each_kind_of_layer(name, monkeypatch):
     """With activation checkpointing too, whose backward runs the layers again."""
     built = []
-    ranges_of_tokens = layer_masks.ranges_of_tokens
+    ranges_of_tokens = masks_of_layers.ranges_of_tokens
 
     def counted(*args):
         built.append(ranges_of_tokens(*args))
         return built[-1]
 
-    monkeypatch.setattr(layer_masks, "ranges_of_tokens", counted)
+    monkeypatch.setattr(masks_of_layers, "ranges_of_tokens", counted)
     kinds = {}
     if name != "llama":
         kinds["layer_types"] = ["sliding_attention", "full_attention"] * 2
