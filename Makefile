@@ -1,5 +1,5 @@
 # make demo   install into .venv, then train a small model on real text with two processes on the CPU
-# make chat-demo   install into .venv, then teach a real model a form of answers, with LoRA, on the CPU
+# make chat-demo   install into .venv, then teach a real model to look things up, with LoRA, on the CPU
 # make test   install into .venv, then run the test suite
 # make test-faults   kill, poison and damage runs; up to 15 minutes
 # make lint   install into .venv, then check layout, mistakes and who imports whom
@@ -21,16 +21,16 @@ demo: $(VENV)/.installed
 
 chat-demo: export OMP_NUM_THREADS = 1
 chat-demo: TWO = $(VENV)/bin/torchrun --standalone --nproc-per-node 2
-chat-demo: ANSWERS = $(TWO) -m scripts.chat_demo.answers --config train_configs/demo_chat.toml \
+chat-demo: ANSWERS = $(TWO) -m examples.chat_demo answer --config train_configs/demo_chat.toml \
 	--questions $(CHAT_DEMO)/chats/held_out.jsonl
 chat-demo: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --editable ".[dev,study]"
 	$(VENV)/bin/python -m scripts.study.real_model --out outputs/smollm2
-	$(VENV)/bin/python -m scripts.chat_demo.chats $(CHAT_DEMO)/chats
+	$(VENV)/bin/python -m examples.chat_demo write $(CHAT_DEMO)/chats
 	$(ANSWERS) --hf outputs/smollm2 --out $(CHAT_DEMO)/before.json
 	$(TWO) train.py --config train_configs/demo_chat.toml
 	$(ANSWERS) --checkpoint $(CHAT_DEMO)/run --out $(CHAT_DEMO)/after.json
-	$(VENV)/bin/python -m scripts.chat_demo.table $(CHAT_DEMO)/before.json $(CHAT_DEMO)/after.json
+	$(VENV)/bin/python -m examples.chat_demo compare $(CHAT_DEMO)/before.json $(CHAT_DEMO)/after.json
 
 test: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m "not gpu and not slow and not faults" --numprocesses 3 \

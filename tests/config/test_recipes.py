@@ -152,29 +152,6 @@ def test_a_sequence_of_one_document_takes_the_causal_mask():
         check(Config(data=Data(sequences=sequences), attention=Attention(mask="causal")), 1, 1)
 
 
-@every_file
-def test_the_head_names_the_data_the_sample_and_who_sees_whom(path):
-    config, _ = load(["--config", str(path)])
-    head = path.read_text().partition("[model]")[0].replace("\n# ", " ")
-    source = {
-        "python": "Data: the Python ",
-        "./data/long_documents": "./data/long_documents",
-        "./data/chats": "./data/chats",
-        "outputs/chat_demo/chats/train.jsonl": "scripts.chat_demo.chats",
-    }
-    assert source[config.data.source] in head
-    assert f"Sample: {config.training.seq_len:,} tokens of " in head
-    if config.data.sequences == "fixed":
-        assert "tokens of one document" in head and "no query sees another document" in head
-    elif config.data.format == "messages":
-        assert "tokens of whole chats, packed" in head
-        assert "A query sees its own chat only" in head
-    else:
-        assert re.search(r"tokens of (files|packages) of at least [\d,]+, packed", head)
-        assert f"of at least {config.data.min_document_length:,}, packed" in head
-        assert re.search(r"A query sees its own (file|package) only", head)
-
-
 def _shares(path: Path) -> tuple[list[str], list[str]]:
     """The percentages of columns and of pairs that the comments of a file claim."""
     text = path.read_text().replace("\n# ", " ")
