@@ -126,7 +126,7 @@ def test_numbers_are_those_of_the_results(monkeypatch):
     found = numbers.row("context_parallel_4xh200", case="scaling", schedule="alone")
     monkeypatch.setitem(found, "forward_ms", 32.0)
     assert "| 32.0 + 95.6 |" in numbers.with_tables(page)
-    with pytest.raises(ValueError, match="there is no table x. Write one of attention_by_length"):
+    with pytest.raises(ValueError, match="there is no table x. Write one of headlines"):
         numbers.with_tables("<!-- table x -->\n<!-- end of table -->")
 
 
