@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from scripts.evaluate import run
+from titan_sparse.commands.evaluate import run
 from titan_sparse.config import check, world_from_environment
 from titan_sparse.data import load_tokenizer
 from titan_sparse.data.chat_template import load_template

@@ -1,4 +1,4 @@
-"""Measures the constants that scripts.plan plans with, on the machines at hand, and writes JSON.
+"""Measures the constants that titan-sparse plan plans with, on the machines at hand, and writes JSON.
 attention.balance_costs takes the same file.
 
     torchrun --nproc-per-node 8 -m scripts.calibrate --out constants.json --across-gb-s 25  # 1 node

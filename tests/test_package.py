@@ -144,6 +144,26 @@ def test_transformers_does_not_take_our_folder_for_the_package_kernels(tmp_path,
     assert _run(ROOT, "-c", code, **path).stdout == _run(elsewhere, "-c", code, **path).stdout
 
 
+def test_wheel_has_the_commands(installed, tmp_path):
+    """Each file of commands/, and train, prints its options."""
+    path = {"PYTHONPATH": str(installed)}
+    shown = _run(tmp_path, str(installed / "bin/titan-sparse"), "--help", **path).stdout
+    commands = {file.stem for file in ROOT.glob("titan_sparse/commands/*.py")} - {"__init__"}
+    commands |= {"train"}
+    assert {line.split()[0] for line in shown.splitlines() if line.startswith("  ")} == commands
+    code = (
+        "import contextlib, sys; from titan_sparse.__main__ import main\n"
+        f"for command in {sorted(commands)}:\n"
+        "    sys.argv = ['titan-sparse', command, '--help']\n"
+        "    with contextlib.suppress(SystemExit): main()"
+    )
+    shown = _run(tmp_path, "-c", code, **path).stdout
+    usages = re.findall(r"^usage: (titan-sparse \w+|torchrun train.py)", shown, re.MULTILINE)
+    commands = {f"titan-sparse {name}" for name in commands - {"train"}}
+    assert set(usages) == commands | {"torchrun train.py"}
+    assert (installed / "titan_sparse/estimate/constants_h200.json").is_file()
+
+
 def test_wheel_trains(installed, tmp_path):
     path = {"PYTHONPATH": str(installed)}
     found = _run(tmp_path, "-c", KERNELS_FOLDER, **path).stdout

@@ -2,7 +2,7 @@
 
 --help lists every option. --print-config shows what a run would use, --dry-run what memory and
 FLOPs a step needs, --find-max-length the longest sequence that fits; all of them stop then.
-In a checkout, train.py is the same program.
+titan-sparse train and, in a checkout, train.py are the same program.
 """
 
 import logging
@@ -31,8 +31,8 @@ from titan_sparse.training.launcher import (
 )
 
 
-def main() -> int:
-    """The program; returns its exit status.
+def main(words: list[str] | None = None) -> int:
+    """The program; returns its exit status. words: of the command line; None: those of sys.argv.
 
     0: done, or stopped by a signal; 1: failed, or a step that does not fit; 2: something has to be
     changed by the user; 3: the guard has given up; 130: ended by a second Ctrl-C.
@@ -40,7 +40,7 @@ def main() -> int:
     outlive_readers()
     end_with_launcher()
     try:
-        return _run()
+        return _run(sys.argv[1:] if words is None else words)
     except KeyboardInterrupt:
         return 130
     except SystemExit:
@@ -55,8 +55,8 @@ def main() -> int:
         return status
 
 
-def _run() -> int:
-    config, flags = load_and_check(sys.argv[1:], *world_from_environment())
+def _run(words: list[str]) -> int:
+    config, flags = load_and_check(words, *world_from_environment())
     if not flags.starts_nothing:
         check_launch()
         check_start(config)

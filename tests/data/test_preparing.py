@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from scripts.prepare_data import main, show_histogram
 from tests.data.helpers import (
     END,
     LENGTHS,
@@ -21,6 +20,7 @@ from tests.data.helpers import (
     write_rows,
     write_texts,
 )
+from titan_sparse.commands.prepare_data import main, show_histogram
 from titan_sparse.data.preparing import Recipe, histogram, prepare
 from titan_sparse.data.shards import TokenShards
 from titan_sparse.data.tokenizer import ByteTokenizer, load_tokenizer

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.prepare_data import main
 from tests.data.chat_helpers import CALL, CHAT, CHATML, trl_template, write_tokenizer
 from tests.data.helpers import global_stream, no_progress, write_rows
+from titan_sparse.commands.prepare_data import main
 from titan_sparse.config import Config, Data, check
 from titan_sparse.data import whole
 from titan_sparse.data.documents import open_documents

@@ -28,6 +28,8 @@ from tests.docs.pages import ROOT, demo_command
 from tests.runs import tiny_config, train, write_texts
 from titan_sparse.config import load, save
 
+COMMANDS = "titan_sparse.commands."
+
 
 class Invocation(NamedTuple):
     """A Python program as a command starts it."""
@@ -72,18 +74,18 @@ RULES = {
     "scripts.compare_runs": Rule(),
     "scripts.docs.draw_attention": Rule(),
     "scripts.docs.numbers": Rule(("--check",)),
-    "scripts.evaluate": Rule(EVALUATED),
-    "scripts.export_hf": Rule(),
     "scripts.gpu_branches": Rule(),
-    "scripts.inspect_attention": Rule(INSPECTED),
     "scripts.mutants": PARSED,
-    "scripts.plan": Rule(FEW_RANKS),
-    "scripts.prepare_data": Rule(("--processes", "1")),
-    "scripts.show_data": Rule(),
     "scripts.study": Rule(("--list",)),
     "scripts.study.density": PARSED,
     "scripts.study.real_model": PARSED,
     "scripts.summarize_trace": Rule(),
+    f"{COMMANDS}evaluate": Rule(EVALUATED),
+    f"{COMMANDS}export_hf": Rule(),
+    f"{COMMANDS}inspect": Rule(INSPECTED),
+    f"{COMMANDS}plan": Rule(FEW_RANKS),
+    f"{COMMANDS}prepare_data": Rule(("--processes", "1")),
+    f"{COMMANDS}show_data": Rule(),
     "titan_sparse.integrations.lm_eval": Rule(stop_when_parsed=True, needs="lm_eval"),
 }
 
@@ -134,11 +136,11 @@ def workspace(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "qwen2.5/tokenizer.json"))
     prepared = ["texts", "prepared/python", "--tokenizer", "bytes", "--processes", "1"]
-    assert run_module("scripts.prepare_data", prepared, folder) == 0
+    assert run_module(f"{COMMANDS}prepare_data", prepared, folder) == 0
 
     # FOLDER: a model in Hugging Face's format; constants.json: what calibrate writes.
-    assert run_module("scripts.export_hf", ["outputs/run", "FOLDER"], folder) == 0
-    shutil.copy(ROOT / "benchmarks/results/constants_h200.json", folder / "constants.json")
+    assert run_module(f"{COMMANDS}export_hf", ["outputs/run", "FOLDER"], folder) == 0
+    shutil.copy(ROOT / "titan_sparse/estimate/constants_h200.json", folder / "constants.json")
 
 
 def try_command(words: tuple[str, ...], folder: Path) -> None:
@@ -169,16 +171,24 @@ def try_command(words: tuple[str, ...], folder: Path) -> None:
 
 
 def python_program(words: list[str]) -> Invocation:
-    """What `python ...` or `torchrun ...` starts. torchrun's own options go through torchrun's parser."""
-    assert words[0] in ("python", "torchrun"), f"no rule for the program {words[0]}"
+    """What `python ...`, `titan-sparse ...` or `torchrun ...` starts.
+
+    Options of torchrun itself go through its own parser.
+    """
+    processes = 1
     if words[0] == "torchrun":
         launch = get_args_parser().parse_args(words[1:])
-        return Invocation(
-            launch.training_script, launch.training_script_args, int(launch.nproc_per_node)
-        )
-    if words[1] == "-m":
-        return Invocation(words[2], words[3:], 1)
-    return Invocation(words[1], words[2:], 1)
+        program, *words = launch.training_script, *launch.training_script_args
+        processes = int(launch.nproc_per_node)
+    elif words[0] == "titan-sparse":
+        program, *words = "titan_sparse", *words[1:]
+    else:
+        assert words[0] == "python", f"no rule for the program {words[0]}"
+        program, *words = words[2:] if words[1] == "-m" else words[1:]
+    if program == "titan_sparse":
+        command, *words = words
+        program = "titan_sparse.train" if command == "train" else f"{COMMANDS}{command}"
+    return Invocation(program, words, processes)
 
 
 def is_training(invocation: Invocation) -> bool:
@@ -213,6 +223,8 @@ def run_training(words: list[str], processes: int = 0) -> int:
 
 def run_module(module: str, words: list[str], folder: Path) -> int:
     """The status of `python -m module words`, run in this process in `folder`."""
+    if module.startswith(COMMANDS):
+        module, words = "titan_sparse", [module.removeprefix(COMMANDS), *words]
     with command_line(module, words), contextlib.chdir(folder), without_ranks():
         status = status_of(lambda: runpy.run_module(module, run_name="__main__") and 0)
     if dist.is_initialized():

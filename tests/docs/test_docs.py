@@ -19,7 +19,16 @@ from titan_sparse.models.transformers_families import FAMILIES
 
 COMMANDS = all_commands()
 LANGUAGES = {"", "text", "bash", "sh", "python", "toml"}
-PROGRAMS = ("python ", "torchrun ", "make ", "pip ", "sbatch ", "scripts/", "tensorboard ")
+PROGRAMS = (
+    "python ",
+    "titan-sparse ",
+    "torchrun ",
+    "make ",
+    "pip ",
+    "sbatch ",
+    "scripts/",
+    "tensorboard ",
+)
 
 
 def _python_blocks(page: Path) -> list[str]:

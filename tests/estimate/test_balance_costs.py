@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from scripts import plan as script
 from titan_sparse.attention.context_parallel.balanced import Costs
+from titan_sparse.commands import plan as script
 from titan_sparse.config import Config
 from titan_sparse.estimate.balance_costs import costs_of, costs_of_run, shape_of
 from titan_sparse.estimate.constants import load_constants

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts import plan as script
+from titan_sparse.commands import plan as script
 from titan_sparse.estimate.constants import load_constants
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
 from tests.models.helpers import causal, dense_attend, pretended_rank
 from tests.models.huggingface_reference import (
@@ -31,6 +30,7 @@ from tests.models.huggingface_reference import (
     write_config,
 )
 from tests.runs import tiny_config, train, write_texts
+from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve

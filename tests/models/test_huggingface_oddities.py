@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.export_hf import main as export_hf
 from tests.models.huggingface_reference import (
     LLAMA3,
     QWEN2,
@@ -22,6 +21,7 @@ from tests.models.huggingface_reference import (
     save_reference,
     write_config,
 )
+from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import Config, check_start
 from titan_sparse.models import huggingface_files
 from titan_sparse.models.flavours import resolve

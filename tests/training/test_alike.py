@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.plan import DEFAULT_CONSTANTS
 from tests.data.helpers import train_tokenizer
 from tests.distributed import run_program
 from tests.models.huggingface_reference import change_tensors, save_reference, write_config
 from tests.runs import write_texts
 from titan_sparse import train
+from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.training import start
 
 WORDS = [

@@ -11,8 +11,6 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from scripts.evaluate import main as evaluate
-from scripts.export_hf import main as export_hf
 from tests.models.helpers import causal, dense_attend
 from tests.models.transformers_models import save_model
 from tests.training import reference_loop as by_hand
@@ -24,6 +22,8 @@ from tests.training.wired_run import (
     write_model,
     write_shard,
 )
+from titan_sparse.commands.evaluate import main as evaluate
+from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.config import ConfigError
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.evaluation.validation import Validation
@@ -295,7 +295,7 @@ def test_peft_loads_what_is_exported(folder, trained):
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
-    """The losses by position of scripts.evaluate."""
+    """The losses by position of titan-sparse evaluate."""
     common = ["--config", str(folder / "evaluated/config.toml"), "--lengths", "96"]
     rest = ["--tasks", "position", "--buckets", "2", "--samples", "2", "--out", str(folder / out)]
     assert evaluate([*common, *words, *rest]) == 0

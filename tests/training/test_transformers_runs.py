@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.evaluate import main as evaluate
-from scripts.export_hf import main as export_hf
 from tests.distributed import run_processes
 from tests.models.transformers_models import MODELS
 from tests.training.transformers_runs import STEPS, assert_alike, prepare, train
 from tests.training.wired_run import lines_of
+from titan_sparse.commands.evaluate import main as evaluate
+from titan_sparse.commands.export_hf import main as export_hf
 from titan_sparse.estimate.flops import flops_per_token
 from titan_sparse.models.transformers_config import read_transformers_config
 
@@ -148,7 +148,7 @@ def test_files_hold_what_save_pretrained_writes(folder: Path) -> None:
 
 
 def _evaluate(folder: Path, out: str, *words: str) -> list[dict]:
-    """The losses by position of scripts.evaluate."""
+    """The losses by position of titan-sparse evaluate."""
     common = ["--config", str(folder / "gemma3-evaluated/config.toml"), "--lengths", "96"]
     rest = ["--buckets", "2", "--samples", "2", "--out", str(folder / out)]
     assert evaluate([*common, *words, *rest]) == 0

@@ -46,7 +46,7 @@ def _check_first_weights(config: Config) -> None:
         not checkpoint.initial_load_path,
         f"checkpoint.initial_load_path = {show(checkpoint.initial_load_path)} with lora.rank = "
         f"{config.lora.rank}: frozen weights come from a Hugging Face folder; export that checkpoint "
-        "(python -m scripts.export_hf) and write the export as model.initial_hf",
+        "(titan-sparse export_hf) and write the export as model.initial_hf",
     )
     require(
         not checkpoint.last_save_in_hf or not trains_random_base(config),

@@ -104,7 +104,7 @@ class TokenShards:
         folder = Path(source).expanduser()
         if not _has_format(folder / META):
             raise ValueError(
-                f'data.source = "{source}" is not finished; run the same scripts.prepare_data again'
+                f'data.source = "{source}" is not finished; run the same titan-sparse prepare_data again'
             )
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         _check_counts(source, meta)

@@ -1,4 +1,4 @@
-"""Indexes of a run in one file, so that scripts/plan.py can plan with what real attention chose."""
+"""Indexes of a run in one file, so that titan-sparse plan can plan with what real attention chose."""
 
 import dataclasses
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 There is no GPU and there are no processes. plan_layer() counts the work of every rank and step and
 the bytes on every link. It plays the forward and the backward of one attention layer through,
-transfer by transfer (timeline.py). scripts/plan.py prints the result.
+transfer by transfer (timeline.py). titan-sparse plan prints the result.
 """
 
 from typing import NamedTuple

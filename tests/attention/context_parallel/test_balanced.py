@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scripts import plan as script
 from tests.reference import tiles_of
 from tests.slice_cases import NAMES, SEQ_LEN, mask_and_truth, random_legal
 from titan_sparse.attention.context_parallel import balanced
@@ -28,10 +27,11 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.observe.imbalance import worker_imbalance
 from titan_sparse.attention.observe.visits import count_visits
 from titan_sparse.attention.patterns import Dense
+from titan_sparse.commands import plan as script
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS, load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths
 
-CONSTANTS = Path(__file__).parents[3] / "benchmarks/results/constants_h200.json"
+CONSTANTS = Path(__file__).parents[3] / "titan_sparse/estimate/constants_h200.json"
 MILLION, BLOCK = 1 << 20, 128
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from scripts.plan import DEFAULT_CONSTANTS
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
@@ -24,6 +23,7 @@ from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
+from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.trainer import Trainer
 
 BLOCK, SEQ_LEN = 16, 192

@@ -1,6 +1,6 @@
 """Writes a checkpoint of a run as a Hugging Face folder, for transformers' from_pretrained().
 
-    python -m scripts.export_hf RUN_OR_CHECKPOINT OUT [--dtype float32] [--merge]
+    titan-sparse export_hf RUN_OR_CHECKPOINT OUT [--dtype float32] [--merge]
 
 RUN_OR_CHECKPOINT is the output_dir of a run, for its newest checkpoint, or one of its folders
 checkpoint/step-N. The run's config.toml says which model it is. Nothing of the run is changed; one
@@ -28,7 +28,7 @@ from titan_sparse.training.lora import check_base
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.export_hf",
+        prog="titan-sparse export_hf",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -117,7 +117,3 @@ def _check_base(config: Config, checkpoint: str) -> None:
             "which no folder holds; train with model.initial_hf"
         )
     check_base(config, checkpoint)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

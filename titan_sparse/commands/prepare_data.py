@@ -1,6 +1,6 @@
 """Tokenizes a source once, into memory-mapped shards that data.source reads.
 
-    python -m scripts.prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
+    titan-sparse prepare_data SOURCE OUT --tokenizer tokenizer.json --processes 16
 
 Prints and saves a histogram of lengths; of chats (--format messages) also the share that sequences
 keep whole, and the share of tokens that is learned. SOURCE is what data.source takes (a file or folder of .txt,
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
 def arguments(words: list[str]) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.prepare_data",
+        prog="titan-sparse prepare_data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -198,7 +198,3 @@ def show_histogram(meta: dict[str, Any]) -> str:
             f"{span:>25} {documents:>11,} {tokens:>15,} {tokens / total:>7.1%} {kept:>11,}"
         )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""scripts.plan and scripts.calibrate: what they write, and what they refuse in one line."""
+"""titan-sparse plan and scripts.calibrate: what they write, and what they refuse in one line."""
 
 import json
 import time
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from scripts import calibrate
-from scripts import plan as script
 from tests.distributed import run_program
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.commands import plan as script
 from titan_sparse.estimate.index_file import save_indexes
 from titan_sparse.estimate.planner import load_constants
 from titan_sparse.estimate.synthetic import ragged_lengths

@@ -1,4 +1,4 @@
-"""scripts.inspect_attention, and its numbers against tables of all pairs."""
+"""titan-sparse inspect, and its numbers against tables of all pairs."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.inspect_attention import main
 from tests.reference import structured_qkv
 from tests.runs import tiny_config, train
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention
+from titan_sparse.commands.inspect import main
 from titan_sparse.config import Attention, save
 from titan_sparse.evaluation.inspection import (
     SHARES,
@@ -210,5 +210,5 @@ def test_matplotlib_is_asked_for(tmp_path, capsys, monkeypatch):
     assert main(["--config", str(tmp_path / "config.toml"), "--checkpoint", str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
-        == 'error: scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"\n'
+        == 'error: titan-sparse inspect needs matplotlib; write pip install -e ".[eval]"\n'
     )

@@ -1,6 +1,6 @@
 """Plans attention over many ranks without any: work, bytes and predicted time.
 
-    python -m scripts.plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
+    titan-sparse plan train_configs/demo_gpu.toml --ranks 32 --nodes 4 --seq-len 524288 \\
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
 Several layouts and schedules are compared. Further options of the configuration are taken as
@@ -54,7 +54,7 @@ from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
-DEFAULT_CONSTANTS = Path(__file__).parents[1] / "benchmarks/results/constants_h200.json"
+DEFAULT_CONSTANTS = Path(__file__).parents[1] / "estimate/constants_h200.json"
 
 
 def main(words: list[str]) -> int:
@@ -113,7 +113,7 @@ def main(words: list[str]) -> int:
 def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This program's options, and the words that are left for the configuration."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.plan",
+        prog="titan-sparse plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -457,7 +457,3 @@ def draw(path: str, plans: list[list[LayerPlan]]) -> None:
         )
     figure.colorbar(image, ax=axes, label="work / mean")
     figure.savefig(path, dpi=110)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

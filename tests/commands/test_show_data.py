@@ -1,12 +1,12 @@
-"""scripts.show_data: what a terminal shows of samples."""
+"""titan-sparse show_data: what a terminal shows of samples."""
 
 import re
 
 import pytest
 
-from scripts.show_data import main
 from tests.data.chat_helpers import ANSWER, CHAT, CHATML, write_tokenizer
 from tests.data.helpers import no_progress, write_rows
+from titan_sparse.commands.show_data import main
 from titan_sparse.data.preparing import Recipe, prepare
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

@@ -1,6 +1,6 @@
 """Shows samples as the model sees them, with what is learned, and which lengths sequences keep.
 
-    python -m scripts.show_data --config X.toml [--samples 3] [--plain] [--key value ...]
+    titan-sparse show_data --config X.toml [--samples 3] [--plain] [--key value ...]
 
 What is learned is green, special tokens are bold, and the rest is dim; with --plain, which is for
 files and terminals without colors, what is learned stands between ⟦ and ⟧. Of a mixture, each part
@@ -30,7 +30,7 @@ RESET = "\033[0m"
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.show_data",
+        prog="titan-sparse show_data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -133,7 +133,3 @@ def _learned(documents: Documents, index: int) -> NDArray[np.bool_]:
     if learned is None:
         return np.ones(documents.length(index), dtype=bool)
     return learned
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

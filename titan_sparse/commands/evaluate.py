@@ -1,8 +1,8 @@
 """Evaluates a checkpoint: loss by position, Needle In A Haystack, RULER.
 
-    python -m scripts.evaluate --config outputs/run/config.toml --checkpoint outputs/run \\
+    titan-sparse evaluate --config outputs/run/config.toml --checkpoint outputs/run \\
         --tasks position,needle --lengths 4096
-    torchrun --nproc-per-node 8 -m scripts.evaluate --config C --hf FOLDER \\
+    torchrun --nproc-per-node 8 -m titan_sparse evaluate --config C --hf FOLDER \\
         --tasks needle --lengths 131072 --parallelism.cp 8
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
@@ -67,9 +67,9 @@ def parser_of(description: str) -> argparse.ArgumentParser:
 
     description: the docstring of the program.
     """
-    program = description.partition("-m ")[2].partition(" ")[0]
+    command = description.partition("titan-sparse ")[2].partition(" ")[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=f"titan-sparse {command}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

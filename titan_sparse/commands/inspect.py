@@ -1,8 +1,8 @@
 """Shows where a checkpoint's attention mass lies, and how much of it selections would keep.
 
-    python -m scripts.inspect_attention --config outputs/run/config.toml \\
+    titan-sparse inspect --config outputs/run/config.toml \\
         --checkpoint outputs/run --length 4096
-    python -m scripts.inspect_attention --config C --hf FOLDER --length 131072 --layers 0,13,27
+    titan-sparse inspect --config C --hf FOLDER --length 131072 --layers 0,13,27
 
 One sequence, one process: the first document that is long enough, selections of several sizes.
 Other words are options of the configuration, as train.py takes them. Writes OUT/inspection.json,
@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from scripts.evaluate import parser_of, run
+from titan_sparse.commands.evaluate import parser_of, run
 from titan_sparse.config import Config, check, world_from_environment
 from titan_sparse.config.reading import require, tokens
 from titan_sparse.data import Tokenizer, load_tokenizer
@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
         args, config = parse(words)
         require(
             pictures.has_matplotlib(),
-            'scripts.inspect_attention needs matplotlib; write pip install -e ".[eval]"',
+            'titan-sparse inspect needs matplotlib; write pip install -e ".[eval]"',
         )
         checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.split_special_tokens)

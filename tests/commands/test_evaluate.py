@@ -1,4 +1,4 @@
-"""scripts.evaluate: from a run's checkpoint and from its export, dense and as trained, on one rank and two."""
+"""titan-sparse evaluate: from a run's checkpoint and from its export, dense and as trained, on one rank and two."""
 
 import csv
 import json
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from scripts.evaluate import main, parse
 from tests.distributed import run_processes
 from tests.runs import tiny_config, train, write_texts
+from titan_sparse.commands.evaluate import main, parse
 from titan_sparse.config import save
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +212,8 @@ def test_from_the_command_line(folder, one):
         "--nproc-per-node",
         "2",
         "-m",
-        "scripts.evaluate",
+        "titan_sparse",
+        "evaluate",
     ]
     result = subprocess.run(
         command + _words(folder, "torchrun", *NEEDLES, "--parallelism.cp", "2"),

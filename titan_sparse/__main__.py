@@ -1,0 +1,43 @@
+"""The program titan-sparse: `titan-sparse COMMAND ...`, the same as `python -m titan_sparse COMMAND ...`."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": "trains a model (under torchrun on several GPUs)",
+    "evaluate": "measures a checkpoint: loss by position, Needle In A Haystack, RULER",
+    "prepare_data": "tokenizes a source once, into shards that data.source reads",
+    "show_data": "shows samples as the model sees them, with what is learned",
+    "export_hf": "writes a checkpoint as a Hugging Face folder",
+    "plan": "predicts the time of attention for parallelism settings",
+    "inspect": "draws which keys each head attends to",
+}
+_USAGE = "\n".join(
+    [
+        "usage: titan-sparse COMMAND [OPTION ...]",
+        "       torchrun --nproc-per-node 8 -m titan_sparse COMMAND [OPTION ...]",
+        "",
+        *(f"  {name:<14}{summary}" for name, summary in COMMANDS.items()),
+        "",
+        "titan-sparse COMMAND --help prints the options of a command.",
+    ]
+)
+
+
+def main() -> int:
+    """Run the command that sys.argv names; returns its exit status."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        print(_USAGE)
+        return 0
+    if name not in COMMANDS:
+        commands = ", ".join(COMMANDS)
+        print(f"error: {name} is not a command; write one of {commands}", file=sys.stderr)
+        return 2
+    home = "titan_sparse" if name == "train" else "titan_sparse.commands"
+    # Loaded when it is asked for: train refuses a mistake before torch has been loaded.
+    return importlib.import_module(f"{home}.{name}").main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
