@@ -150,7 +150,7 @@ def test_wheel_has_the_commands(installed, tmp_path):
     shown = _run(tmp_path, str(installed / "bin/titan-sparse"), "--help", **path).stdout
     commands = {file.stem for file in ROOT.glob("titan_sparse/commands/*.py")} - {"__init__"}
     commands |= {"train"}
-    assert {line.split()[0] for line in shown.splitlines() if line.startswith("  ")} == commands
+    assert set(re.findall(r"^  (\w+) ", shown, re.MULTILINE)) == commands
     code = (
         "import contextlib, sys; from titan_sparse.__main__ import main\n"
         f"for command in {sorted(commands)}:\n"
