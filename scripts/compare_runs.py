@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_sparse.training.metrics_file import read_metrics
+from titan_sparse.training.metrics_output import read_metrics
 
 
 def main(words: list[str]) -> int:

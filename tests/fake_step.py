@@ -30,7 +30,7 @@ from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import Adapters
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.training.build_model import parallelize
 
 _DENSE = Dense()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from titan_sparse.config import Config
 from titan_sparse.models import flavours
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.metrics_file import read_lines
+from titan_sparse.training.metrics_output import read_lines
 
 TINY = flavours.DecoderConfig(
     vocab_size=258,

@@ -26,7 +26,7 @@ from titan_sparse.loss import (
 )
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.flavours import DecoderConfig, RopeConfig
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.training.build_model import parallelize
 
 torch.set_num_threads(1)
 

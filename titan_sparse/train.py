@@ -22,12 +22,13 @@ from titan_sparse.config import (
     world_from_environment,
     world_of,
 )
-from titan_sparse.training.failures import OtherRankFailed, Poisoned
 from titan_sparse.training.launcher import (
+    OtherRankFailed,
+    Poisoned,
     end_now,
     end_with_launcher,
     outlive_readers,
-    tell_launcher,
+    report_to_launcher,
 )
 
 
@@ -46,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
     except SystemExit:
         raise
     except BaseException as error:  # DCP's CheckpointException is no Exception
-        status = tell(error)
+        status = report(error)
         if _has_process_group():
             from titan_sparse.training.run_folder import log_error
 
@@ -66,11 +67,11 @@ def _run(words: list[str]) -> int:
 
     set_allocator()
     if flags.dry_run or flags.find_max_length:
-        return reckon(config, flags)
+        return estimate(config, flags)
 
     # Imported here: a mistake in the config is told before torch has even been loaded.
     from titan_sparse.trainer import Trainer
-    from titan_sparse.training.parallelize import leave_distributed
+    from titan_sparse.training.distributed import leave_distributed
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     if _is_first_rank():
@@ -80,7 +81,7 @@ def _run(words: list[str]) -> int:
     return 0
 
 
-def tell(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Say what has ended the program, to the user and to torchrun. Returns the exit status.
 
     One line for what the user has to change, for disks and files, and where another rank has failed
@@ -104,10 +105,10 @@ def tell(error: BaseException) -> int:
         _print_once(f"{line} ({_place(error)})", alike=not _has_process_group())
         return 1
     if isinstance(error, OtherRankFailed):  # that rank, or the watch, has said it
-        tell_launcher(str(error))
+        report_to_launcher(str(error))
         return 1
     trace = "".join(traceback.format_exception(error))
-    tell_launcher(f"{type(error).__name__}: {error}", trace)
+    report_to_launcher(f"{type(error).__name__}: {error}", trace)
     print(trace, file=sys.stderr)
     return 1
 
@@ -117,7 +118,7 @@ def _print_once(line: str, alike: bool = True) -> None:
 
     If it goes on, then one rank of each node speaks. alike: that may be; else this one speaks now.
     """
-    tell_launcher(line)
+    report_to_launcher(line)
     if alike and not _is_first_rank():
         # Ranks that have met are close together. Those still loading torch are not.
         seconds = 2.0 if _has_process_group() else 5.0
@@ -156,7 +157,7 @@ def set_allocator() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def reckon(config: Config, flags: Flags) -> int:
+def estimate(config: Config, flags: Flags) -> int:
     """--dry-run and --find-max-length: print the report. Returns 0 if the step fits, else 1."""
     from titan_sparse.estimate.dry_run import dry_run, find_max_length, world
 

@@ -4,21 +4,24 @@ No parallelism details and no kernels are here. What each part does is in the fi
 imported from.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_sparse.attention import backends
 from titan_sparse.attention.observe.statistics import Recording, recording
+from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.config import Config, resolve_cp_intra, save, to_toml
 from titan_sparse.config.changes import (
     ORIGIN_FILE,
@@ -41,8 +44,9 @@ from titan_sparse.from_config import (
 )
 from titan_sparse.loss import count_valid
 from titan_sparse.models.flavours import resolve
+from titan_sparse.models.initialization import stable_seed
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.build_model import build_model
+from titan_sparse.training.build_model import build_model, check_float8
 from titan_sparse.training.checkpoint import (
     Checkpointer,
     Progress,
@@ -51,45 +55,46 @@ from titan_sparse.training.checkpoint import (
     lock_run,
     unlock_run,
 )
-from titan_sparse.training.float8 import check_device
-from titan_sparse.training.guard import Guard, decides_on_device, refuse_bad_weights
-from titan_sparse.training.lora import base_digest, draw_dropout, find_adapters, without_dropout
+from titan_sparse.training.distributed import (
+    barrier,
+    build_meshes,
+    choose_device,
+    init_distributed,
+    set_timeout,
+)
+from titan_sparse.training.guard import Guard, Recovery, decides_on_device, refuse_bad_weights
+from titan_sparse.training.heartbeat import Watch
+from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
 from titan_sparse.training.metrics import MetricsLog
+from titan_sparse.training.metrics_output import open_tracker
 from titan_sparse.training.optimizer import (
     build_optimizer,
     build_schedule,
     clip_gradients,
     resume_schedule,
 )
-from titan_sparse.training.parallelize import (
-    build_meshes,
-    choose_device,
-    init_distributed,
-)
-from titan_sparse.training.probe_rows import draw_probe_rows
-from titan_sparse.training.profiling import profiler, step_done
-from titan_sparse.training.recovery import Recovery
-from titan_sparse.training.resumption import report_changes
-from titan_sparse.training.run_folder import begin_start
-from titan_sparse.training.signals import StopSignals, deaf_children
-from titan_sparse.training.start import (
+from titan_sparse.training.run_folder import begin_start, profiler, step_done
+from titan_sparse.training.setup import (
     alike,
     alike_in_files,
+    base_digest,
     check_initial_weights,
     checkpoint_to_resume,
+    find_adapters,
     local_world_size,
     open_data,
     read_initial_hf,
     recomputed_share,
+    report_changes,
     source_of_weights,
     step_path,
     step_size,
 )
-from titan_sparse.training.timeouts import meet, set_timeout
-from titan_sparse.training.tracker import open_tracker
-from titan_sparse.training.watch import Watch
 
 logger = logging.getLogger("titan_sparse")
+
+_STEPS_APART = 1_000_003
+"""Steps after which a run would look at the rows of a run with the next training.seed."""
 
 
 class Trainer:
@@ -109,7 +114,7 @@ class Trainer:
         self.model_config = resolve(**dataclasses.asdict(config.model))
         self.adapters = find_adapters(config, self.model_config)
         if config.float8.enable:
-            check_device(self.device)
+            check_float8(self.device)
         check_initial_weights(config, self.model_config)
         self.loader = open_data(config, self.model_config)
         self.origin = Origin(
@@ -444,7 +449,7 @@ class Trainer:
             self._set_timeout(parallelism.first_step_timeout_seconds)
         self.checkpointer.raise_failure()
         if is_first:
-            with deaf_children():
+            with ignore_signals_in_children():
                 self.checkpointer.prepare()
         if saves:
             self.loader.check_unchanged()
@@ -457,7 +462,7 @@ class Trainer:
                 self.validation.run(self.scorer, step, self.metrics, writes=dist.get_rank() == 0)
             self.metrics.start_interval()
         if saves or validates or is_first:
-            meet()
+            barrier()
             self._set_timeout(parallelism.timeout_seconds)
         if step % training.gc_interval == 0:
             gc.collect(1)
@@ -471,7 +476,7 @@ class Trainer:
         self.recovery.go_back(problem)
         self.saved_step = self.progress.step
         self.metrics.start_interval()
-        meet()
+        barrier()
         self._set_timeout(self.config.parallelism.timeout_seconds)
 
     def _save_in_hf(self) -> None:
@@ -482,7 +487,7 @@ class Trainer:
             self.checkpointer.save_in_hf(
                 self.progress.step, self.model_config, self.dtype, initial_hf, self.adapters
             )
-        meet()
+        barrier()
 
     def _set_timeout(self, seconds: int) -> None:
         # Checkpoints are written in the background through many steps: that group keeps the long
@@ -513,3 +518,31 @@ class Trainer:
     def _step_size(self, recomputed: float) -> Step:
         """What a step's memory depends on, with this share of attention recomputed."""
         return step_size(self.config, self.model_config, self.backend, recomputed)
+
+
+def draw_probe_rows(training_seed: int, step: int) -> None:
+    """Choose the rows that probes look at in this step (vertical_slash.probe_rows = "spread").
+
+    They are the same on all ranks, in the backward, and in a resumed run.
+    """
+    set_probe_seed((training_seed * _STEPS_APART + step) % 2**32)
+
+
+def draw_dropout(config: Config, step: int) -> None:
+    """Seed the dropout of adapters: the same in a resumed run, and different on each rank."""
+    if config.lora.dropout:
+        name = f"dropout of step {step} on rank {dist.get_rank()}"
+        torch.manual_seed(stable_seed(config.training.seed, name))
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, nothing is dropped."""
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    for module in dropouts:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.train()

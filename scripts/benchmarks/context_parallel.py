@@ -48,7 +48,7 @@ from scripts.benchmarks.options import head_set, share
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.attention import backends
 from titan_sparse.attention.context_parallel.layouts import block_multiple
-from titan_sparse.training.parallelize import choose_device, init_distributed, leave_distributed
+from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
 
 PROGRAM = "scripts.benchmarks.context_parallel"
 Cases = dict[str, Callable[[Bench], Iterator[dict]]]

@@ -19,8 +19,8 @@ import torch
 from scripts.benchmarks.provenance import provenance
 from titan_sparse.config import Config, ConfigError, load_and_check, world_from_environment
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.guard import all_finite, optimizer_states
-from titan_sparse.training.parallelize import leave_distributed
 
 
 def time_steps(trainer: Trainer, steps: int) -> float:

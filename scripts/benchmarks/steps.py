@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from scripts.benchmarks.provenance import of_start
-from titan_sparse.training.metrics_file import read_metrics
+from titan_sparse.training.metrics_output import read_metrics
 
 
 def main(words: list[str]) -> int:

@@ -24,7 +24,7 @@ from scripts.study.settings import (
 )
 from titan_sparse.evaluation.pictures import has_matplotlib
 from titan_sparse.training.metrics import json_ready
-from titan_sparse.training.metrics_file import read_metrics
+from titan_sparse.training.metrics_output import read_metrics
 
 STUDENT_95 = {2: 12.71, 3: 4.303}
 """A mean of so many values this many standard errors away from 0 is more than noise: Student's t

@@ -47,8 +47,8 @@ from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.trainer import Trainer
+from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import attention_averages, json_ready
-from titan_sparse.training.parallelize import leave_distributed
 
 BUCKETS = 16
 """Ranges of positions at the longest length."""

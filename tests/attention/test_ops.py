@@ -18,7 +18,7 @@ from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import single
-from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.build_model import checkpointed
 
 BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)

@@ -26,7 +26,8 @@ from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.schedules import single
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.activation_checkpoint import _full_contexts, choose_recompute
+from titan_sparse.training.build_model import _full_contexts
+from titan_sparse.training.setup import choose_recompute
 
 BLOCK, SEQ_LEN = 16, 157
 SHARES = (0.25, 0.5, 1.0)

@@ -19,7 +19,7 @@ from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
-from titan_sparse.training.activation_checkpoint import _full_contexts
+from titan_sparse.training.build_model import _full_contexts
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 MASKS = {

@@ -18,7 +18,7 @@ from titan_sparse.data.loader import Batch
 from titan_sparse.estimate.dry_run import World, dry_run
 from titan_sparse.from_config import build_mask
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.start import open_data
+from titan_sparse.training.setup import open_data
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 FILES = sorted(FOLDER.rglob("*.toml"))

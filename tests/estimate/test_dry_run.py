@@ -25,7 +25,7 @@ from titan_sparse.estimate.dry_run import (
     outside_gib,
 )
 from titan_sparse.models.flavours import resolve
-from titan_sparse.training.start import open_data
+from titan_sparse.training.setup import open_data
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("train_configs/*.toml"))

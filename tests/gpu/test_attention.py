@@ -27,7 +27,7 @@ from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.training.activation_checkpoint import _full_contexts
+from titan_sparse.training.build_model import _full_contexts
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]

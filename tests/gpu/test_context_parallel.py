@@ -39,7 +39,7 @@ from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.training.timeouts import set_timeout
+from titan_sparse.training.distributed import set_timeout
 
 pytestmark = pytest.mark.gpu
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2

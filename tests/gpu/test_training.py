@@ -16,9 +16,9 @@ from tests.runs import TINY, metrics_of, tiny_config, train, write_texts
 from titan_sparse.estimate import dry_run
 from titan_sparse.models import flavours
 from titan_sparse.training import metrics
-from titan_sparse.training.float8 import check_device
-from titan_sparse.training.parallelize import choose_device
-from titan_sparse.training.stacks import write_stacks
+from titan_sparse.training.build_model import check_float8
+from titan_sparse.training.distributed import choose_device
+from titan_sparse.training.heartbeat import write_stacks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -166,7 +166,7 @@ def test_memory_and_an_unknown_gpu(tmp_path, monkeypatch, caplog):
 def test_a_gpu_before_hopper_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=f"not {torch.cuda.get_device_name()}; write float8"):
-        check_device(torch.device("cuda", 0))
+        check_float8(torch.device("cuda", 0))
 
 
 def test_the_device_of_a_process(monkeypatch):

@@ -16,7 +16,7 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.layer_masks import LayerMasks
 from titan_sparse.models.transformers_config import read_transformers_config
-from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.build_model import checkpointed
 from titan_sparse.training.compiling import compile_layer
 
 pytestmark = [

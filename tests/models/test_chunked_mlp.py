@@ -13,7 +13,7 @@ from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Block
 from titan_sparse.models.rope import inverse_frequencies, rope_tables
-from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.build_model import checkpointed
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

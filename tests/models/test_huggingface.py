@@ -37,7 +37,7 @@ from titan_sparse.models.flavours import DecoderConfig, RopeConfig, resolve
 from titan_sparse.models.huggingface import check_weights, load_weights
 from titan_sparse.models.huggingface_config import config_json, read_config
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.training.build_model import parallelize
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models import huggingface
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface import check_weights, huggingface_name, load_weights
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.training.build_model import parallelize
 
 
 class CountedFile:

@@ -13,7 +13,7 @@ from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.training.build_model import parallelize
 
 
 def _llama3_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_sparse.training.activation_checkpoint import checkpointed, choose_recompute
+from titan_sparse.training.build_model import checkpointed
+from titan_sparse.training.setup import choose_recompute
 
 LAYERS = 4
 

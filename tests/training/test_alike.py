@@ -18,7 +18,7 @@ from tests.models.huggingface_reference import change_tensors, save_reference, w
 from tests.runs import write_texts
 from titan_sparse import train
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
-from titan_sparse.training import start
+from titan_sparse.training import setup
 
 WORDS = [
     "--data.source=texts",
@@ -135,7 +135,7 @@ def _table(words: list[str]) -> int:
         os.chdir(folder / "files")
         with patch.context() as code:
             if is_second:
-                code.setattr(start, "PACKAGE", folder / "titan_sparse")
+                code.setattr(setup, "PACKAGE", folder / "titan_sparse")
             assert "has titan_sparse/kernels/merge.py = " in _refused(WORDS)
         own = torch.__version__
         with patch.context() as version:
@@ -158,7 +158,7 @@ def test_ranks_that_differ_are_refused(tmp_path):
         change(tmp_path / named)
     # An old checkout on one node.
     package = tmp_path / "titan_sparse"
-    shutil.copytree(start.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(setup.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     with (package / "kernels/merge.py").open("a") as file:
         file.write("\n# another line\n")
     run_program(2, _table, [str(tmp_path)])

@@ -6,7 +6,7 @@ from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Config
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.training.banner import Resolved, banner
-from titan_sparse.training.parallelize import Meshes
+from titan_sparse.training.distributed import Meshes
 
 
 def _lines(config: Config, recomputed: float = 0.0) -> dict[str, str]:

@@ -11,8 +11,7 @@ from tests.runs import TINY
 from titan_sparse.config import Float8
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
-from titan_sparse.training.activation_checkpoint import checkpointed
-from titan_sparse.training.float8 import check_device, convert_to_float8
+from titan_sparse.training.build_model import check_float8, checkpointed, convert_to_float8
 
 CONFIG = replace(TINY, tied_embeddings=False)
 TOKENS = torch.randint(0, 258, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -81,7 +80,7 @@ def test_a_filter_that_matches_nothing_or_everything_is_refused(filter):
 
 def test_a_cpu_is_refused():
     with pytest.raises(ValueError, match="float8.enable = true needs a Hopper GPU"):
-        check_device(torch.device("cpu"))
+        check_float8(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from titan_sparse.training.job_store import agree_on_name, store_of_this_start
-from titan_sparse.training.parallelize import init_distributed
-from titan_sparse.training.watch import Watch
+from titan_sparse.training.distributed import agree_on_name, init_distributed, store_of_this_start
+from titan_sparse.training.heartbeat import Watch
 
 
 def _names(store: dist.Store, order: list[int]) -> list[str]:

@@ -20,8 +20,8 @@ from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters, initialize_adapters
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.lora import draw_dropout
-from titan_sparse.training.parallelize import parallelize
+from titan_sparse.trainer import draw_dropout
+from titan_sparse.training.build_model import parallelize
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from scripts.compare_runs import differences
-from titan_sparse.training.metrics_file import JsonLines, read_lines, read_metrics
+from titan_sparse.training.metrics_output import JsonLines, read_lines, read_metrics
 
 ROOT = Path(__file__).parents[2]
 FULL = """
 import resource, sys
-from titan_sparse.training.metrics_file import JsonLines
+from titan_sparse.training.metrics_output import JsonLines
 lines = JsonLines(sys.argv[1])
 lines.write({"step": 1, "loss": 1.5})
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)

@@ -17,7 +17,7 @@ from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.initialization import initialize
 from titan_sparse.training import offload
-from titan_sparse.training.activation_checkpoint import checkpointed
+from titan_sparse.training.build_model import checkpointed
 from titan_sparse.training.offload import BufferPool, OffloadedBlocks, bytes_offloaded
 
 LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 4, 256, 32, 4, 8

@@ -8,7 +8,7 @@ from tests.runs import TINY, metrics_of, tiny_config
 from titan_sparse.attention.observe.statistics import Recording
 from titan_sparse.training import metrics
 from titan_sparse.training.metrics import MetricsLog, Pace, eta
-from titan_sparse.training.tracker import Tracker
+from titan_sparse.training.metrics_output import Tracker
 
 
 def test_the_last_ten_steps_count_and_not_the_first():

@@ -24,7 +24,7 @@ from tests.fake_step import fake_world
 from tests.runs import TINY
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.training import parallelize
+from titan_sparse.training import build_model, distributed
 
 BLOCKS = TINY.layers
 
@@ -53,7 +53,7 @@ def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert parallelize.choose_device(name) == torch.device(wanted)
+    assert distributed.choose_device(name) == torch.device(wanted)
     assert current == ([torch.device(wanted)] if wanted != "cpu" else [])
 
 
@@ -64,7 +64,7 @@ def test_the_device_of_a_process(monkeypatch, name, gpus, local_rank, chosen, wa
 def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, local_rank, reason):
     _see_gpus(monkeypatch, gpus, local_rank)
     with pytest.raises(ValueError, match=reason):
-        parallelize.choose_device("cuda")
+        distributed.choose_device("cuda")
 
 
 @pytest.fixture
@@ -77,10 +77,10 @@ def calls(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device)))
-    monkeypatch.setattr(parallelize, "record_collectives", lambda: calls.append(("record",)))
-    monkeypatch.setattr(parallelize, "refuse_differences", lambda *_: None)
+    monkeypatch.setattr(distributed, "record_collectives", lambda: calls.append(("record",)))
+    monkeypatch.setattr(distributed, "refuse_differences", lambda *_: None)
     monkeypatch.setattr(
-        parallelize, "store_of_this_start", lambda seconds: (f"store for {seconds} s", 3, 8)
+        distributed, "store_of_this_start", lambda seconds: (f"store for {seconds} s", 3, 8)
     )
     return calls
 
@@ -88,9 +88,9 @@ def calls(monkeypatch) -> list[tuple]:
 def test_a_process_alone_needs_no_launcher(monkeypatch):
     """And leaves no process group."""
     monkeypatch.delenv("RANK", raising=False)
-    parallelize.init_distributed(torch.device("cpu"), 90)
+    distributed.init_distributed(torch.device("cpu"), 90)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    parallelize.leave_distributed()
+    distributed.leave_distributed()
     assert not dist.is_initialized()
 
 
@@ -98,7 +98,7 @@ def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
     """Its device is set first, and NCCL writes down what it does."""
     monkeypatch.setenv("RANK", "3")
     gpu = torch.device("cuda", 1)
-    parallelize.init_distributed(gpu, 90)
+    distributed.init_distributed(gpu, 90)
     assert calls == [
         ("device", gpu),
         ("record",),
@@ -118,7 +118,7 @@ def test_a_process_of_torchrun_joins_on_its_gpu(monkeypatch, calls):
 def test_meshes_of_replicas():
     """Rank 5 of 8, in the second of two replicas, with rank 4 on the same sequences."""
     with fake_world(8, rank=5):
-        meshes = parallelize.build_meshes(Parallelism(dp_replicate=2, cp=2), 1, "cpu")
+        meshes = distributed.build_meshes(Parallelism(dp_replicate=2, cp=2), 1, "cpu")
         assert meshes.fsdp.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
         assert meshes.fsdp.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert meshes.cp.mesh_dim_names == ("cp_inter", "cp_intra")
@@ -129,7 +129,7 @@ def test_meshes_of_replicas():
 def test_meshes_without_replicas():
     """Weights are sharded over one axis: with two, fully_shard would copy them."""
     with fake_world(8, rank=5):
-        meshes = parallelize.build_meshes(Parallelism(cp=4), 2, "cpu")
+        meshes = distributed.build_meshes(Parallelism(cp=4), 2, "cpu")
         assert meshes.fsdp.mesh_dim_names == ("dp_shard_cp",)
         assert meshes.fsdp.mesh.tolist() == list(range(8))
         assert meshes.cp.mesh.tolist() == [[4, 5], [6, 7]]
@@ -148,13 +148,13 @@ def _decoder() -> Decoder:
 def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     """Every block by itself, then the rest. Gradients are summed, in float32 at least."""
     asked, factors, plain_sums, compiled = [], [], [], []
-    shard = parallelize.fully_shard
+    shard = build_model.fully_shard
 
     def fully_shard(module: nn.Module, **options) -> nn.Module:
         asked.append(options)
         return shard(module, **options)
 
-    monkeypatch.setattr(parallelize, "fully_shard", fully_shard)
+    monkeypatch.setattr(build_model, "fully_shard", fully_shard)
     monkeypatch.setattr(
         FSDPModule, "set_gradient_divide_factor", lambda _, factor: factors.append(factor)
     )
@@ -165,7 +165,7 @@ def test_what_is_sharded_and_how(monkeypatch, dtype, sums, reshards):
     model = _decoder()
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
-        parallelize.parallelize(
+        build_model.parallelize(
             model, mesh, dtype, reshards, ActivationCheckpoint("none"), Compile()
         )
     rest = {
@@ -193,9 +193,9 @@ def test_weights_on_the_cpu_are_pinned_for_a_gpu(monkeypatch, device_type, pinne
         policies.append(offload_policy)
         return module
 
-    monkeypatch.setattr(parallelize, "fully_shard", fully_shard)
+    monkeypatch.setattr(build_model, "fully_shard", fully_shard)
     monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compiled.append(options))
-    parallelize.parallelize(
+    build_model.parallelize(
         _decoder(),
         SimpleNamespace(device_type=device_type),
         torch.bfloat16,

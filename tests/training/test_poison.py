@@ -18,7 +18,7 @@ from tests.runs import metrics_of, tiny_config, weights_of, write_texts
 from titan_sparse.config import Refusal
 from titan_sparse.data.shards import DataError
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.failures import Poisoned
+from titan_sparse.training.launcher import Poisoned
 
 SETTINGS = {
     "training__steps": 7,

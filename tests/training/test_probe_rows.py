@@ -14,10 +14,9 @@ from tests.distributed import run_processes
 from tests.runs import tiny_config, write_texts
 from titan_sparse.attention.patterns.vertical_slash import pattern
 from titan_sparse.attention.patterns.vertical_slash.rows import probe_seed, set_probe_seed
-from titan_sparse.evaluation.scorer import Sequence
-from titan_sparse.trainer import Trainer
-from titan_sparse.training import activation_checkpoint
-from titan_sparse.training.probe_rows import draw_probe_rows, fixed_probe_rows
+from titan_sparse.evaluation.scorer import Sequence, fixed_probe_rows
+from titan_sparse.trainer import Trainer, draw_probe_rows
+from titan_sparse.training import build_model
 
 SETTINGS = {
     "training__steps": 4,
@@ -93,7 +92,7 @@ def _check_recomputation(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         _run(folder, "kept", patch, activation_checkpoint__mode="none", **settings)
         # Nothing is kept of attention: the backward selects anew.
-        patch.setattr(activation_checkpoint, "SAVED_OPS", ())
+        patch.setattr(build_model, "SAVED_OPS", ())
         selected = []
         patch.setattr(pattern.VerticalSlash, "select_tensors", _counted(selected))
         _run(folder, "recomputed", patch, activation_checkpoint__mode="full", **settings)

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from titan_sparse.config import Config
-from titan_sparse.training import recovery
+from titan_sparse.training import guard as module
 from titan_sparse.training.checkpoint import Progress
-from titan_sparse.training.failures import Poisoned
-from titan_sparse.training.guard import Report
-from titan_sparse.training.recovery import Recovery
+from titan_sparse.training.guard import Recovery, Report
+from titan_sparse.training.launcher import Poisoned
 
 CPU = torch.device("cpu")
 INTERVAL = 4
@@ -65,9 +64,9 @@ def parts(monkeypatch) -> SimpleNamespace:
     config = Config()
     config.guard.max_skips_in_a_row = 2
     made = Recovery(config, guard, checkpoints, nn.Linear(1, 1), "optimizers", "schedule", progress)
-    monkeypatch.setattr(recovery, "all_finite", lambda tensors, device: True)
-    monkeypatch.setattr(recovery, "optimizer_states", lambda optimizers: [])
-    monkeypatch.setattr(recovery, "resume_schedule", lambda *args: resumed.append(args))
+    monkeypatch.setattr(module, "all_finite", lambda tensors, device: True)
+    monkeypatch.setattr(module, "optimizer_states", lambda optimizers: [])
+    monkeypatch.setattr(module, "resume_schedule", lambda *args: resumed.append(args))
     return SimpleNamespace(
         recovery=made,
         guard=guard,
@@ -114,7 +113,7 @@ def test_a_guard_that_is_off_asks_for_nothing(parts):
 
 
 def test_only_finite_weights_are_saved(parts, monkeypatch):
-    monkeypatch.setattr(recovery, "all_finite", lambda tensors, device: False)
+    monkeypatch.setattr(module, "all_finite", lambda tensors, device: False)
     assert parts.recovery.problem(saves=False, is_last=True) == ""
     problem = parts.recovery.problem(saves=True, is_last=False)
     assert problem == "weights or optimizer states are not finite"

@@ -16,7 +16,7 @@ from titan_sparse.config import Config, LRScheduler, Optimizer
 from titan_sparse.config.changes import Saved
 from titan_sparse.trainer import Trainer
 from titan_sparse.training.optimizer import build_optimizer, build_schedule, resume_schedule
-from titan_sparse.training.resumption import learning_rate, report_changes, schedule_warning
+from titan_sparse.training.setup import learning_rate, report_changes, schedule_warning
 
 SETTINGS = {
     "training__steps": 4,

@@ -12,7 +12,8 @@ from tests.fake_step import fake_world
 from tests.models.helpers import TINY, causal, dense_attend, sample
 from titan_sparse.config import ActivationCheckpoint, Compile, Parallelism
 from titan_sparse.models.decoder import Decoder
-from titan_sparse.training.parallelize import build_meshes, parallelize
+from titan_sparse.training.build_model import parallelize
+from titan_sparse.training.distributed import build_meshes
 
 BLOCKS = TINY.layers
 

@@ -13,15 +13,15 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from titan_sparse.training.signals import StopSignals, deaf_children
-from titan_sparse.training.watch import Watch
+from titan_sparse.training.heartbeat import Watch
+from titan_sparse.training.launcher import StopSignals, ignore_signals_in_children
 
 ROOT = Path(__file__).parents[2]
 
 STUCK = """
 import ctypes, sys
 from titan_sparse.training.launcher import end_with_launcher
-from titan_sparse.training.signals import StopSignals
+from titan_sparse.training.launcher import StopSignals
 end_with_launcher()
 with StopSignals():
     print("ready", flush=True)
@@ -116,7 +116,7 @@ def _start_child(children: list) -> None:
 def test_a_child_that_saves_lives_on_when_all_are_told_to_stop():
     children = []
     with StopSignals() as signals:
-        with deaf_children():
+        with ignore_signals_in_children():
             thread = threading.Thread(target=_start_child, args=(children,))
             thread.start()
             thread.join()

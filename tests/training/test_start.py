@@ -14,8 +14,8 @@ from titan_sparse.estimate.step import step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import resolve
 from titan_sparse.trainer import Trainer
-from titan_sparse.training import start
-from titan_sparse.training.start import free_gib, recomputed_share
+from titan_sparse.training import setup
+from titan_sparse.training.setup import free_gib, recomputed_share
 
 SETTINGS = {
     "training__steps": 1,
@@ -46,7 +46,7 @@ def test_a_run_chooses_by_its_memory(tmp_path, monkeypatch, share, factor, expec
     write_texts(tmp_path / "texts")
     config = tiny_config(tmp_path, "run", **SETTINGS)
     free = factor * _peak(config, share) / USED_SHARE
-    monkeypatch.setattr(start, "free_gib", lambda device: free)
+    monkeypatch.setattr(setup, "free_gib", lambda device: free)
     assert Trainer(config).recomputed == expected
 
 
@@ -68,7 +68,7 @@ def test_what_was_chosen_is_computed_again(tmp_path, monkeypatch, capsys):
     forwards = {}
     for name, free in (("plenty", 1e9), ("scarce", 1e-9)):
         calls.clear()
-        monkeypatch.setattr(start, "free_gib", lambda device, free=free: free)
+        monkeypatch.setattr(setup, "free_gib", lambda device, free=free: free)
         config = tiny_config(tmp_path, name, **SETTINGS)
         trainer = train(config)
         [line] = metrics_of(config)
@@ -87,8 +87,8 @@ def test_all_ranks_do_what_the_fullest_needs(monkeypatch):
         assert op == dist.ReduceOp.MAX
         share.clamp_(min=0.75)
 
-    monkeypatch.setattr(start, "peak_gib", lambda share: 10 - 8 * share)
-    monkeypatch.setattr(start, "free_gib", lambda device: 6.0 / USED_SHARE)
+    monkeypatch.setattr(setup, "peak_gib", lambda share: 10 - 8 * share)
+    monkeypatch.setattr(setup, "free_gib", lambda device: 6.0 / USED_SHARE)
     for all_reduce, expected in ((lambda *_: None, 0.5), (with_a_fuller_rank, 0.75)):
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
         assert recomputed_share(config, lambda share: share, torch.device("cpu")) == expected

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed import run_processes
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from titan_sparse.config import Config, ConfigError, check_start
-from titan_sparse.training.tracker import Tracker, open_tracker
+from titan_sparse.training.metrics_output import Tracker, open_tracker
 
 SETTINGS = {
     "metrics__trackers": "wandb",

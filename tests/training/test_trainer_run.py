@@ -93,7 +93,7 @@ def _watch(patch: pytest.MonkeyPatch, run: Trainer, events: list) -> None:
         "_recording",
         lambda step, is_logged: events.append(("record", step, is_logged)),
     )
-    _note(patch, trainer, "meet", lambda: events.append(("meet",)))
+    _note(patch, trainer, "barrier", lambda: events.append(("meet",)))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from titan_sparse.attention.context_parallel import ContextParallel
 from titan_sparse.config import Config, Refusal
 from titan_sparse.data import PackedLoader
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.start import source_of_weights
+from titan_sparse.training.setup import source_of_weights
 
 SETTINGS = {
     "training__steps": 2,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.distributed import run_processes, torchrun
 from tests.runs import write_texts
-from titan_sparse.training.watch import Watch, culprits, describe
+from titan_sparse.training.heartbeat import Watch, culprits, describe
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from torch import nn
 from titan_sparse.config import load_and_check
 from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.trainer import Trainer
-from titan_sparse.training.metrics_file import read_lines
+from titan_sparse.training.metrics_output import read_lines
 
 SEQ_LEN = 64
 

@@ -30,8 +30,8 @@ from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.load import build_scorer, find_checkpoint
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.evaluation.settings import load_for_evaluation
+from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.metrics import json_ready
-from titan_sparse.training.parallelize import leave_distributed
 
 TASKS = ("position", "needle", "ruler")
 

@@ -23,7 +23,7 @@ from titan_sparse.models.huggingface import export_weights
 from titan_sparse.models.huggingface_adapter import export_adapter, merged
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
-from titan_sparse.training.lora import check_base
+from titan_sparse.training.setup import check_base
 
 
 def main(words: list[str]) -> int:

@@ -20,15 +20,10 @@ from titan_sparse.models.huggingface_adapter import adapter_shapes
 from titan_sparse.models.initialization import initialize
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import Adapters, resolve_adapters
+from titan_sparse.training.build_model import parallelize
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
-from titan_sparse.training.lora import check_base
-from titan_sparse.training.parallelize import (
-    build_meshes,
-    choose_device,
-    init_distributed,
-    parallelize,
-)
-from titan_sparse.training.start import alike, read_initial_hf
+from titan_sparse.training.distributed import build_meshes, choose_device, init_distributed
+from titan_sparse.training.setup import alike, check_base, read_initial_hf
 
 _NAMES = ("embed_tokens.", "layers.", "norm.", "lm_head.")
 """What the names of a decoder's tensors begin with; a checkpoint holds the optimizer's too."""

@@ -3,6 +3,7 @@
 All evaluations are made of it.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titan_sparse.attention import ContextParallel
+from titan_sparse.attention.patterns.vertical_slash.rows import probe_seed, set_probe_seed
 from titan_sparse.config import Config, padding_multiple
 from titan_sparse.data.packing import IGNORED_LABEL
 from titan_sparse.data.tokenizer import Tokenizer
@@ -21,7 +23,6 @@ from titan_sparse.from_config import build_layer_masks, build_mask
 from titan_sparse.loss import answer_scores, token_cross_entropy
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import Decoder, run_blocks
-from titan_sparse.training.probe_rows import fixed_probe_rows
 
 T = TypeVar("T")
 
@@ -212,3 +213,14 @@ def _batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
     while group:
         yield group
         group = tuple(itertools.islice(iterator, size))
+
+
+@contextlib.contextmanager
+def fixed_probe_rows() -> Iterator[None]:
+    """Inside, probes look at the rows of no training step, so that results do not depend on it."""
+    before = probe_seed()
+    set_probe_seed(0)
+    try:
+        yield
+    finally:
+        set_probe_seed(before)

@@ -21,7 +21,7 @@ from titan_sparse.evaluation.answers import Sample, score_samples
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.scorer import Scorer, Sequence
 from titan_sparse.training.metrics import MetricsLog, json_ready
-from titan_sparse.training.metrics_file import JsonLines
+from titan_sparse.training.metrics_output import JsonLines
 
 logger = logging.getLogger("titan_sparse")
 

@@ -13,7 +13,7 @@ from titan_sparse.models.flavours import (
     number_of_parameters,
 )
 from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
-from titan_sparse.training.parallelize import Meshes
+from titan_sparse.training.distributed import Meshes
 
 _REACHES_RECALL = {
     "layer": "a layer",

@@ -1,13 +1,31 @@
-"""The decoder of a run: with its levers, on the devices that it is sharded over, with its first weights."""
+"""Build the decoder of a run: checkpointed, compiled and sharded, with its first weights.
 
+In every mode of activation checkpointing attention's index, output and LSE are kept (SAVED_OPS):
+computing them again would repeat the selection and the whole ring of collectives. Where their memory
+is short, attend(recomputed=...) gives up output and LSE of the first part of each sequence, which are
+the cheapest to compute again.
+"""
+
+import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from titan_sparse.config import Config
+from titan_sparse.attention import SAVED_OPS
+from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.models.build import build_decoder
 from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
 from titan_sparse.models.chunked_mlp import ChunkedMLP
@@ -17,9 +35,13 @@ from titan_sparse.models.initialization import initialize
 from titan_sparse.models.layer_masks import Attends
 from titan_sparse.models.lora import add_adapters, initialize_adapters
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.float8 import convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks
-from titan_sparse.training.parallelize import parallelize
+
+_MATMULS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+)
 
 
 def build_model(
@@ -69,3 +91,150 @@ def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
     backend = config.compile.backend if config.compile.enable else ""
     mlp = ChunkedLoraMLP if config.lora.rank else ChunkedMLP
     return functools.partial(mlp, chunk_tokens=chunk_tokens, compile_backend=backend)
+
+
+def parallelize(
+    model: Decoder,
+    fsdp: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward: bool,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+    offload: bool = False,
+) -> None:
+    """Checkpoint, compile and shard every block, then shard the rest. In place; parameter names do not
+    change.
+
+    dtype: of the forward and backward. Gradients are reduced in fp32 (fp64 for fp64) and summed, not
+    averaged: the loss is already divided by the global number of tokens.
+    offload: sharded parameters and gradients live on the CPU.
+    """
+    policy = CPUOffloadPolicy(pin_memory=fsdp.device_type == "cuda") if offload else OffloadPolicy()
+    mixed = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        cast_forward_inputs=False,  # the RoPE tables stay fp32
+    )
+    if compile.enable:
+        # Only where asked for: it loads inductor, which takes a second.
+        from titan_sparse.training.compiling import compile_layer
+    for name, block in model.layers.items():
+        block = checkpointed(block, activation_checkpoint.mode)
+        if compile.enable:
+            compile_layer(block, compile.backend)
+        model.layers[name] = fully_shard(
+            block,
+            mesh=fsdp,
+            mp_policy=mixed,
+            offload_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+        )
+    # Embedding, norm and head belong to the root: the head's weight is read in the root's forward,
+    # tied or not.
+    fully_shard(model, mesh=fsdp, mp_policy=mixed, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+
+
+def checkpointed(block: nn.Module, mode: str) -> nn.Module:
+    """The block under `mode`. Parameter names in state dicts stay as they are.
+
+    mode: "none" keeps all activations, "full" attention's results and the block's input, "selective"
+    every second matmul besides.
+    """
+    if mode == "none":
+        return block
+    contexts = {"full": _full_contexts, "selective": _selective_contexts}[mode]
+    # Nothing in a block draws random numbers but the dropout of adapters.
+    draws = any(isinstance(module, nn.Dropout) for module in block.modules())
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=draws)
+
+
+def _full_contexts():
+    return create_selective_checkpoint_contexts(_attention_only)
+
+
+def _selective_contexts():
+    return create_selective_checkpoint_contexts(_attention_and_matmuls())
+
+
+def _attention_only(context, op, *args, **kwargs) -> CheckpointPolicy:
+    if op in SAVED_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attention_and_matmuls():
+    """A policy that keeps every second matmul too: half of their memory for half of their
+    recomputation."""
+    matmuls_seen: Counter[bool] = Counter()
+
+    def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+        if op not in _MATMULS:
+            return _attention_only(context, op)
+        # Forward and recomputation are counted apart, so that both choose the same matmuls.
+        matmuls_seen[context.is_recompute] += 1
+        if matmuls_seen[context.is_recompute] % 2:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises ValueError unless it is a GPU of the Hopper generation or newer.
+
+    Only these multiply float8 with a scale per row.
+    """
+    is_gpu = device.type == "cuda"
+    if not is_gpu or torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device) if is_gpu else "a CPU"
+        raise ValueError(
+            f"float8.enable = true needs a Hopper GPU or a newer one, not {name}; write float8.enable = false"
+        )
+
+
+def convert_to_float8(model: Decoder, section: Float8, emulate: bool = False) -> int:
+    """Make the blocks' nn.Linear layers torchao's Float8Linear, in place. Returns how many.
+
+    Names do not change. Call it before the blocks are checkpointed, compiled and sharded. Layers
+    whose name (layers.N.self_attn.q_proj) contains one of section.filter stay as they are.
+    emulate: the same rounding in matmuls of training.dtype, on any device, not compiled; for tests.
+    Raises ValueError for a filter that matches nothing or everything.
+    """
+    import torchao.float8 as torchao_float8  # only where asked for: it loads slowly
+
+    excluded = [name.strip() for name in section.filter.split(",") if name.strip()]
+    linears = [
+        name
+        for name, module in model.layers.named_modules(prefix="layers")
+        if isinstance(module, nn.Linear)
+    ]
+    for name in excluded:
+        if not any(name in linear for linear in linears):
+            raise ValueError(
+                f'float8.filter: "{name}" is part of no layer\'s name; write for example "o_proj" or "mlp"'
+            )
+    chosen = {linear for linear in linears if not any(name in linear for name in excluded)}
+    if not chosen:
+        raise ValueError(
+            f'float8.filter = "{section.filter}" leaves no layer; write float8.enable = false'
+        )
+    torchao_float8.convert_to_float8_training(
+        model.layers,
+        config=_recipe(torchao_float8, section.recipe, emulate),
+        module_filter_fn=lambda module, name: f"layers.{name}" in chosen,
+    )
+    if section.recipe == "rowwise":
+        import torch._inductor.config  # only here: it takes a second to load
+
+        # github.com/pytorch/pytorch/issues/150859
+        torch._inductor.config.emulate_precision_casts = True
+    return len(chosen)
+
+
+def _recipe(torchao_float8, name: str, emulate: bool):
+    config = torchao_float8.Float8LinearConfig.from_recipe_name(name)
+    return dataclasses.replace(config, emulate=emulate)

@@ -1,20 +1,36 @@
-"""This process and the torchrun that has started it: outlive it never, and leave it a last word.
+"""What ends a training process: torchrun, signals, and failures. Loads no torch.
 
-Also what becomes of output that nobody reads any more. Loads no torch: what the user has to change
-is told before torch has been loaded.
+A process ends together with the torchrun that has started it, and reports its error to it. SIGINT and
+SIGTERM ask a run to stop. What is wrong with a configuration is reported before torch is loaded.
 """
 
 import io
 import json
+import logging
 import os
+import signal
+import socket
 import sys
 import threading
 import time
-from contextlib import suppress
-from multiprocessing import active_children
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import active_children, resource_tracker
 from typing import NoReturn
 
 _POLL_SECONDS = 1.0
+
+logger = logging.getLogger("titan_sparse")
+
+_HEARD = (signal.SIGINT, signal.SIGTERM)
+
+
+class OtherRankFailed(RuntimeError):
+    """A collective has failed on this rank, but another rank is dead or has failed before. Status 1."""
+
+
+class Poisoned(RuntimeError):
+    """The guard has given up: the run cannot go on by itself. The same on every rank. Status 3."""
 
 
 class _Output(io.FileIO):
@@ -84,7 +100,7 @@ def end_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def tell_launcher(line: str, details: str = "") -> None:
+def report_to_launcher(line: str, details: str = "") -> None:
     """Have torchrun show `line`, or `details` such as a traceback, in its summary of a failed job.
 
     The first word counts. It is written as torch.distributed.elastic's `record` writes it. Does
@@ -98,3 +114,88 @@ def tell_launcher(line: str, details: str = "") -> None:
     # A word to torchrun must not hide the failure itself. "x": the file must be new.
     with suppress(OSError), open(path, "x") as file:
         json.dump(message, file)
+
+
+class StopSignals:
+    """Inside `with StopSignals() as signals`, SIGINT and SIGTERM set `signals.asked_at` instead of
+    ending the process. For the main thread.
+
+    A thread hears them. The main thread may be inside C++, waiting for another rank or for a GPU,
+    and Python runs no handlers there. A second signal after a SIGINT ends the process at once, with
+    status 130. (A second Ctrl-C reaches torchrun, which passes it on as a SIGTERM.)
+    """
+
+    def __init__(self) -> None:
+        # time.monotonic() of the first signal.
+        self.asked_at: float | None = None
+        self._was_interrupted = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process has been asked to stop."""
+        return self.asked_at is not None
+
+    def ask(self) -> None:
+        """Ask this process to stop, as a signal does."""
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+
+    def has_time_for(self, seconds: float, grace_seconds: float) -> bool:
+        """Whether so many more seconds end within the grace, which begins with the first signal."""
+        if self.asked_at is None:
+            return True
+        return time.monotonic() - self.asked_at + seconds <= grace_seconds
+
+    def __enter__(self) -> "StopSignals":
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        # The C part of Python's handlers writes the number of each signal into this socket.
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, _do_nothing) for number in _HEARD}
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._writer.close()
+        self._thread.join()
+        self._reader.close()
+
+    def _listen(self) -> None:
+        while numbers := self._reader.recv(16):  # nothing once the writer is closed
+            for number in numbers:
+                if number in _HEARD:
+                    self._hear(number)
+
+    def _hear(self, number: int) -> None:
+        if self._was_interrupted:
+            end_now(130)
+        self._was_interrupted = number == signal.SIGINT
+        if not self.asked:
+            logger.info("%s: stopping", signal.Signals(number).name)
+        self.ask()
+
+
+@contextmanager
+def ignore_signals_in_children() -> Iterator[None]:
+    """Processes that are started inside, by this thread or by threads started inside, do not hear
+    SIGINT and SIGTERM.
+
+    torchrun passes signals on to the children of its ranks too. One that writes a checkpoint must
+    live on, or the last save fails. It ends with its rank. This process goes on hearing them, in
+    another thread.
+    """
+    # Python opens both signals when it starts this helper of its own, with the first child.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _do_nothing(*_: object) -> None:
+    """A handler in Python, without which the C part does not run either."""

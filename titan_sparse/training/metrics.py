@@ -22,10 +22,8 @@ from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import resolve_adapters
-from titan_sparse.training.board import write_board
-from titan_sparse.training.metrics_file import JsonLines
+from titan_sparse.training.metrics_output import JsonLines, Tracker, write_board
 from titan_sparse.training.recall import CapCount, RecallWarnings, asked_recall, percent
-from titan_sparse.training.tracker import Tracker
 
 logger = logging.getLogger("titan_sparse")
 

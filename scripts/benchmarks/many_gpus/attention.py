@@ -17,8 +17,8 @@ from scripts.benchmarks.context_parallel import place, pretend, run, start
 from scripts.benchmarks.context_parallel_timing import Bench
 from scripts.benchmarks.many_gpus import results
 from scripts.benchmarks.provenance import provenance
+from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.launcher import end_with_launcher
-from titan_sparse.training.parallelize import leave_distributed
 
 PROGRAMS = {"context_parallel": context_parallel, "masks": masks}
 CASES = {"context_parallel": context_parallel.CASES, "masks": masks.CASES}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from scripts.benchmarks.many_gpus import results
 from scripts.benchmarks.options import positive
-from titan_sparse.training.metrics_file import read_lines
+from titan_sparse.training.metrics_output import read_lines
 
 ROOT = Path(__file__).parents[3]
 H200_GIB = 139.8

@@ -17,7 +17,7 @@ from titan_sparse.attention.backends import cudnn, eager, flash
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
-from titan_sparse.training.activation_checkpoint import _full_contexts
+from titan_sparse.training.build_model import _full_contexts
 
 SCALE = 0.3
 CAUSAL = DenseShape(causal=True, is_whole=True)

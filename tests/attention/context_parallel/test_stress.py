@@ -25,7 +25,7 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, Sliding
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_context_parallel
-from titan_sparse.training.timeouts import set_timeout
+from titan_sparse.training.distributed import set_timeout
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 16

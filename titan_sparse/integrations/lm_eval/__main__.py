@@ -8,8 +8,8 @@ from lm_eval.__main__ import cli_evaluate
 # Registers the model.
 import titan_sparse.integrations.lm_eval  # noqa: F401
 from titan_sparse.config import Refusal
+from titan_sparse.training.distributed import leave_distributed
 from titan_sparse.training.launcher import outlive_readers
-from titan_sparse.training.parallelize import leave_distributed
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
-"""What is settled before the first step: the data, whether the first weights fit, and how much of
-attention is computed again for want of memory."""
+"""What is decided before the first step: the data, the weights to begin with, what must be the same
+on all ranks, how much of attention is recomputed, and what a resumed run changes."""
 
 import dataclasses
 import hashlib
@@ -13,8 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_sparse.config import Config, padding_multiple, resolve_cp_intra
-from titan_sparse.config.changes import DATA_KEYS, Origin, model_functions
+from titan_sparse.config import Config, padding_multiple, resolve_cp_intra, trains_random_base
+from titan_sparse.config.changes import (
+    DATA_KEYS,
+    Origin,
+    Saved,
+    changes,
+    model_functions,
+    read_saved,
+    saved_config,
+)
 from titan_sparse.config.keys import KINDS
 from titan_sparse.config.reading import show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
@@ -22,8 +30,10 @@ from titan_sparse.estimate.memory import Step, peak_gib, step_of
 from titan_sparse.from_config import build_pattern
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.huggingface_files import weights_digest
-from titan_sparse.training.activation_checkpoint import AUTO, choose_recompute
+from titan_sparse.models.lora import peft_config
+from titan_sparse.models.lora_config import Adapters, resolve_adapters
 from titan_sparse.training.checkpoint import FOLDER, newest_checkpoint
+from titan_sparse.training.optimizer import build_schedule
 from titan_sparse.training.run_folder import versions
 
 logger = logging.getLogger("titan_sparse")
@@ -33,6 +43,22 @@ PACKAGE = Path(__file__).parents[1]
 _AUTO_SHARE = 0.9
 """Of the free memory, what attention_recompute = -1 counts on. The rest is for communicators, gaps
 and wrong estimates."""
+
+AUTO = -1.0
+"""activation_checkpoint.attention_recompute: as much as memory requires."""
+
+_STEPS = 16
+"""attention_recompute is chosen in so many steps, so that a little more or less free memory does not
+change a run."""
+
+_SCHEDULE_KEYS = (
+    "optimizer.lr",
+    "lr_scheduler.warmup_steps",
+    "lr_scheduler.decay_ratio",
+    "lr_scheduler.decay_type",
+    "lr_scheduler.min_lr_factor",
+)
+"""What decides over the learning rate besides the number of steps."""
 
 
 def local_world_size() -> int:
@@ -194,3 +220,90 @@ def free_gib(device: torch.device) -> float | None:
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return free_bytes / 2**30
+
+
+def choose_recompute(peak_gib: Callable[[float], float], free_gib: float) -> float:
+    """The smallest attention_recompute with which the peak fits into what is free; 1 if none does.
+
+    peak_gib(share): the estimated peak with that attention_recompute. The result is a multiple of a
+    sixteenth.
+    """
+    for step in range(_STEPS):
+        share = step / _STEPS
+        if peak_gib(share) <= free_gib:
+            return share
+    return 1.0
+
+
+def find_adapters(config: Config, model: DecoderConfig) -> Adapters | None:
+    """What is trained in place of all weights; None without adapters.
+
+    Raises ValueError where PEFT is missing.
+    """
+    adapters = resolve_adapters(model, **vars(config.lora))
+    if adapters:
+        peft_config(adapters)
+    return adapters
+
+
+def base_digest(config: Config) -> str:
+    """What tells frozen weights from others; "" where all weights are trained.
+
+    Checkpoints hold adapters alone, which mean nothing with another base.
+    """
+    if not config.lora.rank:
+        return ""
+    if trains_random_base(config):
+        return f"training.seed = {config.training.seed}"
+    return weights_digest(config.model.initial_hf)
+
+
+def check_base(config: Config, checkpoint: str) -> None:
+    """Raises ValueError unless the frozen weights of `config` are those that the adapters of a
+    checkpoint were trained on."""
+    saved = read_saved(checkpoint)
+    if saved is not None and saved.origin.get("base") != base_digest(config):
+        raise ValueError(
+            f"model.initial_hf = {show(config.model.initial_hf)} has other weights than those that "
+            f"the adapters of {checkpoint} were trained on; put them back"
+        )
+
+
+def report_changes(saved: Saved, config: Config, step: int) -> None:
+    """Log what differs from the start that saved the checkpoint of `step`. For one rank."""
+    for change in changes(saved, config):
+        logger.info("changed since the checkpoint: %s", change)
+    warning = schedule_warning(saved_config(saved), config, step)
+    if warning:
+        logger.warning(warning)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of the update that follows `step` updates."""
+    placeholder = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
+    schedule = build_schedule([placeholder], config.lr_scheduler, config.training.steps)
+    return config.optimizer.lr * schedule.schedulers[0].lr_lambdas[0](step)
+
+
+def schedule_warning(saved: Config, config: Config, step: int) -> str:
+    """One line, if the learning rate jumps where `config` takes over from `saved`, else "".
+
+    It names both learning rates, and what to write for the old ones.
+    """
+    before = learning_rate(saved, step)
+    now = learning_rate(config, step)
+    if now == before:
+        return ""
+    instead = []
+    old_total = saved.lr_scheduler.total_steps or saved.training.steps
+    if old_total != (config.lr_scheduler.total_steps or config.training.steps):
+        instead.append(f"lr_scheduler.total_steps = {old_total}")
+    for key in _SCHEDULE_KEYS:
+        old = attrgetter(key)(saved)
+        if old != attrgetter(key)(config):
+            instead.append(f"{key} = {show(old)}")
+    return (
+        f"the learning rate of step {step + 1} is {now:.3g} under the schedule as it is written now "
+        f"and was {before:.3g} under that of the checkpoint; {' and '.join(instead)} keeps the old "
+        "schedule"
+    )

@@ -1,41 +1,34 @@
-"""Who holds up the others: ranks give signs of life, and one line names the rank that is dead or
-stuck.
+"""Which rank holds up the others: ranks give signs of life, and one line names the rank that is dead
+or stuck.
 
-Torch's timeouts end a job that hangs, but do not say who was waited for. Every rank therefore has a
-thread that writes into the job's key-value store, once a second: step, host, collectives begun, and
-where in the code its main thread is. Each looks after the next rank only; all are read when nothing
-moves, when a collective has failed, or when this rank is asked to stop.
+Torch's timeouts end a job that hangs, but do not say which rank was waited for. Every rank therefore
+has a thread that writes into the job's key-value store, once a second: step, host, collectives begun,
+and where in the code its main thread is. Each looks after the next rank only. All are read when
+nothing moves, when a collective has failed, or when this rank is asked to stop. When nothing moves,
+every rank also writes its stacks, and NCCL's records, to files.
 """
 
+import faulthandler
 import functools
 import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 
+import torch
 import torch.distributed as dist
 
 from titan_sparse.config import Refusal
-from titan_sparse.training.failures import OtherRankFailed
-from titan_sparse.training.launcher import end_now, tell_launcher
-from titan_sparse.training.signals import StopSignals
-from titan_sparse.training.signs import (
-    collectives_begun,
-    culprits,
-    describe,
-    has_ended,
-    machine,
-    place_of,
-    place_of_thread,
-)
-from titan_sparse.training.stacks import write_stacks
+from titan_sparse.training.launcher import OtherRankFailed, StopSignals, end_now, report_to_launcher
 
 logger = logging.getLogger("titan_sparse")
 
@@ -46,6 +39,19 @@ _MAX_STACKS = 3
 """Times that a rank writes its stacks: a bound for the disk."""
 
 _watches = 0
+
+_TORCH = os.path.dirname(torch.__file__)
+
+_COLLECTIVES = (
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+    "_fsdp_collectives.py",
+    "_fsdp_param_group.py",
+)
+"""Files of torch.distributed in which a main thread is while it waits for other ranks."""
+
+_MAX_TRACE_BYTES = 64 * 2**20
+"""Of NCCL's flight recorder, which keeps a few thousand entries: a bound for the disk."""
 
 
 class Watch:
@@ -341,13 +347,13 @@ class Watch:
         place, _ = place_of_thread(self.main)
         line = f"rank {self.rank} is stuck at {place} and ends, as {why}"
         logger.error("%s", line)
-        tell_launcher(self.stuck_line or line)
+        report_to_launcher(self.stuck_line or line)
         end_now(1)
 
     def _log(self, line: str) -> None:
         """Also for torchrun's last lines."""
         logger.error("%s", line)
-        tell_launcher(line)
+        report_to_launcher(line)
 
 
 class _Unchanged:
@@ -373,3 +379,148 @@ def _connection(store: dist.Store) -> dist.Store:
     connection = store.clone()
     connection.set_timeout(timedelta(seconds=30))
     return connection
+
+
+@cache
+def machine() -> str:
+    """Where process numbers mean the same: the host, and in it the namespace of the numbers."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}"
+
+
+def has_ended(status: dict) -> bool:
+    """Whether the process that gave this sign is known to be no more. Only seen on its own machine."""
+    if status["machine"] != machine() or not os.path.isdir("/proc/self"):
+        return False
+    try:
+        with open(f"/proc/{status['process']}/stat") as file:
+            # "7 (name of the program) S ...": Z and X are processes that have ended.
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def culprits(statuses: dict[int, dict], silent: set[int]) -> list[int]:
+    """The ranks that the others wait for, as far as statuses tell.
+
+    The silent ones, if any. Else those that do not wait in a collective or a transfer themselves: of
+    the ranks that have begun fewer collectives than others of a group, or if those all wait (in
+    transfers, which are not counted), of all.
+    """
+    if silent:
+        return sorted(silent)
+    most: dict[str, int] = {}
+    for status in statuses.values():
+        for group, number in status["collectives"].items():
+            most[group] = max(number, most.get(group, 0))
+    behind = [
+        rank
+        for rank, status in statuses.items()
+        if any(number < most[group] for group, number in status["collectives"].items())
+    ]
+    busy = [rank for rank, status in statuses.items() if not status["waits"]]
+    behind_and_busy = [rank for rank in behind if rank in busy]
+    return behind_and_busy or busy or behind
+
+
+def describe(statuses: dict[int, dict], silent: set[int]) -> str:
+    """One line: who is waited for, and where; then where the others are."""
+    named = culprits(statuses, silent)
+    parts = []
+    for rank in named[:8]:
+        status = statuses[rank]
+        what = "has given no sign of life, last seen" if rank in silent else "holds up the others"
+        parts.append(
+            f"rank {rank} (host {status['host']}, process {status['process']}) {what} "
+            f"in step {status['step']}, at {status['place']}"
+        )
+    if len(named) > 8:
+        parts.append(f"{len(named) - 8} more")
+    others: dict[str, list[int]] = {}
+    for rank, status in statuses.items():
+        if rank not in named:
+            others.setdefault(status["place"], []).append(rank)
+    for place, ranks in list(others.items())[:4]:
+        names = ", ".join(map(str, ranks[:8]))
+        if len(ranks) > 8:
+            names += " ..."
+        noun = "ranks" if len(ranks) > 1 else "rank"
+        parts.append(f"{noun} {names} at {place}")
+    return "; ".join(parts)
+
+
+def collectives_begun(everything: bool = False) -> dict[str, int]:
+    """How many, by group, with the same keys on all its ranks.
+
+    Transfers along rings are left out unless `everything`: gloo counts them too, and ranks differ in
+    how many they make.
+    """
+    counts: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if everything or not group.group_desc.startswith(("cp inner", "cp outer")):
+            key = f"{group.group_desc} {hash(tuple(dist.get_process_group_ranks(group)))}"
+            counts[key] = counts.get(key, 0) + _sequence_number(group)
+    return counts
+
+
+def _sequence_number(group: dist.ProcessGroup) -> int:
+    """The sum over the group's backends. A backend that has not been used yet may not have a number."""
+    # Two device types may share a backend, which counts once.
+    backends = {}
+    for device_type in group._device_types:
+        backend = group._get_backend(device_type)
+        backends[id(backend)] = backend
+    total = 0
+    for backend in backends.values():
+        try:
+            total += backend._get_sequence_number_for_group()
+        except RuntimeError:
+            continue
+    return total
+
+
+def place_of_thread(thread: int) -> tuple[str, bool]:
+    """place_of() of where a thread is now."""
+    frame = sys._current_frames().get(thread)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return place_of(frames)
+
+
+def place_of(frames: list[tuple[CodeType, int]]) -> tuple[str, bool]:
+    """Where code outside of torch is, as "file.py:line in function", and whether it waits for other
+    ranks there.
+
+    It waits in torch.distributed and in functions called wait. frames: code and line, the innermost
+    first.
+    """
+    waits = False
+    for code, line in frames:
+        file = os.path.basename(code.co_filename)
+        is_torch = code.co_filename.startswith(_TORCH)
+        is_waiting = code.co_name == "wait" or (is_torch and file in _COLLECTIVES)
+        waits = waits or is_waiting
+        if not is_torch and not is_waiting:
+            return f"{file}:{line} in {code.co_name}", waits
+    return "an unknown place", waits
+
+
+def write_stacks(folder: Path, rank: int) -> None:
+    """Into folder: stacks_rank_N.txt, the stacks of all threads of this process; and on GPUs
+    nccl_trace_rank_N, for `torchfrtrace --prefix nccl_trace_rank_ FOLDER`.
+
+    Raises OSError if they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"stacks_rank_{rank}.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    if torch.cuda.is_available():
+        # Pickled by torch. Without stacks: they would make it many times longer.
+        trace = torch._C._distributed_c10d._dump_nccl_trace(includeStackTraces=False)
+        if len(trace) <= _MAX_TRACE_BYTES:
+            (folder / f"nccl_trace_rank_{rank}").write_bytes(trace)

@@ -1,0 +1,275 @@
+"""The process group of a run: devices, the key-value store, meshes, and timeouts.
+
+torchrun keeps one store through all its restarts. A rank that comes first in a new attempt would
+read the address of a process that is dead. TORCHELASTIC_RESTART_COUNT does not identify an attempt:
+over several nodes only the node that has failed counts. So the ranks agree on a new name.
+
+Timeouts are long while the first step compiles and while a checkpoint is written, and short
+otherwise. A collective has the timeout that its process group had when the collective began.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_sparse.config import Parallelism, Refusal
+
+_POLL_SECONDS = 0.05
+
+_MOST_NAMED = 8
+"""Ranks that a message lists."""
+
+
+class Meshes(NamedTuple):
+    """The meshes of a run. Ranks count dp_replicate, dp_shard, cp_inter, cp_intra from the outside in,
+    so that cp_intra stays in a node."""
+
+    fsdp: DeviceMesh
+    """axis ("dp_shard_cp",): parameters are sharded over all data- and context-parallel ranks. With
+    replicas ("dp_replicate", "dp_shard_cp"), which fully_shard reads as HSDP"""
+    cp: DeviceMesh
+    """axes ("cp_inter", "cp_intra")"""
+    dp_size: int
+    """data-parallel ranks"""
+    dp_rank: int
+    """the ranks of one context-parallel group share it and read the same data"""
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device that training.device names, and make a GPU the current one of this process.
+
+    Under torchrun it is the GPU of LOCAL_RANK. Otherwise it is the one that the program has chosen
+    with torch.cuda.set_device(), which is number 0 by default. Raises ValueError if there is none.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('training.device = "cuda", but torch sees no GPU; write "cpu" or "auto"')
+    if "LOCAL_RANK" in os.environ:
+        index = int(os.environ["LOCAL_RANK"])
+    else:
+        index = torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"this node has {count} GPUs; start at most as many processes on it")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_distributed(
+    device: torch.device, timeout_seconds: int, alike: Mapping[str, str] | None = None
+) -> None:
+    """Join torchrun's process group, or make one of this process alone; one that exists is kept.
+
+    alike: what must be the same on all ranks, by name. Counters travel by gloo, tensors on GPUs by
+    NCCL. All groups made later meet in the same store, which no earlier attempt of torchrun has used.
+    Raises Refusal on all ranks, before any of them has sent another a tensor, if `alike` differs.
+    """
+    store, rank, world_size = store_of_this_start(timeout_seconds)
+    refuse_differences(store, rank, world_size, alike or {})
+    if dist.is_initialized():
+        return
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        record_collectives()
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_seconds),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def leave_distributed() -> None:
+    """The end of a distributed program: no process group is left."""
+    dist.destroy_process_group()
+
+
+def build_meshes(parallelism: Parallelism, cp_intra: int, device_type: str) -> Meshes:
+    """The meshes of the running world.
+
+    World size = dp_replicate * dp_shard * cp, which config.check() has seen to.
+    """
+    world_size = dist.get_world_size()
+    cp = parallelism.cp
+    replicas = parallelism.dp_replicate
+    dp_size = world_size // cp
+    # Two meshes over the same ranks: one mesh cannot name dp_shard x cp as a single axis and its
+    # parts too.
+    sharding = init_device_mesh(
+        device_type,
+        (replicas, world_size // replicas),
+        mesh_dim_names=("dp_replicate", "dp_shard_cp"),
+    )
+    sequence = init_device_mesh(
+        device_type,
+        (dp_size, cp // cp_intra, cp_intra),
+        mesh_dim_names=("dp", "cp_inter", "cp_intra"),
+    )
+    fsdp = sharding if replicas > 1 else sharding["dp_shard_cp"]
+    return Meshes(
+        fsdp=fsdp,
+        cp=sequence["cp_inter", "cp_intra"],
+        dp_size=dp_size,
+        dp_rank=dist.get_rank() // cp,
+    )
+
+
+def record_collectives() -> None:
+    """Have NCCL's flight recorder keep the last collectives, unless the environment says otherwise.
+
+    Call it before any process group is made.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+
+
+def set_timeout(seconds: float, without: Collection[dist.ProcessGroup] = ()) -> None:
+    """Change the timeout of every process group made so far, those of meshes and of ContextParallel
+    included.
+
+    without: groups that keep theirs. Before the timeout gets shorter all ranks should barrier().
+    Otherwise one begins a short collective that another, still compiling or writing, joins too late.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group not in without:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def barrier() -> None:
+    """Wait until all ranks are here, under the current timeout.
+
+    On the CPU, so that no GPU is waited for.
+    """
+    dist.all_reduce(torch.zeros(()))
+
+
+def store_of_this_start(timeout_seconds: float) -> tuple[dist.Store, int, int]:
+    """The store, this rank and the world size, by torchrun's variables, or by the process group that
+    exists already. Collective over the world.
+
+    Raises OSError, saying who is missing, if not all ranks have come after timeout_seconds.
+    """
+    try:
+        store, rank, world_size = _store_of_job(timeout_seconds)
+        name = agree_on_name(store, rank, world_size, timeout_seconds)
+    except dist.DistError as error:
+        rank, host, port = (os.environ.get(n) for n in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+        raise ConnectionError(
+            f"rank {rank} cannot reach rank 0 at {host}:{port}, or has lost it: "
+            f"{str(error).splitlines()[0][:100]}"
+        ) from error
+    return dist.PrefixStore(name, store), rank, world_size
+
+
+def _store_of_job(timeout_seconds: float) -> tuple[dist.Store, int, int]:
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return store, dist.get_rank(), dist.get_world_size()
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # As dist.rendezvous("env://") makes it, but that one waits for all ranks and names none.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not is_torchruns,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return store, rank, world_size
+
+
+def refuse_differences(
+    store: dist.Store, rank: int, world_size: int, values: Mapping[str, str]
+) -> None:
+    """Refuse to go on where a rank's `values` differ from those of rank 0. Collective over the world.
+
+    store: one that is new to this start. Each rank reads the values of rank 0 alone, so that the
+    time grows with the number of ranks and not with its square. Raises Refusal, the same on all ranks.
+    """
+    host = socket.gethostname()
+    if rank == 0:
+        store.set("values", json.dumps({"host": host, "values": dict(values)}))
+    first = json.loads(store.get("values"))
+    theirs = first["values"]
+    # In the order of rank 0, then what only this rank has.
+    different = [key for key in theirs | values if theirs.get(key) != values.get(key)]
+    if different:
+        key = different[0]
+        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+        store.compare_set(
+            "difference",
+            "",
+            f"rank {rank} (host {host}) has {key} = {values.get(key, 'nothing')}, but rank 0 "
+            f"(host {first['host']}) has {theirs.get(key, 'nothing')}{more}. Start all ranks with "
+            "the same configuration, code, libraries, and files.",
+        )
+    if store.add("compared", 1) == world_size:
+        store.set("all have compared", "")
+    store.wait(["all have compared"])
+    if store.check(["difference"]):
+        raise Refusal(store.get("difference").decode())
+
+
+def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> str:
+    """A name that all ranks of this start share, and no earlier start has had. Collective.
+
+    Rank 0 invents it, and answers each rank that greets it under this name. An answer is to a
+    process, not to a rank: a name left behind by a dead rank 0 gets none. All processes of an
+    earlier start are dead by now.
+    """
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_seconds
+    if rank == 0:
+        store.set("name of the start", own)
+        for other in range(1, world_size):
+            greeting = f"{own} greeting {other}"
+            while not store.check([greeting]):
+                _pause(deadline, lambda: _missing(store, own, world_size), rank, timeout_seconds)
+            guest = store.get(greeting).decode()
+            store.set(f"{own} answer {guest}", "welcome")
+        return own
+
+    name = ""
+    while not (name and store.check([f"{name} answer {own}"])):
+        if store.check(["name of the start"]):
+            newest = store.get("name of the start").decode()
+            if newest != name:
+                name = newest
+                store.set(f"{name} greeting {rank}", own)
+        _pause(deadline, lambda: "rank 0", rank, timeout_seconds)
+    return name
+
+
+def _missing(store: dist.Store, name: str, world_size: int) -> str:
+    """The ranks that have not greeted rank 0."""
+    ranks = [r for r in range(1, world_size) if not store.check([f"{name} greeting {r}"])]
+    named = ", ".join(str(rank) for rank in ranks[:_MOST_NAMED])
+    more = len(ranks) - _MOST_NAMED
+    return f"rank {named}" + (f" and {more} more of {world_size}" if more > 0 else "")
+
+
+def _pause(deadline: float, missing: Callable[[], str], rank: int, timeout_seconds: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(
+            f"rank {rank} has waited {timeout_seconds:.0f} s for {missing()} to start; "
+            "parallelism.first_step_timeout_seconds says how long"
+        )
+    time.sleep(_POLL_SECONDS)

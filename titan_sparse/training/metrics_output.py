@@ -1,0 +1,287 @@
+"""Where the metrics of a run go: files of JSON lines, TensorBoard, and Weights & Biases. Loads no
+torch.
+
+A file of JSON lines has one object a line. Each line is written as a whole or not at all.
+TensorBoard sorts sections and what is in them by their letters, capitals first, and opens the first
+two. So the loss is in a section with a capital. Weights & Biases follows its environment variables:
+WANDB_PROJECT, WANDB_NAME, WANDB_MODE=offline, ...
+"""
+
+import dataclasses
+import errno
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_sparse.config import Config
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from titan_sparse.attention.observe.statistics import Recording
+    from titan_sparse.training.recall import Capped
+
+_BLOCK = 1 << 16
+"""Bytes that are read at a time in search of the last line."""
+
+_TRAIN = "Train"
+
+_NOT_SHOWN = ("step", "time")
+"""What TensorBoard itself has of each value."""
+
+_ATTENTION = (
+    "density",
+    "recall",
+    "recall_asked",
+    "heads_capped",
+    "capped",
+    "blocks_per_query",
+    "columns",
+    "columns_p95",
+    "columns_at_cap",
+)
+
+_SPEED = (
+    "tokens_per_second_per_device",
+    "step_seconds",
+    "save_seconds",
+    "mfu",
+    "dense_equivalent_tflops",
+)
+
+_COMMUNICATION = ("cp_", "exposed_communication", "computation_ratio")
+"""How names of context parallelism begin, besides its degrees of imbalance."""
+
+RUN_ID = "wandb_run_id"
+"""File in the run folder. A resumed run goes on under the same name there."""
+
+
+class JsonLines:
+    """A file that lines are added to. What a process that was killed left of a line is cut off.
+
+    Raises OSError, naming the file, where it cannot be opened or read, or is a link, which might have
+    been put there to have its target overwritten.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.descriptor = os.open(self.path, flags, 0o666)
+        self._end_last_line()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a line, in one write. Raises OSError, naming the file, where it does not fit, or where
+        the file was deleted; it is as it was then."""
+        line = (json.dumps(record) + "\n").encode()
+        status = os.fstat(self.descriptor)
+        if status.st_nlink == 0:
+            raise FileNotFoundError(
+                errno.ENOENT, "the file was deleted while the run goes on", self.path
+            )
+        end = status.st_size
+        try:
+            written = os.write(self.descriptor, line)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write: {error.strerror}", self.path) from error
+        if written < len(line):
+            os.ftruncate(self.descriptor, end)
+            raise OSError(
+                errno.ENOSPC,
+                f"only {written} of a line's {len(line)} bytes could be written, the disk is full",
+                self.path,
+            )
+
+    def close(self) -> None:
+        """Nothing can be written any more."""
+        os.close(self.descriptor)
+
+    def _end_last_line(self) -> None:
+        # From the end: the lines of a long run are hundreds of megabytes.
+        size = os.fstat(self.descriptor).st_size
+        begin, last = size, b""
+        while begin > 0 and b"\n" not in last:
+            block = min(_BLOCK, begin)
+            begin -= block
+            last = os.pread(self.descriptor, block, begin) + last
+        last = last[last.rfind(b"\n") + 1 :]
+        if not last:
+            return
+        if _parsed(last) is None:
+            os.ftruncate(self.descriptor, size - len(last))
+        else:
+            os.write(self.descriptor, b"\n")
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file, one a line. A last line that is cut short is left out.
+
+    Raises ValueError, one line, for another line that is no object, OSError for the file.
+    """
+    # What follows the end of the last line: nothing, or a line whose writer was killed or writes it.
+    *lines, rest = Path(path).read_bytes().split(b"\n")
+    objects = [_parsed(line) for line in lines]
+    last = _parsed(rest)
+    if None in objects:
+        raise ValueError(f"{path}: line {objects.index(None) + 1} is no JSON object")
+    return objects if last is None else [*objects, last]
+
+
+def read_metrics(run: str | Path) -> dict[int, dict[str, Any]]:
+    """The lines of a run's metrics.jsonl by step.
+
+    Of a step that is there twice, after resuming, the later line counts. A last line that is cut
+    short is left out. run: an output_dir or the file. Raises ValueError, one line, if there is no
+    such file or a line is no step's metrics.
+    """
+    path = Path(run)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(
+            f"{run} is neither a run's output_dir with metrics.jsonl nor such a file; "
+            "write one of them"
+        )
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        if type(line.get("step")) is not int:
+            raise ValueError(f"{path}: line {number} is no step's metrics")
+    return {line["step"]: line for line in lines}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The JSON object, None where it is none."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tag(field: str) -> str:
+    """The tag of a field of metrics.jsonl. A field of no other section is one of training."""
+    if field == "memory_gib":
+        return "memory/memory_gib"
+    if field in _ATTENTION:
+        return f"attention/{field}"
+    if field in _SPEED:
+        return f"speed/{field}"
+    if field.startswith(_COMMUNICATION) or "_imbalance" in field:
+        return f"comm/{field}"
+    return f"{_TRAIN}/{field}"
+
+
+def write_board(
+    board: "SummaryWriter", record: dict[str, Any], recorded: "Recording", capped: "Capped | None"
+) -> None:
+    """Write a line of metrics.jsonl, what was recorded by layers, and pictures where there are
+    thumbnails.
+
+    capped: of the selections since the logged step before; None for patterns without budgets.
+    """
+    step = record["step"]
+    for field, value in record.items():
+        if field not in _NOT_SHOWN and value is not None:
+            board.add_scalar(tag(field), value, step)
+    # [layers, Hq], and [layers] of what caps cut
+    by_layer = {
+        "density": recorded.density(),
+        "recall": recorded.recall,
+        "capped": [] if capped is None else capped.of_budgets(),
+    }
+    for name, layers in by_layer.items():
+        for number, shares in enumerate(layers):
+            board.add_scalar(f"attention_{name}_by_layer/{number}", shares.mean().item(), step)
+    if recorded.thumbnails:
+        _draw(board, recorded, step)
+
+
+def _draw(board: "SummaryWriter", recorded: "Recording", step: int) -> None:
+    import torch
+
+    # Only where asked for: it loads matplotlib.
+    from titan_sparse.training.heat_maps import contact_sheet, heat_map
+
+    figures = {
+        "density_heat_map": heat_map(recorded.density(), "share of allowed pairs that are visited"),
+        "selection": contact_sheet(torch.stack(recorded.thumbnails)),
+    }
+    if recorded.recall:
+        recall = torch.stack(recorded.recall)
+        figures["recall_heat_map"] = heat_map(recall, "share of the softmax's mass that is kept")
+    for name, figure in figures.items():
+        board.add_figure(f"attention/{name}", figure, step)
+
+
+class Tracker:
+    """Writes nothing where `run` is None."""
+
+    def __init__(self, run: Any) -> None:
+        """run: of wandb.init()."""
+        self.run = run
+        if run is not None:
+            # Steps are ours: a run that goes back to a checkpoint writes some of them again.
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        if self.run is not None:
+            self.run.log(record)
+
+    def log_validation(self, record: dict[str, Any]) -> None:
+        """A line of validation.jsonl: what its tags in TensorBoard say."""
+        if self.run is None:
+            return
+        values = {"step": record["step"]}
+        for name in ("loss", "perplexity"):
+            values[f"validation/{name}"] = record[name]
+        for bucket in record["buckets"]:
+            values[f"validation_loss_by_position/{bucket['start']}"] = bucket["loss"]
+        for name, value in record.get("needle", {}).items():
+            if name != "cells":
+                values[f"validation_needle/{name}"] = value
+        self.run.log(values)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self.run is not None:
+            self.run.finish()
+
+
+def open_tracker(config: Config) -> Tracker:
+    """The tracker of metrics.trackers; on other ranks than the first, one that writes nothing.
+
+    Call it before any process group. Raises ValueError, one line, where wandb cannot begin.
+    """
+    if config.metrics.trackers == "none" or os.environ.get("RANK", "0") != "0":
+        return Tracker(None)
+    # Only where asked for: it is optional.
+    import wandb
+
+    folder = Path(config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "titan_sparse"),
+            name=os.environ.get("WANDB_NAME", folder.name),
+            id=_run_id(folder / RUN_ID),
+            resume="allow",
+            dir=folder,
+        )
+        # A resumed run may have other values, such as more steps.
+        run.config.update(dataclasses.asdict(config), allow_val_change=True)
+    except (wandb.Error, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f'metrics.trackers = "wandb": {reason}; set WANDB_MODE=offline, or write '
+            'metrics.trackers = "none"'
+        ) from error
+    return Tracker(run)
+
+
+def _run_id(path: Path) -> str:
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
