@@ -112,7 +112,7 @@ def test_report_of_the_docs_is_what_is_printed(monkeypatch, capsys):
         "--device-memory",
         "139.8",
     )
-    shown = (ROOT / "docs/memory.md").read_text().split("## How to read")[1].split("```\n")[1]
+    shown = (ROOT / "docs/training.md").read_text().split("### How to read")[1].split("```\n")[1]
     assert printed.startswith(shown)
 
 

@@ -219,7 +219,7 @@ def test_float8(tmp_path, recipe, plain_of_float8):
     float8, _ = _run(tmp_path, "float8", **keys)
     print(plain.losses[::10], float8.losses[::10])
     assert float8.losses != plain.losses
-    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/memory.md).
+    # Single losses of the first steps differ by up to 6 %; over 200 steps the mean by 1 % (docs/training.md).
     assert sum(float8.losses) == pytest.approx(sum(plain.losses), rel=0.04)
 
 

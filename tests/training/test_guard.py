@@ -100,7 +100,7 @@ def _run(guard: Guard, norms: list[float]) -> list[bool]:
 
 
 def _plainly(norms: list[float], section: GuardSection) -> list[bool]:
-    """The rule of docs/reliability.md in floats."""
+    """The rule of docs/training.md in floats."""
     mean = variance = count = 0
     skipped = []
     for norm in norms:

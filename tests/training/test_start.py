@@ -24,7 +24,7 @@ SETTINGS = {
     "activation_checkpoint__attention_recompute": -1.0,
 }
 USED_SHARE = 0.9
-"""Of the free memory; docs/memory.md."""
+"""Of the free memory; docs/training.md."""
 
 
 def _peak(config: Config, share: float) -> float:

@@ -343,12 +343,12 @@ class Compile:
 
 @dataclass
 class Guard:
-    """Steps that would spoil the weights change nothing. docs/reliability.md"""
+    """Steps that would spoil the weights change nothing. docs/training.md"""
 
     enable: bool = True
     """skip updates whose loss or gradient norm is not finite, or whose norm is a spike"""
     spike_factor: float = 10.0
-    """a gradient norm this many times its running mean is a spike (docs/reliability.md); 0: none
+    """a gradient norm this many times its running mean is a spike (docs/training.md); 0: none
     is"""
     average_steps: int = 100
     """steps of the running mean"""

@@ -35,7 +35,7 @@ COMMUNICATORS_GIB = 2.0
 
 RESERVE = 0.03
 """Share of a device's memory that stays free: the estimate is up to so much too low
-(docs/memory.md)."""
+(docs/training.md)."""
 
 _LONGEST = 2**30
 """Tokens: where the search for the longest sequence ends."""

@@ -7,7 +7,7 @@ What a block keeps, and what is alive at the worst point of its backward, is cou
 A unit is the bytes of a [tokens, width] tensor in training.dtype: hidden (H), query (Q: all query
 heads), kv (K: all KV heads) and intermediate (I). The counts were read off the real model
 (tests/estimate/test_memory.py runs it on fake tensors; with torch.compile, off the allocations of
-compiled blocks). docs/memory.md explains the parts.
+compiled blocks). docs/training.md explains the parts.
 """
 
 from typing import NamedTuple
@@ -427,7 +427,7 @@ def _block_peak(step: Step) -> float:
             mlp += tokens * (model.hidden_size + model.intermediate_size)
         else:
             # The weights' gradients are of bf16 operands, which are kept beside (measured:
-            # docs/memory.md).
+            # docs/training.md).
             mlp += tokens * 8 * model.intermediate_size
     attention = _bytes(step, _attention_units(step)) + attention_workspace(step)
     # Out of a block whose attention is recomputed was not kept, and comes back.
