@@ -11,10 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_sparse.kernels.block_sparse.launch import key_splits, key_tile, options, query_tile
+from titan_sparse.kernels.block_sparse.launch import (
+    key_splits,
+    key_tile,
+    options,
+    query_tile,
+    sum_splits,
+)
 from titan_sparse.kernels.block_sparse.piece import (
     LOG2_E,
     Piece,
+    Tiles,
     bounds_in_slice,
     choices,
     dense_rows,
@@ -29,7 +36,6 @@ from titan_sparse.kernels.block_sparse.piece import (
     slice_of,
     store_rows,
 )
-from titan_sparse.kernels.block_sparse.splits import sum_splits
 from titan_sparse.kernels.chunks import chosen_range
 
 _DELTA_ROWS = 16  # divides every block, hence every number of queries
@@ -311,19 +317,15 @@ def backward(
     out: Tensor,
     lse: Tensor,
     pieces: list[Piece],
-    start: Tensor,
-    stop: Tensor,
-    block_size: int,
     scale: float,
     output: GradientOutput,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients through one piece or two, which need by_key.
 
     d_out, q, out: [B, Hq, Sq, D]; lse: natural log [B, Hq, Sq]; out and lse of the whole attention.
-    start, stop: int32 [B, Sq], contiguous.
     Returns dq in q's shape, and (dk, dv) of each piece in the shape of its k.
     """
-    queries = query_side(d_out, q, out, lse, start, stop, block_size, scale)
+    queries = query_side(d_out, q, out, lse, pieces[0].tiles, scale)
     dq = query_gradient(queries, pieces, output)
     d_pieces = []
     for piece, dtype in zip(pieces, output.kv_dtypes, strict=True):
@@ -345,16 +347,9 @@ class QuerySide(NamedTuple):
 
 
 def query_side(
-    d_out: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    block_size: int,
-    scale: float,
+    d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, tiles: Tiles, scale: float
 ) -> QuerySide:
-    """What query_gradient() and key_gradient() read; arguments as of backward()."""
+    """What query_gradient() and key_gradient() read; tiles: of any piece."""
     q = dense_rows(q)
     d_out = dense_rows(d_out)
     out = dense_rows(out)
@@ -377,7 +372,7 @@ def query_side(
         D=triton.next_power_of_2(dim),
         LOG2_E=LOG2_E,
     )
-    return QuerySide(q, d_out, lse_2, delta, start, stop, block_size, scale)
+    return QuerySide(q, d_out, lse_2, delta, tiles.start, tiles.stop, tiles.block_size, scale)
 
 
 def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutput) -> Tensor:
@@ -389,7 +384,7 @@ def query_gradient(queries: QuerySide, pieces: list[Piece], output: GradientOutp
     dq = output_like(q, before, output.dq_dtype, output.into)
     padded_dim = triton.next_power_of_2(dim)
     m, n = query_tile(dim, queries.block_size, q.element_size())
-    operands = [operand(piece, piece.by_query, heads) for piece in pieces]
+    operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
     _query_kernel[q_len // m, heads, batch](
         q,
         q.stride()[:3],
@@ -444,7 +439,7 @@ def key_gradient(queries: QuerySide, piece: Piece, dtype: torch.dtype) -> tuple[
         queries.delta,
         dk,
         dv,
-        operand(piece, piece.by_key, heads),
+        operand(piece, piece.tiles.by_key, heads),
         queries.start,
         queries.stop,
         q_len,

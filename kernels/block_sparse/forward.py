@@ -148,9 +148,6 @@ def _forward_kernel(
 def forward(
     q: Tensor,
     pieces: list[Piece],
-    start: Tensor,
-    stop: Tensor,
-    block_size: int,
     scale: float,
     dtype: torch.dtype | None = None,
     total: tuple[Tensor, Tensor] | None = None,
@@ -158,7 +155,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Hq, Sq, D] over one piece or two, in one launch.
 
-    start, stop: int32 [B, Sq], contiguous. scale: of the logits, above 0.
+    scale: of the logits, above 0.
     dtype: of out; by default total's, else q's.
     total: contiguous (out, lse) over other keys, from which the softmax goes on. lse is written to
     its memory, and so is out if total's has `dtype`.
@@ -176,10 +173,12 @@ def forward(
     out = output_like(q, before, dtype, into)
 
     padded_dim = triton.next_power_of_2(dim)
-    verticals_only = all(piece.covered is not None for piece in pieces)
-    has_choices = any(piece.chosen is not None for piece in pieces)
+    tiles = pieces[0].tiles
+    block_size = tiles.block_size
+    verticals_only = all(piece.tiles.covered is not None for piece in pieces)
+    has_choices = any(piece.tiles.chosen is not None for piece in pieces)
     m, n = forward_tile(dim, block_size, q.element_size(), verticals_only)
-    operands = [operand(piece, piece.by_query, heads) for piece in pieces]
+    operands = [operand(piece, piece.tiles.by_query, heads) for piece in pieces]
     _forward_kernel[q_len // m, heads, batch](
         q,
         q.stride()[:3],
@@ -188,8 +187,8 @@ def forward(
         lse,
         operands[0],
         operands[1] if len(operands) == 2 else None,
-        start,
-        stop,
+        tiles.start,
+        tiles.stop,
         q_len,
         heads,
         scale * LOG2_E,

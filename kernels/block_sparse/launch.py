@@ -1,4 +1,4 @@
-"""Tile sizes and launch options, measured on an H200 at 128K tokens.
+"""Tile sizes, launch options and splits, measured on an H200 at 128K tokens.
 
 Every shape has a fixed choice, and nothing is tuned at run time. So sums are taken in the same
 order in every run and results are equal to the bit; besides, a short search on a cold GPU was seen
@@ -6,6 +6,9 @@ to pick slower options.
 """
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from titan_sparse.kernels.block_sparse.piece import INTERPRETED
 
@@ -15,6 +18,8 @@ _AMPERE_SHARED_MEMORY = 166912
 """And on an A100. GPUs for PCs have less, mostly 101,376, and no room for large tiles at head_dim 256."""
 
 _VERTICAL_TILE = (128, 32)
+_SUMMED_AT_ONCE = 512
+"""Elements that a program of sum_splits() sums."""
 
 
 def _tile(
@@ -117,3 +122,47 @@ def key_splits(programs: int, group: int, q_blocks: int) -> tuple[int, int]:
     wanted = min(max(1, wanted_programs // max(1, programs)), 16)
     of_heads = min(wanted, group)
     return of_heads, wanted // of_heads
+
+
+@triton.jit
+def _sum_one(parts, total, at, n, splits, SPLITS: tl.constexpr):
+    """The sum of parts [splits, n] at `at`, rounded once."""
+    # [SPLITS, chunk]: all at a time. One after the other, each would be waited for.
+    o_split = tl.arange(0, SPLITS)[:, None]
+    part_at = o_split.to(tl.int64) * n + at[None, :]
+    b_parts = tl.load(parts + part_at, mask=(o_split < splits) & (at < n)[None, :], other=0.0)
+    b_sum = tl.sum(b_parts, 0)
+    tl.store(total + at, b_sum.to(total.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _sum_kernel(dk_parts, dv_parts, dk, dv, n, splits, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk of dk, or in the second row of programs of dv. SPLITS: a power of two."""
+    at = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    if tl.program_id(1) == 0:
+        _sum_one(dk_parts, dk, at, n, splits, SPLITS)
+    else:
+        _sum_one(dv_parts, dv, at, n, splits, SPLITS)
+
+
+def sum_splits(dk_parts: Tensor, dv_parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dk and dv in `dtype` from their parts, both in one launch, in a fixed order.
+
+    dk_parts, dv_parts: fp32 [splits, B, Hkv, Sk, D], contiguous.
+    """
+    splits = len(dk_parts)
+    dk = dk_parts.new_empty(dk_parts.shape[1:], dtype=dtype)
+    dv = torch.empty_like(dk)
+    n = dk.numel()
+    _sum_kernel[(triton.cdiv(n, _SUMMED_AT_ONCE), 2)](
+        dk_parts,
+        dv_parts,
+        dk,
+        dv,
+        n,
+        splits,
+        SPLITS=triton.next_power_of_2(splits),
+        CHUNK=_SUMMED_AT_ONCE,
+        num_warps=4,
+    )
+    return dk, dv

@@ -16,14 +16,17 @@ INTERPRETED = triton.knobs.runtime.interpret
 LOG2_E = 1.4426950408889634
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """For each of n blocks of one side, the blocks of the other side that it meets.
 
-    All are int32 and contiguous. full_count, partial_count: [B, Hq, n]. full, partial:
-    [B, Hq, n, K], where K is any width from the largest count on.
-    Of a full tile every pair is seen; in a partial one positions and `covered` decide.
-    partial_slice: like partial, or None: which of the piece's slices decides, and it alone; a block
-    may be there once for each slice.
+    All int32; of one sequence and head contiguous. Of a full tile every pair is seen. In a partial
+    one Tiles' start, stop and covered decide. No tile is in both lists.
+
+    full_count, partial_count: [B, Hq, n].
+    full, partial: [B, Hq, n, K], local block numbers, ascending. K is any width from the largest
+        count on; entries behind the count mean nothing.
+    partial_slice: like partial, the slice of the mask that is meant, which alone decides what is
+        seen. A tile is in `partial` once for each of its slices. None where the mask has no slices.
     """
 
     full_count: Tensor
@@ -33,37 +36,53 @@ class Lists(NamedTuple):
     partial_slice: Tensor | None = None
 
 
-class Piece(NamedTuple):
-    """Keys and values [B, Hkv, Sk, D], and which query blocks meet which of their blocks.
+class Tiles(NamedTuple):
+    """Which KV blocks each query block meets, and which pairs inside them are seen.
 
-    Hq is a multiple of Hkv.
-    by_query: KV blocks of each query block. by_key: query blocks of each KV block, needed in the
-    backward only.
-    k_positions: int32 [B, Hq, Sk] or [1, 1, Sk]; in a partial tile a query sees the positions
-    start <= p < stop.
+    This is the contract between masks and patterns on one side and backends on the other.
+
+    by_query: KV blocks of each query block.
+    by_key: query blocks of each KV block, where asked for (backward).
+    start, stop: int32 [B, Sq], contiguous; the query sees keys at positions start <= p < stop.
+    k_positions: int32 [B, Hq, Sk] where every head has keys of its own, else [1, 1, Sk].
     covered: int32 [B, Hq, nq, ceil(Sk / 32)] or None: a bit (bits.py) for each key that the query
-    block does not see in a partial tile.
-    chosen: of the keys of a partial tile a query sees only those in chunks that it chose itself;
-    k_positions of a block are neighbors then.
-    slices: int32 [B, N, 6] or None: (q_start, q_stop, k_start, k_stop, low, high) of each slice. In
-    it query position p sees key position r if q_start <= p < q_stop, k_start <= r < k_stop and
-    low <= r - p <= high. This replaces start and stop. No two slices hold the same pair.
-    q_positions: int32 [Sq], with slices only.
+        block already met elsewhere, not to be counted again.
+    block_size: tokens in a block of queries and of keys.
+    chosen: what each query chose itself, for patterns that let it. Full tiles are those that all of
+        their queries chose. The k_positions of a block are neighbors then.
+    slices: int32 [B, N, 6] that partial_slice counts; None without slices. Each is (q_start,
+        q_stop, k_start, k_stop, low, high): in it query position p sees key position r if
+        q_start <= p < q_stop, k_start <= r < k_stop and low <= r - p <= high. This replaces start
+        and stop. No two slices hold the same pair.
+    q_positions: int32 [Sq], global; None without slices.
     """
 
-    k: Tensor
-    v: Tensor
-    by_query: Lists
-    by_key: Lists | None
+    by_query: BlockLists
+    by_key: BlockLists | None
+    start: Tensor
+    stop: Tensor
     k_positions: Tensor
     covered: Tensor | None
+    block_size: int
     chosen: ChosenChunks | None = None
     slices: Tensor | None = None
     q_positions: Tensor | None = None
 
 
+class Piece(NamedTuple):
+    """Keys and values that queries meet, and the tiles that say which pairs are computed.
+
+    k, v: [B, Hkv, Sk, D], Hq a multiple of Hkv; for gathered verticals [B, Hq, C, D], as every
+    head has its own. Pieces of one call have the same start, stop and block_size.
+    """
+
+    k: Tensor
+    v: Tensor
+    tiles: Tiles
+
+
 class Operand(NamedTuple):
-    """A Piece as a kernel gets it, with one of its two Lists.
+    """A Piece as a kernel gets it, with one of its two BlockLists.
 
     *_stride: elements per batch and head, and per token for k and v. list_stride: rows of a table
     per batch and head, 0 where they share one.
@@ -120,33 +139,34 @@ def output_like(
     return torch.empty(q.shape, dtype=dtype, device=q.device)
 
 
-def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
+def operand(piece: Piece, lists: BlockLists, heads: int) -> Operand:
     """What a kernel that walks `lists`, one of the piece's two, needs for `heads` query heads."""
     k = dense_rows(piece.k)
     v = dense_rows(piece.v)
+    tiles = piece.tiles
     lists, list_stride = _without_copies(lists)
     k_len = k.shape[2]
 
-    positions = piece.k_positions.contiguous()
+    positions = tiles.k_positions.contiguous()
     # Positions that all sequences or heads share are there once.
     batch_stride = 0 if positions.shape[0] == 1 else positions.stride(0)
     head_stride = 0 if positions.shape[1] == 1 else positions.stride(1)
 
     covered = None
-    if piece.covered is not None:
-        covered = piece.covered.contiguous()
+    if tiles.covered is not None:
+        covered = tiles.covered.contiguous()
     chosen = None
     chosen_words = 0
     origin = None
     chunk = 0
-    if piece.chosen is not None:
-        chosen = piece.chosen.words.contiguous()
+    if tiles.chosen is not None:
+        chosen = tiles.chosen.words.contiguous()
         chosen_words = chosen.shape[-1]
-        origin = piece.chosen.origin.contiguous()
-        chunk = piece.chosen.tokens
+        origin = tiles.chosen.origin.contiguous()
+        chunk = tiles.chosen.tokens
     slices_stride = 0
-    if piece.slices is not None:
-        slices_stride = piece.slices.stride(0)
+    if tiles.slices is not None:
+        slices_stride = tiles.slices.stride(0)
 
     return Operand(
         k=k,
@@ -171,13 +191,13 @@ def operand(piece: Piece, lists: Lists, heads: int) -> Operand:
         chosen_words=chosen_words,
         origin=origin,
         chunk=chunk,
-        slices=piece.slices,
+        slices=tiles.slices,
         slices_stride=slices_stride,
-        q_positions=piece.q_positions,
+        q_positions=tiles.q_positions,
     )
 
 
-def _without_copies(lists: Lists) -> tuple[Lists, tuple[int, int]]:
+def _without_copies(lists: BlockLists) -> tuple[BlockLists, tuple[int, int]]:
     """The lists, contiguous, and how many rows of a table there are per batch and per head.
 
     Where all batches or all heads share their memory, the lists are there once and the stride is 0.
@@ -193,7 +213,7 @@ def _without_copies(lists: Lists) -> tuple[Lists, tuple[int, int]]:
         short.append(None if table is None else table[:batches, :heads].contiguous())
     batch_stride = heads * blocks if batches > 1 else 0
     head_stride = blocks if heads > 1 else 0
-    return Lists._make(short), (batch_stride, head_stride)
+    return BlockLists._make(short), (batch_stride, head_stride)
 
 
 @triton.jit

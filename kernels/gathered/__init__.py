@@ -1,13 +1,11 @@
 """Attention over whole chunks of keys that single queries chose (MoBA), and over lists of blocks.
 
-The queries of each chunk are gathered into dense tiles, which no mask cuts. Kernels are beside
-their twins in plain PyTorch.
+The queries of each chunk are gathered into dense tiles, which no mask cuts.
 
 forward(q, plan) -> out, lse
 backward(d_out, q, out, lse, plan) -> dq, dk, dv
 """
 
-from titan_sparse.kernels.gathered import naive
 from titan_sparse.kernels.gathered.attention import Plan, backward, forward
 from titan_sparse.kernels.gathered.lists import (
     Choices,
@@ -23,6 +21,5 @@ __all__ = [
     "chosen_pairs",
     "forward",
     "gather_queries",
-    "naive",
     "tile_table",
 ]

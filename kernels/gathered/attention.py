@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import GradientOutput, Lists, Piece, QuerySide
+from titan_sparse.kernels.block_sparse import BlockLists, GradientOutput, Piece, QuerySide
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
 from titan_sparse.kernels.gathered.forward import add_attention
 from titan_sparse.kernels.gathered.launch import Share, list_shares, row_tile, total_shares
@@ -28,35 +28,27 @@ from titan_sparse.kernels.gathered.lists import (
 class Plan(NamedTuple):
     """What is computed.
 
-    own: the lists of blocks, and keys and values. choices: the chunks, of the same keys.
-    start, stop: int32 [B, S], contiguous: in partial tiles of the blocks a query sees start <= p <
-        stop.
-    block_size: no larger than a chunk. scale: of the logits, above 0.
+    own: the lists of blocks, no larger than a chunk, and keys and values. choices: the chunks, of
+    the same keys. scale: of the logits, above 0.
     """
 
     own: Piece
     choices: Choices
-    start: Tensor
-    stop: Tensor
-    block_size: int
     scale: float
 
     def of(self, share: Share) -> "Plan":
         """The plan of a share, as views."""
         keys = (share.batches, share.kv_heads)
-        own = self.own._replace(
-            k=self.own.k[keys],
-            v=self.own.v[keys],
-            by_query=_lists_of(self.own.by_query, share),
+        tiles = self.own.tiles
+        tiles = tiles._replace(
+            by_query=_lists_of(tiles.by_query, share),
             # dk and dv of the blocks are computed for all heads at once.
             by_key=None,
+            start=tiles.start[share.batches],
+            stop=tiles.stop[share.batches],
         )
-        return self._replace(
-            own=own,
-            choices=self.choices.of(share),
-            start=self.start[share.batches],
-            stop=self.stop[share.batches],
-        )
+        own = Piece(self.own.k[keys], self.own.v[keys], tiles)
+        return self._replace(own=own, choices=self.choices.of(share))
 
 
 class Work(NamedTuple):
@@ -94,15 +86,12 @@ def _forward_of(q: Tensor, work: Work, out: Tensor, lse: Tensor) -> None:
         plan.choices,
         (gathered, tiles),
         plan.scale,
-        plan.block_size,
+        own.tiles.block_size,
         (total, lse),
     )
     block_sparse.forward(
         q,
         [own],
-        plan.start,
-        plan.stop,
-        plan.block_size,
         plan.scale,
         total=(total, lse),
         into=out,
@@ -113,9 +102,7 @@ def backward(
     d_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, in q's dtype. out and lse are forward()'s; plan.own needs by_key."""
-    queries = block_sparse.query_side(
-        d_out, q, out, lse, plan.start, plan.stop, plan.block_size, plan.scale
-    )
+    queries = block_sparse.query_side(d_out, q, out, lse, plan.own.tiles, plan.scale)
     # In fp32: what the chunks add is summed up with it before it is rounded.
     dk, dv = block_sparse.key_gradient(queries, plan.own, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -151,7 +138,7 @@ def _works(q: Tensor, plan: Plan) -> Iterator[Work]:
     kv_heads = plan.own.k.shape[1]
     chunks = plan.choices.begin.shape[1]
     chunk = plan.choices.tokens
-    rows, _ = row_tile(q.shape[-1], plan.block_size, q.element_size(), chunk)
+    rows, _ = row_tile(q.shape[-1], plan.own.tiles.block_size, q.element_size(), chunk)
     for share in list_shares(tuple(q.shape[:3]), kv_heads, chunks, plan.choices.slots):
         some = plan.of(share)
         gathered = gather_queries(chosen_pairs(some.choices), chunks)
@@ -176,11 +163,11 @@ def _within(outer: slice, inner: slice) -> slice:
     return slice(outer.start + inner.start, outer.start + inner.stop)
 
 
-def _lists_of(lists: Lists, share: Share) -> Lists:
+def _lists_of(lists: BlockLists, share: Share) -> BlockLists:
     fields = []
     for field in lists:
         fields.append(None if field is None else field[share.batches, share.heads])
-    return Lists._make(fields)
+    return BlockLists._make(fields)
 
 
 def _queries_of(queries: QuerySide, work: Work) -> QuerySide:
@@ -190,6 +177,6 @@ def _queries_of(queries: QuerySide, work: Work) -> QuerySide:
         d_out=queries.d_out[rows],
         lse_2=queries.lse_2[rows],
         delta=queries.delta[rows],
-        start=work.plan.start,
-        stop=work.plan.stop,
+        start=work.plan.own.tiles.start,
+        stop=work.plan.own.tiles.stop,
     )

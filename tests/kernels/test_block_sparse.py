@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, gradients, relative_error
 from titan_sparse.attention.backends import base, eager, triton
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
-from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels import block_sparse
-from titan_sparse.kernels.block_sparse import Lists, Piece, launch, naive
+from titan_sparse.kernels.block_sparse import Piece, launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
@@ -84,41 +84,23 @@ class Case:
         ]
         self.q, self.d_out, self.k, self.v, self.k2, self.v2 = tensors
 
-    def pieces(self) -> list[Piece]:
-        """Both pieces in fp64."""
-        return [
-            _piece(k.double(), v.double(), t)
-            for k, v, t in ((self.k, self.v, self.tiles), (self.k2, self.v2, self.vertical_tiles))
-        ]
+    def pieces(self, dtype: torch.dtype | None = None) -> list[Piece]:
+        """Blocks and verticals, in `dtype` if given."""
+        pieces = [Piece(self.k, self.v, self.tiles), Piece(self.k2, self.v2, self.vertical_tiles)]
+        if dtype is None:
+            return pieces
+        return [Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
 
     def truth(self, pieces: list[Piece]) -> list[Tensor]:
         """out, lse, dq, and dk, dv of each piece, in fp64, by the twin."""
-        q = self.q.double()
-        d_out = self.d_out.double()
-        rows = (self.tiles.start, self.tiles.stop, self.tiles.block_size, self.scale)
-        out, lse = naive.forward(q, pieces, *rows)
-        dq, gradients = naive.backward(d_out, q, out, lse, pieces, *rows)
-        results = [out, lse, dq]
-        for dk, dv in gradients:
-            results += [dk, dv]
-        return results
-
-    def backend_pieces(self, dtype: torch.dtype | None = None) -> list[base.Piece]:
-        """Both pieces as backends take them, in `dtype` if given."""
-        pieces = [
-            base.Piece(self.k, self.v, self.tiles),
-            base.Piece(self.k2, self.v2, self.vertical_tiles),
-        ]
-        if dtype is None:
-            return pieces
-        return [base.Piece(k.to(dtype), v.to(dtype), tiles) for k, v, tiles in pieces]
+        return attend_pieces(self.q, self.d_out, pieces, self.scale)
 
     def fused(self, out: Tensor | None = None, lse: Tensor | None = None) -> list[Tensor]:
         """The same by the triton backend, blocks and verticals fused.
 
         Gradients use its own out and lse unless they are given.
         """
-        pieces = self.backend_pieces()
+        pieces = self.pieces()
         own = triton.forward(self.q, pieces, None, self.scale)
         if out is None:
             out, lse = own
@@ -126,12 +108,6 @@ class Case:
         dq, d_pieces = triton.backward(queries, pieces, None, self.scale)
         (dk, dv), (dk2, dv2) = d_pieces
         return [own.out, own.lse, dq, dk, dv, dk2, dv2]
-
-
-def _piece(k: Tensor, v: Tensor, tiles: Tiles) -> Piece:
-    return Piece(
-        k, v, Lists(*tiles.by_query), Lists(*tiles.by_key), tiles.k_positions, tiles.covered
-    )
 
 
 def _assert_close(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
@@ -192,7 +168,7 @@ def test_pieces_alone(name):
     out, lse, dq, *rest = case.truth(case.pieces())
     queries = base.Queries(case.q, case.d_out, out.float(), lse.float())
     total = torch.zeros_like(dq)
-    for number, piece in enumerate(case.backend_pieces()):
+    for number, piece in enumerate(case.pieces()):
         alone = case.truth(case.pieces()[number : number + 1])[:2]
         _assert_close(list(triton.forward(case.q, [piece], None, case.scale)), alone, 2e-5)
         dq_piece, [d_piece] = triton.backward(queries, [piece], None, case.scale)
@@ -210,7 +186,7 @@ def test_going_on_from_a_total(name):
     case = Case(**CASES[name])
     out, lse, dq, *rest = case.truth(case.pieces())
     tolerance = 2e-3 if case.q.dtype == torch.float16 else 2e-5
-    blocks, verticals = case.backend_pieces()
+    blocks, verticals = case.pieces()
 
     def over_blocks() -> base.Partial:
         return triton.forward(case.q, [blocks], None, case.scale, torch.float32)
@@ -229,7 +205,7 @@ def test_going_on_from_a_total(name):
 
     queries = base.Queries(case.q, case.d_out, out.to(case.q.dtype), lse.float())
 
-    def backward(piece: base.Piece, d_total: Tensor | None, into: Tensor | None = None):
+    def backward(piece: Piece, d_total: Tensor | None, into: Tensor | None = None):
         return triton.backward(queries, [piece], d_total, case.scale, torch.float32, into)
 
     d_total, [d_blocks] = backward(blocks, None)
@@ -251,7 +227,7 @@ def test_twin_is_eager(name):
     """The twin against the eager backend, both fp64."""
     case = Case(**CASES[name])
     want = case.truth(case.pieces())
-    pieces = case.backend_pieces(torch.float64)
+    pieces = case.pieces(torch.float64)
     q, d_out = case.q.double(), case.d_out.double()
     (out_1, lse_1), (out_2, lse_2) = (
         eager.forward(q, [piece], None, case.scale) for piece in pieces

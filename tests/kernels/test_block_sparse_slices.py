@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
+from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
@@ -13,7 +14,7 @@ from titan_sparse.attention.backends import base, triton
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.slices import block_tiles
-from titan_sparse.kernels.block_sparse import Lists, Piece, naive
+from titan_sparse.kernels.block_sparse import Piece
 from titan_sparse.kernels.chunks import ChosenChunks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,26 +109,13 @@ def test_kernels_equal_their_twin_on_some_blocks(name, choosing):
         tiles = tiles._replace(
             chosen=ChosenChunks(words.int().to(DEVICE), torch.full_like(tiles.start, 3), BLOCK + 9)
         )
-    pieces = [base.Piece(k, v, tiles)]
+    pieces = [Piece(k, v, tiles)]
     out, lse = triton.forward(q, pieces, None, 0.2, torch.float32)
     queries = base.Queries(q, d_out, out, lse)
     got_dq, [d_kv] = triton.backward(queries, pieces, None, 0.2, torch.float32)
-    piece = Piece(
-        k.double(),
-        v.double(),
-        Lists(*tiles.by_query),
-        Lists(*tiles.by_key),
-        tiles.k_positions,
-        None,
-        chosen=tiles.chosen,
-        slices=tiles.slices,
-        q_positions=tiles.q_positions,
-    )
-    rest = (tiles.start, tiles.stop, BLOCK, 0.2)
-    want, want_lse = naive.forward(q.double(), [piece], *rest)
-    dq, [(dk, dv)] = naive.backward(d_out.double(), q.double(), want, want_lse, [piece], *rest)
+    want, want_lse, *wanted = attend_pieces(q, d_out, pieces, 0.2)
     assert want.any() and torch.equal(lse.isneginf(), want_lse.isneginf())
-    for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, dq, dk, dv), strict=True):
+    for a, b in zip((out, lse, got_dq, *d_kv), (want, want_lse, *wanted), strict=True):
         assert relative_error(a.nan_to_num(neginf=0), b.nan_to_num(neginf=0)) < TOLERANCE
 
 

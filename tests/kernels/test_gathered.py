@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import gathered_twin as naive
 from tests.reference import relative_error
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.bits import pack
@@ -17,7 +18,6 @@ from titan_sparse.kernels.gathered import (
     chosen_pairs,
     gather_queries,
     launch,
-    naive,
     tile_table,
 )
 from titan_sparse.kernels.gathered.backward import add_key_gradient, add_query_gradient
@@ -152,9 +152,8 @@ class Case:
             self.q, self.k, self.v, self.choices, lists, self.scale, self.size, (out, lse)
         )
         nobody = torch.zeros_like(self.choices.earlier)
-        side = block_sparse.query_side(
-            self.d_out, self.q, out, lse, nobody, nobody, self.size, self.scale
-        )
+        tiles = block_sparse.Tiles(None, None, nobody, nobody, nobody, None, self.size)
+        side = block_sparse.query_side(self.d_out, self.q, out, lse, tiles, self.scale)
         # What is there already stays: the gradient is added.
         dq = torch.ones_like(self.out)
         dk = torch.ones(self.k.shape, dtype=torch.float32, device=DEVICE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_sparse.attention import registry
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.backends.base import Backend, Piece
+from titan_sparse.attention.backends.base import Backend
 from titan_sparse.attention.context_parallel.group import ContextParallel, context_of
 from titan_sparse.attention.inputs import mask_of_tensors, mask_of_whole_blocks
 from titan_sparse.attention.masks.memo import once_per_mask
@@ -22,7 +22,7 @@ from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash
 from titan_sparse.attention.tiles import blocks as block_tables
 from titan_sparse.attention.tiles import slash as slash_tables
 from titan_sparse.attention.tiles import slices as slice_tables
-from titan_sparse.attention.tiles.tables import Tiles
+from titan_sparse.kernels.block_sparse import Piece, Tiles
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from tests.reference import dense_attention, gradients, structured_qkv
 from titan_sparse.attention.backends import eager
-from titan_sparse.attention.backends.base import DenseShape, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.blocks import block_tiles
+from titan_sparse.kernels.block_sparse import Piece
 
 SCALE = 0.3
 CASES = {

@@ -7,13 +7,13 @@ from torch import Tensor
 from tests.reference import relative_error
 from titan_sparse.attention import attend, backends
 from titan_sparse.attention.backends import eager, flash, flex
-from titan_sparse.attention.backends.base import Piece, Queries
+from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import pack
+from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

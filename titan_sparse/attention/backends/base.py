@@ -10,18 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.tiles.tables import Tiles
-
-
-class Piece(NamedTuple):
-    """Keys and values that the queries meet, and the tiles that say which pairs are computed.
-
-    k, v: [B, Hkv, Sk, D]; for gathered verticals [B, Hq, C, D], as every head has its own.
-    """
-
-    k: Tensor
-    v: Tensor
-    tiles: Tiles
+from titan_sparse.kernels.block_sparse import Piece
 
 
 class Partial(NamedTuple):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.backends import triton
-from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 from titan_sparse.attention.merge import merge
+from titan_sparse.kernels.block_sparse import Piece
 
 READS_BY_KEY = triton.READS_BY_KEY
 """Whether backward() reads Tiles.by_key."""

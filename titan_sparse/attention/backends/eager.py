@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 from titan_sparse.attention.merge import accumulation_dtype, merge
-from titan_sparse.attention.tiles.tables import Tiles
 from titan_sparse.kernels.bits import unpack
+from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
 READS_BY_KEY = False

@@ -22,11 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
 from titan_sparse.attention.backends import flash, triton
-from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles.blocks import list_width
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import unpack
+from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 BLOCK_SIZE = 128
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
 from titan_sparse.kernels import block_sparse
+from titan_sparse.kernels.block_sparse import Piece
 
 READS_BY_KEY = True
 """Whether backward() reads Tiles.by_key."""
@@ -68,18 +69,7 @@ def forward(
     Returns out [B, Hq, Sq, D] in the memory `into` or in `dtype` (default: total's, else q's), and
     natural-log lse [B, Hq, Sq], fp32. Rows that see nothing: out 0, lse -inf.
     """
-    tiles = pieces[0].tiles
-    out, lse = block_sparse.forward(
-        q,
-        [_kernel_piece(piece) for piece in pieces],
-        tiles.start,
-        tiles.stop,
-        tiles.block_size,
-        scale,
-        dtype,
-        total,
-        into,
-    )
+    out, lse = block_sparse.forward(q, pieces, scale, dtype, total, into)
     return Partial(out, lse)
 
 
@@ -97,7 +87,6 @@ def backward(
     `dtype` is of dq and of the first piece's dk and dv (default: q's); those of a second piece, the
     verticals, are fp32. into: contiguous memory for dq, whose dtype wins.
     """
-    tiles = pieces[0].tiles
     if dtype is None:
         dtype = queries.q.dtype
     # The gradients of verticals are yet to be summed over heads and ranks, hence fp32.
@@ -107,31 +96,9 @@ def backward(
         queries.q,
         queries.out,
         queries.lse,
-        [_kernel_piece(piece) for piece in pieces],
-        tiles.start,
-        tiles.stop,
-        tiles.block_size,
+        pieces,
         scale,
         block_sparse.GradientOutput(dtype, kv_dtypes, before=dq, into=into),
-    )
-
-
-def _kernel_piece(piece: Piece) -> block_sparse.Piece:
-    """A piece as the kernels know it."""
-    tiles = piece.tiles
-    by_key = None
-    if tiles.by_key is not None:
-        by_key = block_sparse.Lists._make(tiles.by_key)
-    return block_sparse.Piece(
-        k=piece.k,
-        v=piece.v,
-        by_query=block_sparse.Lists._make(tiles.by_query),
-        by_key=by_key,
-        k_positions=tiles.k_positions,
-        covered=tiles.covered,
-        chosen=tiles.chosen,
-        slices=tiles.slices,
-        q_positions=tiles.q_positions,
     )
 
 

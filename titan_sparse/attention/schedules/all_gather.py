@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing
-from titan_sparse.attention.backends.base import Partial, Piece, Queries
+from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.merge import accumulation_dtype, at_last, results
 from titan_sparse.attention.schedules import rectangles, verticals
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
+from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 
 class KVHead(NamedTuple):

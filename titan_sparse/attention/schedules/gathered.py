@@ -18,9 +18,8 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.moba import MoBA, document_origin
 from titan_sparse.attention.tiles.blocks import block_tiles
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels import gathered
-from titan_sparse.kernels.block_sparse import Lists, Piece
+from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
 
 
 class Geometry(NamedTuple):
@@ -86,15 +85,6 @@ def _slots(call: AttentionCall) -> int:
 
 
 def _plan(call: AttentionCall, geometry: Geometry, k: Tensor, v: Tensor) -> gathered.Plan:
-    tiles = geometry.tiles
-    own = Piece(
-        k=k,
-        v=v,
-        by_query=Lists._make(tiles.by_query),
-        by_key=Lists._make(tiles.by_key),
-        k_positions=tiles.k_positions,
-        covered=None,
-    )
     choices = gathered.Choices(
         words=call.index.words,
         earlier=geometry.earlier,
@@ -103,14 +93,7 @@ def _plan(call: AttentionCall, geometry: Geometry, k: Tensor, v: Tensor) -> gath
         tokens=call.pattern.chunk_size,
         slots=_slots(call),
     )
-    return gathered.Plan(
-        own=own,
-        choices=choices,
-        start=tiles.start,
-        stop=tiles.stop,
-        block_size=tiles.block_size,
-        scale=call.scale,
-    )
+    return gathered.Plan(own=Piece(k, v, geometry.tiles), choices=choices, scale=call.scale)
 
 
 def _find_geometry(call: AttentionCall, batch: int) -> Geometry:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from titan_sparse.attention import timing
-from titan_sparse.attention.backends.base import Piece, Queries
+from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     Plan,
@@ -24,6 +24,7 @@ from titan_sparse.attention.merge import at_last, results
 from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.block_exchange import GradientsHome, keys_and_values
 from titan_sparse.attention.schedules.needs import needed_blocks
+from titan_sparse.kernels.block_sparse import Piece
 
 
 @timing.timed

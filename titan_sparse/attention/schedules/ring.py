@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention import timing
-from titan_sparse.attention.backends.base import Partial, Piece, Queries
+from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import (
     circulates_queries,
@@ -31,6 +31,7 @@ from titan_sparse.attention.schedules.transport import (
     circulate_with_gradients,
     route_of,
 )
+from titan_sparse.kernels.block_sparse import Piece
 
 
 class HeadGroup(NamedTuple):

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Piece, Queries
+from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.schedules import gathered, varlen, verticals
+from titan_sparse.kernels.block_sparse import Piece
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

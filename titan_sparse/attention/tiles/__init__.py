@@ -1,5 +1,5 @@
 """Mask and pattern together, as tables of blocks for a backend.
 
-tables.py: what the tables say. blocks.py: made in plain torch. slices.py: for masks of slices.
+blocks.py: made in plain torch. slices.py: for masks of slices.
 slash.py: by kernels.
 """

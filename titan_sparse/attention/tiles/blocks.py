@@ -12,8 +12,8 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import Reach, block_reach, reached, seen_whole
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.budget import compact
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels.bits import pack
+from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 
 _ROWS = 1 << 15
 """Lists that a launch of kernels.compact() makes: a CUDA grid has fewer than 65,536 rows."""

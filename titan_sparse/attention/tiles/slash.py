@@ -14,8 +14,8 @@ from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
 from titan_sparse.attention.tiles.blocks import list_width, query_ranges
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
 from titan_sparse.kernels import block_tables
+from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 
 
 class QuerySide(NamedTuple):

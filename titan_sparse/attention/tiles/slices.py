@@ -9,7 +9,7 @@ from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import for_all, query_ranges
-from titan_sparse.attention.tiles.tables import BlockLists, Tiles
+from titan_sparse.kernels.block_sparse import BlockLists, Tiles
 
 
 def block_tiles(

@@ -1,4 +1,4 @@
-"""The twins of the kernels in plain PyTorch. They take any dtype and device, for small sizes."""
+"""The twins of kernels.gathered in plain torch. They take any dtype and device, for small sizes."""
 
 import torch
 from torch import Tensor
