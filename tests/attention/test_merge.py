@@ -4,8 +4,6 @@ Nothing is widened or rounded in a pass of its own. Sums stay fp32 until the las
 forward, for dq, and for dk and dv on their way.
 """
 
-import types
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import Partial
+from titan_sparse.attention.backends.eager import Eager
 from titan_sparse.attention.context_parallel import group_cast_plan
 from titan_sparse.attention.masks.ranges import Documents
 from titan_sparse.attention.merge import add, at_last, merge, results
@@ -30,43 +29,32 @@ PATTERNS = {
 }
 
 
-class Rounding(types.SimpleNamespace):
+class Rounding(Eager):
     """The eager backend as flex is: a piece comes rounded, verticals go on from it.
 
     Keeps the dtypes of out and of dq that it returned.
     """
 
     def __init__(self):
-        names = (
-            "READS_BY_KEY",
-            "SERVES_SLICES",
-            "COMPILES_BY_LENGTH",
-            "DENSE_BY_CHUNK",
-            "refusal",
-            "describe",
-            "serves_dense",
-        )
-        super().__init__(
-            **{name: getattr(eager, name) for name in names}, seen={"out": [], "dq": []}
-        )
+        self.seen = {"out": [], "dq": []}
 
     def forward(self, q, pieces, total, scale, dtype=None, into=None):
         blocks, *verticals = pieces
         dtype = dtype or q.dtype
-        out, lse = eager.forward(q, [blocks], None, scale, q.dtype)
+        out, lse = super().forward(q, [blocks], None, scale, q.dtype)
         if not verticals:
             return self._note("out", Partial(*merge(total, out, lse, dtype, into)))
         total = Partial(*merge(total, out, lse, torch.float32))
-        return self._note("out", eager.forward(q, verticals, total, scale, dtype, into))
+        return self._note("out", super().forward(q, verticals, total, scale, dtype, into))
 
     def backward(self, queries, pieces, dq, scale, dtype=None, into=None):
         blocks, *verticals = pieces
         dtype = dtype or queries.q.dtype
-        piece_dq, gradients = eager.backward(queries, [blocks], None, scale, queries.q.dtype)
+        piece_dq, gradients = super().backward(queries, [blocks], None, scale, queries.q.dtype)
         if not verticals:
             return self._note("dq", (add(dq, piece_dq, dtype, into), gradients))
         dq = add(dq, piece_dq, torch.float32)
-        dq, d_verticals = eager.backward(queries, verticals, dq, scale)
+        dq, d_verticals = super().backward(queries, verticals, dq, scale)
         dq = dq.to(dtype) if into is None else into.copy_(dq)
         return self._note("dq", (dq, gradients + d_verticals))
 
@@ -103,7 +91,8 @@ def _run(mask, pattern, cp: ContextParallel | None) -> list[Tensor]:
 
 def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype]]:
     """The dtypes of out and dq after each step."""
-    backend = backends.BACKENDS["eager"] = Rounding()
+    eager = BACKENDS["eager"]
+    backend = BACKENDS["eager"] = Rounding()
     axes = (3, 1) if schedule == "double_ring" else (1, 3)
     mesh = init_device_mesh("cpu", axes, mesh_dim_names=("cp_inter", "cp_intra"))
     mask, cp = (
@@ -122,7 +111,7 @@ def _check(schedule: str, pattern: str, **options) -> dict[str, list[torch.dtype
             name,
             (a - c).norm() / (b - c).norm(),
         )
-    backends.BACKENDS["eager"] = eager
+    BACKENDS["eager"] = eager
     cp.sent.clear()
     _run(mask, PATTERNS[pattern], cp)
     assert sent == dict(cp.sent), (

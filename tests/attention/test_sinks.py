@@ -13,13 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from tests.attention.calls import op_arguments
 from tests.reference import attention_with_sinks, dense_attention, gradients, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.training.build_model import _full_contexts
+
+eager = BACKENDS["eager"]
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 MASKS = {

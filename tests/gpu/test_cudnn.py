@@ -25,14 +25,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.distributed import torchrun
 from tests.reference import attention_with_sinks, dense_attention, gradients, relative_error
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.backends import cudnn, flash
+from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.backends.base import DenseShape, Queries
+from titan_sparse.attention.backends.cudnn import missing
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
-_REASON = cudnn.missing()
+cudnn = BACKENDS["cudnn"]
+_REASON = missing()
 needs_cudnn = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 HEAD_DIMS = [64, 96, 128, 256]

@@ -10,10 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.reference import gradients, relative_error
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import triton
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import MoBA
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
+
+triton = BACKENDS["triton"]
 
 pytestmark = [
     pytest.mark.gpu,

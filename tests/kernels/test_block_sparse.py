@@ -12,12 +12,15 @@ from torch import Tensor
 
 from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, gradients, relative_error
-from titan_sparse.attention.backends import base, eager, triton
+from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels import block_sparse
 from titan_sparse.kernels.block_sparse import Piece, launch
+
+eager = BACKENDS["eager"]
+triton = BACKENDS["triton"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")

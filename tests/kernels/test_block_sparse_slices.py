@@ -10,12 +10,14 @@ from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, gradients, relative_error, structured_qkv
 from tests.slice_cases import Slice, counts, random_legal
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import base, triton
+from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.slices import block_tiles
 from titan_sparse.kernels.block_sparse import Piece
 from titan_sparse.kernels.chunks import ChosenChunks
+
+triton = BACKENDS["triton"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK, DTYPE, TOLERANCE = (

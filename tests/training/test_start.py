@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.config import Config
 from titan_sparse.estimate.memory import peak_gib
 from titan_sparse.estimate.step import step_of
@@ -16,6 +16,8 @@ from titan_sparse.models.flavours import resolve
 from titan_sparse.trainer import Trainer
 from titan_sparse.training import setup
 from titan_sparse.training.setup import free_gib, recomputed_share
+
+eager = BACKENDS["eager"]
 
 SETTINGS = {
     "training__steps": 1,

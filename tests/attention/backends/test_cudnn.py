@@ -13,11 +13,15 @@ from tests.attention.backends.cudnn_twin import on_the_cpu
 from tests.distributed import run_processes
 from tests.reference import attention_with_sinks, gradients, structured_qkv
 from titan_sparse.attention import ContextParallel, attend, backends
-from titan_sparse.attention.backends import cudnn, eager, flash
+from titan_sparse.attention.backends import BACKENDS, flash
+from titan_sparse.attention.backends import cudnn as module
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.training.build_model import _full_contexts
+
+cudnn = BACKENDS["cudnn"]
+eager = BACKENDS["eager"]
 
 SCALE = 0.3
 CAUSAL = DenseShape(causal=True, is_whole=True)
@@ -34,7 +38,8 @@ def calls(monkeypatch):
 
 def _make_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cudnn, "refusal", lambda *case: None)
-    patch.setattr(cudnn, "triton", eager)
+    patch.setattr(cudnn, "forward", eager.forward)
+    patch.setattr(cudnn, "backward", eager.backward)
 
 
 def _problem(q_len: int, k_len: int, heads: tuple[int, int] = (6, 2)) -> tuple[list[Tensor], ...]:
@@ -261,8 +266,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(cudnn, "_failure", lambda dtype, head_dim: None)
-    monkeypatch.setattr(backends.triton, "refusal", lambda *case: None)
+    monkeypatch.setattr(module, "_failure", lambda dtype, head_dim: None)
+    monkeypatch.setattr(BACKENDS["triton"], "refusal", lambda *case: None)
     monkeypatch.setattr(flash, "missing", lambda: "flash-attn-4 is not installed")
 
 
@@ -310,7 +315,7 @@ def test_refusals(gpu, case, words):
         (torch.backends.cudnn, "is_available", lambda: False, "no cuDNN"),
         (torch.version, "cuda", None, "no cuDNN"),
         (torch, "are_deterministic_algorithms_enabled", lambda: True, "not deterministic"),
-        (cudnn, "_failure", lambda dtype, head_dim: "it says no", "it says no"),
+        (module, "_failure", lambda dtype, head_dim: "it says no", "it says no"),
     ],
 )
 def test_where_cudnn_does_not_run(gpu, monkeypatch, target, name, value, words):
@@ -330,11 +335,11 @@ def test_a_small_problem_is_tried(monkeypatch):
         raise RuntimeError("No valid execution plans built.\nand more")
 
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype))
-    monkeypatch.setattr(cudnn, "_square_or_rectangle", fails)
-    cudnn._failure.cache_clear()
+    monkeypatch.setattr(module, "_square_or_rectangle", fails)
+    module._failure.cache_clear()
     for _ in range(2):
-        reason = cudnn._failure(torch.bfloat16, 256)
-    cudnn._failure.cache_clear()
+        reason = module._failure(torch.bfloat16, 256)
+    module._failure.cache_clear()
     assert reason == (
         "cuDNN refuses head_dim 256 in torch.bfloat16 (No valid execution plans built.)"
     )

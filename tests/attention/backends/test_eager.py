@@ -5,12 +5,14 @@ import torch
 from torch import Tensor
 
 from tests.reference import dense_attention, gradients, structured_qkv
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns.dense import DenseIndex
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.kernels.block_sparse import Piece
+
+eager = BACKENDS["eager"]
 
 SCALE = 0.3
 CASES = {

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.backends import flash, triton
+from titan_sparse.attention.backends import BACKENDS, flash
+
+triton = BACKENDS["triton"]
 
 CASE = ("cuda", torch.bfloat16, 128, 128)
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.reference import relative_error
-from titan_sparse.attention import attend, backends
-from titan_sparse.attention.backends import eager, flash, flex
+from titan_sparse.attention import attend
+from titan_sparse.attention.backends import BACKENDS, flash
+from titan_sparse.attention.backends import flex as module
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import VerticalSlash
@@ -14,6 +15,9 @@ from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.tiles.blocks import block_tiles, vertical_tiles
 from titan_sparse.kernels.bits import pack
 from titan_sparse.kernels.block_sparse import BlockLists, Piece, Tiles
+
+eager = BACKENDS["eager"]
+flex = BACKENDS["flex"]
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -161,8 +165,8 @@ def _unlisted(tiles: Tiles) -> Tensor:
 def compiled(monkeypatch) -> list:
     """Runs the traced ops as they are; the list grows by one for each that would have been compiled."""
     graphs = []
-    monkeypatch.setattr(flex, "_compiled", {})
-    monkeypatch.setattr(flex, "_compile", lambda graph, operands: graphs.append(graph) or graph)
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module, "_compile", lambda graph, operands: graphs.append(graph) or graph)
     return graphs
 
 
@@ -215,7 +219,7 @@ def test_table_widths(width, blocks, want):
     numbers = torch.randint(blocks, (2, 1, 3, 4, width), generator=g, dtype=torch.int32)
     count = torch.full((1, 3, 4), width, dtype=torch.int32)
     lists = BlockLists(count, numbers[0], count + 1, numbers[1])
-    partial_count, partial, full_count, full = flex._tables(lists, blocks)
+    partial_count, partial, full_count, full = module._tables(lists, blocks)
     assert (full_count == width).all()
     assert (partial_count == width + 1).all()
     for got, given in ((full, numbers[0]), (partial, numbers[1])):
@@ -248,12 +252,12 @@ def test_served(dtype, head_dim):
 @pytest.mark.parametrize("reason", [None, "no CUDA GPU"])
 def test_describe_names_the_kernels(monkeypatch, reason):
     monkeypatch.setattr(flash, "missing", lambda: reason)
-    kernel = flex._kernel(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
+    kernel = module._kernel(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16))
     assert kernel == ("TRITON" if reason else "FLASH")
     assert ("FlashAttention-4" in flex.describe()) == (kernel == "FLASH")
     assert reason is None or reason in flex.describe()
     for dtype, head_dim in ((torch.float32, 64), (torch.float16, 80)):
-        assert flex._kernel(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == "TRITON"
+        assert module._kernel(torch.empty(1, 1, 1, head_dim, dtype=dtype)) == "TRITON"
 
 
 SHAPES = [
@@ -273,8 +277,8 @@ def kernel(request, monkeypatch) -> str:
     missing = flash.missing()
     if request.param == "FLASH" and missing:
         pytest.skip(missing)
-    monkeypatch.setattr(flex, "_kernel", lambda q: request.param)
-    monkeypatch.setattr(flex, "_compiled", {})
+    monkeypatch.setattr(module, "_kernel", lambda q: request.param)
+    monkeypatch.setattr(module, "_compiled", {})
     return request.param
 
 
@@ -294,7 +298,7 @@ def _check_on_gpu(
 @pytest.mark.parametrize("heads, kv_heads, head_dim", SHAPES)
 def test_pieces(kernel, heads, kv_heads, head_dim):
     _check_on_gpu(heads, kv_heads, head_dim, 2048, torch.bfloat16, 5e-3)
-    assert len(flex._compiled) == 4, (
+    assert len(module._compiled) == 4, (
         "two pieces forward and backward compile once, whatever the mask"
     )
 
@@ -377,9 +381,8 @@ def test_other_shapes(kernel, head_dim, dtype, tolerance):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_inside_a_compiled_attend(kernel, monkeypatch):
+def test_inside_a_compiled_attend(kernel):
     """The ops compile inside attend()'s own, below an outer torch.compile and on autograd's thread, and only once."""
-    monkeypatch.setitem(backends.BACKENDS, "flex", flex)
     pattern = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
     q, k, v, d_out = (
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
@@ -396,5 +399,5 @@ def test_inside_a_compiled_attend(kernel, monkeypatch):
             results.append([out, *torch.autograd.grad(out, leaves, d_out)])
         for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
             assert relative_error(got, want) <= 1e-2, name
-        count = len(flex._compiled)
+        count = len(module._compiled)
     assert count == 2

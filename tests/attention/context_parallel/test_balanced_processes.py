@@ -17,7 +17,7 @@ from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
 from tests.slice_cases import mask_and_truth
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.balanced import Costs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
@@ -25,6 +25,8 @@ from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.trainer import Trainer
+
+eager = BACKENDS["eager"]
 
 BLOCK, SEQ_LEN = 16, 192
 DOCUMENTS = Documents([[100, 7, 1, 60], [20, 90, 30, 52]])

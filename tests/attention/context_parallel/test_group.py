@@ -10,11 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.distributed import on_one_rank, run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.schedules import rectangles
+
+eager = BACKENDS["eager"]
 
 BLOCK = 16
 SEQ_LEN = 2 * 3 * 4 * BLOCK

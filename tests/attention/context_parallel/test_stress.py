@@ -19,13 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import on_one_rank, run_processes
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.comm import Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, SlidingWindow
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_context_parallel
 from titan_sparse.training.distributed import set_timeout
+
+eager = BACKENDS["eager"]
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 16

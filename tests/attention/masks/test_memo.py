@@ -7,11 +7,13 @@ import torch
 
 from tests.reference import structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks.memo import _entries, once_per_mask
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 from titan_sparse.attention.tiles import blocks as tiles
+
+eager = BACKENDS["eager"]
 
 
 def test_once_per_mask():

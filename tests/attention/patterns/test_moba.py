@@ -12,12 +12,15 @@ from tests.attention.patterns.helpers import MIXED, MOBA, Case, cases_of_masks, 
 from tests.kernels.block_sparse_twin import attend_pieces
 from tests.reference import dense_attention, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import base, eager, triton
+from titan_sparse.attention.backends import BACKENDS, base
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full
 from titan_sparse.attention.patterns import MoBA
 from titan_sparse.attention.patterns.moba import _largest
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.kernels.block_sparse import Piece
+
+eager = BACKENDS["eager"]
+triton = BACKENDS["triton"]
 
 SHORT = [50, 17, 16, 33, 15, 19]
 CASES = cases_of_masks(MOBA) | {

@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Communicator, Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Pattern
+
+eager = BACKENDS["eager"]
 
 BLOCK = 16
 

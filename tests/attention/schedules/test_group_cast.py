@@ -26,7 +26,7 @@ from tests.distributed import run_processes
 from tests.reference import dense_attention, gradients, structured_qkv, tiles_of
 from tests.slice_cases import NAMES, mask_and_truth
 from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     assign_stages,
     plan,
@@ -48,6 +48,8 @@ from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.attention.schedules import group_cast
 from titan_sparse.attention.schedules.needs import met_blocks
+
+eager = BACKENDS["eager"]
 
 BLOCK, SEQ_LEN = 8, 192
 WORLDS = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]

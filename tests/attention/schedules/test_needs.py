@@ -11,7 +11,7 @@ from tests.attention.collectives import collectives, counts
 from tests.fake_step import fake_world
 from tests.reference import structured_qkv
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.base import MaskRanges
 from titan_sparse.attention.masks.ranges import Causal, Documents
@@ -20,6 +20,8 @@ from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.attention.schedules import needs
 from titan_sparse.attention.schedules.needs import needed_chunks_of
+
+eager = BACKENDS["eager"]
 
 BLOCK = 16
 RANKS = 4

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.schedules.ring import _out_with
+
+eager = BACKENDS["eager"]
 
 SHAPE = DenseShape(causal=True, is_whole=True)
 SCALE = 0.3

@@ -5,11 +5,13 @@ import torch
 
 from tests.reference import gradients, structured_qkv
 from titan_sparse.attention import attend
-from titan_sparse.attention.backends import eager, flash
+from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.schedules import varlen as packed
+
+eager = BACKENDS["eager"]
 
 S = 96
 

@@ -16,7 +16,7 @@ from tests.integrations.transformers.families import (
     tokens,
 )
 from titan_sparse import recording
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.masks import (
     Causal,
     Documents,
@@ -37,6 +37,8 @@ from titan_sparse.integrations.transformers import (
     masks as masks_of_layers,
 )
 from titan_sparse.integrations.transformers.masks import LayerMask, MaskRule
+
+eager = BACKENDS["eager"]
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]

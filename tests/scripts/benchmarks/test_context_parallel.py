@@ -14,7 +14,9 @@ from scripts.benchmarks import context_parallel_cases as cases
 from scripts.benchmarks import context_parallel_timing as timing
 from scripts.benchmarks import plot_timeline, traces
 from tests.distributed import run_processes, run_program
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
+
+eager = BACKENDS["eager"]
 
 SMALL = (
     "--device cpu --heads 4:2 --head-dim 32 --block-size 128 --repeats 1 --warm-ups 0 --density 0.3 "

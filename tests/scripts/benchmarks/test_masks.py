@@ -22,11 +22,13 @@ from scripts.benchmarks.context_parallel import run
 from scripts.benchmarks.context_parallel_cases import realistic
 from scripts.benchmarks.context_parallel_timing import Bench
 from tests.distributed import run_processes
-from titan_sparse.attention.backends import eager
+from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.attention.patterns import MoBA, XAttention
 from titan_sparse.estimate.synthetic import ragged_lengths
+
+eager = BACKENDS["eager"]
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,10 +7,19 @@ from typing import NamedTuple
 
 import torch
 
-from titan_sparse.attention.backends import cudnn, eager, flash, flex, triton
+from titan_sparse.attention.backends import flash
 from titan_sparse.attention.backends.base import Backend
+from titan_sparse.attention.backends.cudnn import Cudnn
+from titan_sparse.attention.backends.eager import Eager
+from titan_sparse.attention.backends.flex import Flex
+from titan_sparse.attention.backends.triton import Triton
 
-BACKENDS: dict[str, Backend] = {"cudnn": cudnn, "eager": eager, "flex": flex, "triton": triton}
+BACKENDS: dict[str, Backend] = {
+    "cudnn": Cudnn(),
+    "eager": Eager(),
+    "flex": Flex(),
+    "triton": Triton(),
+}
 
 
 class _Case(NamedTuple):
@@ -114,7 +123,7 @@ def _refusal(name: str, case: _Case) -> str | None:
             f'attention.backend = "{name}" does not compute masks of Slices; '
             f'write "auto" or one of {", ".join(serving)}'
         )
-    if case.dynamic and backend is cudnn:
+    if case.dynamic and name == "cudnn":
         return (
             'attention.backend = "cudnn" computes dense attention, and this pattern is sparse; '
             'write "auto" or "triton"'

@@ -1,11 +1,12 @@
 """What a backend is: the kernels that compute attention over pieces of keys.
 
-A backend is a module with the names of `Backend`. The schedules call it once a step, with one
-piece (the blocks of a chunk of keys) or two (those, and a share of the gathered verticals).
+The schedules call it once a step, with one piece (the blocks of a chunk of keys) or two (those, and
+a share of the gathered verticals).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,28 +63,31 @@ class DenseShape(NamedTuple):
     has_documents: bool = False
 
 
-class Backend(Protocol):
-    """The names that a backend module offers."""
+class Backend(ABC):
+    """Kernels, by default those that go by tiles alone."""
 
-    READS_BY_KEY: bool
+    READS_BY_KEY = True
     """Whether backward() reads Tiles.by_key."""
-    SERVES_SLICES: bool
+    SERVES_SLICES = False
     """Whether it takes tiles of a mask of slices."""
-    COMPILES_BY_LENGTH: bool
+    COMPILES_BY_LENGTH = False
     """Whether a number of keys that it has not seen before takes seconds to compile."""
-    DENSE_BY_CHUNK: bool
+    DENSE_BY_CHUNK = False
     """Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
-    GATHERS_QUERIES: bool
+    GATHERS_QUERIES = False
     """Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
     def refusal(
         self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
     ) -> str | None:
         """Why this backend cannot serve such inputs, in one sentence; None if it can."""
+        return None
 
+    @abstractmethod
     def describe(self) -> str:
         """What computes, for the banner."""
 
+    @abstractmethod
     def forward(
         self,
         q: Tensor,
@@ -93,14 +97,15 @@ class Backend(Protocol):
         dtype: torch.dtype | None = None,
         into: Tensor | None = None,
     ) -> Partial:
-        """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`.
+        """Attention of q [B, Hq, Sq, D] over one piece or two, and over the keys of `total`.
 
         The sum is kept in `dtype`, or written to the memory `into`. The default dtype is q's (eager:
         fp32 or fp64; triton: total's, where there is one). Without a total, a result that the
-        kernel rounds to q's dtype is not widened. A total may be overwritten with the sum. Rows
-        that see nothing: out 0, lse -inf.
+        kernel rounds to q's dtype is not widened. A total is contiguous, and may be overwritten
+        with the sum. Rows that see nothing: out 0, lse -inf.
         """
 
+    @abstractmethod
     def backward(
         self,
         queries: Queries,
@@ -112,21 +117,27 @@ class Backend(Protocol):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """dq, and (dk, dv) of each piece.
 
-        dq: what came through other keys, which is added; it may be overwritten with the sum.
-        `dtype` is of dq and of the first piece's dk and dv (default: q's; eager: fp32 or fp64).
-        Kernels that round those to q's dtype leave them so. The dk and dv of a second piece, the
-        verticals, are fp32 (fp64 for fp64). into: memory for dq, in its dtype.
+        dq: what came through other keys, contiguous, which is added; it may be overwritten with the
+        sum. `dtype` is of dq and of the first piece's dk and dv (default: q's; eager: fp32 or
+        fp64). Kernels that round those to q's dtype leave them so. The dk and dv of a second piece,
+        the verticals, are fp32 (fp64 for fp64). into: contiguous memory for dq, in its dtype.
         """
 
     def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
         """Whether dense_forward() and dense_backward() are the faster way for these inputs."""
+        return False
 
     def dense_forward(
         self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
     ) -> Partial:
-        """Dense attention without tiles; out in q's dtype."""
+        """Dense attention without tiles; out in q's dtype, lse fp32 (fp64 for fp64)."""
+        raise NotImplementedError(f"{type(self).__name__} computes dense attention over tiles")
 
     def dense_backward(
         self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv through these keys, in q's dtype."""
+        """dq, dk and dv through these keys, in q's dtype.
+
+        out and lse may be those of more keys: then the gradients are the share of these keys.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes dense attention over tiles")

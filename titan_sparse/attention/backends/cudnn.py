@@ -10,26 +10,13 @@ attention, with which the gradients of pieces add up exactly.
 """
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends import triton
 from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.attention.backends.triton import Triton
 from titan_sparse.attention.merge import merge
-from titan_sparse.kernels.block_sparse import Piece
-
-READS_BY_KEY = triton.READS_BY_KEY
-"""Whether backward() reads Tiles.by_key."""
-SERVES_SLICES = False
-"""Whether it takes tiles of a mask of slices: nothing there is a causal square."""
-COMPILES_BY_LENGTH = False
-"""Whether a number of keys that it has not seen before takes seconds to compile."""
-DENSE_BY_CHUNK = True
-"""Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
-GATHERS_QUERIES = False
-"""Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (*range(16, 129, 16), 256)
@@ -39,6 +26,77 @@ BLOCK_SIZES = (64, 128)
 _NOTHING_SEEN = 1e30
 """The lse of a row that sees nothing, for the backward: exp(score - 1e30) is 0 for any score, even
 -inf."""
+
+
+class Cudnn(Triton):
+    """Causal squares and full rectangles by cuDNN; tiles by the Triton kernels."""
+
+    SERVES_SLICES = False
+    DENSE_BY_CHUNK = True
+    GATHERS_QUERIES = False
+
+    def refusal(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> str | None:
+        if device_type != "cuda":
+            return f'attention.backend = "cudnn" needs CUDA, not {device_type}; write "eager"'
+        if dtype not in DTYPES:
+            return (
+                f'attention.backend = "cudnn" computes in bf16 or fp16, not {dtype}; write "auto"'
+            )
+        if block_size not in BLOCK_SIZES:
+            return f'attention.backend = "cudnn" takes attention.block_size 64 or 128, not {block_size}'
+        if head_dim not in HEAD_DIMS:
+            return (
+                'attention.backend = "cudnn" takes head_dim 16 to 128 in steps of 16, and 256, '
+                f'not {head_dim}; write "auto"'
+            )
+        reason = missing()
+        if reason is None:
+            reason = _failure(dtype, head_dim)
+        if reason is not None:
+            return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'
+        return None
+
+    def describe(self) -> str:
+        version = torch.backends.cudnn.version()
+        return f"cudnn: cuDNN {version} for causal attention, own Triton kernels for other masks"
+
+    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+        """Whether cuDNN computes this shape: causal or full, without windows and documents.
+
+        Padding is no hindrance. Its rows are computed like all others, and the caller drops them.
+        """
+        return not shape.has_documents and shape.window is None
+
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> Partial:
+        """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D] by cuDNN.
+
+        Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
+        rectangle and the others a causal square: cuDNN would count positions from the first key.
+        Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32.
+        """
+        before = k.shape[2] - q.shape[2]
+        if not shape.causal or before == 0:
+            return _square_or_rectangle(q, k, v, shape.causal, scale)
+        earlier = _square_or_rectangle(q, k[:, :, :before], v[:, :, :before], False, scale)
+        own = _square_or_rectangle(q, k[:, :, before:], v[:, :, before:], True, scale)
+        out, lse = merge(earlier, own.out, own.lse, q.dtype)
+        return Partial(out, lse)
+
+    def dense_backward(
+        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        before = k.shape[2] - queries.q.shape[2]
+        if not shape.causal or before == 0:
+            return _gradients(queries, k, v, shape.causal, scale)
+        dq, dk, dv = _gradients(queries, k[:, :, :before], v[:, :, :before], False, scale)
+        own_dq, own_dk, own_dv = _gradients(
+            queries, k[:, :, before:], v[:, :, before:], True, scale
+        )
+        return dq + own_dq, torch.cat([dk, own_dk], dim=2), torch.cat([dv, own_dv], dim=2)
 
 
 def missing() -> str | None:
@@ -51,27 +109,6 @@ def missing() -> str | None:
         return "cuDNN's attention needs Ampere GPUs or newer ones"
     if torch.are_deterministic_algorithms_enabled():
         return "the backward of cuDNN's attention is not deterministic"
-    return None
-
-
-def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why this backend cannot serve such inputs, in one sentence; None if it can."""
-    if device_type != "cuda":
-        return f'attention.backend = "cudnn" needs CUDA, not {device_type}; write "eager"'
-    if dtype not in DTYPES:
-        return f'attention.backend = "cudnn" computes in bf16 or fp16, not {dtype}; write "auto"'
-    if block_size not in BLOCK_SIZES:
-        return f'attention.backend = "cudnn" takes attention.block_size 64 or 128, not {block_size}'
-    if head_dim not in HEAD_DIMS:
-        return (
-            'attention.backend = "cudnn" takes head_dim 16 to 128 in steps of 16, and 256, '
-            f'not {head_dim}; write "auto"'
-        )
-    reason = missing()
-    if reason is None:
-        reason = _failure(dtype, head_dim)
-    if reason is not None:
-        return f'attention.backend = "cudnn" cannot run: {reason}; write "triton"'
     return None
 
 
@@ -90,76 +127,6 @@ def _failure(dtype: torch.dtype, head_dim: int) -> str | None:
         first_line = str(error).strip().partition("\n")[0]
         return f"cuDNN refuses head_dim {head_dim} in {dtype} ({first_line})"
     return None
-
-
-def describe() -> str:
-    """What computes, for the banner."""
-    version = torch.backends.cudnn.version()
-    return f"cudnn: cuDNN {version} for causal attention, own Triton kernels for other masks"
-
-
-def forward(
-    q: Tensor,
-    pieces: Sequence[Piece],
-    total: Partial | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> Partial:
-    """Attention over tiles, by our own kernels: see triton.forward()."""
-    return triton.forward(q, pieces, total, scale, dtype, into)
-
-
-def backward(
-    queries: Queries,
-    pieces: Sequence[Piece],
-    dq: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The gradients of attention over tiles, by our own kernels: see triton.backward()."""
-    return triton.backward(queries, pieces, dq, scale, dtype, into)
-
-
-def serves_dense(q: Tensor, shape: DenseShape) -> bool:
-    """Whether cuDNN computes this shape: causal or full, without windows and documents.
-
-    Padding is no hindrance. Its rows are computed like all others, and the caller drops them.
-    """
-    return not shape.has_documents and shape.window is None
-
-
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Attention of q [B, Hq, Sq, D] to k, v [B, Hkv, Sk, D] by cuDNN.
-
-    Of a causal shape with fewer queries than keys, the keys before the queries' own are a full
-    rectangle and the others a causal square: cuDNN would count positions from the first key.
-    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32.
-    """
-    before = k.shape[2] - q.shape[2]
-    if not shape.causal or before == 0:
-        return _square_or_rectangle(q, k, v, shape.causal, scale)
-    earlier = _square_or_rectangle(q, k[:, :, :before], v[:, :, :before], False, scale)
-    own = _square_or_rectangle(q, k[:, :, before:], v[:, :, before:], True, scale)
-    out, lse = merge(earlier, own.out, own.lse, q.dtype)
-    return Partial(out, lse)
-
-
-def dense_backward(
-    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv through these keys, in q's dtype.
-
-    out and lse may be those of more keys: then the gradients are the share of these keys. A row
-    whose lse is infinite has no share in anything.
-    """
-    before = k.shape[2] - queries.q.shape[2]
-    if not shape.causal or before == 0:
-        return _gradients(queries, k, v, shape.causal, scale)
-    dq, dk, dv = _gradients(queries, k[:, :, :before], v[:, :, :before], False, scale)
-    own_dq, own_dk, own_dv = _gradients(queries, k[:, :, before:], v[:, :, before:], True, scale)
-    return dq + own_dq, torch.cat([dk, own_dk], dim=2), torch.cat([dv, own_dv], dim=2)
 
 
 def _square_or_rectangle(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Partial:

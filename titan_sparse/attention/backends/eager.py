@@ -10,58 +10,152 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.attention.backends.base import Backend, DenseShape, Partial, Queries
 from titan_sparse.attention.merge import accumulation_dtype, merge
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.block_sparse import Piece, Tiles
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_keys
 
-READS_BY_KEY = False
-"""Whether backward() reads Tiles.by_key: here it walks over query blocks as well."""
-SERVES_SLICES = True
-"""Whether it takes tiles of a mask of slices."""
-COMPILES_BY_LENGTH = False
-"""Whether a number of keys that it has not seen before takes seconds to compile."""
-DENSE_BY_CHUNK = False
-"""Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
-GATHERS_QUERIES = False
-"""Whether kernels.gathered computes chunks that single queries chose, on one rank."""
 
+class Eager(Backend):
+    """Serves every input."""
 
-def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why this backend cannot serve such inputs: it serves all of them."""
-    return None
+    READS_BY_KEY = False
+    SERVES_SLICES = True
 
+    def describe(self) -> str:
+        return "eager: plain PyTorch over the selected KV blocks"
 
-def describe() -> str:
-    """What computes, for the banner."""
-    return "eager: plain PyTorch over the selected KV blocks"
+    def forward(
+        self,
+        q: Tensor,
+        pieces: Sequence[Piece],
+        total: Partial | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> Partial:
+        sum_dtype = accumulation_dtype(q.dtype)
+        for piece in pieces[:-1]:
+            out, lse = _piece_forward(q, piece, scale)
+            total = merge(total, out, lse, sum_dtype)
 
+        # Only the last sum is rounded, or written to the memory that the caller wants.
+        if dtype is None:
+            dtype = sum_dtype
+        out, lse = _piece_forward(q, pieces[-1], scale)
+        out, lse = merge(total, out, lse, dtype, into)
+        return Partial(out, lse)
 
-def forward(
-    q: Tensor,
-    pieces: Sequence[Piece],
-    total: Partial | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> Partial:
-    """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`.
+    def backward(
+        self,
+        queries: Queries,
+        pieces: Sequence[Piece],
+        dq: Tensor | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        sum_dtype = accumulation_dtype(queries.q.dtype)
+        if dtype is None:
+            dtype = sum_dtype
+        gradients = []
+        # The verticals first: they are added in full precision, and the blocks round the sum once.
+        for piece in reversed(pieces):
+            piece_dq, dk, dv = _piece_backward(queries, piece, scale)
+            if dq is not None:
+                piece_dq += dq
+            dq = piece_dq
+            gradients.insert(0, (dk, dv))
 
-    Returns out [B, Hq, Sq, D] in the memory `into` or in `dtype`, and natural-log lse [B, Hq, Sq];
-    both fp32 by default (fp64 for fp64). Rows that see nothing: out 0, lse -inf.
-    """
-    sum_dtype = accumulation_dtype(q.dtype)
-    for piece in pieces[:-1]:
-        out, lse = _piece_forward(q, piece, scale)
-        total = merge(total, out, lse, sum_dtype)
+        blocks_dk, blocks_dv = gradients[0]
+        gradients[0] = (blocks_dk.to(dtype), blocks_dv.to(dtype))
+        if into is not None:
+            return into.copy_(dq), gradients
+        return dq.to(dtype), gradients
 
-    # Only the last sum is rounded, or written to the memory that the caller wants.
-    if dtype is None:
-        dtype = sum_dtype
-    out, lse = _piece_forward(q, pieces[-1], scale)
-    out, lse = merge(total, out, lse, dtype, into)
-    return Partial(out, lse)
+    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+        """Whether to compute without tiles: plain causal attention, which then makes no tables.
+
+        A chunk of a longer sequence keeps its tiles, as its sums are fp32.
+        """
+        return shape.causal and shape.is_whole and not shape.is_packed
+
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> Partial:
+        # A block of queries at a time, so that there is never more than one block of scores.
+        if shape.offsets is not None:
+            batch = len(q)
+            q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        group = q.shape[1] // k.shape[1]
+        # [B, Hq, Sk, D]
+        keys = k.to(dtype).repeat_interleave(group, 1)
+        values = v.to(dtype).repeat_interleave(group, 1)
+        out = q.new_empty(q.shape)
+        lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
+
+        for here, met in _dense_steps(q, k, shape):
+            # [B, Hq, queries, keys]
+            scores = q[:, :, here].to(dtype) @ keys[:, :, met].mT * scale
+            scores = _hide_unseen(scores, shape)
+            lse[:, :, here] = scores.logsumexp(-1)
+            p = (scores - _finite(lse[:, :, here, None])).exp()
+            out[:, :, here] = p @ values[:, :, met]
+
+        if shape.offsets is not None:
+            out = _many_sequences(out, batch)
+            lse = _many_sequences(lse[..., None], batch)[..., 0]
+        return Partial(out, lse)
+
+    def dense_backward(
+        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, d_out, out, lse = queries
+        if shape.offsets is not None:
+            batch = len(q)
+            q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
+            k, v = _one_sequence(k), _one_sequence(v)
+            lse = _one_sequence(lse[..., None])[..., 0]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        kv_heads = k.shape[1]
+        group = q.shape[1] // kv_heads
+        # [B, Hq, Sk, D]
+        keys = k.to(dtype).repeat_interleave(group, 1)
+        values = v.to(dtype).repeat_interleave(group, 1)
+        dq = q.new_empty(q.shape)
+        dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
+        dv = torch.zeros(v.shape, dtype=dtype, device=v.device)
+        # [B, Hq, Sq, 1]
+        delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+
+        for here, met in _dense_steps(q, k, shape):
+            # [B, Hq, queries, D]
+            q_here = q[:, :, here].to(dtype)
+            d_here = d_out[:, :, here].to(dtype)
+            # [B, Hq, queries, keys]
+            scores = q_here @ keys[:, :, met].mT * scale
+            scores = _hide_unseen(scores, shape)
+            p = (scores - _finite(lse[:, :, here, None])).exp()
+            d_scores = p * (d_here @ values[:, :, met].mT - delta[:, :, here]) * scale
+
+            dq[:, :, here] = d_scores @ keys[:, :, met]
+            # [B, Hkv, group, keys, D]
+            dk_here = (d_scores.mT @ q_here).unflatten(1, (kv_heads, group))
+            dv_here = (p.mT @ d_here).unflatten(1, (kv_heads, group))
+            # Head after head, in the order in which _piece_backward() adds them.
+            for member in range(group):
+                dk[:, :, met] += dk_here[:, :, member]
+                dv[:, :, met] += dv_here[:, :, member]
+
+        dk = dk.to(q.dtype)
+        dv = dv.to(q.dtype)
+        if shape.offsets is not None:
+            dq = _many_sequences(dq, batch)
+            dk = _many_sequences(dk, batch)
+            dv = _many_sequences(dv, batch)
+        return dq, dk, dv
 
 
 def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
@@ -92,39 +186,6 @@ def _piece_forward(q: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tenso
         p = (scores - _finite(lse[:, :, queries, None])).exp()
         out[:, :, queries] = p @ values
     return out, lse
-
-
-def backward(
-    queries: Queries,
-    pieces: Sequence[Piece],
-    dq: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """dq, and (dk, dv) of each piece.
-
-    dq: what came through other keys, which is added. `dtype` is of dq and of the first piece's dk
-    and dv, by default fp32 (fp64 for fp64); those of a second piece, the verticals, are fp32 (fp64
-    for fp64). into: memory for dq.
-    """
-    sum_dtype = accumulation_dtype(queries.q.dtype)
-    if dtype is None:
-        dtype = sum_dtype
-    gradients = []
-    # The verticals first: they are added in full precision, and the blocks round the sum once.
-    for piece in reversed(pieces):
-        piece_dq, dk, dv = _piece_backward(queries, piece, scale)
-        if dq is not None:
-            piece_dq += dq
-        dq = piece_dq
-        gradients.insert(0, (dk, dv))
-
-    blocks_dk, blocks_dv = gradients[0]
-    gradients[0] = (blocks_dk.to(dtype), blocks_dv.to(dtype))
-    if into is not None:
-        return into.copy_(dq), gradients
-    return dq.to(dtype), gradients
 
 
 def _piece_backward(queries: Queries, piece: Piece, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,96 +354,6 @@ def _finite(lse: Tensor) -> Tensor:
     """lse without -inf, which would give NaN in exp(-inf - lse)."""
     lowest = torch.finfo(lse.dtype).min
     return lse.clamp(min=lowest)
-
-
-def serves_dense(q: Tensor, shape: DenseShape) -> bool:
-    """Whether to compute without tiles: plain causal attention, which then makes no tables.
-
-    A chunk of a longer sequence keeps its tiles, as its sums are fp32.
-    """
-    return shape.causal and shape.is_whole and not shape.is_packed
-
-
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Dense attention without tiles: a block of queries at a time, over the keys that they may see.
-
-    So there is never more than one block of scores.
-
-    Returns out [B, Hq, Sq, D] in q's dtype and natural-log lse [B, Hq, Sq], fp32 (fp64 for fp64).
-    """
-    if shape.offsets is not None:
-        batch = len(q)
-        q, k, v = _one_sequence(q), _one_sequence(k), _one_sequence(v)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    # [B, Hq, Sk, D]
-    keys = k.to(dtype).repeat_interleave(group, 1)
-    values = v.to(dtype).repeat_interleave(group, 1)
-    out = q.new_empty(q.shape)
-    lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-
-    for here, met in _dense_steps(q, k, shape):
-        # [B, Hq, queries, keys]
-        scores = q[:, :, here].to(dtype) @ keys[:, :, met].mT * scale
-        scores = _hide_unseen(scores, shape)
-        lse[:, :, here] = scores.logsumexp(-1)
-        p = (scores - _finite(lse[:, :, here, None])).exp()
-        out[:, :, here] = p @ values[:, :, met]
-
-    if shape.offsets is not None:
-        out = _many_sequences(out, batch)
-        lse = _many_sequences(lse[..., None], batch)[..., 0]
-    return Partial(out, lse)
-
-
-def dense_backward(
-    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv through these keys, in q's dtype. Summed in fp32 (fp64 for fp64)."""
-    q, d_out, out, lse = queries
-    if shape.offsets is not None:
-        batch = len(q)
-        q, d_out, out = _one_sequence(q), _one_sequence(d_out), _one_sequence(out)
-        k, v = _one_sequence(k), _one_sequence(v)
-        lse = _one_sequence(lse[..., None])[..., 0]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
-    # [B, Hq, Sk, D]
-    keys = k.to(dtype).repeat_interleave(group, 1)
-    values = v.to(dtype).repeat_interleave(group, 1)
-    dq = q.new_empty(q.shape)
-    dk = torch.zeros(k.shape, dtype=dtype, device=k.device)
-    dv = torch.zeros(v.shape, dtype=dtype, device=v.device)
-    # [B, Hq, Sq, 1]
-    delta = (d_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
-
-    for here, met in _dense_steps(q, k, shape):
-        # [B, Hq, queries, D]
-        q_here = q[:, :, here].to(dtype)
-        d_here = d_out[:, :, here].to(dtype)
-        # [B, Hq, queries, keys]
-        scores = q_here @ keys[:, :, met].mT * scale
-        scores = _hide_unseen(scores, shape)
-        p = (scores - _finite(lse[:, :, here, None])).exp()
-        d_scores = p * (d_here @ values[:, :, met].mT - delta[:, :, here]) * scale
-
-        dq[:, :, here] = d_scores @ keys[:, :, met]
-        # [B, Hkv, group, keys, D]
-        dk_here = (d_scores.mT @ q_here).unflatten(1, (kv_heads, group))
-        dv_here = (p.mT @ d_here).unflatten(1, (kv_heads, group))
-        # Head after head, in the order in which _piece_backward() adds them.
-        for member in range(group):
-            dk[:, :, met] += dk_here[:, :, member]
-            dv[:, :, met] += dv_here[:, :, member]
-
-    dk = dk.to(q.dtype)
-    dv = dv.to(q.dtype)
-    if shape.offsets is not None:
-        dq = _many_sequences(dq, batch)
-        dk = _many_sequences(dk, batch)
-        dv = _many_sequences(dv, batch)
-    return dq, dk, dv
 
 
 def _dense_steps(q: Tensor, k: Tensor, shape: DenseShape) -> Iterator[tuple[slice, slice]]:

@@ -21,8 +21,9 @@ from torch._higher_order_ops.flex_attention import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask, _identity
 
-from titan_sparse.attention.backends import flash, triton
+from titan_sparse.attention.backends import flash
 from titan_sparse.attention.backends.base import DenseShape, Partial, Queries
+from titan_sparse.attention.backends.triton import Triton
 from titan_sparse.attention.merge import add, merge
 from titan_sparse.attention.tiles.blocks import list_width
 from titan_sparse.kernels.bits import unpack
@@ -32,228 +33,208 @@ BLOCK_SIZE = 128
 LSE_UNIT = {"TRITON": math.log(2), "FLASH": 1.0}
 """One unit of the op's lse as a natural logarithm: Triton kernels count in base 2."""
 
-READS_BY_KEY = True
-"""Whether backward() reads Tiles.by_key."""
-SERVES_SLICES = False
-"""Whether it takes tiles of a mask of slices."""
-COMPILES_BY_LENGTH = True
-"""Whether a number of keys that it has not seen before takes seconds to compile."""
-DENSE_BY_CHUNK = False
-"""Whether dense_forward() on each rank's keys beats tiles over those of all ranks at once."""
-GATHERS_QUERIES = True
-"""Whether kernels.gathered computes chunks that single queries chose, on one rank: flex leaves such
-patterns to our own kernels in any case."""
-
 _compiled: dict[tuple, Callable[..., tuple[Tensor, ...]]] = {}
 _compile = torch._inductor.compile
 
 
-def refusal(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """Why this backend cannot serve such inputs, in one sentence; None if it can."""
-    if device_type != "cuda":
-        return 'flex needs CUDA; write attention.backend = "eager"'
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+class Flex(Triton):
+    """FlexAttention for blocks; verticals and what single queries chose by the Triton kernels."""
+
+    SERVES_SLICES = False
+    COMPILES_BY_LENGTH = True
+
+    def refusal(
+        self, device_type: str, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> str | None:
+        if device_type != "cuda":
+            return 'flex needs CUDA; write attention.backend = "eager"'
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
+        if block_size != BLOCK_SIZE:
+            return (
+                f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; "
+                f"write attention.block_size = {BLOCK_SIZE}"
+            )
+        if head_dim % 16 or not 16 <= head_dim <= 256:
+            return (
+                f"flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; "
+                'write attention.backend = "eager"'
+            )
+        broken = flash.broken()
+        if broken:
+            return (
+                f"flex cannot run: {broken}; install titan_sparse[flash] again or write "
+                'attention.backend = "triton"'
+            )
+        return None
+
+    def describe(self) -> str:
+        missing = flash.missing()
+        if missing:
+            return f"flex: Triton kernels ({missing})"
+        head_dims = ", ".join(map(str, flash.HEAD_DIMS))
         return (
-            f'flex computes in bf16, fp16 or fp32, not {dtype}; write attention.backend = "eager"'
+            "flex: FlashAttention-4 kernels for bf16 and fp16 "
+            f"with head_dim {head_dims}, Triton kernels otherwise"
         )
-    if block_size != BLOCK_SIZE:
-        return (
-            f"flex takes blocks of {BLOCK_SIZE} tokens, not {block_size}; "
-            f"write attention.block_size = {BLOCK_SIZE}"
-        )
-    if head_dim % 16 or not 16 <= head_dim <= 256:
-        return (
-            f"flex needs a head_dim of 16 to 256 in steps of 16, not {head_dim}; "
-            'write attention.backend = "eager"'
-        )
-    broken = flash.broken()
-    if broken:
-        return (
-            f"flex cannot run: {broken}; install titan_sparse[flash] again or write "
-            'attention.backend = "triton"'
-        )
-    return None
 
+    def forward(
+        self,
+        q: Tensor,
+        pieces: Sequence[Piece],
+        total: Partial | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> Partial:
+        """Without a total the kernel's result, which has q's dtype, is not widened. The first call
+        with a shape compiles, which takes about ten seconds.
 
-def describe() -> str:
-    """Which kernels compute, and why, for the banner."""
-    missing = flash.missing()
-    if missing:
-        return f"flex: Triton kernels ({missing})"
-    head_dims = ", ".join(map(str, flash.HEAD_DIMS))
-    return (
-        "flex: FlashAttention-4 kernels for bf16 and fp16 "
-        f"with head_dim {head_dims}, Triton kernels otherwise"
-    )
+        Verticals, the second piece, are left to our own kernels. FlexAttention's would look up for each
+        single pair of a vertical tile whether it is covered, which takes two to three times as long,
+        and their results would have to be merged.
+        """
+        if len(pieces) == 1:
+            return self._blocks_forward(q, pieces[0], total, scale, dtype, into)
+        blocks, verticals = pieces
+        total = self._blocks_forward(q, blocks, total, scale, torch.float32, None)
+        # Our kernel goes on from the blocks, and reads contiguous memory.
+        total = Partial(total.out.contiguous(), total.lse.contiguous())
+        if dtype is None:
+            dtype = q.dtype
+        return super().forward(q, [verticals], total, scale, dtype, into)
 
+    def _blocks_forward(
+        self,
+        q: Tensor,
+        piece: Piece,
+        total: Partial | None,
+        scale: float,
+        dtype: torch.dtype | None,
+        into: Tensor | None,
+    ) -> Partial:
+        """forward() over the blocks of one chunk of keys."""
+        tiles = piece.tiles
+        if tiles.chosen is not None:
+            # What single queries chose: our own kernels look that up once a tile, not once a pair.
+            return super().forward(q, [piece], total, scale, dtype, into)
+        kernel = _kernel(q)
+        size = tiles.block_size
+        options = _options(kernel, q.shape[-1])
 
-def forward(
-    q: Tensor,
-    pieces: Sequence[Piece],
-    total: Partial | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> Partial:
-    """Attention of q [B, Hq, Sq, D] over the pieces, and over the keys of `total`; q, k and v are
-    all bf16, fp16 or fp32.
+        def compute(*operands: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = operands[:3]
+            block_mask = _block_mask(q, k, size, by_query=operands[3:7], by_key=(None,) * 4)
+            mask_operands = operands[7:]
+            results = flex_attention(
+                q, k, v, _identity, block_mask, scale, options, (), mask_operands
+            )
+            return results[:2]
 
-    Returns out [B, Hq, Sq, D] in the memory `into` or in `dtype` (default: q's), and natural-log
-    lse [B, Hq, Sq], fp32. Without a total the kernel's result, which has q's dtype, is not widened.
-    Rows that see nothing: out 0, lse -inf. The first call with a shape compiles, which takes about
-    ten seconds.
+        tables = _tables(tiles.by_query, piece.k.shape[2] // size)
+        operands = [q, piece.k, piece.v, *tables, *_mask_operands(tiles, q.shape[1])]
+        out, lse = _call(("forward", kernel, scale, size), compute, operands)
 
-    Verticals, the second piece, are left to our own kernels. FlexAttention's would look up for each
-    single pair of a vertical tile whether it is covered, which takes two to three times as long,
-    and their results would have to be merged.
-    """
-    if len(pieces) == 1:
-        return _blocks_forward(q, pieces[0], total, scale, dtype, into)
-    blocks, verticals = pieces
-    total = _blocks_forward(q, blocks, total, scale, torch.float32, None)
-    # Our kernel goes on from the blocks, and reads contiguous memory.
-    total = Partial(total.out.contiguous(), total.lse.contiguous())
-    if dtype is None:
-        dtype = q.dtype
-    return triton.forward(q, [verticals], total, scale, dtype, into)
+        if dtype is None:
+            dtype = q.dtype
+        if LSE_UNIT[kernel] != 1:
+            lse = lse * LSE_UNIT[kernel]
+        out, lse = merge(total, out, lse, dtype, into)
+        return Partial(out, lse)
 
+    def backward(
+        self,
+        queries: Queries,
+        pieces: Sequence[Piece],
+        dq: Tensor | None,
+        scale: float,
+        dtype: torch.dtype | None = None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The first piece's dk and dv come in q's dtype, to which flex's kernels round (in `dtype`
+        where our own compute what single queries chose), and so does dq if nothing is added to it.
+        """
+        if len(pieces) == 1:
+            dq, dk, dv = self._blocks_backward(queries, pieces[0], dq, scale, dtype, into)
+            return dq, [(dk, dv)]
+        blocks, verticals = pieces
+        dq, dk, dv = self._blocks_backward(queries, blocks, dq, scale, torch.float32, None)
+        dq = dq.contiguous()
+        if dtype is None:
+            dtype = queries.q.dtype
+        if into is None and dq.dtype == dtype:
+            # The sum may take the place of what it is added to.
+            into = dq
+        dq, d_verticals = super().backward(queries, [verticals], dq, scale, torch.float32, into)
+        return dq, [(dk, dv), d_verticals[0]]
 
-def _blocks_forward(
-    q: Tensor,
-    piece: Piece,
-    total: Partial | None,
-    scale: float,
-    dtype: torch.dtype | None,
-    into: Tensor | None,
-) -> Partial:
-    """forward() over the blocks of one chunk of keys."""
-    tiles = piece.tiles
-    if tiles.chosen is not None:
-        # What single queries chose: our own kernels look that up once a tile, not once a pair.
-        return triton.forward(q, [piece], total, scale, dtype, into)
-    kernel = _kernel(q)
-    size = tiles.block_size
-    options = _options(kernel, q.shape[-1])
+    def _blocks_backward(
+        self,
+        queries: Queries,
+        piece: Piece,
+        dq: Tensor | None,
+        scale: float,
+        dtype: torch.dtype | None,
+        into: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of backward() through the blocks of one chunk of keys."""
+        tiles = piece.tiles
+        if tiles.chosen is not None:
+            dq, [(dk, dv)] = super().backward(queries, [piece], dq, scale, dtype, into)
+            return dq, dk, dv
+        q, d_out, out, lse = queries
+        kernel = _kernel(q)
+        size = tiles.block_size
+        options = _options(kernel, q.shape[-1])
 
-    def compute(*operands: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = operands[:3]
-        block_mask = _block_mask(q, k, size, by_query=operands[3:7], by_key=(None,) * 4)
-        mask_operands = operands[7:]
-        results = flex_attention(q, k, v, _identity, block_mask, scale, options, (), mask_operands)
-        return results[:2]
+        def compute(*operands: Tensor) -> tuple[Tensor, ...]:
+            q, out, lse, d_out, k, v = operands[:6]
+            block_mask = _block_mask(q, k, size, by_query=operands[6:10], by_key=operands[10:14])
+            mask_operands = operands[14:]
+            score_forward, score_joint = _score_graphs(q)
+            gradients = flex_attention_backward(
+                q,
+                k,
+                v,
+                out,
+                lse,
+                d_out,
+                None,  # no gradient comes through lse
+                score_forward,
+                score_joint,
+                block_mask,
+                scale,
+                options,
+                (),
+                mask_operands,
+            )
+            return gradients[:3]
 
-    tables = _tables(tiles.by_query, piece.k.shape[2] // size)
-    operands = [q, piece.k, piece.v, *tables, *_mask_operands(tiles, q.shape[1])]
-    out, lse = _call(("forward", kernel, scale, size), compute, operands)
+        by_query = _tables(tiles.by_query, piece.k.shape[2] // size)
+        by_key = _tables(tiles.by_key, q.shape[2] // size)
+        op_lse = lse.float()
+        if LSE_UNIT[kernel] != 1:
+            op_lse = op_lse / LSE_UNIT[kernel]
+        operands = [q, out.to(q.dtype), op_lse, d_out.to(q.dtype), piece.k, piece.v]
+        operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
+        piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
 
-    if dtype is None:
-        dtype = q.dtype
-    if LSE_UNIT[kernel] != 1:
-        lse = lse * LSE_UNIT[kernel]
-    out, lse = merge(total, out, lse, dtype, into)
-    return Partial(out, lse)
+        if dtype is None:
+            dtype = q.dtype
+        return add(dq, piece_dq, dtype, into), dk, dv
 
+    def serves_dense(self, q: Tensor, shape: DenseShape) -> bool:
+        return _kernel(q) == "FLASH"
 
-def backward(
-    queries: Queries,
-    pieces: Sequence[Piece],
-    dq: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None = None,
-    into: Tensor | None = None,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """dq, and (dk, dv) of each piece. Needs Tiles.by_key.
+    def dense_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> Partial:
+        return flash.dense_forward(q, k, v, shape, scale)
 
-    dq: what came through other keys, which is added. Returns dq in the memory `into` or in `dtype`
-    (default: q's). The first piece's dk and dv come in q's dtype, to which flex's kernels round
-    (in `dtype` where our own compute what single queries chose), and so does dq if nothing is added
-    to it. The dk and dv of a second piece, the verticals, are fp32.
-    """
-    if len(pieces) == 1:
-        dq, dk, dv = _blocks_backward(queries, pieces[0], dq, scale, dtype, into)
-        return dq, [(dk, dv)]
-    blocks, verticals = pieces
-    dq, dk, dv = _blocks_backward(queries, blocks, dq, scale, torch.float32, None)
-    dq = dq.contiguous()
-    if dtype is None:
-        dtype = queries.q.dtype
-    if into is None and dq.dtype == dtype:
-        # The sum may take the place of what it is added to.
-        into = dq
-    dq, d_verticals = triton.backward(queries, [verticals], dq, scale, torch.float32, into)
-    return dq, [(dk, dv), d_verticals[0]]
-
-
-def _blocks_backward(
-    queries: Queries,
-    piece: Piece,
-    dq: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None,
-    into: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of backward() through the blocks of one chunk of keys."""
-    tiles = piece.tiles
-    if tiles.chosen is not None:
-        dq, [(dk, dv)] = triton.backward(queries, [piece], dq, scale, dtype, into)
-        return dq, dk, dv
-    q, d_out, out, lse = queries
-    kernel = _kernel(q)
-    size = tiles.block_size
-    options = _options(kernel, q.shape[-1])
-
-    def compute(*operands: Tensor) -> tuple[Tensor, ...]:
-        q, out, lse, d_out, k, v = operands[:6]
-        block_mask = _block_mask(q, k, size, by_query=operands[6:10], by_key=operands[10:14])
-        mask_operands = operands[14:]
-        score_forward, score_joint = _score_graphs(q)
-        gradients = flex_attention_backward(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            d_out,
-            None,  # no gradient comes through lse
-            score_forward,
-            score_joint,
-            block_mask,
-            scale,
-            options,
-            (),
-            mask_operands,
-        )
-        return gradients[:3]
-
-    by_query = _tables(tiles.by_query, piece.k.shape[2] // size)
-    by_key = _tables(tiles.by_key, q.shape[2] // size)
-    op_lse = lse.float()
-    if LSE_UNIT[kernel] != 1:
-        op_lse = op_lse / LSE_UNIT[kernel]
-    operands = [q, out.to(q.dtype), op_lse, d_out.to(q.dtype), piece.k, piece.v]
-    operands += [*by_query, *by_key, *_mask_operands(tiles, q.shape[1])]
-    piece_dq, dk, dv = _call(("backward", kernel, scale, size), compute, operands)
-
-    if dtype is None:
-        dtype = q.dtype
-    return add(dq, piece_dq, dtype, into), dk, dv
-
-
-def serves_dense(q: Tensor, shape: DenseShape) -> bool:
-    """Whether FlashAttention-4 computes dense attention of these inputs."""
-    return _kernel(q) == "FLASH"
-
-
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> Partial:
-    """Dense attention by FlashAttention-4: out in q's dtype, lse fp32."""
-    return flash.dense_forward(q, k, v, shape, scale)
-
-
-def dense_backward(
-    queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of dense attention by FlashAttention-4, in q's dtype."""
-    return flash.dense_backward(queries, k, v, shape, scale)
+    def dense_backward(
+        self, queries: Queries, k: Tensor, v: Tensor, shape: DenseShape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return flash.dense_backward(queries, k, v, shape, scale)
 
 
 def _kernel(q: Tensor) -> str:
