@@ -37,6 +37,7 @@ from scripts.benchmarks.timing import training_call, visited_share
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
 from titan_sparse.attention.observe import imbalance
+from titan_sparse.attention.observe.statistics import worker_imbalance
 from titan_sparse.attention.observe.visits import (
     by_step,
     count_visits_of_all_heads,
@@ -386,14 +387,13 @@ def _counted(bench: Bench, index: BlockIndex, ranges: MaskRanges, cp: ContextPar
 
 
 def _degrees(work: Tensor) -> dict[str, float]:
-    """Imbalance degrees, and the slowdown if ranks waited for each other at every step."""
+    """Imbalance of whole ranks, within each step, and of a rank's steps."""
     degrees = {
-        "worker": imbalance.worker_imbalance,
-        "worker_per_step": imbalance.worker_imbalance_per_step,
-        "step": imbalance.step_imbalance,
-        "lockstep": imbalance.lockstep_imbalance,
+        "worker": worker_imbalance(work.sum(-1)),
+        "worker_per_step": imbalance.worker_imbalance_per_step(work),
+        "step": imbalance.step_imbalance(work),
     }
-    return {name: round(degree(work).item(), 4) for name, degree in degrees.items()}
+    return {name: round(degree.item(), 4) for name, degree in degrees.items()}
 
 
 def timeline(bench: Bench) -> Iterator[dict]:

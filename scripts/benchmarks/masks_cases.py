@@ -32,8 +32,7 @@ from titan_sparse.attention.backends import flash
 from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
 from titan_sparse.attention.masks.reach import seen_blocks
-from titan_sparse.attention.observe.imbalance import worker_imbalance
-from titan_sparse.attention.observe.statistics import recording
+from titan_sparse.attention.observe.statistics import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles
 from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS

@@ -395,7 +395,7 @@ def _check_ranks() -> None:
         torch.testing.assert_close(torch.stack(seen.recall), torch.stack(want_seen.recall))
         assert len(seen.calls) == len(seen.work) == (1 if share == 1 else 2)
         assert torch.equal(sum(seen.work), want_seen.work[0])
-        assert (seen.by_rank().elapsed.sum((1, 2)) > 0).all()
+        assert (seen.by_rank().elapsed > 0).all()
         # Keys and values of the first part go round twice more, those of the rest and gradients
         # as often as before.
         again = 1 if share == 1 else 2 * int(share * 12 / world + 0.5) * world / 12

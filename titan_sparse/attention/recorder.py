@@ -1,12 +1,14 @@
-"""Who watches attention calls. Nobody does unless a recording is on, which then costs nothing.
+"""What attention calls report to whoever records, and how long their forwards compute.
 
-The ops and schedules report here, and observe/ listens: arrows go one way. What caps cut can be
-counted without a recording: it costs one small kernel a selection.
+The ops and schedules report here, and observe/ listens. Without a recording this costs nothing.
+What caps cut can be counted without a recording: it costs one small kernel a selection.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -86,3 +88,116 @@ def recomputing() -> bool:
     graph_task = torch._C._current_graph_task_id()
     outside_backward = -1
     return graph_task != outside_backward
+
+
+# Times of context-parallel calls. They come from events on the compute stream, on the CPU from the
+# clock, and are read when they are asked for, so that the host never waits inside a call.
+
+Moment = torch.cuda.Event | float
+
+
+class BytesSent(NamedTuple):
+    """What this rank has sent so far.
+
+    ring: keys, values and gradients around the ranks. plain_ring: what a ring would have sent in
+    which each chunk visits every rank. verticals: the gathered verticals and their gradients.
+    """
+
+    ring: int
+    plain_ring: int
+    verticals: int
+
+
+class TimedCall:
+    """The forward of one attention call on this rank, timed from here on."""
+
+    def __init__(self, cp: Any, device: torch.device):
+        """cp: the ContextParallel."""
+        self.cp = cp
+        self.device = device
+        self.bytes_before = bytes_so_far(cp)
+        self.intervals: list[tuple[Moment, Moment]] = []
+        self.began = mark(device)
+        self.ended = self.began
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        began = mark(self.device)
+        yield
+        self.intervals.append((began, mark(self.device)))
+
+    def milliseconds(self) -> tuple[float, float]:
+        """How long the call computed, and how long it took. Waits for the GPU."""
+        if isinstance(self.ended, torch.cuda.Event):
+            self.ended.synchronize()
+        computed = sum(_milliseconds_between(*interval) for interval in self.intervals)
+        return computed, _milliseconds_between(self.began, self.ended)
+
+
+def bytes_so_far(cp: Any) -> BytesSent:
+    return BytesSent(
+        ring=cp.bytes_sent,
+        plain_ring=cp.plain_ring_bytes,
+        verticals=cp.sent["verticals"],
+    )
+
+
+_timed_calls: list[TimedCall] | None = None
+_call_in_progress: TimedCall | None = None
+
+
+@contextlib.contextmanager
+def timed_calls() -> Iterator[list[TimedCall]]:
+    """The forwards inside with several context-parallel ranks, in their order."""
+    global _timed_calls
+    _timed_calls = []
+    try:
+        yield _timed_calls
+    finally:
+        _timed_calls = None
+
+
+def timed(forward: Callable) -> Callable:
+    """A schedule's forward(call, q, k, v), timed inside timed_calls().
+
+    A forward that activation checkpointing repeats is not timed again.
+    """
+
+    @functools.wraps(forward)
+    def timed_forward(call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        global _call_in_progress
+        if _timed_calls is None or call.cp.size == 1 or recomputing():
+            return forward(call, q, k, v)
+        timed_call = TimedCall(call.cp, q.device)
+        _call_in_progress = timed_call
+        try:
+            result = forward(call, q, k, v)
+        finally:
+            _call_in_progress = None
+        timed_call.ended = mark(q.device)
+        _timed_calls.append(timed_call)
+        return result
+
+    return timed_forward
+
+
+def computing() -> contextlib.AbstractContextManager[None]:
+    """Around what a forward computes; does nothing unless the call is timed."""
+    if _call_in_progress is None:
+        return contextlib.nullcontext()
+    return _call_in_progress.computing()
+
+
+def mark(device: torch.device) -> Moment:
+    """This moment on the compute stream of a GPU, or by the clock in seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds_between(began: Moment, ended: Moment) -> float:
+    if isinstance(began, float):
+        return (ended - began) * 1e3
+    return began.elapsed_time(ended)

@@ -27,6 +27,7 @@ from titan_sparse.attention.context_parallel.layouts import ALL_LAYOUTS
 from titan_sparse.attention.masks.packed import sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, MaskRanges, SlidingWindow
 from titan_sparse.attention.observe import imbalance
+from titan_sparse.attention.observe.statistics import worker_imbalance
 from titan_sparse.attention.patterns import BlockIndex, VerticalSlash
 from titan_sparse.config import (
     Config,
@@ -335,7 +336,7 @@ def summary(p: LayerPlan) -> dict[str, float]:
     elapsed = p.forward.compute + p.forward.waiting
     numbers = {
         "density": p.density,
-        "worker_imbalance": imbalance.worker_imbalance(p.work).item(),
+        "worker_imbalance": worker_imbalance(p.work.sum(-1)).item(),
         "worker_imbalance_per_step": imbalance.worker_imbalance_per_step(p.work).item(),
         "step_imbalance": imbalance.step_imbalance(p.work).item(),
         "computation_ratio": imbalance.computation_ratio(p.forward.compute, elapsed).item(),

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from titan_sparse.attention.observe import imbalance
-from titan_sparse.attention.observe.statistics import Recording
+from titan_sparse.attention.observe.statistics import Recording, worker_imbalance
 from titan_sparse.config import Config
 from titan_sparse.estimate.flops import flops_per_token, peak_flops, utilization
 from titan_sparse.models.flavours import DecoderConfig
@@ -291,29 +290,18 @@ def attention_averages(recorded: Recording) -> dict[str, float]:
 def context_parallel_averages(recorded: Recording) -> dict[str, float]:
     """Balance and communication of attention, means over its calls and the context-parallel groups.
 
-    Empty for one rank. Degrees as in attention/observe/imbalance.py, of visited pairs and
-    (..._time) of computing time. exposed_communication_ms: what a forward takes beyond its
-    computing; ..._share: as a share of the forward's time. Collective.
+    Empty for one rank. worker_imbalance: of visited pairs, and (..._time) of computing time.
+    exposed_communication_ms: what a forward takes beyond its computing; ..._share: as a share of
+    the forward's time. Collective.
     """
     if not recorded.calls:
         return {}
     by_rank = recorded.by_rank()
-    degrees = (
-        imbalance.worker_imbalance,
-        imbalance.worker_imbalance_per_step,
-        imbalance.step_imbalance,
-        imbalance.lockstep_imbalance,
-    )
+    elapsed = by_rank.elapsed.mean().item()
+    exposed = elapsed - by_rank.compute.mean().item()
     values: dict[str, float] = {}
-    for degree in degrees:
-        values[degree.__name__] = degree(by_rank.work).mean().item()
-    for degree in degrees:
-        values[degree.__name__ + "_time"] = degree(by_rank.compute).mean().item()
-    ratio = imbalance.computation_ratio(by_rank.compute, by_rank.elapsed)
-    values["computation_ratio"] = ratio.mean().item()
-    # [calls, ranks, steps], ms
-    elapsed = by_rank.elapsed.sum(-1).mean().item()
-    exposed = elapsed - by_rank.compute.sum(-1).mean().item()
+    values["worker_imbalance"] = worker_imbalance(by_rank.work).mean().item()
+    values["worker_imbalance_time"] = worker_imbalance(by_rank.compute).mean().item()
     values["exposed_communication_ms"] = exposed
     values["exposed_communication_share"] = exposed / elapsed
     values["sent"] = recorded.bytes_sent

@@ -1,7 +1,7 @@
 """How evenly work is spread over ranks and steps: the degrees of imbalance that MTraining reports.
 
-Every function takes work [..., ranks, steps]: pairs of tokens counted by visits.py, or measured
-times of kernels.
+For the planner and the benchmarks. Every function takes work [..., ranks, steps]: pairs of tokens
+counted by visits.py, or measured times of kernels. The degree of whole ranks is in statistics.py.
 """
 
 import torch
@@ -9,17 +9,6 @@ from torch import Tensor
 
 _TINY = 1e-300
 """Smallest divisor: keeps a division by zero out of the branch that torch.where() drops."""
-
-
-def worker_imbalance(work: Tensor) -> Tensor:
-    """Worker-level imbalance degree, float64 [...] (MTraining, figure 7).
-
-    work: [..., ranks, steps]. The sum over steps is taken for each rank, then max / mean over
-    ranks. 1 is perfect; all the time above 1 is waiting for the slowest rank.
-    """
-    # [..., ranks]
-    work_of_rank = work.double().sum(-1)
-    return _max_over_mean(work_of_rank)
 
 
 def worker_imbalance_per_step(work: Tensor) -> Tensor:
@@ -44,26 +33,6 @@ def step_imbalance(work: Tensor) -> Tensor:
     # [..., ranks]
     imbalance = _max_over_mean(work.double())
     return imbalance.mean(-1)
-
-
-def lockstep_imbalance(work: Tensor) -> Tensor:
-    """The slowdown if no rank may run ahead, float64 [...].
-
-    The sum over steps of the slowest rank's work, divided by the mean over ranks of their sums.
-    That is worker_imbalance_per_step() with every step weighted by its length.
-    work: [..., ranks, steps].
-    """
-    work = work.double()
-    ranks = work.shape[-2]
-    total = work.sum((-1, -2))
-    mean_of_ranks = total / ranks
-    # [..., steps]: every step takes as long as its slowest rank.
-    slowest_of_step = work.amax(-2)
-    slowest = slowest_of_step.sum(-1)
-    # Without any work nobody waits.
-    has_work = mean_of_ranks > 0
-    slowdown = slowest / mean_of_ranks.clamp(min=_TINY)
-    return torch.where(has_work, slowdown, 1.0)
 
 
 def computation_ratio(compute: Tensor, elapsed: Tensor) -> Tensor:

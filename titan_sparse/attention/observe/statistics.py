@@ -1,9 +1,9 @@
 """What sparse attention kept, per layer and head, measured while training: density, recall, budgets
 at their cap.
 
-With several context-parallel ranks also how work and time spread over ranks and steps, and what was
-sent. Layers are told apart by the order of their calls, so that one compiled block serves all
-layers. What activation checkpointing repeats is not counted again.
+With several context-parallel ranks also how work and time spread over ranks, and what was sent.
+Layers are distinguished by the order of their calls, so that one compiled block serves all layers.
+What activation checkpointing repeats is not counted again.
 """
 
 import contextlib
@@ -14,19 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder, timing
+from titan_sparse.attention import recorder
 from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.call import AttentionCall
-from titan_sparse.attention.context_parallel.schedule import Moves
 from titan_sparse.attention.masks.counts import pairs_by_block, visible_pairs
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.masks.reach import queries_seeing, seen_by
 from titan_sparse.attention.observe.thumbnails import thumbnail
-from titan_sparse.attention.observe.visits import add_verticals
 from titan_sparse.attention.patterns.moba_index import MoBAIndex
-from titan_sparse.attention.schedules import group_cast
-from titan_sparse.attention.schedules.needs import needed_chunks
-from titan_sparse.attention.schedules.transport import route_of
 from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 # How much is looked at together, which bounds the memory.
@@ -35,17 +30,27 @@ _KEYS_AT_ONCE = 8192
 
 
 class ByRank(NamedTuple):
-    """Of each attention call's forward, float64 [calls, ranks, steps] on the CPU.
+    """Of each attention call's forward, float64 [calls, ranks] on the CPU.
 
-    A step of a ring is a chunk, of all_gather a KV head, of group_cast the own blocks or a stage of
-    others.
     work: visited pairs of tokens, summed over sequences and heads. compute: ms of computing.
-    elapsed: ms since the step before was done, which add up to the call.
+    elapsed: ms that the call took.
     """
 
     work: Tensor
     compute: Tensor
     elapsed: Tensor
+
+
+def worker_imbalance(work: Tensor) -> Tensor:
+    """Work of the busiest rank / mean over ranks, float64 [...] (MTraining, figure 7).
+
+    work: [..., ranks]. 1 is perfect, and the degree where there is no work at all.
+    """
+    work = work.double()
+    mean = work.mean(-1)
+    has_work = mean > 0
+    # The divisor keeps a division by zero out of the branch that torch.where() drops.
+    return torch.where(has_work, work.amax(-1) / mean.where(has_work, 1.0), 1.0)
 
 
 @dataclass
@@ -83,7 +88,7 @@ class Recording:
     blocks_per_query: list[Tensor] = field(default_factory=list)
     verticals: list[Tensor] = field(default_factory=list)
     thumbnails: list[Tensor] = field(default_factory=list)
-    calls: list[timing.TimedCall] = field(default_factory=list)
+    calls: list[recorder.TimedCall] = field(default_factory=list)
     work: list[Tensor] = field(default_factory=list)
     bytes_sent: int = 0
     plain_ring_bytes: int = 0
@@ -111,15 +116,13 @@ class Recording:
                 "record them alone"
             )
         cp = self.calls[0].cp
-        # [calls, steps] and [calls, 2, steps]
+        # [calls]
         work = torch.stack(self.work)
-        times = torch.stack([call.milliseconds() for call in self.calls])
-        times = times.to(work.device)
-        # [calls, ranks, steps] and [calls, ranks, 2, steps]
-        work = cp.all_gather(work).transpose(0, 1).cpu()
-        times = cp.all_gather(times).transpose(0, 1).cpu()
-        compute, elapsed = times.unbind(2)
-        return ByRank(work, compute, elapsed)
+        compute, elapsed = zip(*(call.milliseconds() for call in self.calls))
+        measured = torch.stack([work, work.new_tensor(compute), work.new_tensor(elapsed)])
+        # [ranks, 3, calls] -> [3, calls, ranks]
+        of_ranks = cp.all_gather(measured).movedim(0, 2).cpu()
+        return ByRank(*of_ranks)
 
     # What the ops report (recorder.Observer)
 
@@ -129,24 +132,12 @@ class Recording:
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor) -> None:
         """After a forward of the whole sequence or of a share, with padded inputs."""
-        key_blocks = None
-        if call.cp.moves is Moves.BLOCKS:
-            key_blocks = [call.key_blocks(), *group_cast.stages(call)]
-        pairs, vertical_pairs = visited_pairs(call, len(q), key_blocks)
-        if call.cp.size > 1:
-            work = _work_by_step(
-                call,
-                pairs,
-                vertical_pairs,
-                kv_heads=k.shape[1],
-                key_blocks=key_blocks,
-            )
-            self.work.append(work)
         # [B, Hq]
-        in_blocks = pairs.sum(-1)
-        in_verticals = vertical_pairs.sum(-1)
+        in_blocks, in_verticals = visited_pairs(call, len(q))
         # [2, B, Hq], then averaged over sequences
         visited = torch.stack([in_blocks + in_verticals, in_blocks])
+        if call.cp.size > 1:
+            self.work.append(visited[0].sum())
         visited = call.cp.all_reduce(visited)
         self.visited_by_call.append(visited.mean(1))
 
@@ -187,7 +178,7 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
 
     Collective: all context-parallel ranks record at the same time.
     """
-    with timing.timed_calls() as calls:
+    with recorder.timed_calls() as calls:
         seen = Recording(recall_rows, thumbnail_cells, calls=calls)
         try:
             with recorder.observed_by(seen):
@@ -195,64 +186,22 @@ def recording(recall_rows: int = 0, thumbnail_cells: int = 0) -> Iterator[Record
         finally:
             if calls:
                 before = calls[0].bytes_before
-                now = timing.bytes_so_far(calls[0].cp)
+                now = recorder.bytes_so_far(calls[0].cp)
                 seen.bytes_sent = now.ring - before.ring
                 seen.plain_ring_bytes = now.plain_ring - before.plain_ring
                 seen.bytes_of_verticals = now.verticals - before.verticals
 
 
-def _work_by_step(
-    call: AttentionCall,
-    pairs: Tensor,
-    vertical_pairs: Tensor,
-    kv_heads: int,
-    key_blocks: list[Tensor] | None,
-) -> Tensor:
-    """This rank's visited pairs by step, float64 [steps].
-
-    pairs, vertical_pairs: of visited_pairs(). key_blocks: of each step, where steps are not chunks.
-    """
-    if call.cp.moves is Moves.HEADS:
-        # [B, Hq] -> [B, Hkv, group]
-        by_head = pairs.sum(-1) + vertical_pairs.sum(-1)
-        by_kv_head = by_head.unflatten(1, (kv_heads, -1))
-        return by_kv_head.sum((0, 2))
-    # [lists of key blocks]
-    work = pairs.sum((0, 1))
-    if key_blocks:
-        computes = [len(blocks) > 0 for blocks in key_blocks]
-    else:
-        # A step that any group of heads computes on counts as a step.
-        [needed] = needed_chunks(call)
-        route = route_of(call.cp, needed)
-        computes = route.computes_by_step
-        # From the order of ranks to that of steps.
-        sources = []
-        for window in call.cp.windows:
-            sources.extend(window)
-        work = work[sources]
-    vertical_work = vertical_pairs.sum((0, 1))
-    add_verticals(work, vertical_work, computes)
-    return work
-
-
-def visited_pairs(
-    call: AttentionCall, batch: int, key_blocks: list[Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Pairs of tokens computed for this rank's queries.
-
-    key_blocks: lists of global blocks int64 [n]; by default the blocks of each rank.
-    Returns the pairs in each of these lists, float64 [B, Hq, lists], and those of verticals outside
-    selected blocks, by block of verticals, [B, Hq, C / block_size].
-    """
+def visited_pairs(call: AttentionCall, batch: int) -> tuple[Tensor, Tensor]:
+    """Pairs of tokens computed for this rank's queries, float64 [B, Hq]: those in selected blocks,
+    and those of verticals outside them."""
     index = call.index
     ranges = call.mask
     size = index.block_size
     query_blocks = call.query_blocks()
-    key_blocks = key_blocks or list(call.cp.table(ranges))
     if isinstance(index, MoBAIndex):
-        pairs = index.pairs(ranges, query_blocks, key_blocks)
-        return pairs, torch.zeros_like(pairs[..., :0])
+        pairs = index.pairs(ranges, query_blocks, list(call.cp.table(ranges))).sum(-1)
+        return pairs, torch.zeros_like(pairs)
     # [Bm, nq, blocks]: what the mask allows
     allowed_key = ("pairs by block", call.cp.key, call.first, call.last)
     allowed = once_per_mask(
@@ -264,16 +213,9 @@ def visited_pairs(
     first_seeing, behind_seeing = queries_seeing(ranges, index.verticals)
     keys = all_blocks(index)
     device = index.verticals.device
-    # [B, Hq, blocks]
-    by_key = torch.zeros(
-        batch,
-        index.heads,
-        len(keys),
-        dtype=torch.float64,
-        device=device,
-    )
-    # [B, Hq, C]
-    vertical_pairs = by_key.new_zeros(index.verticals.shape)
+    # [B, Hq] each
+    in_blocks = torch.zeros(batch, index.heads, dtype=torch.float64, device=device)
+    in_verticals = torch.zeros_like(in_blocks)
     for q_blocks, allowed_pairs in zip(
         query_blocks.split(_Q_BLOCKS_AT_ONCE),
         allowed.split(_Q_BLOCKS_AT_ONCE, dim=1),
@@ -282,21 +224,15 @@ def visited_pairs(
         # [B, Hq, nq, blocks]
         selected = index.selects(q_blocks, keys)
         visited = torch.where(selected, allowed_pairs[:, None], 0)
-        by_key += visited.sum(dim=-2)
+        in_blocks += visited.sum(dim=(-2, -1))
         # [B, Hq, nq, C]: queries of each block that see each vertical
         begin = (q_blocks * size)[:, None]
         from_query = torch.maximum(first_seeing[:, :, None], begin)
         to_query = torch.minimum(behind_seeing[:, :, None], begin + size)
         seeing = (to_query - from_query).clamp(min=0)
         uncovered = ~covered_verticals(index, selected)
-        vertical_pairs += seeing.where(uncovered, 0).sum(dim=-2)
-    blocks_of_verticals = index.verticals.shape[-1] // size
-    by_vertical = vertical_pairs.unflatten(-1, (blocks_of_verticals, size))
-    pairs_of_lists = []
-    for blocks in key_blocks:
-        pairs_of_lists.append(by_key[..., blocks].sum(-1))
-    by_list = torch.stack(pairs_of_lists, dim=-1)
-    return by_list, by_vertical.sum(-1)
+        in_verticals += seeing.where(uncovered, 0).sum(dim=(-2, -1))
+    return in_blocks, in_verticals
 
 
 def recall(call: AttentionCall, q: Tensor, k: Tensor, lse: Tensor, samples: int) -> Tensor:

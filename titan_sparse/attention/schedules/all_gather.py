@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import timing
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
@@ -34,7 +34,7 @@ class KVHead(NamedTuple):
     v: Tensor
 
 
-@timing.timed
+@recorder.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
     call.count_plain_ring(k)
@@ -47,7 +47,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     tiles = None
     by_rectangles = _goes_by_rectangles(call, q)
     if not by_rectangles:
-        with timing.computing(0):
+        with recorder.computing():
             tiles = call.tiles_of_all_ranks(len(q), transpose=False)
     outs = []
     lses = []
@@ -56,7 +56,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         vertical_kv = None
         if has_verticals:
             vertical_kv = gathered.wait()
-        with timing.computing(step):
+        with recorder.computing():
             if by_rectangles:
                 out, lse = _dense_forward(call, q[:, heads], head, result.parts[step])
             else:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from titan_sparse.attention import timing
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
@@ -27,7 +27,7 @@ from titan_sparse.attention.schedules.needs import needed_blocks
 from titan_sparse.kernels.block_sparse import Piece
 
 
-@timing.timed
+@recorder.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and gathered verticals [2, B, Hq, C, D]."""
     call.count_plain_ring(k)
@@ -47,7 +47,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         vertical_kv = None
         if step in with_verticals:
             vertical_kv = gathered.wait()
-        with timing.computing(step):
+        with recorder.computing():
             name = (len(blocks_by_step), "forward", step)
             pieces = [_piece(call, blocks, kv, name, transpose=False)]
             if vertical_kv is not None:
@@ -145,13 +145,6 @@ def backward(
     if reduced is not None:
         verticals.add_gradients(call, (dk, dv), reduced.wait())
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
-
-
-def stages(call: AttentionCall) -> list[Tensor]:
-    """Global blocks, int64 [n], that this rank gets from others in each stage of the forward."""
-    forward_stages = call.cp.overlap_stages[0]
-    exchanges = _plan(call, forward_stages)
-    return [stage.k_blocks for stage in exchanges.stages]
 
 
 def _plan(call: AttentionCall, stages: int) -> Plan:

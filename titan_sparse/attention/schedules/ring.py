@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import timing
+from titan_sparse.attention import recorder
 from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import (
@@ -44,7 +44,7 @@ class HeadGroup(NamedTuple):
     kv_heads: slice
 
 
-@timing.timed
+@recorder.timed
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, S_local, D], lse [B, Hq, S_local], and the gathered verticals [2, B, Hq, C, D].
 
@@ -77,7 +77,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         vertical_kv = None
         if step.number in with_verticals:
             vertical_kv = gathered.wait()
-        with timing.computing(step.number):
+        with recorder.computing():
             rectangle = None
             if vertical_kv is None:
                 rectangle = rectangles.rectangle_of(call, q, step.source)
