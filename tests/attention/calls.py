@@ -15,15 +15,15 @@ def op_arguments(
     pattern: Pattern,
     cp: ContextParallel,
     scale: float | None = None,
-    share: str = "whole",
-    recomputed: float = 0.0,
+    begin: float = 0.0,
+    end: float = 1.0,
 ) -> tuple[None, list[Tensor], list[Tensor], str]:
     """(sinks, index, mask, call), which follow q, k and v; no sinks.
 
-    share, recomputed: as options_key() takes them.
+    begin, end: as options_key() takes them.
     """
     names, tensors = mask_tensors(ranges)
-    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, share, recomputed)
+    key = options_key(pattern.key, cp.key, "eager", names, ranges.plain, scale, begin, end)
     return None, index, tensors, key
 
 

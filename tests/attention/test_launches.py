@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from tests.reference import structured_qkv
-from titan_sparse.attention import attend
-from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention import attend, call_tiles
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import VerticalSlash
@@ -80,7 +79,7 @@ def on_interpreter(test):
 def test_launches_of_attention(monkeypatch):
     """The second call's: what depends on the mask alone is remembered from the first."""
     monkeypatch.setattr(verticals, "_has_kernels", lambda x: True)
-    monkeypatch.setattr(AttentionCall, "_has_table_kernels", lambda call: True)
+    monkeypatch.setattr(call_tiles, "_has_table_kernels", lambda call: True)
     counted = {}
     for name in ("forward", "backward"):
         compute = getattr(single, name)

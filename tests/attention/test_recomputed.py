@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.attention.calls import op_arguments
 from tests.distributed import run_processes
 from tests.reference import attention_bytes, structured_qkv
-from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention import ContextParallel, attend, call_tiles
 from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.packed import prefix_lm, sliding_window
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
@@ -194,7 +193,7 @@ def test_nested():
 def test_triton_and_its_tables(monkeypatch, pattern, mask):
     """The kernels and, where there are slashes, the kernels' tables serve fewer queries than keys."""
     monkeypatch.setattr(
-        AttentionCall,
+        call_tiles,
         "_has_table_kernels",
         lambda call: isinstance(call.index, VerticalSlashIndex),
     )
@@ -217,11 +216,11 @@ def test_opcheck():
     index = pattern.select(q, k, MASKS["documents"], block_size=BLOCK).tensors()
     cp = one_rank(BLOCK)
     whole = op_arguments(index, ranges, pattern, cp, 0.3)
-    second = op_arguments(index, ranges, pattern, cp, 0.3, "second", 0.4)
+    second = op_arguments(index, ranges, pattern, cp, 0.3, 0.4, 1.0)
     ops = torch.ops.titan_sparse
     torch.library.opcheck(ops.attend_forward.default, (q, k, v, *second))
     out, lse, vertical_kv = ops.attend_forward(q, k, v, *second)
-    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, "first", 0.4)
+    first = op_arguments([*index, vertical_kv], ranges, pattern, cp, 0.3, 0.0, 0.4)
     torch.library.opcheck(ops.attend_recomputed.default, (q, k, v, *first))
     first_out, first_lse, nothing = ops.attend_recomputed(q, k, v, *first)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

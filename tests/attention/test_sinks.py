@@ -318,9 +318,9 @@ def test_opcheck(dtype, sink_dtype):
     arguments = (torch.ones_like(out), out, lse, sinks)
     torch.library.opcheck(ops.attend_sinks_backward.default, arguments)
 
-    second = op_arguments(index, ranges, p.pattern, cp, 0.3, "second", 0.4)
+    second = op_arguments(index, ranges, p.pattern, cp, 0.3, 0.4, 1.0)
     second_out, second_lse, vertical_kv = ops.attend_forward(q, k, v, *second)
-    first = op_arguments([*index, vertical_kv], ranges, p.pattern, cp, 0.3, "first", 0.4)
+    first = op_arguments([*index, vertical_kv], ranges, p.pattern, cp, 0.3, 0.0, 0.4)
     first_out, first_lse, _ = ops.attend_recomputed(q, k, v, *first)
     shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
     result = torch.library.opcheck(ops.attend_join.default, (*leaves, *whole, shares))

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.distributed import run_processes
 from tests.reference import structured_qkv
 from tests.runs import metrics_of, tiny_config, train, write_texts
-from titan_sparse.attention import ContextParallel, attend, recorder
-from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention import ContextParallel, attend, call_tiles, recorder
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe.statistics import recording, worker_imbalance
 from titan_sparse.attention.observe.visits import by_step, count_visits, step_sources
@@ -100,8 +99,8 @@ def _check_verticals_of_the_backward(schedule: str) -> None:
     seen = []
     reduced = []
     monkeypatch = pytest.MonkeyPatch()
-    tiles_of_rank = AttentionCall.tiles_of_rank
-    vertical_piece = AttentionCall.vertical_piece
+    tiles_of_rank = call_tiles.tiles_of_rank
+    vertical_piece = call_tiles.vertical_piece
     reduce_gradients = verticals.reduce_gradients
     cp = _cp("striped", schedule)
     local = [
@@ -122,8 +121,8 @@ def _check_verticals_of_the_backward(schedule: str) -> None:
         reduced.append(len(seen))
         return reduce_gradients(*arguments)
 
-    monkeypatch.setattr(AttentionCall, "tiles_of_rank", seen_tiles)
-    monkeypatch.setattr(AttentionCall, "vertical_piece", seen_verticals)
+    monkeypatch.setattr(call_tiles, "tiles_of_rank", seen_tiles)
+    monkeypatch.setattr(call_tiles, "vertical_piece", seen_verticals)
     monkeypatch.setattr(verticals, "reduce_gradients", seen_reduction)
     out.sum().backward()
     monkeypatch.undo()

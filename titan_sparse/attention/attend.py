@@ -3,14 +3,12 @@
 import operator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from titan_sparse.attention import backends
-from titan_sparse.attention.call import options_key, recomputed_blocks
+from titan_sparse.attention.call import options_key
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import (
-    Ranks,
     check_sinks,
     check_tensors,
     constant,
@@ -22,6 +20,7 @@ from titan_sparse.attention.masks.ranges import Causal, Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
 from titan_sparse.attention.patterns.dense import Dense
 from titan_sparse.attention.patterns.selection import check_pattern, select
+from titan_sparse.attention.recomputed import attend_in_parts
 
 
 class Auxiliary(NamedTuple):
@@ -103,60 +102,13 @@ def attend(
     )
     index = select(q, k, ranges, pattern, ranks, scale) if pattern.dynamic else []
     names, tensors = mask_tensors(ranges)
-    boundary, blocks = _recomputed_blocks(recomputed, q, ranges, ranks)
-    ops = torch.ops.titan_sparse
 
-    def key(share: str = "whole") -> str:
-        return options_key(
-            pattern.key,
-            ranks.key,
-            backend,
-            names,
-            ranges.plain,
-            scale,
-            share,
-            0.0 if share == "whole" else constant(recomputed),
-        )
+    def key(begin: float, end: float) -> str:
+        return options_key(pattern.key, ranks.key, backend, names, ranges.plain, scale, begin, end)
 
-    if boundary == 0:
-        out, lse, _ = ops.attend_forward(q, k, v, sinks, index, tensors, key())
-    elif boundary == blocks:
-        out, lse, _ = ops.attend_recomputed(q, k, v, sinks, index, tensors, key())
-    else:
-        # The two shares are differentiated together, by attend_join, which also adds the sinks.
-        inputs = (q.detach(), k.detach(), v.detach(), None)
-        second_out, second_lse, vertical_kv = ops.attend_forward(
-            *inputs, index, tensors, key("second")
-        )
-        first_out, first_lse, _ = ops.attend_recomputed(
-            *inputs, [*index, vertical_kv], tensors, key("first")
-        )
-        shares = [first_out, second_out, first_lse, second_lse, vertical_kv]
-        out, lse = ops.attend_join(q, k, v, sinks, index, tensors, key(), shares)
+    inputs = (q, k, v, sinks, index, tensors)
+    out, lse = attend_in_parts(inputs, recomputed, ranges, ranks, key)
     if not return_aux:
         return out
     batch, heads = q.shape[:2]
     return out, Auxiliary(lse, pattern.index(index, ranges, batch, heads, ranks.block_size))
-
-
-def _recomputed_blocks(
-    recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks
-) -> tuple[int, int]:
-    """call.recomputed_blocks(), checked.
-
-    Raises ValueError for what cannot be recomputed in part.
-    """
-    if not 0 <= recomputed <= 1:
-        raise ValueError(f"recomputed={recomputed} is no share of a sequence; write 0 to 1")
-    boundary, blocks = recomputed_blocks(recomputed, q.shape[2], ranks.block_size)
-    if boundary in (0, blocks):
-        return boundary, blocks
-    if not ranges.causal:
-        raise ValueError(f"recomputed={recomputed} needs a causal mask; write recomputed=0 or 1")
-    if ranks.size > 1 and ranks.layout != "striped":
-        # Only there are the first blocks of all ranks the first blocks of the sequence.
-        raise ValueError(
-            f'recomputed={recomputed} needs layout "striped", not "{ranks.layout}"; '
-            "write it, or recomputed=0 or 1"
-        )
-    return boundary, blocks

@@ -3,7 +3,7 @@
 select (patterns/selection.py) has no gradient. Activation checkpointing keeps the results of select
 and attend_forward (SAVED_OPS), so that index, out and lse survive recomputation and no collective
 runs twice. What may be computed twice to save memory goes through attend_recomputed, which is
-attend_forward by another name, and attend_join.
+attend_forward by another name (recomputed.py).
 
 A forward takes (q, k, v, sinks, index, mask, call): learned sinks or None, the tensors of the index
 and of the mask, and the key of CallOptions (call.py). It adds the sinks at its end, so that out and
@@ -34,8 +34,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the gathered verticals' keys and values [2, B, Hq, C, D].
 
-    The verticals are not returned again where they came as the last of `index`. A share of a
-    sequence is given no sinks: attend_join adds them.
+    The verticals are not returned again where they came as the last of `index`. A part of a
+    sequence is given no sinks: they are added to the whole.
     """
     # A graph that torch.compile made without tangents may be called with them.
     check_tangents(q=q, k=k, v=v)
@@ -57,8 +57,8 @@ def _forward(
         observer = recorder.observer()
     if observer is not None:
         observer.forward(bound, q_share, k_share)
-        # Shares of a sequence are reported as a layer once they are joined.
-        if bound.last is None:
+        # Parts of a sequence are reported as a layer once they are joined.
+        if not bound.is_partial:
             observer.layer(bound, q_share, k_share, lse)
     if bound.vertical_kv is not None:
         vertical_kv = q.new_empty(0)
@@ -92,7 +92,7 @@ def _fake_forward(
         # The last block may be ragged.
         end = min(last * size, seq_len)
     length = end - begin
-    if options.share == "first":
+    if options.end < 1:
         vertical_kv = q.new_empty(0)
     else:
         verticals = options.pattern.vertical_count(index)
@@ -101,48 +101,6 @@ def _fake_forward(
     lse_dtype = accumulation_dtype(q.dtype)
     lse = q.new_empty(batch, heads, length, dtype=lse_dtype)
     return out, lse, vertical_kv
-
-
-@torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
-def _join(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    index: list[Tensor],
-    mask: list[Tensor],
-    call: str,
-    shares: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """out and lse of the whole from those of its two shares; differentiated as the whole.
-
-    shares: out of the first and of the second share, lse of both, and the verticals' keys and
-    values; all without sinks, which are added here.
-    """
-    first_out, second_out, first_lse, second_lse, _ = shares
-    out = torch.cat([first_out, second_out], dim=2)
-    lse = torch.cat([first_lse, second_lse], dim=2)
-    observer = None
-    if recorder.listening and q.numel() > 0:
-        observer = recorder.observer()
-    if observer is not None:
-        bound = bind(call, q, index, mask)
-        size = bound.cp.block_size
-        q_padded = whole_blocks(q, 2, size)
-        k_padded = whole_blocks(k, 2, size)
-        lse_padded = whole_blocks(lse, 2, size, -torch.inf)
-        observer.layer(bound, q_padded, k_padded, lse_padded)
-    if sinks is not None:
-        out, lse = add_sinks(out, lse, sinks)
-    return out, lse
-
-
-@_join.register_fake
-def _fake_join(q, k, v, sinks, index, mask, call, shares):
-    lse_dtype = accumulation_dtype(q.dtype)
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
-    return out, lse
 
 
 @torch.library.custom_op("titan_sparse::attend_backward", mutates_args=())
@@ -211,29 +169,19 @@ def _fake_sinks_backward(d_out, out, lse, sinks):
 
 
 def _save_forward(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Keep for the backward what the whole attention needs; a share of one has no backward."""
+    """Keep for the backward what the whole attention needs; a part of one has no backward."""
     q, k, v, sinks, index, mask, call = inputs
     options = registry.lookup(call)
-    if options.share != "whole":
+    if options.is_partial:
         raise ValueError(
             "a part of attention has no gradient of its own; detach its inputs and join the parts"
         )
-    _save(ctx, q, k, v, sinks, index, mask, call, output)
+    save(ctx, q, k, v, sinks, index, mask, call, output)
     _, lse, vertical_kv = output
     ctx.mark_non_differentiable(lse, vertical_kv)
 
 
-def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    """Keep for the backward what _save_forward() keeps, of the whole."""
-    q, k, v, sinks, index, mask, call, shares = inputs
-    out, lse = output
-    vertical_kv = shares[-1]
-    results = (out, lse, vertical_kv)
-    _save(ctx, q, k, v, sinks, index, mask, call, results)
-    ctx.mark_non_differentiable(lse)
-
-
-def _save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
+def save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     """results: out, lse and the verticals' keys and values."""
     # Only tensors can be saved; their numbers say where the lists begin and end.
     ctx.call = call
@@ -247,7 +195,7 @@ def _save(ctx, q, k, v, sinks, index, mask, call, results) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
+def differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     """Gradients of the seven inputs; those of index and mask are lists of None."""
     no_index = [None] * ctx.index_count
     no_mask = [None] * ctx.mask_count
@@ -274,18 +222,10 @@ def _differentiate(ctx, d_out: Tensor | None, *_) -> tuple:
     return dq, dk, dv, d_sinks, no_index, no_mask, None
 
 
-def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
-    """As _differentiate(), with the five shares as an eighth input."""
-    no_shares = [None] * 5
-    gradients = _differentiate(ctx, d_out)
-    return *gradients, no_shares
-
-
 for _name in ("attend_forward", "attend_recomputed"):
     _op = torch.library.custom_op(f"titan_sparse::{_name}", _forward, mutates_args=())
     _op.register_fake(_fake_forward)
-    _op.register_autograd(_differentiate, setup_context=_save_forward)
-_join.register_autograd(_differentiate_joined, setup_context=_save_joined)
+    _op.register_autograd(differentiate, setup_context=_save_forward)
 
 SAVED_OPS = (
     torch.ops.titan_sparse.select.default,
@@ -293,5 +233,5 @@ SAVED_OPS = (
 )
 """What activation checkpointing must keep: recomputing them would repeat collectives and selection.
 
-attend_recomputed, which attend(recomputed=...) calls for the first share of each sequence, is not
+attend_recomputed, which attend(recomputed=...) calls for the first part of each sequence, is not
 among them."""

@@ -11,9 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world
-from titan_sparse.attention import ContextParallel, attend
+from titan_sparse.attention import ContextParallel, attend, call_tiles
 from titan_sparse.attention.backends import BACKENDS
-from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Communicator, Pending, Transfer
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Pattern
@@ -43,8 +42,8 @@ class Events:
         for function in (eager.forward, eager.backward):
             recorded = self._recorded(function, "compute")
             monkeypatch.setattr(eager, function.__name__, recorded)
-        tables = self._recorded(AttentionCall.tiles_of_all_ranks, "tables")
-        monkeypatch.setattr(AttentionCall, "tiles_of_all_ranks", tables)
+        tables = self._recorded(call_tiles.tiles_of_all_ranks, "tables")
+        monkeypatch.setattr(call_tiles, "tiles_of_all_ranks", tables)
 
     def take(self) -> list[str]:
         """The events since the last call."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder
+from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.comm import Pending
@@ -48,7 +48,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     by_rectangles = _goes_by_rectangles(call, q)
     if not by_rectangles:
         with recorder.computing():
-            tiles = call.tiles_of_all_ranks(len(q), transpose=False)
+            tiles = call_tiles.tiles_of_all_ranks(call, len(q), transpose=False)
     outs = []
     lses = []
     for step, head in enumerate(kv_heads):
@@ -61,7 +61,9 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
                 out, lse = _dense_forward(call, q[:, heads], head, result.parts[step])
             else:
                 if has_verticals and tiles_of_verticals is None:
-                    tiles_of_verticals = call.tiles_of_verticals(len(q), transpose=False)
+                    tiles_of_verticals = call_tiles.tiles_of_verticals(
+                        call, len(q), transpose=False
+                    )
                 pieces = _pieces(head, tiles, vertical_kv, tiles_of_verticals)
                 # One launch sees all keys: nothing is merged, and out may be rounded right away.
                 out, lse = call.backend.forward(
@@ -91,11 +93,11 @@ def backward(
     kv_heads = _gathered_heads(call, q, k, v)
     result = results(q, _query_heads(q, k), steps=1)
     by_rectangles = _goes_by_rectangles(call, q)
-    tiles = None if by_rectangles else call.tiles_of_all_ranks(len(q), by_key)
+    tiles = None if by_rectangles else call_tiles.tiles_of_all_ranks(call, len(q), by_key)
     has_verticals = vertical_kv.shape[3] > 0
     tiles_of_verticals = None
     if has_verticals:
-        tiles_of_verticals = call.tiles_of_verticals(len(q), by_key)
+        tiles_of_verticals = call_tiles.tiles_of_verticals(call, len(q), by_key)
     dq = []
     d_verticals = []
     dk_scattered: list[Pending] = []

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from titan_sparse.attention import recorder
+from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.group_cast_plan import (
@@ -51,7 +51,8 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
             name = (len(blocks_by_step), "forward", step)
             pieces = [_piece(call, blocks, kv, name, transpose=False)]
             if vertical_kv is not None:
-                vertical_piece = call.vertical_piece(
+                vertical_piece = call_tiles.vertical_piece(
+                    call,
                     vertical_kv,
                     len(q),
                     transpose=False,
@@ -106,7 +107,8 @@ def backward(
             pieces = [_piece(call, blocks, kv, name, by_key)]
             if step in with_verticals:
                 share = with_verticals.index(step)
-                vertical_piece = call.vertical_piece(
+                vertical_piece = call_tiles.vertical_piece(
+                    call,
                     vertical_kv,
                     len(q),
                     transpose=by_key,
@@ -193,7 +195,8 @@ def _piece(
 ) -> Piece:
     """A step's keys and values with their tiles. name: tells this step's blocks from others."""
     k, v = kv
-    tiles = call.tiles_of_blocks(
+    tiles = call_tiles.tiles_of_blocks(
+        call,
         len(k),
         transpose,
         k_blocks=blocks,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_sparse.attention import recorder
+from titan_sparse.attention import call_tiles, recorder
 from titan_sparse.attention.backends.base import Partial, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.schedule import (
@@ -93,10 +93,11 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
                 )
             else:
                 k_chunk, v_chunk = kv
-                tiles = group.call.tiles_of_rank(len(q), step.source, transpose=False)
+                tiles = call_tiles.tiles_of_rank(group.call, len(q), step.source, transpose=False)
                 pieces = [Piece(k_chunk, v_chunk, tiles)]
                 if vertical_kv is not None:
-                    vertical_piece = group.call.vertical_piece(
+                    vertical_piece = call_tiles.vertical_piece(
+                        group.call,
                         vertical_kv[:, :, group.heads],
                         len(q),
                         transpose=False,
@@ -168,12 +169,13 @@ def backward(
             )
             return _stacked(dk, dv, dtype)
         k_chunk, v_chunk = kv
-        tiles = group.call.tiles_of_rank(len(q), step.source, transpose=by_key)
+        tiles = call_tiles.tiles_of_rank(group.call, len(q), step.source, transpose=by_key)
         pieces = [Piece(k_chunk, v_chunk, tiles)]
         share = shares_done[step.group]
         shares = shares_of_groups[step.group]
         if share < shares:
-            vertical_piece = group.call.vertical_piece(
+            vertical_piece = call_tiles.vertical_piece(
+                group.call,
                 vertical_kv[:, :, group.heads],
                 len(q),
                 transpose=by_key,
@@ -331,7 +333,7 @@ def _backward_with_queries_circulating(
     reduced = None
     if vertical_kv.shape[3] > 0:
         # Verticals do not travel: every rank has them. Their gradients hide behind the ring.
-        vertical_piece = call.vertical_piece(vertical_kv, len(q), transpose=by_key)
+        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, len(q), transpose=by_key)
         dq_of_verticals, [(dk, dv)] = call.backend.backward(
             queries,
             [vertical_piece],
@@ -347,7 +349,8 @@ def _backward_with_queries_circulating(
         (passing_q, passing_d_out), (passing_lse, passing_delta) = step.chunk
         passing_out = _out_with(passing_d_out, passing_delta)
         passing = Queries(passing_q, passing_d_out, passing_out, passing_lse)
-        tiles = call.tiles_of_rank(
+        tiles = call_tiles.tiles_of_rank(
+            call,
             len(q),
             source=call.cp.rank,
             transpose=by_key,

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from titan_sparse.attention import call_tiles
 from titan_sparse.attention.backends.base import DenseShape, Queries
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.schedules import gathered, varlen, verticals
@@ -27,12 +28,12 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         out, lse = gathered.forward(call, geometry, q, k, v)
         return out, lse, _no_verticals(q)
     # Everything else goes by tiles.
-    tiles = call.tiles_of_rank(batch, source=0, transpose=False)
+    tiles = call_tiles.tiles_of_rank(call, batch, source=0, transpose=False)
     pieces = [Piece(k, v, tiles)]
     pending = verticals.gather(call, k, v)
     vertical_kv = pending.wait()
     if vertical_kv.shape[3] > 0:
-        vertical_piece = call.vertical_piece(vertical_kv, batch, transpose=False)
+        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, batch, transpose=False)
         pieces.append(vertical_piece)
     out, lse = call.backend.forward(
         q,
@@ -60,11 +61,11 @@ def backward(
     if geometry is not None:
         return gathered.backward(call, geometry, queries, k, v)
     by_key = call.backend.READS_BY_KEY
-    tiles = call.tiles_of_rank(batch, source=0, transpose=by_key)
+    tiles = call_tiles.tiles_of_rank(call, batch, source=0, transpose=by_key)
     pieces = [Piece(k, v, tiles)]
     has_verticals = vertical_kv.shape[3] > 0
     if has_verticals:
-        vertical_piece = call.vertical_piece(vertical_kv, batch, transpose=by_key)
+        vertical_piece = call_tiles.vertical_piece(call, vertical_kv, batch, transpose=by_key)
         pieces.append(vertical_piece)
     dq, gradients = call.backend.backward(
         queries,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.call import AttentionCall, every_nth_block
+from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.call_tiles import every_nth_block
 from titan_sparse.attention.context_parallel.comm import Pending
 from titan_sparse.attention.masks.memo import once_per_mask
 from titan_sparse.attention.merge import accumulation_dtype
@@ -55,7 +56,7 @@ def put_share(
     shares: int,
     block_size: int,
 ) -> None:
-    """Write dk and dv [B, Hq, n, D] of AttentionCall.vertical_piece() into [2, B, Hq, C, D]."""
+    """Write dk and dv [B, Hq, n, D] of call_tiles.vertical_piece() into [2, B, Hq, C, D]."""
     for whole, gradient in zip(d_verticals, gradients, strict=True):
         # [B, Hq, blocks of the share, block, D], a view
         place = every_nth_block(

@@ -1,0 +1,215 @@
+"""The tiles of an attention call: which blocks of keys its queries meet, and what of them they see."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from torch import Tensor
+
+from titan_sparse.attention.call import AttentionCall
+from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.tiles import blocks as block_tables
+from titan_sparse.attention.tiles import slash as slash_tables
+from titan_sparse.attention.tiles import slices as slice_tables
+from titan_sparse.kernels.block_sparse import Piece, Tiles
+
+
+def tiles_of_rank(
+    call: AttentionCall, batch: int, source: int, transpose: bool, query_rank: int | None = None
+) -> Tiles:
+    """Tiles of the queries of `query_rank` (default: this rank) and the keys of rank `source`.
+
+    transpose: make Tiles.by_key too, which some backends read in the backward.
+    """
+
+    def k_blocks() -> Tensor:
+        return call.key_blocks(source)
+
+    return _block_tiles(call, batch, transpose, k_blocks, source, query_rank)
+
+
+def tiles_of_all_ranks(call: AttentionCall, batch: int, transpose: bool) -> Tiles:
+    """Tiles of this rank's queries and the keys of all ranks, one rank after the other."""
+
+    def k_blocks() -> Tensor:
+        # [ranks, n]
+        table = call.cp.table(call.mask)
+        return table[:, : call.last].flatten()
+
+    return _block_tiles(call, batch, transpose, k_blocks, source=None, query_rank=None)
+
+
+def tiles_of_blocks(
+    call: AttentionCall,
+    batch: int,
+    transpose: bool,
+    k_blocks: Tensor,
+    name: Hashable,
+    capacity: int,
+) -> Tiles:
+    """Tiles of this rank's queries and any global blocks int64 [n].
+
+    name: what distinguishes these blocks from others of the same mask, layout and pattern.
+    capacity: KV blocks that there are in memory, if more; queries see none of the rest.
+    """
+    if _has_table_kernels(call):
+        query_side = _query_side(call, batch)
+        key_side = slash_tables.key_side(k_blocks, call.index.block_size)
+        tiles = slash_tables.block_tiles(query_side, call.index, key_side, transpose)
+        return block_tables.with_room(tiles, capacity)
+
+    def make() -> Tiles:
+        tables = _tables(call)
+        tiles = tables.block_tiles(
+            call.mask,
+            call.index,
+            call.query_blocks(),
+            k_blocks,
+            batch,
+            transpose,
+        )
+        return block_tables.with_room(tiles, capacity)
+
+    full_name = ("tiles of blocks", name, batch, transpose, capacity)
+    return _once_if_static(call, full_name, make)
+
+
+def tiles_of_verticals(call: AttentionCall, batch: int, transpose: bool) -> Tiles:
+    """Tiles of this rank's queries and the gathered verticals."""
+    if _has_table_kernels(call):
+        query_side = _query_side(call, batch)
+        return slash_tables.vertical_tiles(query_side, call.index, transpose)
+    return block_tables.vertical_tiles(
+        call.mask,
+        call.index,
+        call.query_blocks(),
+        transpose,
+    )
+
+
+def vertical_piece(
+    call: AttentionCall,
+    vertical_kv: Tensor,
+    batch: int,
+    transpose: bool,
+    share: int = 0,
+    shares: int = 1,
+) -> Piece:
+    """Every shares-th block of the gathered verticals [2, B, Hq, C, D], from block `share` on.
+
+    Whole blocks are dealt out, not single verticals: runs of neighbors stay as long, and the
+    mask cuts no more tiles.
+    """
+    k, v = vertical_kv
+    if shares > 1:
+        size = call.index.block_size
+        # [B, Hq, C]
+        positions = call.index.verticals
+        positions = every_nth_block(positions, 2, size, share, shares).flatten(2, 3)
+        index = call.index.with_verticals(positions)
+        call = replace(call, make_index=lambda: index)
+        # [B, Hq, C, D]
+        k = every_nth_block(k, 2, size, share, shares).flatten(2, 3)
+        v = every_nth_block(v, 2, size, share, shares).flatten(2, 3)
+    tiles = tiles_of_verticals(call, batch, transpose)
+    return Piece(k, v, tiles)
+
+
+def _block_tiles(
+    call: AttentionCall,
+    batch: int,
+    transpose: bool,
+    k_blocks: Callable[[], Tensor],
+    source: int | None,
+    query_rank: int | None,
+) -> Tiles:
+    """Tiles with the keys of the rank `source` (None: of all ranks).
+
+    k_blocks(): the global blocks of those keys, which are the same for all layers.
+    """
+    if _has_table_kernels(call):
+
+        def make_key_side() -> slash_tables.KeySide:
+            return slash_tables.key_side(k_blocks(), call.index.block_size)
+
+        key = ("key side", call.cp.key, source, call.last)
+        key_side = once_per_mask(call.mask, key, make_key_side)
+        query_side = _query_side(call, batch, query_rank)
+        return slash_tables.block_tiles(query_side, call.index, key_side, transpose)
+    if not call.pattern.dynamic:
+        # Made once, for the forward and for the backward.
+        transpose = transpose or call.backend.READS_BY_KEY
+
+    def make() -> Tiles:
+        tables = _tables(call)
+        return tables.block_tiles(
+            call.mask,
+            call.index,
+            call.query_blocks(query_rank),
+            k_blocks(),
+            batch,
+            transpose,
+        )
+
+    name = ("tiles", source, query_rank, batch, transpose)
+    return _once_if_static(call, name, make)
+
+
+def _once_if_static(call: AttentionCall, name: tuple, make: Callable[[], Tiles]) -> Tiles:
+    """make(), remembered with the mask if the pattern is static."""
+    if call.pattern.dynamic:
+        return make()
+    key = (
+        *name,
+        call.pattern.key,
+        call.cp.key,
+        call.index.heads,
+        call.first,
+        call.last,
+    )
+    return once_per_mask(call.mask, key, make)
+
+
+def _tables(call: AttentionCall):
+    """The module that makes tables of blocks for this mask, in plain torch."""
+    if call.mask.slices is None:
+        return block_tables
+    return slice_tables
+
+
+def _has_table_kernels(call: AttentionCall) -> bool:
+    """Whether kernels make the tables, with no wait of the host."""
+    is_vertical_slash = isinstance(call.index, VerticalSlashIndex)
+    on_gpu = call.mask.start.is_cuda
+    has_no_slices = call.mask.slices is None
+    return is_vertical_slash and on_gpu and has_no_slices
+
+
+def _query_side(call: AttentionCall, batch: int, rank: int | None = None) -> slash_tables.QuerySide:
+    """What the kernels' tables need of the queries of a rank, remembered with the mask."""
+
+    def make() -> slash_tables.QuerySide:
+        q_blocks = call.query_blocks(rank)
+        return slash_tables.query_side(call.mask, call.index, q_blocks, batch)
+
+    key = (
+        "query side",
+        call.pattern.key,
+        call.cp.key,
+        batch,
+        rank,
+        call.first,
+        call.last,
+    )
+    return once_per_mask(call.mask, key, make)
+
+
+def every_nth_block(x: Tensor, dim: int, block_size: int, first: int, n: int) -> Tensor:
+    """A view of every n-th block along `dim`, from block `first` on.
+
+    The dim becomes two: blocks, and the tokens of a block.
+    """
+    blocks = x.unflatten(dim, (-1, block_size))
+    all_before = (slice(None),) * dim
+    every_nth = slice(first, None, n)
+    return blocks[(*all_before, every_nth)]

@@ -1,0 +1,135 @@
+"""Attention of which activation checkpointing keeps a part and computes the other part again
+(BurstEngine's sequence-level selective checkpointing).
+
+The first blocks of each sequence are recomputed: under a causal mask they see the fewest keys. Two
+calls compute the two parts, the second of which is among SAVED_OPS, and attend_join makes one
+attention of them, which is differentiated as the whole.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titan_sparse.attention import recorder
+from titan_sparse.attention.call import bind, blocks_before
+from titan_sparse.attention.inputs import Ranks, constant, whole_blocks
+from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.merge import accumulation_dtype
+from titan_sparse.attention.ops import differentiate, save
+from titan_sparse.kernels.sinks import add_sinks
+
+
+def attend_in_parts(
+    inputs: tuple,
+    recomputed: float,
+    ranges: MaskRanges,
+    ranks: Ranks,
+    key: Callable[[float, float], str],
+) -> tuple[Tensor, Tensor]:
+    """out and lse; the first `recomputed` of each sequence is left to be computed again.
+
+    inputs: q, k, v, sinks, index and mask, as ops take them. key(begin, end) is the key of
+    CallOptions for these queries.
+    """
+    ops = torch.ops.titan_sparse
+    q, k, v, _, index, mask = inputs
+    whole = key(0.0, 1.0)
+    boundary, blocks = _boundary(recomputed, q, ranges, ranks)
+    if boundary == 0:
+        return ops.attend_forward(*inputs, whole)[:2]
+    if boundary == blocks:
+        return ops.attend_recomputed(*inputs, whole)[:2]
+    # Both parts are differentiated together, by attend_join, which also adds the sinks.
+    qkv = (q.detach(), k.detach(), v.detach())
+    share = constant(recomputed)
+    second_out, second_lse, vertical_kv = ops.attend_forward(
+        *qkv, None, index, mask, key(share, 1.0)
+    )
+    first_out, first_lse, _ = ops.attend_recomputed(
+        *qkv, None, [*index, vertical_kv], mask, key(0.0, share)
+    )
+    parts = [first_out, second_out, first_lse, second_lse, vertical_kv]
+    return ops.attend_join(*inputs, whole, parts)
+
+
+def _boundary(recomputed: float, q: Tensor, ranges: MaskRanges, ranks: Ranks) -> tuple[int, int]:
+    """How many of a rank's query blocks the first part has, and how many there are in all.
+
+    Raises ValueError for what cannot be recomputed in part.
+    """
+    if not 0 <= recomputed <= 1:
+        raise ValueError(f"recomputed={recomputed} is not a share of a sequence; write 0 to 1")
+    boundary, blocks = blocks_before(recomputed, q.shape[2], ranks.block_size)
+    if boundary in (0, blocks):
+        return boundary, blocks
+    if not ranges.causal:
+        raise ValueError(f"recomputed={recomputed} needs a causal mask; write recomputed=0 or 1")
+    if ranks.size > 1 and ranks.layout != "striped":
+        # Only there are the first blocks of all ranks the first blocks of the sequence.
+        raise ValueError(
+            f'recomputed={recomputed} needs layout "striped", not "{ranks.layout}"; '
+            "write it, or recomputed=0 or 1"
+        )
+    return boundary, blocks
+
+
+@torch.library.custom_op("titan_sparse::attend_join", mutates_args=())
+def _join(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: list[Tensor],
+    mask: list[Tensor],
+    call: str,
+    parts: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """out and lse of the whole from those of its two parts; differentiated as the whole.
+
+    parts: out of the first and of the second part, lse of both, and the verticals' keys and
+    values; all without sinks, which are added here.
+    """
+    first_out, second_out, first_lse, second_lse, _ = parts
+    out = torch.cat([first_out, second_out], dim=2)
+    lse = torch.cat([first_lse, second_lse], dim=2)
+    observer = None
+    if recorder.listening and q.numel() > 0:
+        observer = recorder.observer()
+    if observer is not None:
+        bound = bind(call, q, index, mask)
+        size = bound.cp.block_size
+        q_padded = whole_blocks(q, 2, size)
+        k_padded = whole_blocks(k, 2, size)
+        lse_padded = whole_blocks(lse, 2, size, -torch.inf)
+        observer.layer(bound, q_padded, k_padded, lse_padded)
+    if sinks is not None:
+        out, lse = add_sinks(out, lse, sinks)
+    return out, lse
+
+
+@_join.register_fake
+def _fake_join(q, k, v, sinks, index, mask, call, parts):
+    lse_dtype = accumulation_dtype(q.dtype)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return out, lse
+
+
+def _save_joined(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, index, mask, call, parts = inputs
+    out, lse = output
+    vertical_kv = parts[-1]
+    results = (out, lse, vertical_kv)
+    save(ctx, q, k, v, sinks, index, mask, call, results)
+    ctx.mark_non_differentiable(lse)
+
+
+def _differentiate_joined(ctx, d_out: Tensor | None, *_) -> tuple:
+    """As differentiate(), with the five parts as an eighth input."""
+    no_parts = [None] * 5
+    gradients = differentiate(ctx, d_out)
+    return *gradients, no_parts
+
+
+_join.register_autograd(_differentiate_joined, setup_context=_save_joined)
