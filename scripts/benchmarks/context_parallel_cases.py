@@ -36,7 +36,7 @@ from scripts.benchmarks.context_parallel_timing import (
 from scripts.benchmarks.timing import training_call, visited_share
 from titan_sparse.attention import ContextParallel, attend
 from titan_sparse.attention.masks.ranges import Causal, MaskRanges
-from titan_sparse.attention.observe import imbalance
+from titan_sparse.attention.observe import visits as imbalance
 from titan_sparse.attention.observe.statistics import worker_imbalance
 from titan_sparse.attention.observe.visits import (
     by_step,

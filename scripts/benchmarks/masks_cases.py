@@ -29,9 +29,8 @@ from scripts.benchmarks.context_parallel_timing import Bench, attempt, timed
 from scripts.benchmarks.timing import training_call
 from titan_sparse.attention import ContextParallel, backends
 from titan_sparse.attention.backends import flash
-from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask, MaskRanges, SlidingWindow
-from titan_sparse.attention.masks.reach import seen_blocks
+from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
 from titan_sparse.attention.observe.statistics import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from titan_sparse.attention.context_parallel import balanced
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves
-from titan_sparse.attention.masks.counts import visible_pairs
 from titan_sparse.attention.masks.ranges import MaskRanges
+from titan_sparse.attention.masks.reach import visible_pairs
 from titan_sparse.attention.observe.visits import (
     Visits,
     computed_chunks,

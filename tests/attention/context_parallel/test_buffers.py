@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.fake_step import fake_world
 from titan_sparse.attention import ContextParallel, attend
-from titan_sparse.attention.context_parallel.buffers import Buffers
+from titan_sparse.attention.context_parallel.comm import Buffers
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense
 

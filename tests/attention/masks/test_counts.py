@@ -8,7 +8,7 @@ from tests.attention.masks.dense_cases import MASKS, SLICES
 from tests.reference import tiles_of
 from tests.slice_cases import SEQ_LEN
 from titan_sparse.attention.masks import Causal
-from titan_sparse.attention.masks.counts import pairs_by_block, tile_weights, visible_pairs
+from titan_sparse.attention.masks.reach import pairs_by_block, tile_weights, visible_pairs
 
 SIZE = 8
 BLOCKS = SEQ_LEN // SIZE

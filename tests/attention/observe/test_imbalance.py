@@ -5,13 +5,15 @@ import torch
 
 from titan_sparse.attention.context_parallel.layouts import block_ids
 from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.observe.imbalance import (
+from titan_sparse.attention.observe.statistics import worker_imbalance
+from titan_sparse.attention.observe.visits import (
+    by_step,
     computation_ratio,
+    count_visits,
     step_imbalance,
+    step_sources,
     worker_imbalance_per_step,
 )
-from titan_sparse.attention.observe.statistics import worker_imbalance
-from titan_sparse.attention.observe.visits import by_step, count_visits, step_sources
 from titan_sparse.attention.patterns import VerticalSlash
 
 BLOCK = 8

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.reference import structured_qkv, tiles_of
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel.layouts import LAYOUTS, block_ids
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES
+from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.observe.visits import (
     Visits,

@@ -9,7 +9,7 @@ from titan_sparse.attention.backends import BACKENDS, flash
 from titan_sparse.attention.masks.packed import prefix_lm
 from titan_sparse.attention.masks.ranges import Causal, Documents, Full, SlidingWindow
 from titan_sparse.attention.patterns import Dense
-from titan_sparse.attention.schedules import varlen as packed
+from titan_sparse.attention.schedules import single as packed
 
 eager = BACKENDS["eager"]
 

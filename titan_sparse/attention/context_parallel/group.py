@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_sparse.attention import registry
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel import balanced, layouts
 from titan_sparse.attention.context_parallel.comm import Communicator
 from titan_sparse.attention.context_parallel.schedule import SCHEDULES, Moves, choose
+from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 
 _numbers = itertools.count()

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.bitsets import gather_blocks

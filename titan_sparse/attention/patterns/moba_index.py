@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
+from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex
 from titan_sparse.attention.patterns.bitsets import no_verticals

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_sparse.attention.context_parallel.group import ContextParallel
-from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import Pattern
 from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks

@@ -19,7 +19,7 @@ from titan_sparse.attention.context_parallel.group_cast_plan import (
     plan,
 )
 from titan_sparse.attention.context_parallel.schedule import vertical_steps
-from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.merge import at_last, results
 from titan_sparse.attention.schedules import verticals
 from titan_sparse.attention.schedules.block_exchange import GradientsHome, keys_and_values

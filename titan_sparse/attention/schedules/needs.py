@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
 from titan_sparse.attention.call import AttentionCall
 from titan_sparse.attention.context_parallel.layouts import block_ids
-from titan_sparse.attention.masks.memo import once_per_mask
+from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.blocks import token_positions
+from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.classification import cut_tiles, cuts_between, whole_tiles
 from titan_sparse.attention.masks.geometry import within_runs
 from titan_sparse.attention.masks.ranges import MaskRanges
