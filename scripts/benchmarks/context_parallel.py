@@ -22,7 +22,7 @@ nodes     double_ring against ring over --pretend-nodes. `compute_alone`: the sa
           sent; `outer_alone`: only the hops between nodes. `..._of_limit` is time / the larger of
           these two
 balance   striped against zigzag, index selected from realistic q and k. `slowest_kernels_ms`: of
-          the slowest rank when nothing is sent. Imbalance degrees (observe/imbalance.py) of counted
+          the slowest rank when nothing is sent. Imbalance degrees (observe/visits.py) of counted
           pairs and of measured times of steps
 timeline  what the streams of rank 0 do, for scripts.benchmarks.plot_timeline
 errors    relative errors against fp32, on one rank alone and by every schedule

@@ -72,7 +72,7 @@ class Recording:
     blocks_per_query: keys in selected blocks that a query sees on average, in blocks, without
     verticals.
     verticals: of a head; empty for patterns without verticals.
-    thumbnails: of the first sequence's selection, [Hq, P, P] (thumbnails.py).
+    thumbnails: of the first sequence's selection, [Hq, P, P].
 
     Of this rank alone, and only with several context-parallel ranks:
     calls, work: times and visited pairs of each call's forward, which by_rank() reads. An attention

@@ -2,7 +2,7 @@
 
 There are no process groups here and no S x S tensor. count_visits() says what the queries of each
 rank compute on the keys of each rank. by_step() puts that in the order of a schedule.
-imbalance.py judges the result.
+The degrees of imbalance judge the result.
 """
 
 from typing import NamedTuple
