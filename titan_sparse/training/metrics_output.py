@@ -51,7 +51,7 @@ _SPEED = (
     "dense_equivalent_tflops",
 )
 
-_COMMUNICATION = ("cp_", "exposed_communication", "computation_ratio")
+_COMMUNICATION = ("cp_", "exposed_communication")
 """How names of context parallelism begin, besides its degrees of imbalance."""
 
 RUN_ID = "wandb_run_id"
