@@ -110,78 +110,14 @@ def attention_by_length() -> list[str]:
     rows = []
     for seq_len in (4096, 16384, 65536, 131072, 262144, 524288):
         file = "attention_h200_length" if seq_len == 524288 else "attention_h200"
-        digits = 2 if seq_len < 16384 else 0 if seq_len >= 262144 else 1
         cells = [f"{seq_len:,}"]
-        for peer in ("cudnn", "flash-attn-4"):
-            cells.append(ms(row(file, name=peer, seq_len=seq_len), digits))
-        for backend in ("flex", "triton"):
-            found = row(file, name=backend, seq_len=seq_len, target_density=0.05)
-            cells += [ms(found, 2 if seq_len <= 16384 else 1), f"{found['ratio_to_cudnn']:.3f}"]
+        for name in ("cudnn", "flash-attn-4", "flex", "triton"):
+            wanted = {} if name in ("cudnn", "flash-attn-4") else {"target_density": 0.05}
+            found = row(file, name=name, seq_len=seq_len, **wanted)
+            total = found["forward_ms"] + found["backward_ms"]
+            cells.append(f"{total:,.{2 if seq_len <= 16384 else 1}f}")
         rows.append([*cells, f"{found['selection_ms']:.{2 if seq_len <= 65536 else 1}f}"])
-    heads = "tokens | cuDNN | FlashAttention-4 | flex | of cuDNN | triton | of cuDNN | selection"
-    return lines(heads, rows)
-
-
-def attention_by_density() -> list[str]:
-    file = "attention_h200_density"
-    rows = []
-    for density in (0.02, 0.1, 0.2):
-        cells = [f"{100 * density:.0f} %"]
-        for backend in ("flex", "triton"):
-            found = row(file, name=backend, target_density=density)
-            cells += [ms(found, 1), f"{found['ratio_to_cudnn']:.3f}"]
-        rows.append(cells)
-    dense = row(file, name="ours, dense")
-    rows.append(["dense, ours", ms(dense, 1), f"{dense['ratio_to_cudnn']:.3f}", "", ""])
-    return lines("density | flex | of cuDNN | triton | of cuDNN", rows)
-
-
-def patterns() -> list[str]:
-    """At about equal recall."""
-    dense = row("masks_budgets_h200", name="cudnn")
-    rows = [["dense, cuDNN", "1", "100 %", "", ms(dense, 0), f"{dense['step_ms']:,.0f}"]]
-    independent = "vertical_slash, independent"
-    for label, file, name, value in (
-        ("vertical_slash, independent, 0.8", "masks_budgets_h200", independent, 0.8),
-        ("vertical_slash, independent, 0.9", "masks_budgets_h200", independent, 0.9),
-        ("xattention, 0.999", "masks_patterns_h200", "xattention", 0.999),
-        ("moba, top 48 of 128 chunks", "masks_patterns_h200", "moba", 48),
-    ):
-        found = row(file, name=name, value=value)
-        kept = [f"{found['recall']:.3f}", f"{100 * found['density']:.1f} %"]
-        times = [f"{found['selection_ms']:.1f}", ms(found, 0), f"{found['step_ms']:,.0f}"]
-        rows.append([label, *kept, *times])
-    return lines("pattern | recall | density | selection | attention | in all", rows)
-
-
-def masks() -> list[str]:
-    file = "masks_kernels_h200"
-    rows = []
-    for mask, label in (("documents", "packed documents"), ("window", "window of 4,096")):
-        cells = [f"{label}, 64:8", ms(row(file, name="flash-attn-4", mask=mask), 2)]
-        for backend in ("flex", "triton"):
-            found = row(file, name=backend, mask=mask, heads=64)
-            cells += [ms(found, 2), f"{found['total_of_flash_attn_4']:.2f}"]
-        rows.append(cells)
-    return lines("mask, heads of 128 | FlashAttention-4 | auto (flex) | | triton | ", rows)
-
-
-def loss() -> list[str]:
-    rows = []
-    for label, name in (
-        ("ours", "ours"),
-        ("Liger Kernel", "liger"),
-        ("cut-cross-entropy, exact", "cut-cross-entropy, exact"),
-        ("torch, full logits", "torch, full logits"),
-    ):
-        found = row("loss_h200", name=name)
-        measured = ["out of memory", ""]
-        if "ms" in found:
-            gib = found["peak_bytes"] / 2**30
-            measured = [f"{found['ms']:.1f}", f"{gib:.{1 if gib >= 1 else 2}f}"]
-        errors = [f"{found['errors'][of]:.2e}" for of in ("loss", "d_hidden", "d_weight")]
-        rows.append([label, *measured, *errors])
-    return lines(" | ms | peak GiB | error of loss | d_hidden | d_weight", rows)
+    return lines("tokens | cuDNN | FlashAttention-4 | flex | triton | selection", rows)
 
 
 # Context parallelism ------------------------------------------------------------------------------
@@ -199,50 +135,7 @@ def scaling() -> list[str]:
             rate = f"{found['visited_tflops']:.0f}"
             of_one = f"{found.get('of_alone', 1):.3f}"
             rows.append([backend, label.get(schedule, schedule), ms(found, 1), rate, of_one])
-    return lines("backend | schedule | fwd + bwd | TFLOP/s a GPU | of one GPU", rows)
-
-
-def nodes() -> list[str]:
-    """A ring and a double ring over two pretended nodes."""
-    rows = []
-    for file, dtype in (("512k", "float32"), ("512k", "bfloat16"), ("1m", "float32")):
-        file = f"context_parallel_nodes_2x2_{file}_h200"
-        ring = row(file, schedule="ring", gradient_dtype=dtype)
-        double = row(file, schedule="double_ring", gradient_dtype=dtype)
-        faster = ring["total_ms"] / double["total_ms"]
-        cells = [f"{ring['seq_len']:,}", dtype, ms(ring, 1), ms(double, 1), f"{faster:.2f}"]
-        rows.append([*cells, ms(double["compute_alone"], 1)])
-    heads = "tokens | gradients | ring | double_ring | times faster | computing alone"
-    return lines(heads, rows)
-
-
-def dense_on_four() -> list[str]:
-    file = "context_parallel_dense_4xh200"
-    ours = row(file, name="ours", layout="zigzag", schedule="ring")
-    torchs = row(file, name="torch context_parallel", rotate="allgather")
-    rows = []
-    for label, found in (("ours, zigzag, ring", ours), ("torch, allgather", torchs)):
-        rows.append([label, ms(found, 1), f"{found['total_ms']:.1f}", f"{found['tflops']:.0f}"])
-    return lines(" | fwd + bwd | in all | TFLOP/s a GPU", rows)
-
-
-def documents_on_two() -> list[str]:
-    file = "masks_varlen_2xh200"
-    torchs = row(file, name="torch context_parallel", rotate="allgather")
-    total = f"{torchs['total_ms']:.2f}"
-    rows = [["(causal)", "torch, allgather", ms(torchs, 2), total, "", "", ""]]
-    for layout, schedule in (
-        ("balanced", "group_cast"),
-        ("contiguous", "group_cast"),
-        ("striped", "all_gather"),
-    ):
-        found = row(file, name="ours", layout=layout, schedule=schedule)
-        megabytes = found["megabytes_sent_forward"] + found["megabytes_sent_backward"]
-        cells = [layout, schedule, ms(found, 2), f"{found['total_ms']:.2f}"]
-        cells += [f"{found['worker_imbalance']:.3f}", f"{megabytes:.0f}"]
-        rows.append([*cells, f"{found['sent_of_needed']:.2f}"])
-    heads = "layout | schedule | fwd + bwd | in all | busiest rank / mean | MB sent | of needed"
-    return lines(heads, rows)
+    return lines("backend | schedule | fwd + bwd | TFLOP/s per GPU | of one GPU", rows)
 
 
 # Training steps -----------------------------------------------------------------------------------
@@ -251,6 +144,37 @@ def documents_on_two() -> list[str]:
 def speed(logged: list[dict]) -> float:
     """Tokens/s of a GPU, median of the steps after the first, which compiles."""
     return median(step["tokens_per_second_per_device"] for step in logged[1:])
+
+
+def steps() -> list[str]:
+    """Whole steps: seconds, tokens/s of all GPUs, MFU, and memory."""
+    rows = []
+    for label, options in (
+        ("dense, flex", "--attention.pattern dense"),
+        ("sparse, flex", "--attention.backend flex"),
+    ):
+        found = row("step_qwen2_5_0_5b_128k_h200", options=options)
+        rate = mean(found["tokens_per_second"])
+        density = 100 * mean([found["density"]] if "dense" in options else found["density"])
+        cells = [f"{131072 / rate:.1f}", f"{rate:,.0f}", f"{mean(found['mfu']):.0f} %"]
+        cells += [f"{found['memory_gib']:.1f}", f"{density:.1f} %"]
+        rows.append(["Qwen2.5-0.5B, one", "131,072", label, *cells])
+    long = row("step_qwen2_5_3b_512k_h200", name="sparse3b")["steps"][1:]
+    longest = result("step_long_2xh200")["runs"]
+    for label, tokens, backend, ranks, logged in (
+        ("Qwen2.5-3B, one", "524,288", "flex", 1, long),
+        ("Qwen2.5-3B, two", "1,048,576", "triton", 2, longest["Qwen2.5-3B, vertical_slash"]),
+        ("Llama-3.1-8B, two", "650,240", "triton", 2, longest["Llama-3.1-8B, vertical_slash"]),
+    ):
+        if ranks == 2:
+            logged = logged["steps"][1:]
+        rate = ranks * mean(step["tokens_per_second_per_device"] for step in logged)
+        last = logged[-1]
+        cells = [f"{mean(step['step_seconds'] for step in logged):.1f}", f"{rate:,.0f}"]
+        cells += [f"{100 * last['mfu']:.0f} %", f"{last['memory_gib']:.1f}"]
+        rows.append([label, tokens, f"sparse, {backend}", *cells, f"{100 * last['density']:.1f} %"])
+    heads = "model, GPUs | tokens | attention | s per step | tokens/s | MFU | peak GiB per GPU"
+    return lines(f"{heads} | density", rows)
 
 
 def scaling_of_steps() -> list[str]:
@@ -275,25 +199,15 @@ def scaling_of_steps() -> list[str]:
         ("Qwen2.5-0.5B, four (an earlier day)", "flex", four.values()),
     ):
         rows.append([model, backend, f"{several:,.0f}", f"{several / one:.3f}"])
-    return lines("model, GPUs | backend | tokens/s a GPU | of one GPU", rows)
-
-
-def parts_of_a_step() -> list[str]:
-    part = result("step_parts_0_5b_128k_h200")["runs"]["full"]["trace"]["part_ms"]
-    attention = f"{part['attention, forward']:.0f} + {part['attention, backward']:.0f}"
-    names = ("linear layers", "loss", "norms, rope, elementwise", "selection")
-    cells = [attention, *[f"{part[name]:.0f}" for name in names]]
-    cells += [f"{part['FSDP copies'] + part['optimizer']:.0f}", f"{part['idle']:.0f}"]
-    heads = "attention, forward + backward | linear layers | loss | elementwise | selection"
-    return lines(f"{heads} | FSDP, optimizer | idle", [cells])
+    return lines("model, GPUs | backend | tokens/s per GPU | of one GPU", rows)
 
 
 # transformers' Trainer ----------------------------------------------------------------------------
 
 
 def huggingface_steps() -> list[str]:
-    arms = ("sdpa", "sdpa, flash", "ours, dense", "ours, dense, kept")
-    arms += ("ours, vertical_slash", "ours, vertical_slash, kept")
+    """Seconds and GiB of a step."""
+    arms = ("sdpa", "ours, dense", "ours, vertical_slash")
     found = {
         (row["shape"], row["tokens"], row["arm"]): row for row in result("huggingface_h200")["rows"]
     }
@@ -306,19 +220,6 @@ def huggingface_steps() -> list[str]:
             cells.append(f"{ran['step_ms'] / 1e3:.2f}{gib}" if ran else "")
         rows.append(cells)
     return lines(" | ".join(["model", "tokens", *arms]), rows)
-
-
-def huggingface_packed() -> list[str]:
-    found = result("huggingface_packed_2xh200")["rows"]
-    rows = []
-    for tokens in (65536, 131072):
-        dense, sparse = (
-            next(row for row in found if (row["attention"], row["tokens"]) == (name, tokens))
-            for name in ("dense", "sparse")
-        )
-        cells = [f"{dense['tokens_per_s']:,.0f}", f"{sparse['tokens_per_s']:,.0f}"]
-        rows.append([f"{tokens:,}", *cells, f"{100 * sparse['density']:.1f} %"])
-    return lines("tokens | dense, tokens/s | vertical_slash, tokens/s | density", rows)
 
 
 # The real model -----------------------------------------------------------------------------------
@@ -365,61 +266,16 @@ def _needles(evaluated: dict) -> str:
     return f"{scores['needle forced, 8192']:.0f} / {scores['needle forced, 65536']:.0f} %"
 
 
-def density() -> list[str]:
-    """Patterns on SmolLM2's own queries and keys: density at a recall, loss at a density."""
-    rows = []
-    for label, name in (
-        ("best verticals + slashes, all rows known", "best verticals + diagonals"),
-        ("`joint`, one local slash", "joint, spread, sinks 4, local 1"),
-        ("two local slashes", "joint, spread, sinks 4, local 2"),
-        ("and sinks not counted", "joint, behind sinks, local 2"),
-        ("and a quarter last rows: the default", "joint, behind sinks, both"),
-        ("the same, last rows alone", "joint, behind sinks, last rows"),
-        ("independent, as published", "independent"),
-        ("xattention", "xattention, stride 16"),
-        ("moba", "moba, chunk 128"),
-    ):
-        at_recall = [_of_texts("at_recall", name, recall) for recall in (0.9, 0.95)]
-        cells = [label]
-        cells += [f"{100 * mean(at['density'] for at in found):.1f} %" for found in at_recall]
-        times = [at["kernel_ms"]["triton"] for at in at_recall[0] if "kernel_ms" in at]
-        cells.append(f"{mean(times):.1f}" if times else "")
-        at_density = [_of_texts("at_density", name, density) for density in (0.1, 0.15)]
-        if at_density[0]:
-            cells += [f"{mean(at['above_dense'] for at in found):.3f}" for found in at_density]
-            cells.append(f"{100 * mean(at['needles'] for at in at_density[0]):.0f} %")
-        rows.append(cells + [""] * (7 - len(cells)))
-    heads = "chosen by | density at 0.9 | at 0.95 | ms | loss at 10 % | at 15 % | needles"
-    return lines(heads, rows)
-
-
-def _of_texts(key: str, name: str, value: float) -> list[dict]:
-    """What each text says of a pattern at a recall or a density."""
-    found = []
-    for text in result("density_h200")["texts"].values():
-        found += [at for at in text[key] if (at["name"], at[key]) == (name, value)]
-    return found
-
-
 TABLES = {
     table.__name__: table
     for table in (
         headlines,
         attention_by_length,
-        attention_by_density,
-        patterns,
-        masks,
-        loss,
         scaling,
-        nodes,
-        dense_on_four,
-        documents_on_two,
+        steps,
         scaling_of_steps,
-        parts_of_a_step,
         huggingface_steps,
-        huggingface_packed,
         study,
-        density,
     )
 }
 
