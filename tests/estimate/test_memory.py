@@ -65,7 +65,7 @@ def test_estimate_is_what_fake_tensors_count(monkeypatch, shape, mode):
 
 @pytest.mark.parametrize("backend", ["flex", "triton"])
 def test_estimate_is_what_was_measured(backend):
-    # docs/benchmarks.md, "A training step": one H200, compiled, full checkpointing
+    # docs/benchmarks.md, "Training steps": one H200, compiled, full checkpointing
     assert peak_gib(step_of_words("qwen2_5_0_5b_128k", backend)) == pytest.approx(25.0, rel=0.1)
     assert peak_gib(
         step_of_words("qwen2_5_0_5b_128k", backend, 1, "--attention.pattern", "dense")

@@ -29,7 +29,7 @@ def _kv_elements(step: Step) -> int:
 def attention_workspace(step: Step) -> float:
     """What attention's backward takes besides its inputs and results.
 
-    See docs/benchmarks.md, "Peak memory".
+    See docs/benchmarks.md, "Attention on one GPU".
     """
     model = step.model
     query = _query_elements(step)
