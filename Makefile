@@ -40,7 +40,7 @@ test-faults: $(VENV)/.installed
 	$(VENV)/bin/python -m pytest -m faults
 
 test-gpu: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest -m gpu -p tests.gpu.untaken
+	$(VENV)/bin/python -m pytest -m gpu
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff format --check .

@@ -74,8 +74,6 @@ RULES = {
     "scripts.compare_runs": Rule(),
     "scripts.docs.draw_attention": Rule(),
     "scripts.docs.numbers": Rule(("--check",)),
-    "scripts.gpu_branches": Rule(),
-    "scripts.mutants": PARSED,
     "scripts.study": Rule(("--list",)),
     "scripts.study.density": PARSED,
     "scripts.study.real_model": PARSED,
