@@ -25,7 +25,7 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks import Causal, MaskRanges
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.config import ActivationCheckpoint, Compile
-from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
+from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora import add_adapters
@@ -148,7 +148,7 @@ def peaks_of_a_step(
     with fake_world(ranks):
         with torch.device("meta"):
             if adapters:
-                mlp = functools.partial(ChunkedLoraMLP, chunk_tokens=mlp_chunk_tokens)
+                mlp = functools.partial(ChunkedMLP, chunk_tokens=mlp_chunk_tokens)
                 model = Decoder(config, attention, mlp if mlp_chunk_tokens else MLP)
                 add_adapters(model.to(torch.bfloat16), adapters)
             else:

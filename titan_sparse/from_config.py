@@ -28,8 +28,8 @@ from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention, resolve_overlap_stages
 from titan_sparse.config.checking_attention import uses_xattention
+from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
-from titan_sparse.models.layer_masks import Attends, LayerMasks
 
 
 def build_mask(attention: Attention, lengths: list[list[int]]) -> Mask:

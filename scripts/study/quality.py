@@ -25,9 +25,8 @@ from titan_sparse.data.tokenizer import Tokenizer
 from titan_sparse.evaluation.haystack import Haystack
 from titan_sparse.evaluation.needle import needle_samples
 from titan_sparse.loss import answer_scores, linear_cross_entropy
-from titan_sparse.models.decoder import Attend
+from titan_sparse.models.decoder import Attend, inverse_frequencies
 from titan_sparse.models.huggingface_config import read_config
-from titan_sparse.models.rope import inverse_frequencies
 
 _SEED = 0
 """Of the needles' keys and numbers, and of where their text begins."""

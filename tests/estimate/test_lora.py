@@ -27,10 +27,9 @@ from titan_sparse.estimate.memory import (
     master_bytes,
     peak_gib,
 )
-from titan_sparse.models.decoder import Decoder
+from titan_sparse.models.decoder import Attends, Decoder
 from titan_sparse.models.flavours import FLAVOURS, number_of_parameters
 from titan_sparse.models.initialization import initialize
-from titan_sparse.models.layer_masks import Attends
 from titan_sparse.models.lora import add_adapters
 from titan_sparse.models.lora_config import Adapters, adapter_elements, resolve_adapters
 from titan_sparse.training.build_model import build_model

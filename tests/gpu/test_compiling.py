@@ -16,8 +16,8 @@ from titan_sparse.attention.masks.ranges import Documents, SlidingWindow
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
+from titan_sparse.models.decoder import LayerMasks
 from titan_sparse.models.flavours import FLAVOURS
-from titan_sparse.models.layer_masks import LayerMasks
 from titan_sparse.models.transformers_config import read_transformers_config
 from titan_sparse.training.compiling import compile_layer
 

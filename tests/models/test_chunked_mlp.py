@@ -11,8 +11,9 @@ from tests.models.helpers import causal, dense_attend
 from tests.runs import TINY
 from titan_sparse.models import chunked_mlp
 from titan_sparse.models.chunked_mlp import ChunkedMLP
-from titan_sparse.models.decoder import MLP, Block
-from titan_sparse.models.rope import inverse_frequencies, rope_tables
+from titan_sparse.models.decoder import MLP, Block, inverse_frequencies, rope_tables
+from titan_sparse.models.lora import add_adapters
+from titan_sparse.models.lora_config import Adapters
 from titan_sparse.training.build_model import checkpointed
 
 CONFIG = replace(TINY, hidden_size=32, intermediate_size=48)
@@ -20,45 +21,58 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _gradients(module: nn.Module, x: Tensor, *args) -> list[Tensor]:
-    """Output, gradient of x and of every parameter, for an upstream gradient that differs from row to row."""
+    """Output, gradient of x and of every trained parameter, for an upstream gradient that differs from
+    row to row."""
     x = x.clone().requires_grad_()
     out = module(x, *args)
     d_out = torch.randn(
         out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     ).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, [x, *module.parameters()], d_out)]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, [x, *trained], d_out)]
 
 
 def _pair(
-    dtype: torch.dtype, chunk_tokens: int, compile_backend: str = ""
+    dtype: torch.dtype, chunk_tokens: int, compile_backend: str = "", targets: str = ""
 ) -> tuple[MLP, ChunkedMLP]:
+    """Of the same weights. targets: layers with adapters beside frozen weights; "none": frozen alone."""
     torch.manual_seed(0)
-    whole, chunked = (
-        MLP(CONFIG).to(dtype),
-        ChunkedMLP(CONFIG, chunk_tokens, compile_backend).to(dtype),
-    )
+    whole = MLP(CONFIG)
+    chunked = ChunkedMLP(CONFIG, chunk_tokens, compile_backend)
+    for mlp in (whole, chunked):
+        if targets == "none":
+            mlp.requires_grad_(False)
+        elif targets:
+            add_adapters(mlp, Adapters(3, 6, 0.0, tuple(targets.split(",")), "default"))
+        mlp.to_empty(device="cpu").to(dtype)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter, std=0.2)
     chunked.load_state_dict(whole.state_dict())
     return whole, chunked
 
 
+@pytest.mark.parametrize("targets", ["", "gate_proj,up_proj,down_proj", "up_proj", "none"])
 @pytest.mark.parametrize(
     "compile_backend, chunk_tokens", [("", 1), ("", 7), ("", 58), ("", 1000), ("aot_eager", 16)]
 )
-def test_equals_the_whole_mlp(compile_backend, chunk_tokens):
+def test_equals_the_whole_mlp(compile_backend, chunk_tokens, targets):
     """2 x 29 rows: ragged last chunks, and chunks over the seam of two sequences."""
-    whole, chunked = _pair(torch.float64, chunk_tokens, compile_backend)
+    whole, chunked = _pair(torch.float64, chunk_tokens, compile_backend, targets)
     x = torch.randn(2, 29, 32, dtype=torch.float64)
     for strided in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
         for got, want in zip(_gradients(chunked, strided), _gradients(whole, strided), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-def test_error_of_weight_gradients_does_not_grow_with_chunks():
+@pytest.mark.parametrize("targets", ["", "gate_proj,up_proj"])
+def test_error_of_gradients_does_not_grow_with_chunks(targets):
     x = torch.randn(1, 4096, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = _pair(torch.bfloat16, 4096)[1].double()
-    wanted, errors = _gradients(exact, x.double()), {}
+    exact = _pair(torch.bfloat16, 4096, targets=targets)[0].double()
+    wanted = _gradients(exact, x.double())
+    errors = {}
     for chunk_tokens in (4096, 8):
-        got = _gradients(_pair(torch.bfloat16, chunk_tokens)[1], x)
+        got = _gradients(_pair(torch.bfloat16, chunk_tokens, targets=targets)[1], x)
         errors[chunk_tokens] = [
             ((g.double() - w).norm() / w.norm()).item()
             for g, w in zip(got[2:], wanted[2:], strict=True)
@@ -81,12 +95,19 @@ def test_the_activation_is_rounded_once():
         torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-6)
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most elements that any tensor made inside has."""
+class _LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor made inside has, also inside of the two ops."""
 
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inside = {
+            torch.ops.titan_sparse.chunked_mlp.default: chunked_mlp._forward._init_fn,
+            torch.ops.titan_sparse.chunked_mlp_backward.default: chunked_mlp._backward._init_fn,
+        }
+        if func in inside:
+            with self:
+                return inside[func](*args)
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
@@ -94,12 +115,12 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_intermediate_of_all_tokens():
-    _, chunked = _pair(torch.float32, 16)
-    x, weights = torch.randn(1, 640, 32), [p.detach() for p in chunked.parameters()]
-    with LargestTensor() as seen:
-        chunked_mlp._forward._init_fn(x, *weights, 16, "")
-        chunked_mlp._backward._init_fn(x, x, *weights, 16, "")
+@pytest.mark.parametrize("targets", ["", "gate_proj,down_proj"])
+def test_no_intermediate_of_all_tokens(targets):
+    _, chunked = _pair(torch.float32, 16, targets=targets)
+    x = torch.randn(1, 640, 32, requires_grad=True)
+    with _LargestTensor() as seen:
+        chunked(x).sum().backward()
     assert seen.largest == x.numel()  # the intermediate size is larger: 640 x 48 would be seen
 
 

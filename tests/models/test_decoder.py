@@ -7,8 +7,7 @@ from torch import Tensor
 
 from tests.models.helpers import TINY, VARIANTS, build, causal, dense_attend, sample, variants
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.decoder import Block, Decoder
-from titan_sparse.models.rope import inverse_frequencies, rope_tables
+from titan_sparse.models.decoder import Block, Decoder, inverse_frequencies, rope_tables
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""titan_sparse.models.huggingface_rope: the table of config.json is read as transformers reads it."""
+"""titan_sparse.models.huggingface_config: the table of config.json is read as transformers reads it."""
 
 import math
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from titan_sparse.models.config import RopeConfig
-from titan_sparse.models.huggingface_rope import read_rope, write_rope
-from titan_sparse.models.rope import inverse_frequencies
+from titan_sparse.models.decoder import inverse_frequencies
+from titan_sparse.models.huggingface_config import read_rope, write_rope
 
 ORIGINAL = "original_max_position_embeddings"
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, ORIGINAL: 64}

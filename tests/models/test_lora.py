@@ -3,22 +3,18 @@ formula."""
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.helpers import TINY, causal, dense_attend, pretended_rank, sample
-from tests.models.test_chunked_mlp import LargestTensor
 from tests.models.transformers_models import MODELS, save_model
-from titan_sparse.models import chunked_lora_mlp
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
-from titan_sparse.models.decoder import MLP, Decoder
+from titan_sparse.models.decoder import Decoder
 from titan_sparse.models.huggingface_files import weights_digest
 from titan_sparse.models.initialization import canonical_name, initialize
 from titan_sparse.models.lora import add_adapters, initialize_adapters
@@ -41,10 +37,10 @@ def _adapters(targets: str = ALL_LINEAR, init: str = "default", rank: int = 3) -
     return resolve_adapters(TINY, rank, 6, 0.0, targets, init)
 
 
-def _decoder(adapters: Adapters, mlp=MLP, dtype: torch.dtype = torch.float64) -> Decoder:
+def _decoder(adapters: Adapters, dtype: torch.dtype = torch.float64) -> Decoder:
     """With adapters that are not zero."""
     with torch.device("meta"):
-        model = Decoder(TINY, dense_attend, mlp).to(dtype)
+        model = Decoder(TINY, dense_attend).to(dtype)
         add_adapters(model, adapters)
     model = model.to_empty(device="cpu")
     initialize(model, 0, TINY)
@@ -155,75 +151,6 @@ def test_adapters_have_the_dtype_that_peft_gives_them(dtype):
     model = _decoder(_adapters(), dtype=dtype)
     found = {weight.dtype for name, weight in model.named_parameters() if is_adapter(name)}
     assert found == {theirs.dtype}
-
-
-def _gradients(model: Decoder) -> dict[str, Tensor]:
-    """The loss, and the gradient of every adapter."""
-    tokens, positions = sample(TINY)
-    loss = model(tokens, positions, causal(tokens.shape[1]), tokens)
-    loss.backward()
-    found = {"loss": loss.detach()}
-    for name, parameter in model.named_parameters():
-        assert is_adapter(name) == (parameter.grad is not None), name
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-    return found
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("targets", [ALL_LINEAR, "up_proj", "gate_proj,down_proj", "q_proj"])
-@pytest.mark.parametrize("chunk_tokens, backend", [(1, ""), (7, ""), (100, ""), (8, "aot_eager")])
-def test_an_mlp_in_chunks_is_the_whole_one(targets, chunk_tokens, backend):
-    """2 x 13 rows: ragged last chunks, and chunks over the seam of two sequences."""
-    adapters = _adapters(targets)
-
-    def mlp(config):
-        return ChunkedLoraMLP(config, chunk_tokens, backend)
-
-    wanted = _gradients(_decoder(adapters))
-    found = _gradients(_decoder(adapters, mlp))
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_chunks_hold_no_intermediate_of_all_tokens():
-    model = _decoder(_adapters(), lambda config: ChunkedLoraMLP(config, 4))
-    mlp = model.layers["0"].mlp
-    parts = [
-        chunked_lora_mlp._parts(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    ]
-    arguments = (
-        [part.weight.detach() for part in parts],
-        [adapter.detach() for part in parts for adapter in (part.a, part.b)],
-        [part.scale for part in parts],
-        4,
-        "",
-    )
-    x = torch.randn(1, 640, TINY.hidden_size, dtype=torch.float64)
-    with LargestTensor() as seen:
-        chunked_lora_mlp._forward._init_fn(x, *arguments)
-        chunked_lora_mlp._backward._init_fn(x, x, *arguments)
-    assert seen.largest == x.numel()
-
-
-def test_sums_of_adapters_gradients_do_not_grow_with_chunks():
-    """In bfloat16 they are summed in float32."""
-    adapters = replace(_adapters("up_proj"), rank=4)
-    torch.manual_seed(0)
-    rows = torch.randn(1, 4096, TINY.hidden_size).bfloat16()
-    errors = []
-    exact = None
-    for dtype, chunk in ((torch.float64, 4096), (torch.bfloat16, 4096), (torch.bfloat16, 8)):
-        model = _decoder(adapters, lambda config, chunk=chunk: ChunkedLoraMLP(config, chunk))
-        mlp = model.layers["0"].mlp.to(dtype)
-        mlp(rows.to(dtype)).sum().backward()
-        gradient = mlp.up_proj.lora_A["default"].weight.grad.double()
-        if exact is None:
-            exact = gradient
-        else:
-            errors.append(((gradient - exact).norm() / exact.norm()).item())
-    assert errors[1] < 1.1 * errors[0] + 1e-3, errors
 
 
 def test_digest_sees_other_numbers(tmp_path: Path):

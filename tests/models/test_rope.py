@@ -1,4 +1,4 @@
-"""titan_sparse.models.rope: rotary position embeddings."""
+"""titan_sparse.models.decoder: rotary position embeddings."""
 
 import dataclasses
 import math
@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.models.helpers import TINY, pretended_rank
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
-from titan_sparse.models.decoder import Decoder
-from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
+from titan_sparse.models.decoder import Decoder, apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.training.build_model import parallelize
 
 

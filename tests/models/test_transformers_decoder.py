@@ -24,7 +24,7 @@ from titan_sparse.models.build import build_decoder
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import load_weights
 from titan_sparse.models.initialization import initialize
-from titan_sparse.models.transformers_router import RouterLoss
+from titan_sparse.models.transformers_decoder import RouterLoss
 from titan_sparse.training import offload
 from titan_sparse.training.build_model import checkpointed, convert_to_float8
 from titan_sparse.training.offload import OffloadedBlocks

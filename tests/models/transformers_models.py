@@ -11,8 +11,8 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, SlidingWindow
 from titan_sparse.config import Attention
 from titan_sparse.from_config import build_attends
 from titan_sparse.models.build import build_decoder
+from titan_sparse.models.decoder import LayerMasks
 from titan_sparse.models.huggingface import load_weights
-from titan_sparse.models.layer_masks import LayerMasks
 from titan_sparse.models.transformers_config import TransformersConfig, read_transformers_config
 from titan_sparse.models.transformers_families import FAMILIES
 

@@ -20,7 +20,7 @@ import torch
 from titan_sparse.config import Config, load, trains_random_base
 from titan_sparse.models.flavours import resolve
 from titan_sparse.models.huggingface import export_weights
-from titan_sparse.models.huggingface_adapter import export_adapter, merged
+from titan_sparse.models.lora import export_adapter, merged
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.checkpoint import newest_checkpoint, read_into, read_metadata, verify
 from titan_sparse.training.setup import check_base

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_sparse.models.decoder import apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.models.flavours import RopeConfig
-from titan_sparse.models.rope import apply_rope, inverse_frequencies, rope_tables
 
 _KEY_MEAN = 2.0
 _OUTLIER = 16.0

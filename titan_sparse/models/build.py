@@ -5,8 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from titan_sparse.models.config import DecoderConfig
-from titan_sparse.models.decoder import MLP, Decoder
-from titan_sparse.models.layer_masks import Attends
+from titan_sparse.models.decoder import MLP, Attends, Decoder
 from titan_sparse.models.transformers_config import TransformersConfig
 
 

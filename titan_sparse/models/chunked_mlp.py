@@ -1,5 +1,5 @@
 """The MLP over chunks of tokens, forward and backward (ALST's tiled MLP, arXiv 2506.13996, section
-3.3.1).
+3.3.1), with trained weights, or with frozen weights and LoRA adapters.
 
 The intermediate results of one chunk exist at a time, and the backward computes them again.
 Forward and backward are a custom op each. So a compiled block holds one node, however many chunks
@@ -8,10 +8,11 @@ there are, and recomputation skips the forward, because nothing needs its result
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.decoder import MLP
@@ -20,6 +21,8 @@ from titan_sparse.models.decoder import MLP
 class ChunkedMLP(MLP):
     """The MLP with the same weights under the same names, `chunk_tokens` tokens at a time.
 
+    Its linear layers may be PEFT's, with one adapter each and no dropout. Then the weights must be
+    frozen.
     compile_backend: the backend of torch.compile for the computations between the matmuls; "" does
     not compile them.
     """
@@ -30,18 +33,79 @@ class ChunkedMLP(MLP):
         self.compile_backend = compile_backend
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, hidden_size] -> [B, S, hidden_size]; weights and x of one dtype."""
+        """x [B, S, hidden_size] -> [B, S, hidden_size]; weights, adapters and x of one dtype."""
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        adapters: list[Tensor] = []
+        scales = [0.0, 0.0, 0.0]
+        # Of a layer without adapter, among others that have one, A and B have rank 0.
+        if any(hasattr(layer, "lora_A") for layer in layers):
+            for number, layer in enumerate(layers):
+                a, b, scales[number] = _adapter(layer)
+                adapters += [a, b]
         return torch.ops.titan_sparse.chunked_mlp(
             x,
-            self.gate_proj.weight,
-            self.up_proj.weight,
-            self.down_proj.weight,
+            [layer.weight for layer in layers],
+            adapters,
+            scales,
+            self.gate_proj.weight.requires_grad,
             self.chunk_tokens,
             self.compile_backend,
         )
 
 
-def chunks(rows: int, chunk_tokens: int) -> list[slice]:
+def _adapter(layer: nn.Module) -> tuple[Tensor, Tensor, float]:
+    """A and B of PEFT's linear layer, and what B (A x) counts; of rank 0 for other layers."""
+    if not hasattr(layer, "lora_A"):
+        outputs, inputs = layer.weight.shape
+        return layer.weight.new_empty(0, inputs), layer.weight.new_empty(outputs, 0), 0.0
+    (name,) = layer.lora_A.keys()
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name])
+
+
+class _Linear(NamedTuple):
+    """rows -> rows W^T + scale (rows A^T) B^T. weight [out, in], a [rank, in], b [out, rank]."""
+
+    weight: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 0.0
+
+    def forward(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """[N, in] -> [N, out]."""
+        out = torch.mm(rows, self.weight.T, out=out)
+        if self.scale:
+            out.addmm_(F.linear(rows, self.a), self.b.T, alpha=self.scale)
+        return out
+
+    def add_input_gradient(self, d_rows: Tensor, d_out: Tensor, beta: float = 1.0) -> None:
+        """d_rows [N, in] = beta * d_rows + the gradient of the input. d_out [N, out]."""
+        d_rows.addmm_(d_out, self.weight, beta=beta)
+        if self.scale:
+            d_rows.addmm_(d_out @ self.b, self.a, alpha=self.scale)
+
+    def add_gradients(self, totals: list[Tensor], rows: Tensor, d_out: Tensor) -> None:
+        """totals, [d_weight] or [d_a, d_b], += the gradients."""
+        if len(totals) == 1:
+            _add_product(totals[0], d_out.T, rows)
+        elif self.scale:
+            # [N, rank] each
+            d_inner = (d_out @ self.b) * self.scale
+            inner = F.linear(rows, self.a) * self.scale
+            _add_product(totals[0], d_inner.T, rows)
+            _add_product(totals[1], d_out.T, inner)
+
+
+def _linears(weights: list[Tensor], adapters: list[Tensor], scales: list[float]) -> list[_Linear]:
+    """Gate, up and down."""
+    if not adapters:
+        return [_Linear(weight) for weight in weights]
+    return [
+        _Linear(weight, adapters[2 * number], adapters[2 * number + 1], scales[number])
+        for number, weight in enumerate(weights)
+    ]
+
+
+def _chunks(rows: int, chunk_tokens: int) -> list[slice]:
     """The parts of so many rows, each of chunk_tokens, the last one of what is left."""
     return [slice(start, start + chunk_tokens) for start in range(0, rows, chunk_tokens)]
 
@@ -67,7 +131,7 @@ def swiglu_backward(gate: Tensor, up: Tensor, d_hidden: Tensor) -> tuple[Tensor,
 
 
 @functools.cache
-def compiled(function: Callable, backend: str) -> Callable:
+def _compiled(function: Callable, backend: str) -> Callable:
     """The function under torch.compile; as it is with the backend ""."""
     if not backend:
         return function
@@ -75,7 +139,7 @@ def compiled(function: Callable, backend: str) -> Callable:
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, rounded only to total's dtype, so that the error does not grow with the
     number of chunks."""
     if total.dtype == a.dtype:
@@ -88,27 +152,33 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @torch.library.custom_op("titan_sparse::chunked_mlp", mutates_args=())
 def _forward(
-    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chunk_tokens: int, compile_backend: str
+    x: Tensor,
+    weights: list[Tensor],
+    adapters: list[Tensor],
+    scales: list[float],
+    trains_weights: bool,
+    chunk_tokens: int,
+    compile_backend: str,
 ) -> Tensor:
+    gate, up, down = _linears(weights, adapters, scales)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # [B * S, hidden_size] each
     rows = x.reshape(-1, x.shape[-1])
     out_rows = out.view(-1, x.shape[-1])
     # A custom op runs without gradients anyway, but what is compiled looks at the grad mode.
     with torch.no_grad():
-        for chunk in chunks(len(rows), chunk_tokens):
+        for chunk in _chunks(len(rows), chunk_tokens):
             # [chunk_tokens, intermediate_size]. What goes in has no name, so that it is freed at
             # once.
-            hidden = compiled(swiglu, compile_backend)(
-                F.linear(rows[chunk], gate),
-                F.linear(rows[chunk], up),
+            hidden = _compiled(swiglu, compile_backend)(
+                gate.forward(rows[chunk]), up.forward(rows[chunk])
             )
-            torch.mm(hidden, down.T, out=out_rows[chunk])
+            down.forward(hidden, out=out_rows[chunk])
     return out
 
 
 @_forward.register_fake
-def _(x, gate, up, down, chunk_tokens, compile_backend):
+def _(x, weights, adapters, scales, trains_weights, chunk_tokens, compile_backend):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -116,57 +186,70 @@ def _(x, gate, up, down, chunk_tokens, compile_backend):
 def _backward(
     d_out: Tensor,
     x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
+    weights: list[Tensor],
+    adapters: list[Tensor],
+    scales: list[float],
+    trains_weights: bool,
     chunk_tokens: int,
     compile_backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
+    """The gradients of x, then of the weights or, where they are frozen, of the adapters."""
+    gate, up, down = _linears(weights, adapters, scales)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # [B * S, hidden_size] each
     rows = x.reshape(-1, x.shape[-1])
-    d_rows = dx.reshape(-1, x.shape[-1])
+    d_rows = dx.view(-1, x.shape[-1])
     d_out_rows = d_out.reshape(-1, x.shape[-1])
-    # The weights' gradients are sums over all chunks: in fp32, so that each chunk rounds nothing.
+    trained = weights if trains_weights else adapters
+    # Sums over all chunks: in fp32, so that each chunk rounds nothing.
     wide = torch.promote_types(x.dtype, torch.float32)
-    d_gate = torch.zeros(gate.shape, dtype=wide, device=gate.device)
-    d_up = torch.zeros(up.shape, dtype=wide, device=up.device)
-    d_down = torch.zeros(down.shape, dtype=wide, device=down.device)
+    totals = [torch.zeros_like(parameter, dtype=wide) for parameter in trained]
+    of_layer = len(totals) // 3
+    of_gate, of_up, of_down = (totals[i * of_layer : (i + 1) * of_layer] for i in range(3))
     with torch.no_grad():
-        for chunk in chunks(len(rows), chunk_tokens):
-            # [chunk_tokens, intermediate_size] each. What goes in has no name, so that it is freed
-            # at once.
-            hidden, d_gate_rows, d_up_rows = compiled(swiglu_backward, compile_backend)(
-                F.linear(rows[chunk], gate),
-                F.linear(rows[chunk], up),
-                d_out_rows[chunk] @ down,
+        for chunk in _chunks(len(rows), chunk_tokens):
+            # [chunk_tokens, intermediate_size] each
+            d_hidden = d_out_rows.new_empty(len(rows[chunk]), down.weight.shape[1])
+            down.add_input_gradient(d_hidden, d_out_rows[chunk], beta=0)
+            hidden, d_gate, d_up = _compiled(swiglu_backward, compile_backend)(
+                gate.forward(rows[chunk]), up.forward(rows[chunk]), d_hidden
             )
-            add_product(d_down, d_out_rows[chunk].T, hidden)
-            add_product(d_gate, d_gate_rows.T, rows[chunk])
-            add_product(d_up, d_up_rows.T, rows[chunk])
-            torch.mm(d_gate_rows, gate, out=d_rows[chunk]).addmm_(d_up_rows, up)
-    return dx, d_gate.to(gate.dtype), d_up.to(up.dtype), d_down.to(down.dtype)
+            del d_hidden
+            if totals:
+                down.add_gradients(of_down, hidden, d_out_rows[chunk])
+                gate.add_gradients(of_gate, rows[chunk], d_gate)
+                up.add_gradients(of_up, rows[chunk], d_up)
+            gate.add_input_gradient(d_rows[chunk], d_gate, beta=0)
+            up.add_input_gradient(d_rows[chunk], d_up)
+    return [dx, *(total.to(like.dtype) for total, like in zip(totals, trained))]
 
 
 @_backward.register_fake
-def _(d_out, x, gate, up, down, chunk_tokens, compile_backend):
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor in (x, gate, up, down)
-    )
+def _(d_out, x, weights, adapters, scales, trains_weights, chunk_tokens, compile_backend):
+    trained = weights if trains_weights else adapters
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, *trained)
+    ]
 
 
 def _save(ctx, inputs, output) -> None:
-    x, gate, up, down, ctx.chunk_tokens, ctx.compile_backend = inputs
-    ctx.save_for_backward(x, gate, up, down)
+    x, weights, adapters, *ctx.settings = inputs
+    ctx.save_for_backward(x, *weights, *adapters)
 
 
 def _differentiate(ctx, d_out: Tensor):
-    x, gate, up, down = ctx.saved_tensors
-    dx, d_gate, d_up, d_down = torch.ops.titan_sparse.chunked_mlp_backward(
-        d_out, x, gate, up, down, ctx.chunk_tokens, ctx.compile_backend
+    x, *others = ctx.saved_tensors
+    weights, adapters = others[:3], others[3:]
+    dx, *gradients = torch.ops.titan_sparse.chunked_mlp_backward(
+        d_out, x, weights, adapters, *ctx.settings
     )
-    return dx, d_gate, d_up, d_down, None, None
+    d_weights: list[Tensor | None] = [None] * 3
+    d_adapters: list[Tensor | None] = [None] * len(adapters)
+    if ctx.settings[1]:
+        d_weights = gradients
+    else:
+        d_adapters = gradients
+    return dx, d_weights, d_adapters, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -27,12 +27,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from titan_sparse.attention import SAVED_OPS
 from titan_sparse.config import ActivationCheckpoint, Compile, Config, Float8
 from titan_sparse.models.build import build_decoder
-from titan_sparse.models.chunked_lora_mlp import ChunkedLoraMLP
 from titan_sparse.models.chunked_mlp import ChunkedMLP
 from titan_sparse.models.decoder import MLP, Decoder
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.initialization import initialize
-from titan_sparse.models.layer_masks import Attends
+from titan_sparse.models.decoder import Attends
 from titan_sparse.models.lora import add_adapters, initialize_adapters
 from titan_sparse.models.lora_config import resolve_adapters
 from titan_sparse.training.offload import OffloadedBlocks
@@ -89,8 +88,7 @@ def _mlp(config: Config) -> Callable[[DecoderConfig], nn.Module]:
     if not chunk_tokens:
         return MLP
     backend = config.compile.backend if config.compile.enable else ""
-    mlp = ChunkedLoraMLP if config.lora.rank else ChunkedMLP
-    return functools.partial(mlp, chunk_tokens=chunk_tokens, compile_backend=backend)
+    return functools.partial(ChunkedMLP, chunk_tokens=chunk_tokens, compile_backend=backend)
 
 
 def parallelize(

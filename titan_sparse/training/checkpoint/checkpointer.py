@@ -192,7 +192,7 @@ class Checkpointer:
         if not folder.exists():
             # Only where asked for: it needs safetensors.
             from titan_sparse.models.huggingface import export_weights
-            from titan_sparse.models.huggingface_adapter import export_adapter
+            from titan_sparse.models.lora import export_adapter
 
             def read(state: dict[str, Tensor]) -> None:
                 read_into(state, checkpoint, alone=True)
