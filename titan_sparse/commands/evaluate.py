@@ -7,7 +7,7 @@
 
 Attention is dense, or as it was trained. Other words are options of the configuration, as train.py
 takes them: --data.source is the text that is read and that hides needles. Writes OUT/results.json
-(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"); docs/evaluation.md
+(everything), OUT/*.csv (tables) and OUT/*.png (needs pip install -e ".[eval]"); docs/huggingface.md
 """
 
 import argparse

@@ -6,7 +6,7 @@
 
 One sequence, one process: the first document that is long enough, selections of several sizes.
 Other words are options of the configuration, as train.py takes them. Writes OUT/inspection.json,
-OUT/layer-N.png, OUT/curves.png and OUT/top_k.png; docs/evaluation.md
+OUT/layer-N.png, OUT/curves.png and OUT/top_k.png; docs/huggingface.md
 """
 
 import argparse

@@ -403,7 +403,7 @@ class Metrics:
 
 @dataclass
 class Validation:
-    """Loss by position and needles, measured while training, if enabled. docs/evaluation.md"""
+    """Loss by position and needles, measured while training, if enabled. docs/huggingface.md"""
 
     enable: bool = False
     """measure every `every` steps and after the last"""
