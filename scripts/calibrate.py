@@ -34,7 +34,7 @@ from titan_sparse.attention.masks.ranges import Causal, MaskRanges, SlidingWindo
 from titan_sparse.attention.observe.visits import count_visits_of_all_heads
 from titan_sparse.attention.patterns import BlockIndex, Dense, VerticalSlash
 from titan_sparse.config.reading import tokens
-from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.training.distributed import choose_device, init_distributed, leave_distributed
 
 BLOCK_SIZE = 128

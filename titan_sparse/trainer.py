@@ -31,7 +31,7 @@ from titan_sparse.config.changes import (
     refuse_changes,
 )
 from titan_sparse.data import Batch
-from titan_sparse.estimate.balance_costs import costs_of_run
+from titan_sparse.estimate.constants import costs_of_run
 from titan_sparse.estimate.memory import Step, estimate, peak_phase
 from titan_sparse.evaluation.scorer import Scorer
 from titan_sparse.evaluation.validation import Validation

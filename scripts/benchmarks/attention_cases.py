@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan_sparse.attention import attend, backends
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
+from titan_sparse.estimate import synthetic
 
 CUDNN, FLASH4 = "cudnn", "flash-attn-4"
 """Names of others' dense attention in rows and on the command line."""
@@ -62,44 +63,11 @@ def ready_index(pattern: Pattern, tensors: list[Tensor]) -> Pattern:
 def random_index(
     shape: Shape, density: float, vertical_share: float, sinks: int
 ) -> tuple[VerticalSlash, list[Tensor]]:
-    """A pattern whose caps hold the index, and the index as VerticalSlashIndex.tensors().
-
-    density: share of the causal pairs, reached per head by random block diagonals beside the two
-    local ones. vertical_share: verticals per token of the sequence, the `sinks` first tokens
-    included.
-    """
-    generator = torch.Generator().manual_seed(0)
-    heads = shape.heads
-    seq_len = shape.seq_len
-    blocks = seq_len // shape.block_size
-    all_tiles = blocks * (blocks + 1) / 2
-    verticals = max(sinks, round(vertical_share * seq_len))
-
-    slashes = torch.zeros(heads, blocks, dtype=torch.bool)  # [Hq, diagonals]
-    picked = []  # verticals of each head
-    for head in range(heads):
-        shuffled = torch.randperm(seq_len - sinks, generator=generator)
-        random_verticals = shuffled[: verticals - sinks] + sinks
-        picked.append(torch.cat([torch.arange(sinks), random_verticals.sort().values]))
-        slashes[head, :2] = True
-        tiles = 2 * blocks - 1
-        for delta in (torch.randperm(blocks - 2, generator=generator) + 2).tolist():
-            # Verticals add their share of what the diagonals leave out.
-            covered = tiles / all_tiles
-            if covered + (1 - covered) * verticals / seq_len >= density:
-                break
-            slashes[head, delta] = True
-            tiles += blocks - delta
-
-    pattern = VerticalSlash(
-        sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max())
+    """synthetic.random_index() on the shape's device."""
+    pattern, tensors = synthetic.random_index(
+        shape.heads, shape.seq_len, shape.block_size, density, vertical_share, sinks
     )
-    # Unused places hold seq_len, which is no token.
-    capacity = pattern.vertical_capacity(seq_len, shape.block_size, False)
-    padded = torch.full((heads, capacity), seq_len, dtype=torch.int32)
-    padded[:, :verticals] = torch.stack(picked)
-    capped = torch.zeros(heads, 2, dtype=torch.bool)
-    return pattern, [tensor[None].to(shape.device) for tensor in (slashes, padded, capped)]
+    return pattern, [tensor.to(shape.device) for tensor in tensors]
 
 
 def draw(shape: Shape) -> list[Tensor]:

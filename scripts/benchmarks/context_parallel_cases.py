@@ -46,7 +46,7 @@ from titan_sparse.attention.observe.visits import (
 from titan_sparse.attention.patterns import BlockIndex, Dense, Pattern, VerticalSlash
 from titan_sparse.attention.schedules.needs import needed_chunks_of
 from titan_sparse.estimate import synthetic
-from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 
 GRADIENT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of the gradients on the wire, by the name in rows."""

@@ -34,7 +34,7 @@ from titan_sparse.attention.masks.reach import seen_blocks, visible_pairs
 from titan_sparse.attention.observe.statistics import recording, worker_imbalance
 from titan_sparse.attention.patterns import Dense
 from titan_sparse.attention.tiles.blocks import block_tiles
-from titan_sparse.estimate.planner import BACKWARD_FLOPS, FORWARD_FLOPS
+from titan_sparse.estimate.constants import BACKWARD_FLOPS, FORWARD_FLOPS
 from titan_sparse.estimate.synthetic import ragged_lengths
 
 CHECKED_LENGTH = 4096

@@ -1,19 +1,19 @@
-"""Synthetic heads make the slashes and verticals that their formula says."""
+"""Synthetic heads make the slashes and verticals of their formula, and indexes survive their file."""
 
 import math
 
 import pytest
 import torch
 
-from titan_sparse.attention.masks.ranges import Causal
-from titan_sparse.attention.patterns import VerticalSlash
+from titan_sparse.attention.masks.ranges import Causal, Documents
+from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.estimate.index_file import load_indexes, save_indexes
 from titan_sparse.estimate.synthetic import (
     draw_heads,
-    draw_key_factors,
     expected_logits,
-    expected_outlier_logit,
     keys,
     queries,
+    random_index,
 )
 
 SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
@@ -102,27 +102,52 @@ def test_verticals_hold_the_share_that_was_drawn():
         assert 0.03 < mass[heads.outliers[head // 2]].sum() < 0.93
 
 
-def test_masses_are_multiplied_by_the_noise_of_keys():
-    """Over many keys the logarithm of what draw_key_factors() says has the spread of the logits."""
-    heads = _heads()
-    factors = draw_key_factors(heads)
-    assert factors.shape == (HEADS, SEQ_LEN)
-    assert (factors.mean(-1) - 1).abs().max() < 0.15
-    k = keys(heads, 0, SEQ_LEN)
-    q = queries(heads, SEQ_LEN - 512, SEQ_LEN)
-    for head in range(HEADS):
-        group = head // (HEADS // KV_HEADS)
-        logits = (q[0, head] @ k[0, group].T) / math.sqrt(64)
-        # [512, m]
-        at_outliers = logits[:, heads.outliers[group]]
-        wanted = expected_outlier_logit(heads)[head]
-        spread = factors[head].log().std()
-        assert (at_outliers.mean() - wanted).abs() < spread / 2
-        assert at_outliers.std(1).mean() == pytest.approx(spread.item(), rel=0.2)
-
-
 def test_too_short_or_ungrouped_is_refused():
     with pytest.raises(ValueError, match="2048"):
         draw_heads(1024)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         draw_heads(4096, 5, 2)
+
+
+def test_a_random_index_has_its_density():
+    pattern, tensors = random_index(4, 8192, 64, 0.1, vertical_share=0.01, sinks=8)
+    index = pattern.index(tensors, Causal().rows(8192), 1, 4, 64)
+    computed = index.dense(Causal()).sum().item()
+    assert computed / (4 * 8192 * 8193 / 2) == pytest.approx(0.1, rel=0.05)
+    assert ((index.verticals < 8192).sum(-1) == 82).all()
+
+
+@pytest.mark.parametrize(
+    "mask, pattern",
+    [
+        (Documents([[90, 7, 31], [120]]), VerticalSlash(recall=0.6, sinks=2, dense_below=32)),
+        (Causal(), Dense()),
+    ],
+)
+def test_an_index_survives_its_file(tmp_path, mask, pattern):
+    torch.manual_seed(0)
+    ranges = mask.rows(128)
+    q = torch.randn(2, 4, 128, 8)
+    k = torch.randn(2, 2, 128, 8)
+
+    def choose(queries: torch.Tensor):
+        if pattern.dynamic:
+            return pattern.select(queries, k, ranges, block_size=16)
+        return pattern.index([], ranges, 2, 4, 16)
+
+    indexes = [choose(q), choose(-q)]
+    save_indexes(tmp_path / "index.pt", pattern, ranges, indexes)
+    loaded_ranges, loaded = load_indexes(tmp_path / "index.pt")
+    for a, b in zip(loaded_ranges[:4], ranges[:4]):
+        assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+    assert len(loaded) == 2
+    for a, b in zip(loaded, indexes):
+        assert torch.equal(a.dense(mask), b.dense(mask)) and a.heads == b.heads
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("no index")
+    torch.save({"x": 1}, tmp_path / "other")
+    for name in ("text", "other", "missing"):
+        with pytest.raises(ValueError, match=f"--index .*{name}: "):
+            load_indexes(tmp_path / name)

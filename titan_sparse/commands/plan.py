@@ -4,11 +4,10 @@
         --layout striped zigzag --schedule ring double_ring --out plan.png plan.json
 
 Several layouts and schedules are compared. Further options of the configuration are taken as
-train.py takes them (--attention.vertical_slash.recall 0.9). The index is one that a run saved
-(--index, titan_sparse/estimate/index_file.py) or a synthetic one
-(titan_sparse/estimate/synthetic.py) for one long document, or, with pattern dense, for packed ones
-(--documents). All times are of one attention layer, selection not included. docs/context_parallel.md
-explains the numbers.
+train.py takes them (--attention.gradient_dtype bfloat16). The index is one that a run saved
+(--index, titan_sparse/estimate/index_file.py), a random one of --density for one long document, or,
+with pattern dense, the mask of packed documents (--documents). All times are of one attention layer,
+selection not included. docs/context_parallel.md explains the numbers.
 """
 
 import argparse
@@ -39,19 +38,16 @@ from titan_sparse.config import (
 )
 from titan_sparse.config.reading import tokens
 from titan_sparse.estimate import planner
-from titan_sparse.estimate.balance_costs import costs_of, costs_of_run, shape_of
-from titan_sparse.estimate.expected_selection import expected_selection
-from titan_sparse.estimate.index_file import load_indexes
-from titan_sparse.estimate.planner import (
+from titan_sparse.estimate.constants import (
     Constants,
-    Layer,
-    LayerPlan,
-    Shape,
-    count,
+    costs_of,
+    costs_of_run,
     load_constants,
-    plan_layer,
+    shape_of,
 )
-from titan_sparse.estimate.synthetic import draw_heads, ragged_lengths
+from titan_sparse.estimate.index_file import load_indexes
+from titan_sparse.estimate.planner import Layer, LayerPlan, count, plan_layer
+from titan_sparse.estimate.synthetic import ragged_lengths, random_index
 from titan_sparse.from_config import build_pattern, schedule_named
 from titan_sparse.models.flavours import DecoderConfig, resolve
 
@@ -70,8 +66,7 @@ def main(words: list[str]) -> int:
         model = resolve(**vars(config.model))
         costs = balance_costs(config, model, constants)
         ranges, indexes = get_indexes(args, config, model)
-        shape = shape_of(config, model)
-        plans = make_plans(ranges, indexes, setting, shape, constants, costs)
+        plans = make_plans(ranges, indexes, setting, model, constants, costs)
     except ModuleNotFoundError as error:
         print(
             f'error: a picture needs {error.name}: write pip install -e ".[eval]", or no .png',
@@ -83,7 +78,7 @@ def main(words: list[str]) -> int:
         return 2
     about = {
         "config": args.config,
-        "index": args.index or f"synthetic, seed {args.seed}",
+        "index": args.index or f"random, seed {args.seed}",
         "layers": len(indexes),
         "nodes": setting.nodes,
         "ranks_of_a_node": setting.ranks_of_node,
@@ -119,50 +114,40 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", help="a TOML file of train_configs/")
-    parser.add_argument("--ranks", type=int, help="context-parallel ranks; default: parallelism.cp")
-    parser.add_argument(
-        "--nodes", type=int, help="default: by parallelism.cp_intra, or 8 ranks a node"
+    add = parser.add_argument
+    add("config", help="a TOML file of train_configs/")
+    add("--ranks", type=int, help="context-parallel ranks; default: parallelism.cp")
+    add("--nodes", type=int, help="default: by parallelism.cp_intra, or 8 ranks a node")
+    add(
+        "--index", help="file of titan_sparse.estimate.index_file.save_indexes(), one index a layer"
     )
-    parser.add_argument(
-        "--index",
-        help="file of titan_sparse.estimate.index_file.save_indexes(); default: a synthetic index",
+    add(
+        "--density", type=float, help="share of the causal pairs in the random index; default: 0.05"
     )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        default=1,
-        help="layers of the synthetic index; results are means over layers",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic index")
-    parser.add_argument(
+    add("--seed", type=int, default=0, help="of the random index and of ragged documents")
+    add(
         "--documents",
         nargs="+",
         metavar="TOKENS",
         help="lengths of packed documents, or: ragged, most under 1K "
         "tokens, the longest a quarter of the sequence; default: one long document",
     )
-    parser.add_argument(
-        "--seq-len", type=tokens, help="tokens; default: training.seq_len, or the index's"
-    )
-    parser.add_argument(
+    add("--seq-len", type=tokens, help="tokens; default: training.seq_len, or the index's")
+    add(
         "--layout",
         nargs="+",
         choices=ALL_LAYOUTS,
         help="default: attention.layout; several are compared",
     )
-    parser.add_argument(
+    add(
         "--schedule",
         nargs="+",
         choices=["auto", *schedules.SCHEDULES],
         help="default: attention.schedule",
     )
-    parser.add_argument("--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts.calibrate")
-    parser.add_argument(
-        "--out",
-        nargs="+",
-        default=[],
-        help="files to write: .json for the numbers, .png for a picture",
+    add("--constants", default=DEFAULT_CONSTANTS, help="JSON of scripts.calibrate")
+    add(
+        "--out", nargs="+", default=[], help="files to write: .json for numbers, .png for a picture"
     )
     return parser.parse_known_args(words)
 
@@ -198,6 +183,10 @@ def settings(args: argparse.Namespace, words: list[str]) -> Setting:
         raise ConfigError(
             "--documents would be ignored: --index has the mask of its run; write one of them"
         )
+    if args.index and args.density is not None:
+        raise ConfigError("--density would be ignored with --index; leave it out")
+    if args.density is not None and not 0 < args.density <= 1:
+        raise ConfigError(f"--density {args.density} is not in (0, 1]. Write a share such as 0.05")
     if not args.index:  # what is planned, whatever the configuration says: "auto" goes by it
         config.attention.mask = "documents" if args.documents else "causal"
         config.data.sequences = "packed" if args.documents else "fixed"
@@ -252,32 +241,29 @@ def get_indexes(
         )
     ranges = mask.rows(seq_len)
     pattern = build_pattern(attention)
-    if not pattern.dynamic:
-        return ranges, [pattern.index([], ranges, 1, model.heads, attention.block_size)]
-    if not isinstance(pattern, VerticalSlash):
-        raise ConfigError(
-            f"a synthetic index is one of vertical_slash, not of {pattern.name}; "
-            "write --index FILE with what a run chose (titan_sparse/estimate/index_file.py), "
-            "or --attention.pattern vertical_slash"
+    tensors: list[torch.Tensor] = []
+    if pattern.dynamic:
+        if not isinstance(pattern, VerticalSlash):
+            raise ConfigError(
+                f"a random index is one of vertical_slash, not of {pattern.name}; "
+                "write --index FILE with what a run chose (titan_sparse/estimate/index_file.py), "
+                "or --attention.pattern vertical_slash"
+            )
+        density = 0.05 if args.density is None else args.density
+        pattern, tensors = random_index(
+            model.heads, seq_len, attention.block_size, density, seed=args.seed
         )
-    indexes = []
-    for layer in range(args.layers):
-        seed = args.seed + layer
-        heads = draw_heads(seq_len, model.heads, model.kv_heads, model.head_dim, seed)
-        chosen = expected_selection(heads, pattern, attention.block_size)
-        indexes.append(pattern.index(chosen, ranges, 1, model.heads, attention.block_size))
-    return ranges, indexes
+    elif args.density is not None:
+        raise ConfigError("--density would be ignored with pattern dense; leave it out")
+    return ranges, [pattern.index(tensors, ranges, 1, model.heads, attention.block_size)]
 
 
 def _lengths(args: argparse.Namespace, config: Config) -> list[int]:
-    """Of the packed documents.
-
-    Raises ConfigError for what is no such list, and for what cannot be planned with it.
-    """
+    """Of the packed documents. Raises ConfigError for a list that cannot be planned with."""
     whole = config.training.seq_len
     if config.attention.pattern != "dense" or config.attention.window_sinks:
         raise ConfigError(
-            "--documents goes with pattern dense and no window_sinks: a synthetic index is of one "
+            "--documents goes with pattern dense and no window_sinks: a random index is of one "
             "document; write --attention.pattern dense, or --index FILE of a run on packed documents"
         )
     if args.documents == ["ragged"]:
@@ -305,11 +291,12 @@ def make_plans(
     ranges: MaskRanges,
     indexes: list[BlockIndex],
     setting: Setting,
-    shape: Shape,
+    model: DecoderConfig,
     constants: Constants,
     costs: Costs,
 ) -> list[list[LayerPlan]]:
     """For each (layout, schedule) the plans of all layers. Work is counted once a layout."""
+    shape = shape_of(setting.config, model)
     overlap_stages = resolve_overlap_stages(setting.config.attention, setting.nodes)
     ranks = setting.nodes * setting.ranks_of_node
     plans: dict[tuple[str, str], list[LayerPlan]] = {pair: [] for pair in setting.pairs}
@@ -333,29 +320,19 @@ def make_plans(
 
 def summary(p: LayerPlan) -> dict[str, float]:
     """The numbers of one plan: ms, MB (1e6 bytes) of the busiest rank, and imbalance degrees."""
-    elapsed = p.forward.compute + p.forward.waiting
+    computing = p.forward.compute.sum(-1).mean().item()
     numbers = {
         "density": p.density,
         "worker_imbalance": worker_imbalance(p.work.sum(-1)).item(),
         "worker_imbalance_per_step": imbalance.worker_imbalance_per_step(p.work).item(),
         "step_imbalance": imbalance.step_imbalance(p.work).item(),
-        "computation_ratio": imbalance.computation_ratio(p.forward.compute, elapsed).item(),
-        "needed_chunks": p.needed,
-        "columns_forward_ms": p.verticals[0] * 1e3,
-        "columns_backward_ms": p.verticals[1] * 1e3,
+        "computation_ratio": computing / p.forward.seconds(),
     }
-    timelines = {
-        "forward": p.forward,
-        "backward": p.backward,
-        "skipping_forward": p.skipping_forward,
-        "skipping_backward": p.skipping_backward,
-    }
-    for name, timeline in timelines.items():
-        numbers[f"{name}_ms"] = timeline.seconds() * 1e3
-        numbers[f"{name}_exposed_ms"] = timeline.exposed() * 1e3
-    for prefix, traffic in (("", p.traffic), ("skipping_", p.skipping_traffic)):
-        for name, sent in traffic.items():
-            numbers[f"{prefix}{name}_mb"] = sent.max().item() / 1e6
+    for name, of_pass in (("forward", p.forward), ("backward", p.backward)):
+        numbers[f"{name}_ms"] = of_pass.seconds() * 1e3
+        numbers[f"{name}_exposed_ms"] = of_pass.exposed() * 1e3
+        numbers[f"{name}_inside_mb"] = of_pass.sent.inside.max().item() / 1e6
+        numbers[f"{name}_across_mb"] = of_pass.sent.across.max().item() / 1e6
     return numbers
 
 
@@ -374,29 +351,30 @@ COLUMNS = {
     "exposed": ("forward_exposed_ms", ".2f"),
     "bwd ms": ("backward_ms", ".2f"),
     "exposed ": ("backward_exposed_ms", ".2f"),
-    "inside MB": ("forward_inside_mb", ".1f"),
+    "fwd inside MB": ("forward_inside_mb", ".1f"),
     "across MB": ("forward_across_mb", ".1f"),
-    "skipping: inside": ("skipping_forward_inside_mb", ".1f"),
-    "across": ("skipping_forward_across_mb", ".1f"),
-    "fwd ms ": ("skipping_forward_ms", ".2f"),
+    "bwd inside MB": ("backward_inside_mb", ".1f"),
+    "across MB ": ("backward_across_mb", ".1f"),
 }
 
 
 def table(plans: list[list[LayerPlan]]) -> str:
-    """A line of numbers for each setting; bytes are those of the forward."""
+    """A line of numbers for each setting."""
     lines = [
         "| layout | schedule | " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * (len(COLUMNS) + 2),
     ]
     for layers in plans:
         numbers = mean_summary(layers)
-        cells = [
-            layers[0].layout,
-            layers[0].schedule,
-            *(format(numbers[key], form) for key, form in COLUMNS.values()),
-        ]
+        cells = [*_names(layers), *(format(numbers[key], form) for key, form in COLUMNS.values())]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _names(layers: list[LayerPlan]) -> tuple[str, str]:
+    """Of the layout and the schedule."""
+    setting = layers[0].setting
+    return setting.layout, setting.schedule.name
 
 
 def work_lines(plans: list[LayerPlan]) -> str:
@@ -408,7 +386,7 @@ def work_lines(plans: list[LayerPlan]) -> str:
     ranks = work.sum(-1)
     steps = work.amax(0) / work.mean(0).clamp(min=1e-9)
     first = (
-        f"{plans[0].layout}, {plans[0].schedule}: million pairs a rank: "
+        f"{', '.join(_names(plans))}: million pairs a rank: "
         f"min {ranks.min():,.1f} (rank {ranks.argmin()}), mean {ranks.mean():,.1f}, "
         f"max {ranks.max():,.1f} (rank {ranks.argmax()}); "
         f"worst step {steps.argmax()}: max / mean over ranks {steps.max():.2f}"
@@ -426,10 +404,11 @@ def write_json(path: str, plans: list[list[LayerPlan]], about: dict) -> None:
     found = []
     for layers in plans:
         work = torch.stack([p.work for p in layers]).mean(0)
+        layout, schedule = _names(layers)
         found.append(
             {
-                "layout": layers[0].layout,
-                "schedule": layers[0].schedule,
+                "layout": layout,
+                "schedule": schedule,
                 **mean_summary(layers),
                 "pairs_of_rank": work.sum(-1).tolist(),
                 "pairs_of_rank_and_step": work.tolist() if len(work) <= 64 else None,
@@ -450,7 +429,7 @@ def draw(path: str, plans: list[list[LayerPlan]]) -> None:
         image = axes.imshow(relative, aspect="auto", vmin=0, vmax=3, interpolation="nearest")
         numbers = mean_summary(layers)
         axes.set(
-            title=f"{layers[0].layout}, {layers[0].schedule}\n"
+            title=f"{', '.join(_names(layers))}\n"
             f"worker {numbers['worker_imbalance']:.2f}, "
             f"per step {numbers['worker_imbalance_per_step']:.2f}",
             xlabel="step",

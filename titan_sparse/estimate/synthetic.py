@@ -1,4 +1,4 @@
-"""Queries and keys that look like real attention.
+"""Queries and keys that look like real attention, and random indexes and lengths of documents.
 
 The model is that of MTraining, appendix A. Under RoPE the mean of a query and the mean of a key
 give a logit that depends on their distance d alone: slashes. A few outlier keys, large in a pair of
@@ -8,10 +8,10 @@ dims that hardly turns, are seen from everywhere: verticals. For query head h
 
 Here i runs over the pairs of dims that turn once in 256 tokens up to half the sequence. a is drawn
 log-normally. v is set so that the outliers hold a share of the attention mass that is drawn too.
-Large a make near diagonals and, where the strongest pairs come round together, far ones. Nothing
-here depends on a model or on data. The index that they lead to is in expected_selection.py.
+Large a make near slashes and, where the strongest pairs come round together, far ones. Nothing
+here depends on a model or on data.
 
-ragged_lengths() draws lengths of packed documents.
+random_index() draws an index of a given density. ragged_lengths() draws lengths of packed documents.
 """
 
 import math
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.models.decoder import apply_rope, inverse_frequencies, rope_tables
 from titan_sparse.models.flavours import RopeConfig
 
@@ -36,7 +37,7 @@ _STRENGTH = (9.0, 22.0)
 """Range that each head draws its largest logit of slashes from."""
 _SPREAD = (0.3, 2.0)
 """Range that each head draws from how unequal its pairs are: from all alike, which makes near
-diagonals, to a few that lead, which makes periodic ones."""
+slashes, to a few that lead, which makes periodic ones."""
 _VERTICAL_SHARE = (0.05, 0.7)
 """Range that each head draws the outliers' share of its mass from."""
 
@@ -198,25 +199,51 @@ def expected_logits(heads: Heads, distance: Tensor) -> Tensor:
     return amplitude[:, used] @ angle.cos()
 
 
-def expected_outlier_logit(heads: Heads) -> Tensor:
-    """Expected logit of the outliers of each query head, float64 [Hq]; all of a head have the same."""
-    # [Hq, D / 2]
-    outlier = heads.outlier.conj()
-    outlier = outlier.repeat_interleave(heads.group_size, 0)
-    logit = (heads.query_mean * outlier).real.sum(-1)
-    return logit * heads.head_dim**-0.5
+def random_index(
+    heads: int,
+    seq_len: int,
+    block_size: int,
+    density: float,
+    vertical_share: float = 0.005,
+    sinks: int = 30,
+    seed: int = 0,
+) -> tuple[VerticalSlash, list[Tensor]]:
+    """A pattern whose caps hold the index, and the index as VerticalSlashIndex.tensors().
 
+    density: share of the causal pairs, reached per head by random slashes in addition to the two
+    local ones. vertical_share: verticals per token of the sequence, the `sinks` first tokens
+    included.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks = seq_len // block_size
+    all_tiles = blocks * (blocks + 1) / 2
+    verticals = max(sinks, round(vertical_share * seq_len))
 
-def draw_key_factors(heads: Heads) -> Tensor:
-    """By what the noise on a key multiplies its mass: log-normal, 1 in the mean. float32 [Hq, S]."""
-    # [Hq, 1]: the variance that noise on the keys gives to a logit.
-    query_square = heads.query_mean.abs().square()
-    query_norm = query_square.sum(-1, keepdim=True).float()
-    variance = query_norm * _KEY_NOISE**2 / heads.head_dim
-    generator = torch.Generator().manual_seed(heads.seed)
-    normal = torch.randn(len(query_norm), heads.seq_len, generator=generator)
-    log_factor = variance.sqrt() * normal - variance / 2
-    return log_factor.exp()
+    slashes = torch.zeros(heads, blocks, dtype=torch.bool)
+    picked = []  # verticals of each head
+    for head in range(heads):
+        shuffled = torch.randperm(seq_len - sinks, generator=generator)
+        random_verticals = shuffled[: verticals - sinks] + sinks
+        picked.append(torch.cat([torch.arange(sinks), random_verticals.sort().values]))
+        slashes[head, :2] = True
+        tiles = 2 * blocks - 1
+        for delta in (torch.randperm(blocks - 2, generator=generator) + 2).tolist():
+            # Verticals add their share of what the slashes leave out.
+            covered = tiles / all_tiles
+            if covered + (1 - covered) * verticals / seq_len >= density:
+                break
+            slashes[head, delta] = True
+            tiles += blocks - delta
+
+    pattern = VerticalSlash(
+        sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max())
+    )
+    # Unused places hold seq_len, which is no token.
+    capacity = pattern.vertical_capacity(seq_len, block_size, False)
+    padded = torch.full((heads, capacity), seq_len, dtype=torch.int32)
+    padded[:, :verticals] = torch.stack(picked)
+    capped = torch.zeros(heads, 2, dtype=torch.bool)
+    return pattern, [tensor[None] for tensor in (slashes, padded, capped)]
 
 
 def ragged_lengths(seq_len: int, seed: int) -> list[int]:

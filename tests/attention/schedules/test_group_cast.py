@@ -29,6 +29,7 @@ from titan_sparse.attention import SAVED_OPS, ContextParallel, attend
 from titan_sparse.attention.backends import BACKENDS
 from titan_sparse.attention.context_parallel.group_cast_plan import (
     assign_stages,
+    blocks_before_others,
     plan,
     traffic,
     wanted_blocks,
@@ -515,3 +516,25 @@ def test_one_rank_sends_nothing():
         attend(*qkv, MASKS["documents"], cp=cp) - _wanted("documents", "dense")[0]
     ).abs().max() < 1e-12
     assert cp.bytes_sent == 0
+
+
+@pytest.mark.parametrize(
+    "own, remote, heads, kv_heads, nodes, first",
+    [
+        (65, 0, 64, 8, 2, 33),  # half of them between nodes
+        (
+            64,
+            65,
+            64,
+            8,
+            1,
+            32,
+        ),  # 12 x 65 x 8 x 8 bytes go home, above 64 x 64 x 12 of a second pass
+        (64, 64, 64, 8, 1, 64),
+        (65, 0, 64, 8, 1, 65),
+        (64, 64, 16, 16, 1, 32),
+    ],
+)
+def test_own_blocks_before_others(own, remote, heads, kv_heads, nodes, first):
+    """Inside one node all come first where another pass over dq costs more than it hides."""
+    assert blocks_before_others(own, remote, heads, kv_heads, 2, nodes) == first
