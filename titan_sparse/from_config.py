@@ -126,7 +126,7 @@ def build_context_parallel(
     """What the section says about the ranks of `mesh`, which share a sequence.
 
     mesh: axes ("cp_inter", "cp_intra") or ("cp",). Collective over it.
-    costs: what attention.balance_costs holds (estimate/balance_costs.py).
+    costs: what attention.balance_costs holds (estimate/constants.py).
     """
     if mesh.ndim == 2:
         inter, intra = mesh.shape

@@ -51,7 +51,7 @@ class Costs(NamedTuple):
     The defaults are those of H200s inside a node, with 8 query heads to a KV head, bf16 with
     gradients in fp32, blocks of 128: `transfer` from titan_sparse/estimate/constants_h200.json, as
     tests/attention/context_parallel/test_balanced.py works it out, `partial` an estimate.
-    estimate/balance_costs.py has those of another machine, as scripts.calibrate measures it.
+    estimate/constants.py has those of another machine, as scripts.calibrate measures it.
     """
 
     partial: int = 120
