@@ -12,6 +12,7 @@ from titan_sparse.attention.context_parallel.schedule import SCHEDULES
 from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.masks.reach import seen_blocks
 from titan_sparse.attention.patterns import Dense, VerticalSlash
+from titan_sparse.commands.plan import DEFAULT_CONSTANTS
 from titan_sparse.estimate.constants import Constants, Shape, load_constants
 from titan_sparse.estimate.planner import Layer, Setting, count, plan_layer
 from titan_sparse.estimate.synthetic import random_index
@@ -53,11 +54,11 @@ def half_a_million():
 @pytest.mark.parametrize(
     "name, constants, schedules, tolerance",
     [
-        ("context_parallel_2xh200", "constants_h200", ("ring", "all_gather"), 0.08),
-        ("context_parallel_4xh200", "constants_h200", ("ring", "all_gather", "double_ring"), 0.08),
+        ("context_parallel_2xh200", DEFAULT_CONSTANTS, ("ring", "all_gather"), 0.08),
+        ("context_parallel_4xh200", DEFAULT_CONSTANTS, ("ring", "all_gather", "double_ring"), 0.08),
         (
             "context_parallel_nodes_2x2_512k_h200",
-            "constants_pretended_nodes_h200",
+            RESULTS / "constants_pretended_nodes_h200.json",
             ("double_ring",),
             0.06,
         ),
@@ -68,7 +69,7 @@ def test_measured_runs_are_predicted(half_a_million, name, constants, schedules,
     has the host's whole link to itself, where the constants have each rank's share of it."""
     index, ranges, visits = half_a_million
     measured = json.loads((RESULTS / f"{name}.json").read_text())
-    rates = load_constants(RESULTS / f"{constants}.json")
+    rates = load_constants(constants)
     ranks = measured["ranks"]
     compared = 0
     for row in measured["rows"]:
