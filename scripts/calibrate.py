@@ -261,7 +261,7 @@ def kernel_seconds(seq_len: int, args: argparse.Namespace, device: torch.device)
     pattern = VerticalSlash(
         recall=1.0,
         sinks=30,
-        max_columns=seq_len // 400,
+        max_verticals=seq_len // 400,
         max_slashes=max(1, blocks // 30),
         budget="independent",
         probe_rows="last",

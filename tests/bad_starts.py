@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from titan_sparse.config.keys import KINDS
+from titan_sparse.config.reading import KINDS
 
 GOOD = """
 [data]

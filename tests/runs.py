@@ -62,8 +62,8 @@ def tiny_config(folder: Path, output: str, **overrides) -> Config:
         "metrics__recall_every": 2,
         "attention__vertical_slash__recall": 0.6,
         "attention__vertical_slash__sinks": 2,
-        "attention__vertical_slash__max_columns": 40,
-        "attention__vertical_slash__local_diagonals": 1,
+        "attention__vertical_slash__max_verticals": 40,
+        "attention__vertical_slash__local_slashes": 1,
         "attention__vertical_slash__dense_below": 64,
     } | overrides
     for key, value in settings.items():

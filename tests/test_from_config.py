@@ -66,23 +66,22 @@ def test_patterns():
     attention = Attention(pattern="vertical_slash")
     attention.vertical_slash.recall = 0.7
     assert build_pattern(attention) == VerticalSlash(recall=0.7)
+    attention.pattern = "xattention"
     attention.xattention.stride = 8
-    attention.vertical_slash.index = "xattention"
     assert build_pattern(attention) == XAttention(stride=8)
-    assert attention.vertical_slash.index == "xattention"  # the section is left as it was
 
 
 CHOICES = {
     "vertical_slash": {
         "recall": 0.6,
-        "budget": "layer",
+        "budget": "independent",
         "probe": 32,
         "probe_rows": "last",
         "sinks": 5,
         "count_sinks": True,
-        "local_diagonals": 3,
-        "min_columns": 7,
-        "max_columns": 11,
+        "local_slashes": 3,
+        "min_verticals": 7,
+        "max_verticals": 11,
         "min_slashes": 2,
         "max_slashes": 13,
         "dense_below": 17,
@@ -98,7 +97,6 @@ def test_a_pattern_has_each_choice_of_its_section(name):
     attention = Attention(pattern=name)
     section = getattr(attention, name)
     untouched = dataclasses.asdict(section)
-    untouched.pop("index", None)
     assert untouched.keys() == CHOICES[name].keys()
     for key, value in CHOICES[name].items():
         assert value != untouched[key]

@@ -4,7 +4,6 @@ The starts are in bad_starts.py.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.bad_starts import (
 )
 from titan_sparse import train
 from titan_sparse.config import check_launch, check_start, load_and_check
-from titan_sparse.config.ranges import check_ranges
 from titan_sparse.config.reading import ConfigError, load
 
 ROOT = Path(__file__).parents[1]
@@ -131,19 +129,6 @@ def test_one_process_needs_no_launcher(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     check_launch()
-
-
-def test_the_last_value_that_is_offered_is_taken():
-    """The number in "write N or less" and "write N or more" is itself in range."""
-    for start in wrong_values():
-        config, _ = load([])
-        try:
-            config, _ = load(start.words)
-            check_ranges(config)
-        except ConfigError as error:
-            offered = re.search(r"write (-?\d+) or (?:less|more)", str(error))
-            if offered:
-                check_ranges(load([f"--{start.named}={offered[1]}"])[0])
 
 
 def test_what_starts_nothing_needs_no_files(folder, monkeypatch, capsys):

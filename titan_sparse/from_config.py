@@ -27,7 +27,6 @@ from titan_sparse.attention.masks.ranges import (
 from titan_sparse.attention.masks.slices import Slices
 from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash, XAttention
 from titan_sparse.config import Attention, resolve_overlap_stages
-from titan_sparse.config.checking_attention import uses_xattention
 from titan_sparse.models.decoder import Attends, LayerMasks
 from titan_sparse.models.flavours import DecoderConfig, TransformersConfig
 
@@ -77,21 +76,14 @@ def backend_case(
 
 
 def build_pattern(attention: Attention) -> Pattern:
-    """The pattern that the section names, with the parameters of its sub-table.
-
-    vertical_slash.index = "xattention" is MTraining's variant with XAttention's index (its section
-    5): blocks instead of verticals and diagonals, chosen by the parameters of
-    [attention.xattention].
-    """
+    """The pattern that the section names, with the parameters of its sub-table."""
     if attention.pattern == "dense":
         return Dense()
     if attention.pattern == "moba":
         return MoBA(**dataclasses.asdict(attention.moba))
-    if uses_xattention(attention):
+    if attention.pattern == "xattention":
         return XAttention(**dataclasses.asdict(attention.xattention))
-    parameters = dataclasses.asdict(attention.vertical_slash)
-    parameters.pop("index")  # It has been dealt with: the pattern itself knows only its own index.
-    return VerticalSlash(**parameters)
+    return VerticalSlash(**dataclasses.asdict(attention.vertical_slash))
 
 
 def schedule_named(attention: Attention, inter: int, intra: int) -> str:

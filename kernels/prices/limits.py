@@ -144,39 +144,17 @@ def loss_allowed(probed: Tensor, recall: float) -> Tensor:
     return (probed.float() * (1 - recall)).double()
 
 
-def price_limits(mass: Tensor, allowed: Tensor, weight: Tensor | None = None) -> Tensor:
+def price_limits(mass: Tensor, allowed: Tensor) -> Tensor:
     """The codes from which on up the elements hold all mass but what may be lost.
 
     They are the highest ones that do, int64 [B, Hq, n]. In plain torch.
     mass: float64 [B, Hq, n, CODES]. allowed: of loss_allowed().
-    weight: float64 [B, n], rows of the sequence that each of the probe's stands for, or None, for
-    each head and span of its own. With weights all share what may be lost, and have one code, or
-    the one above: the first heads give up its elements, as far as the recall allows.
     """
-    heads = mass.shape[1]
     # [B, Hq, n, CODES]: what is lost if a code is the lowest one taken.
     lost = mass.cumsum(-1) - mass
-    # [B, Hq, n]
-    may_be_lost = allowed[:, None].expand(-1, heads, -1)
-    if weight is None:
-        limit = (lost <= may_be_lost[..., None]).sum(-1) - 1
-        # Masses that are NaN are below nothing.
-        return limit.clamp(min=0)
-
-    # [B, CODES] and [B, 1]
-    lost_by_all = (lost * weight[:, None, :, None]).sum((1, 2))
-    allowed_to_all = (may_be_lost * weight[:, None]).sum((1, 2))[:, None]
-    limit = (lost_by_all <= allowed_to_all).sum(-1, keepdim=True) - 1
-    limit = limit.clamp(min=0)
-    spare = allowed_to_all - lost_by_all.gather(-1, limit)
-
-    # [B, Hq, n]: what a head and span would lose more with the code above.
-    at_limit = limit[:, :, None, None].expand(-1, heads, mass.shape[2], 1)
-    more = mass.gather(-1, at_limit)[..., 0] * weight[:, None]
-    # [B, Hq n], in the order of heads.
-    more_so_far = more.flatten(1).cumsum(-1)
-    gives_up = (more_so_far <= spare) & (limit < CODES - 1)
-    return (limit + gives_up).view(mass.shape[:3])
+    limit = (lost <= allowed[:, None, :, None]).sum(-1) - 1
+    # Masses that are NaN are below nothing.
+    return limit.clamp(min=0)
 
 
 def limited(limit: Tensor, count: Tensor, least: int, most: Tensor | None) -> tuple[Tensor, Tensor]:

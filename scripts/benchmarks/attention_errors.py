@@ -95,7 +95,7 @@ def cases_to_check(
     block_size = shape.block_size
     pattern = VerticalSlash(
         recall=0.9,
-        max_columns=seq_len * 3 // 100,
+        max_verticals=seq_len * 3 // 100,
         max_slashes=8,
         dense_below=seq_len // 4,
         budget="independent",

@@ -284,7 +284,7 @@ def balanced(bench: Bench) -> Iterator[dict]:
     pattern = VerticalSlash(
         recall=args.recall,
         sinks=args.sinks,
-        max_columns=args.max_columns,
+        max_verticals=args.max_columns,
         max_slashes=args.max_slashes,
     )
     prepared = {}  # all tokens' q, k, v, d_out, and the index's tensors
@@ -426,7 +426,7 @@ def accuracy(bench: Bench) -> Iterator[dict]:
     # Prices of random inputs are alike: budgets by prices would leave out most under a cap.
     pattern = VerticalSlash(
         recall=0.9,
-        max_columns=shape.seq_len * 3 // 100,
+        max_verticals=shape.seq_len * 3 // 100,
         max_slashes=8,
         budget="independent",
         probe_rows="last",

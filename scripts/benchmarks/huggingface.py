@@ -193,8 +193,8 @@ def arms(density: float, seq_len: int) -> list[Arm]:
     columns = round(density / 2 * seq_len)
     diagonals = max(1, round(density / 2 * seq_len / BLOCK_SIZE))
     sparse = VerticalSlash(
-        min_columns=columns,
-        max_columns=columns,
+        min_verticals=columns,
+        max_verticals=columns,
         min_slashes=diagonals,
         max_slashes=diagonals,
     )

@@ -280,7 +280,7 @@ def make_trainer(
         if attention == "sparse":
             pattern = VerticalSlash(
                 recall=0.9,
-                max_columns=options.max_columns,
+                max_verticals=options.max_columns,
                 max_slashes=options.max_slashes,
                 dense_below=options.dense_below,
             )

@@ -106,7 +106,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         default=[0.3, 0.5, 0.7, 0.8, 0.9, 0.95],
         help="of patterns, as all below",
     )
-    add("--layer-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--joint-recalls", type=share, nargs="*", default=[0.8, 0.85, 0.9, 0.95, 0.98])
     add("--max-columns", type=positive, default=4096, help="of vertical_slash")
     add(

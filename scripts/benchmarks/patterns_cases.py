@@ -33,7 +33,7 @@ PUBLISHED: dict[str, Any] = {
     "probe_rows": "last",
     "sinks": 30,
     "count_sinks": True,
-    "local_diagonals": 2,
+    "local_slashes": 2,
 }
 """MTraining's probe and what it has on in any case."""
 
@@ -72,7 +72,6 @@ def patterns(bench: Bench) -> Iterator[dict]:
 def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, float, Pattern]]:
     """(name, knob, its value, pattern)."""
     recalls = {
-        "layer": args.layer_recalls,
         "joint": args.joint_recalls,
         "independent": args.independent_recalls,
     }
@@ -80,7 +79,7 @@ def grid(args: argparse.Namespace) -> Iterator[tuple[str, str, float, Pattern]]:
         of_paper = PUBLISHED if budget == "independent" else {}
         for recall in of_budget:
             pattern = VerticalSlash(
-                recall=recall, max_columns=args.max_columns, budget=budget, **of_paper
+                recall=recall, max_verticals=args.max_columns, budget=budget, **of_paper
             )
             yield f"vertical_slash, {budget}", "recall", recall, pattern
     for threshold in args.thresholds:

@@ -83,7 +83,7 @@ def select(pattern: str, mask: Mask, tokens: int, block_size: int) -> BlockIndex
     chosen = VerticalSlash(
         recall=0.9,
         sinks=4,
-        max_columns=tokens // 32,
+        max_verticals=tokens // 32,
         max_slashes=4,
         dense_below=max(block_size, tokens // 8),
     )

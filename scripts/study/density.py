@@ -72,16 +72,16 @@ class Spec(NamedTuple):
 
 _JOINT: dict[str, Any] = {"budget": "joint", "sinks": 4, "count_sinks": True}
 _SPREAD = _JOINT | {"probe_rows": "spread"}
-_PUBLISHED = {"sinks": 30, "local_diagonals": 2, "probe_rows": "last", "count_sinks": True}
+_PUBLISHED = {"sinks": 30, "local_slashes": 2, "probe_rows": "last", "count_sinks": True}
 _THRESHOLDS = (0.4, 0.6, 0.75, 0.85, 0.9, 0.95, 0.98, 0.995)
 DEFAULT = "joint, behind sinks, both"
 SPECS = (
-    Spec("joint, spread, sinks 4, local 1", VerticalSlash, _SPREAD | {"local_diagonals": 1}),
-    Spec("joint, spread, sinks 4, local 2", VerticalSlash, _SPREAD | {"local_diagonals": 2}),
+    Spec("joint, spread, sinks 4, local 1", VerticalSlash, _SPREAD | {"local_slashes": 1}),
+    Spec("joint, spread, sinks 4, local 2", VerticalSlash, _SPREAD | {"local_slashes": 2}),
     Spec(
         "joint, behind sinks, local 2",
         VerticalSlash,
-        _SPREAD | {"local_diagonals": 2, "count_sinks": False},
+        _SPREAD | {"local_slashes": 2, "count_sinks": False},
     ),
     Spec(DEFAULT, VerticalSlash, {}),
     Spec("independent", VerticalSlash, {"budget": "independent"} | _PUBLISHED),

@@ -80,7 +80,7 @@ class Size:
     asked: Asked
     generates_ruler: bool
     moba_chunk: int
-    fixed_columns: int
+    fixed_verticals: int
     fixed_slashes: int
     window: int
     window_sinks: int
@@ -109,7 +109,7 @@ FULL = Size(
     # MoBA: chunks as large a share of the context as published (4096 of 524288). Fixed budgets as
     # published. The window visits an eighth of the pairs.
     moba_chunk=512,
-    fixed_columns=1000,
+    fixed_verticals=1000,
     fixed_slashes=48,
     window=4096,
     window_sinks=64,
@@ -156,7 +156,7 @@ TOY = Size(
     asked=TOY_ASKED,
     generates_ruler=True,
     moba_chunk=32,
-    fixed_columns=32,
+    fixed_verticals=32,
     fixed_slashes=6,
     window=128,
     window_sinks=8,
@@ -229,12 +229,12 @@ def methods(size: Size) -> dict[str, dict[str, Any]]:
         "vertical_slash.probe_rows": "last",
         "vertical_slash.sinks": 30,
         "vertical_slash.count_sinks": True,
-        "vertical_slash.local_diagonals": 2,
+        "vertical_slash.local_slashes": 2,
     }
     fixed = {
-        "vertical_slash.min_columns": size.fixed_columns,
+        "vertical_slash.min_verticals": size.fixed_verticals,
         "vertical_slash.min_slashes": size.fixed_slashes,
-        "vertical_slash.max_columns": size.fixed_columns,
+        "vertical_slash.max_verticals": size.fixed_verticals,
         "vertical_slash.max_slashes": size.fixed_slashes,
     }
     window = {"sliding_window": size.window, "window_sinks": size.window_sinks}

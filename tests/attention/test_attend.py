@@ -16,8 +16,10 @@ from titan_sparse.attention.masks.ranges import Causal, Documents, Full, Mask, S
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.patterns import Dense, Pattern, VerticalSlash
 
-SPARSE = VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=40)
-CAPPED = VerticalSlash(recall=0.95, probe=7, sinks=0, max_columns=21, max_slashes=2, dense_below=32)
+SPARSE = VerticalSlash(recall=0.7, sinks=2, local_slashes=1, dense_below=40)
+CAPPED = VerticalSlash(
+    recall=0.95, probe=7, sinks=0, max_verticals=21, max_slashes=2, dense_below=32
+)
 PATTERNS = {"dense": Dense(), "sparse": SPARSE, "capped": CAPPED}
 
 # heads, KV heads, tokens, block size
@@ -381,8 +383,8 @@ COUNTS_AND_CHOICES = [f.name for f in dataclasses.fields(VerticalSlash) if f.nam
     [
         ({"recall": 0.0}, "recall"),
         ({"recall": 1.1}, "recall"),
-        ({"local_diagonals": 0}, "local_diagonals"),
-        ({"min_columns": 5, "max_columns": 4}, "minimum"),
+        ({"local_slashes": 0}, "local_slashes"),
+        ({"min_verticals": 5, "max_verticals": 4}, "minimum"),
         ({"min_slashes": 3, "max_slashes": 2}, "minimum"),
         *[({name: -1}, name) for name in COUNTS_AND_CHOICES],
     ],

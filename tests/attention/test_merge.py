@@ -24,7 +24,7 @@ BLOCK, SEQ_LEN = 8, 192
 PATTERNS = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=3, local_diagonals=1, max_columns=24, max_slashes=4, dense_below=24
+        recall=0.7, sinks=3, local_slashes=1, max_verticals=24, max_slashes=4, dense_below=24
     ),
 }
 

@@ -24,7 +24,7 @@ BLOCK, SEQ_LEN, WIDTH = 16, 128, 32
 ONE_RANK = ContextParallel(None, "contiguous", "local", BLOCK)
 PATTERNS = {
     "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, dense_below=32),
+    "vertical_slash": VerticalSlash(recall=0.8, sinks=2, local_slashes=1, dense_below=32),
     "xattention": XAttention(4, 0.7, 32),
     "moba": MoBA(16, 2),
 }

@@ -33,7 +33,7 @@ SHARES = (0.25, 0.5, 1.0)
 PATTERNS = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=2, local_diagonals=1, max_columns=60, dense_below=40
+        recall=0.7, sinks=2, local_slashes=1, max_verticals=60, dense_below=40
     ),
 }
 MASKS = {

@@ -62,7 +62,7 @@ def test_its_backward_needs_no_more(qkv):
 
 
 def test_one_rank_does_nothing_for_rings(qkv):
-    pattern = VerticalSlash(recall=0.8, max_columns=32, dense_below=128)
+    pattern = VerticalSlash(recall=0.8, max_verticals=32, dense_below=128)
     entered = _files_entered(lambda: attend(*qkv, pattern=pattern, block_size=32))
     rings = {"ring", "transport", "needs", "rectangles", "all_gather", "group_cast"}
     assert not {path for path in entered if path.rpartition("/")[2].removesuffix(".py") in rings}

@@ -36,7 +36,7 @@ MASKS = {
 }
 PATTERNS = {
     "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.7, sinks=2, local_diagonals=1, dense_below=40),
+    "vertical_slash": VerticalSlash(recall=0.7, sinks=2, local_slashes=1, dense_below=40),
     "xattention": XAttention(4, 0.6, 48),
     "moba": MoBA(32, 2),
 }

@@ -17,7 +17,7 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 
 BLOCK = 16
 SEQ_LEN = 2 * 3 * 4 * BLOCK
-VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48)
+VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48)
 DOCUMENTS = Documents([[201, 7, 1, 130], [90, 90, 90, 90]])
 CASES: list[tuple[Mask, Pattern]] = [
     (Causal(valid=(SEQ_LEN - 5, SEQ_LEN - 70)), Dense()),

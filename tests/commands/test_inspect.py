@@ -1,7 +1,6 @@
 """titan-sparse inspect, and its numbers against tables of all pairs."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,16 +118,15 @@ def test_independent_budgets_are_the_published_ones():
     for name, share, pattern in patterns(attention, TOKENS):
         if share == 0.9 and isinstance(pattern, VerticalSlash):
             slashes[name] = pattern
-    own = VerticalSlash(0.9, probe=32, sinks=3, max_columns=TOKENS, dense_below=32)
+    own = VerticalSlash(0.9, probe=32, sinks=3, max_verticals=TOKENS, dense_below=32)
     assert slashes == {
-        "vertical_slash layer": replace(own, budget="layer"),
         "vertical_slash joint": own,
         "vertical_slash independent": VerticalSlash(
             0.9,
             probe=32,
             sinks=30,
-            local_diagonals=2,
-            max_columns=TOKENS,
+            local_slashes=2,
+            max_verticals=TOKENS,
             dense_below=32,
             budget="independent",
             probe_rows="last",
@@ -179,7 +177,7 @@ def test_a_checkpoint_is_inspected(tmp_path):
         assert all(0 < x <= 1 for x in point["density"]) and all(
             0 < x <= 1 + 1e-5 for x in point["recall"]
         )
-    for budget in ("layer", "joint", "independent"):
+    for budget in ("joint", "independent"):
         name = f"vertical_slash {budget}"
         of_budget = [point for point in layer["curves"] if point["pattern"] == name]
         assert of_budget[0]["density"] <= of_budget[-1]["density"]

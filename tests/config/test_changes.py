@@ -189,6 +189,7 @@ def test_configurations_of_other_versions(tmp_path):
     path = tmp_path / "run/checkpoint/step-3"
     path.mkdir(parents=True)
     (path / "config.toml").write_text(
+        "[attention.vertical_slash]\nmax_columns = 4096\nmin_columns = 2\n"
         '[gone]\nkey = 1\n\n[optimizer]\nlr = 0.5\nnesterov = true\n[attention]\nmask = "prefix"\n'
     )
     (path / ORIGIN_FILE).write_text(json.dumps({"model": {"layers": 4, "experts": 8}}))
@@ -196,9 +197,12 @@ def test_configurations_of_other_versions(tmp_path):
     refuse_changes(saved, Config(), _origin(Config()))
     assert [str(change) for change in changes(saved, Config())] == [
         'attention.mask "prefix" -> "documents"',
+        "attention.vertical_slash.min_verticals 2 -> 0",
         "optimizer.lr 0.5 -> 0.0003",
     ]
-    assert saved_config(saved) == _config(optimizer__lr=0.5)
+    before = _config(optimizer__lr=0.5)
+    before.attention.vertical_slash.min_verticals = 2
+    assert saved_config(saved) == before
 
 
 def test_older_checkpoints_have_the_configuration_of_the_last_start(tmp_path):

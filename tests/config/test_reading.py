@@ -95,11 +95,6 @@ def test_nested_override_changes_one_key():
     assert config == Config()
 
 
-def test_configurations_do_not_share_sections():
-    load(["--training.steps", "7"])
-    assert load([])[0].training.steps == 100
-
-
 @pytest.mark.parametrize("order", [0, 1])
 def test_precedence(tmp_path, order):
     text = "[training]\nsteps = 7\nseed = 3\nseq_len = '8k'\n"
@@ -112,11 +107,6 @@ def test_precedence(tmp_path, order):
         config.attention.vertical_slash.recall, float
     )
     assert load([f"--config={path}"])[0].training.steps == 7
-
-
-def test_flags():
-    config, flags = load(["--print-config", "--training.steps", "5"])
-    assert flags.print_config and config.training.steps == 5
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
@@ -278,3 +268,31 @@ def test_unreadable_files(tmp_path):
     ):
         message = message_of(load, ["--config", str(tmp_path / name)])
         assert message.startswith(f"{tmp_path / name}: ") and expected in message
+
+
+TABLE = "[attention.vertical_slash]\n"
+
+
+def test_keys_of_the_version_before_are_read_and_said_to_be_old(tmp_path, capsys):
+    text = TABLE + 'local_diagonals = 3\nmin_columns = 5\nmax_columns = 7\nindex = "probe"'
+    config, _ = load(
+        ["--config", write(tmp_path, text), "--attention.vertical_slash.max_columns=9"]
+    )
+    section = config.attention.vertical_slash
+    assert (section.local_slashes, section.min_verticals, section.max_verticals) == (3, 5, 9)
+    said = capsys.readouterr().err.splitlines()
+    new = ("local_slashes", "min_verticals", "max_verticals", "no effect", "max_verticals")
+    assert len(said) == 5 and all(name in line for name, line in zip(new, said))
+
+
+@pytest.mark.parametrize(
+    "text, instead",
+    [
+        (TABLE + 'budget = "layer"', 'attention.vertical_slash.budget = "joint"'),
+        (TABLE + 'index = "xattention"', 'attention.pattern = "xattention"'),
+        ('[attention]\nroute_by = "index"', 'attention.route_by = "auto"'),
+    ],
+)
+def test_what_is_gone_is_refused(tmp_path, text, instead):
+    message = message_of(load, ["--config", write(tmp_path, text)])
+    assert text.splitlines()[1] in message and message.endswith(f"write {instead}")

@@ -181,7 +181,7 @@ def test_the_shares_are_what_a_dry_run_says(monkeypatch, tmp_path, path):
     ranks = load(["--config", str(path)])[0].parallelism.cp
     config, _ = load_and_check(["--config", str(path)], ranks, 8)
     for share in columns:
-        most = config.attention.vertical_slash.max_columns
+        most = config.attention.vertical_slash.max_verticals
         assert float(share) == pytest.approx(100 * most / config.training.seq_len, abs=0.05)
     report, _ = dry_run(config, World(ranks, 8, DEVICE_MEMORY))
     for share in pairs:

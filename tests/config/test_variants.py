@@ -25,7 +25,7 @@ PUBLISHED = VerticalSlash(
     probe_rows="last",
     sinks=30,
     count_sinks=True,
-    local_diagonals=2,
+    local_slashes=2,
 )
 ROWS = {
     "mtraining": (PUBLISHED, "striped", "double_ring"),
@@ -35,7 +35,7 @@ ROWS = {
     "xattention": (XAttention(stride=16, threshold=0.9), "zigzag", "ring"),
     "moba": (MoBA(chunk_size=4096, top_k=12), "zigzag", "ring"),
     "minference": (
-        replace(PUBLISHED, min_columns=1000, max_columns=1000, min_slashes=48, max_slashes=48),
+        replace(PUBLISHED, min_verticals=1000, max_verticals=1000, min_slashes=48, max_slashes=48),
         "striped",
         "double_ring",
     ),
@@ -75,13 +75,12 @@ def _toy(folder: Path, path: Path) -> Config:
         "pattern": attention.pattern,
         "layout": attention.layout,
         "schedule": attention.schedule,
-        "vertical_slash__index": slash.index,
         "vertical_slash__budget": slash.budget,
         "vertical_slash__probe": 16,
         "vertical_slash__probe_rows": slash.probe_rows,
         "vertical_slash__count_sinks": slash.count_sinks,
-        "vertical_slash__min_columns": min(slash.min_columns, 9),
-        "vertical_slash__max_columns": min(slash.max_columns, 40),
+        "vertical_slash__min_verticals": min(slash.min_verticals, 9),
+        "vertical_slash__max_verticals": min(slash.max_verticals, 40),
         "vertical_slash__min_slashes": min(slash.min_slashes, 3),
         "vertical_slash__max_slashes": min(slash.max_slashes, 3),
         "xattention__stride": 4,

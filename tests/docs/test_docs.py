@@ -13,7 +13,7 @@ from tests.distributed import run_program
 from tests.docs.commands import try_command, workspace
 from tests.docs.pages import PAGES, ROOT, all_commands, commands_of, fenced_blocks
 from titan_sparse.config import Config, load
-from titan_sparse.config.keys import SECTIONS, walk
+from titan_sparse.config.reading import SECTIONS, walk
 from titan_sparse.models.flavours import FLAVOURS
 from titan_sparse.models.transformers_families import FAMILIES
 

@@ -18,7 +18,7 @@ from titan_sparse.estimate.synthetic import (
 
 SEQ_LEN, HEADS, KV_HEADS, BLOCK = 16384, 4, 2, 64
 PATTERN = VerticalSlash(
-    recall=0.9, max_columns=2048, budget="independent", probe_rows="last", count_sinks=True
+    recall=0.9, max_verticals=2048, budget="independent", probe_rows="last", count_sinks=True
 )
 
 
@@ -87,7 +87,7 @@ def test_selection_finds_slashes_and_planted_verticals():
     for head in range(HEADS):
         positions = verticals[0, head]
         chosen = positions[positions < SEQ_LEN]
-        assert len(chosen) <= PATTERN.max_columns + PATTERN.sinks
+        assert len(chosen) <= PATTERN.max_verticals + PATTERN.sinks
         is_chosen = torch.isin(heads.outliers[head // 2], chosen)
         assert is_chosen.float().mean() > 0.8
 

@@ -57,7 +57,7 @@ def test_a_pattern_saves_nothing_in_windows(tmp_path, full_layers):
     types = ["full_attention"] * full_layers + ["sliding_attention"] * (8 - full_layers)
     config = _config(tmp_path, "olmo3", sliding_window=512, layer_types=types)
     config.attention.pattern = "vertical_slash"
-    config.attention.vertical_slash.max_columns = 512
+    config.attention.vertical_slash.max_verticals = 512
     config.attention.vertical_slash.max_slashes = 16
     report, _ = dry_run(config, WORLD)
     most = float(re.search(r"at most ([\d.,]+) PFLOP", report).group(1))

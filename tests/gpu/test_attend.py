@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 ROOT = Path(__file__).parents[2]
-SPARSE = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256, budget="layer")
+SPARSE = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
 PATTERNS = {
     "dense": Dense(),
     "vertical_slash": SPARSE,

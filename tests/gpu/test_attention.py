@@ -32,7 +32,7 @@ from titan_sparse.training.build_model import _full_contexts
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 2048
-PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)]
+PATTERNS = [Dense(), VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

@@ -68,14 +68,14 @@ CASES = {
         128,
         24,
         [1100, 9, 1500, 301],
-        VerticalSlash(recall=0.8, sinks=4, max_columns=400, dense_below=256),
+        VerticalSlash(recall=0.8, sinks=4, max_verticals=400, dense_below=256),
     ),
     "cpu": Case(
         "eager",
         16,
         24,
         [140, 1, 190, 37],
-        VerticalSlash(recall=0.8, sinks=3, max_columns=60, dense_below=48),
+        VerticalSlash(recall=0.8, sinks=3, max_verticals=60, dense_below=48),
     ),
 }
 

@@ -23,7 +23,7 @@ MASKS = {
     "documents": Documents([700, 3, 901, 130, 200]),
     "window": Causal() & SlidingWindow(777),
 }
-PATTERN = VerticalSlash(recall=0.8, sinks=4, max_columns=200, max_slashes=5, dense_below=256)
+PATTERN = VerticalSlash(recall=0.8, sinks=4, max_verticals=200, max_slashes=5, dense_below=256)
 GROUPS = [(4, 4), (6, 2), (8, 1)]
 CELLS = [("triton", dim, size) for dim in (64, 96, 128, 256) for size in (64, 128)] + [
     ("flex", d, 128) for d in (64, 96, 128)

@@ -29,7 +29,7 @@ MASKS = {
 }
 PATTERNS = {
     "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.8, sinks=4, max_columns=200, dense_below=256),
+    "vertical_slash": VerticalSlash(recall=0.8, sinks=4, max_verticals=200, dense_below=256),
     "joint": VerticalSlash(recall=0.9, dense_below=256, budget="joint"),
     "published": published(recall=0.9, dense_below=256),
     "xattention": XAttention(16, 0.7, 256),

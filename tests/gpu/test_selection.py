@@ -16,17 +16,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_diagonals=1, dense_below=256)
+USUAL = dict(recall=0.9, sinks=4, count_sinks=True, local_slashes=1, dense_below=256)
 PATTERNS = {
     "default": VerticalSlash(dense_below=256),
-    "layer": VerticalSlash(**USUAL, budget="layer", probe_rows="spread"),
+    "spread": VerticalSlash(**USUAL, probe_rows="spread"),
     "joint, last rows": VerticalSlash(**USUAL, budget="joint", probe_rows="last"),
     "capped": VerticalSlash(
         **USUAL,
-        budget="layer",
         probe_rows="spread",
-        min_columns=8,
-        max_columns=100,
+        min_verticals=8,
+        max_verticals=100,
         min_slashes=2,
         max_slashes=6,
     ),
@@ -99,7 +98,7 @@ def test_all_rows_keep_the_recall_that_was_asked_for(mask):
         for seed in range(4):
             set_probe_seed(seed)
             asked = USUAL | {"recall": recall, "probe_rows": "spread"}
-            pattern = VerticalSlash(**asked, budget="layer")
+            pattern = VerticalSlash(**asked)
             chosen = pattern.select(q, k, of_length).dense(of_length)
             for head in range(4):
                 scores = q[0, head].float() @ k[0, head // 2].float().T / 8

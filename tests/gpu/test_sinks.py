@@ -28,7 +28,7 @@ MASKS = {
 }
 PATTERNS = {
     "dense": Dense(),
-    "vertical_slash": VerticalSlash(recall=0.8, sinks=4, max_columns=200, dense_below=256),
+    "vertical_slash": VerticalSlash(recall=0.8, sinks=4, max_verticals=200, dense_below=256),
 }
 CELLS = [("triton", 64), ("triton", 128), ("triton", 256), ("flex", 64), ("flex", 128)]
 

@@ -21,8 +21,8 @@ MASKS = {
     "long and short": Documents([[SEQ_LEN], [3, 200, 60, 17, 40]]),
 }
 PATTERNS = [
-    VerticalSlash(recall=0.7, sinks=3, max_columns=60, dense_below=48),
-    VerticalSlash(recall=0.5, sinks=0, max_columns=20, max_slashes=4, dense_below=64),
+    VerticalSlash(recall=0.7, sinks=3, max_verticals=60, dense_below=48),
+    VerticalSlash(recall=0.5, sinks=0, max_verticals=20, max_slashes=4, dense_below=64),
 ]
 
 

@@ -82,17 +82,16 @@ def test_patterns():
     attention = config.attention
     attention.pattern = "vertical_slash"
     attention.vertical_slash.recall = 0.9
-    attention.vertical_slash.max_columns = 128
+    attention.vertical_slash.max_verticals = 128
     reaches_recall = {
-        "layer": "a layer",
         "joint": "a head",
         "independent": "of verticals and of slashes",
     }
     for budget, who in reaches_recall.items():
         attention.vertical_slash.budget = budget
-        wanted = f"vertical_slash (recall 0.9 {who}, at most 128 columns)"
+        wanted = f"vertical_slash (recall 0.9 {who}, at most 128 verticals)"
         assert wanted in _lines(config)["attention"]
-    attention.vertical_slash.index = "xattention"
+    attention.pattern = "xattention"
     attention.xattention.threshold = 0.8
     attention.xattention.stride = 16
     assert "xattention (threshold 0.8, stride 16)" in _lines(config)["attention"]

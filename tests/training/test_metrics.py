@@ -86,7 +86,7 @@ def _check_work() -> None:
 
 
 SPARSE = VerticalSlash(
-    recall=0.5, sinks=3, local_diagonals=1, max_columns=40, max_slashes=2, dense_below=48
+    recall=0.5, sinks=3, local_slashes=1, max_verticals=40, max_slashes=2, dense_below=48
 )
 
 
@@ -295,7 +295,7 @@ def _check_bytes_besides() -> None:
     """
     ranks = dist.get_world_size()
     cp = _cp("striped", "ring")
-    pattern = VerticalSlash(recall=0.7, max_columns=40, dense_below=48)
+    pattern = VerticalSlash(recall=0.7, max_verticals=40, dense_below=48)
     seen, index = _record(cp, 2, pattern=pattern, dtype=torch.bfloat16, backward=True)
     # Numbers in k and v of the verticals, and bytes of each in bf16 and in fp32.
     numbers = 2 * index.verticals.numel() * DIM

@@ -22,7 +22,7 @@ from titan_sparse.training.offload import BufferPool, OffloadedBlocks, bytes_off
 
 LAYERS, TOKENS, HIDDEN, HEADS, HEAD_DIM = 4, 256, 32, 4, 8
 CONFIG = replace(TINY, layers=LAYERS)
-PATTERN = VerticalSlash(recall=0.8, sinks=2, local_diagonals=1, max_columns=32, dense_below=64)
+PATTERN = VerticalSlash(recall=0.8, sinks=2, local_slashes=1, max_verticals=32, dense_below=64)
 CPU = torch.device("cpu")
 
 

@@ -21,11 +21,11 @@ from titan_sparse.attention.masks.ranges import Causal
 from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
-from titan_sparse.config.sections import VerticalSlash as Budgets
+from titan_sparse.options import VerticalSlashOptions as Budgets
 from titan_sparse.training.recall import CapCount, Capped, RecallWarnings, asked_recall, percent
 
 LAYERS, BLOCK, TOKENS = 2, 16, 192
-CUT = VerticalSlash(recall=0.9, sinks=2, local_diagonals=1, max_columns=20, max_slashes=3)
+CUT = VerticalSlash(recall=0.9, sinks=2, local_slashes=1, max_verticals=20, max_slashes=3)
 
 
 def _note_selections(patch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -84,9 +84,9 @@ def _run(folder: Path, output: str, caplog, **settings) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "budget, max_columns, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
+    "budget, max_verticals, max_slashes", [("independent", 200, 12), ("joint", 60, 8)]
 )
-def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
+def test_a_run_whose_caps_cut(folder, caplog, budget, max_verticals, max_slashes):
     """Every selection counts, of steps without a line too, and each of them once, although blocks
     are computed again."""
     run = _run(
@@ -97,9 +97,9 @@ def test_a_run_whose_caps_cut(folder, caplog, budget, max_columns, max_slashes):
         attention__vertical_slash__probe_rows="last",
         attention__vertical_slash__sinks=30,
         attention__vertical_slash__count_sinks=True,
-        attention__vertical_slash__local_diagonals=2,
+        attention__vertical_slash__local_slashes=2,
         attention__vertical_slash__recall=0.8,
-        attention__vertical_slash__max_columns=max_columns,
+        attention__vertical_slash__max_verticals=max_verticals,
         attention__vertical_slash__max_slashes=max_slashes,
     )
     # [steps, micro-batches, layers, B, Hq]; of two independent budgets one is enough.
@@ -146,7 +146,7 @@ def _check_board(run: SimpleNamespace) -> None:
 
 
 def test_a_run_that_keeps_what_was_asked(folder, caplog):
-    run = _run(folder, "kept", caplog, attention__vertical_slash__max_columns=400)
+    run = _run(folder, "kept", caplog, attention__vertical_slash__max_verticals=400)
     assert run.capped.sum() == 0
     assert [line["capped"] + line["heads_capped"] for line in run.lines] == [0, 0, 0]
     assert not any("capped" in line for line in run.progress)
@@ -160,8 +160,8 @@ def test_fixed_budgets_ask_for_no_recall(folder, caplog):
         "fixed",
         caplog,
         attention__vertical_slash__recall=1.0,
-        attention__vertical_slash__min_columns=8,
-        attention__vertical_slash__max_columns=8,
+        attention__vertical_slash__min_verticals=8,
+        attention__vertical_slash__max_verticals=8,
         attention__vertical_slash__min_slashes=1,
         attention__vertical_slash__max_slashes=1,
     )
@@ -291,10 +291,10 @@ def test_counting_on_a_gpu_waits_for_nothing():
         ("vertical_slash", {"index": "xattention"}, None),
         ("xattention", {}, None),
         ("dense", {}, None),
-        ("vertical_slash", {"min_columns": 64, "max_columns": 64}, 0.7),
+        ("vertical_slash", {"min_verticals": 64, "max_verticals": 64}, 0.7),
         ("vertical_slash", {"min_slashes": 4, "max_slashes": 4}, 0.7),
-        ("vertical_slash", {"max_columns": 0}, 0.7),
-        ("vertical_slash", {"max_columns": 0, "min_slashes": 4, "max_slashes": 4}, None),
+        ("vertical_slash", {"max_verticals": 0}, 0.7),
+        ("vertical_slash", {"max_verticals": 0, "min_slashes": 4, "max_slashes": 4}, None),
     ],
 )
 def test_the_recall_that_was_asked_for(pattern, budgets, wanted):
@@ -317,18 +317,18 @@ def _capped(verticals: list[float], slashes: list[float] | None = None) -> Cappe
 
 
 def test_caps_are_told_of_once_and_again_when_they_cut_twice_as_much():
-    warnings = RecallWarnings(0.95, Budgets(max_columns=64, max_slashes=9, budget="joint"))
+    warnings = RecallWarnings(0.95, Budgets(max_verticals=64, max_slashes=9, budget="joint"))
     assert warnings.lines(_capped([0, 0, 0]), []) == []
     assert warnings.lines(_capped([0.1, 0.0, 0.3]), []) == [
         "caps keep 20.0 % of the heads in layers 0, 2 below recall = 0.95: raise "
-        "attention.vertical_slash.max_columns = 64 for more verticals"
+        "attention.vertical_slash.max_verticals = 64 for more verticals"
     ]
     for _ in range(2):
         assert warnings.lines(_capped([0.1, 0.0, 0.7]), []) == []
     [line] = warnings.lines(_capped([0.3, 0.2, 0.5], [0.0, 0.1, 0.0]), [])
     assert line == (
         "caps keep 33.3 % of the heads in layers 0-2 below recall = 0.95: raise "
-        "attention.vertical_slash.max_columns = 64 for more verticals or "
+        "attention.vertical_slash.max_verticals = 64 for more verticals or "
         "attention.vertical_slash.max_slashes = 9 for more block diagonals"
     )
     warnings = RecallWarnings(0.95, Budgets(max_slashes=9, budget="joint"))
@@ -340,11 +340,11 @@ def test_caps_are_told_of_once_and_again_when_they_cut_twice_as_much():
 
 
 def test_one_independent_budget_without_its_cap_is_enough():
-    warnings = RecallWarnings(0.95, Budgets(budget="independent", max_columns=64, max_slashes=9))
+    warnings = RecallWarnings(0.95, Budgets(budget="independent", max_verticals=64, max_slashes=9))
     assert warnings.lines(_capped([1, 1], [0, 0]), []) == []
     [line] = warnings.lines(_capped([1, 1], [0, 0.5]), [])
     assert line.startswith("caps keep 50.0 % of the heads in layer 1 below recall = 0.95: raise ")
-    assert "max_columns = 64" in line and "max_slashes = 9" in line
+    assert "max_verticals = 64" in line and "max_slashes = 9" in line
 
 
 def test_nothing_is_said_where_no_recall_was_asked_for():

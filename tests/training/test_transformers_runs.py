@@ -170,7 +170,7 @@ def test_sparse_patterns_leave_windows_dense(folder: Path, caplog) -> None:
     """Of Gemma's two layers, the second sees everything, and is the one that selects."""
     sparse = {
         "attention.pattern": "vertical_slash",
-        "attention.vertical_slash.max_columns": 1,
+        "attention.vertical_slash.max_verticals": 1,
         "attention.vertical_slash.sinks": 0,
         "attention.vertical_slash.max_slashes": 1,
         "attention.vertical_slash.dense_below": 16,

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from titan_sparse.config.mixture import FORMATS
+from titan_sparse.config.sources import FORMATS
 from titan_sparse.data.preparing import Recipe, prepare
 from titan_sparse.data.whole import LENGTHS
 

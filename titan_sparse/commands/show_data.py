@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_sparse.config import Config, Flags, check, load, world_of
-from titan_sparse.config.mixture import source_formats
 from titan_sparse.config.reading import require
+from titan_sparse.config.sources import source_formats
 from titan_sparse.data import Tokenizer, load_tokenizer
 from titan_sparse.data.documents import Documents, open_documents
 from titan_sparse.data.whole import kept_shares

@@ -1,11 +1,11 @@
 """The TOML configuration. Imports no torch: it is read and checked before any process group exists,
-so that mistakes are told at once.
+so that mistakes are reported at once.
 
-sections.py: the sections as dataclasses, with a documented field for each key. reading.py: command
-line and TOML to a Config, and back. ranges.py, checking.py, checking_attention.py: refuse
-impossible values and combinations, and derive the sizes that other parts need. environment.py: what
-torchrun has set. checking_start.py, text_files.py: the files and folders that a run begins with.
-mixture.py: the parts of data.source.
+sections.py: the sections as dataclasses, with the range and the meaning of each option.
+reading.py: command line and TOML to a Config, and back. checking.py and combinations.py refuse
+impossible values and combinations, and derive the sizes that other parts need. sources.py: the
+parts of data.source and their files. start.py: what torchrun has set, and the files that a run
+begins with. changes.py: what a start changes in the run that it resumes.
 """
 
 from titan_sparse.config.checking import (
@@ -15,12 +15,17 @@ from titan_sparse.config.checking import (
     padding_multiple,
     resolve_cp_intra,
     resolve_overlap_stages,
+    trains_random_base,
 )
-from titan_sparse.config.checking_lora import trains_random_base
-from titan_sparse.config.checking_start import check_start
-from titan_sparse.config.environment import check_launch, world_from_environment, world_of
-from titan_sparse.config.keys import field_docs
-from titan_sparse.config.reading import ConfigError, Refusal, load, save, to_toml, usage
+from titan_sparse.config.reading import (
+    ConfigError,
+    Refusal,
+    field_docs,
+    load,
+    save,
+    to_toml,
+    usage,
+)
 from titan_sparse.config.sections import (
     ActivationCheckpoint,
     Attention,
@@ -28,22 +33,24 @@ from titan_sparse.config.sections import (
     Compile,
     Config,
     Data,
-    Dense,
     Flags,
     Float8,
     Guard,
     Lora,
     LRScheduler,
     Metrics,
-    MoBA,
     Model,
     Optimizer,
     Parallelism,
     Profiling,
     Training,
     Validation,
-    VerticalSlash,
-    XAttention,
+)
+from titan_sparse.config.start import (
+    check_launch,
+    check_start,
+    world_from_environment,
+    world_of,
 )
 
 __all__ = [
@@ -54,14 +61,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "Data",
-    "Dense",
     "Flags",
     "Float8",
     "Guard",
     "LRScheduler",
     "Lora",
     "Metrics",
-    "MoBA",
     "Model",
     "Optimizer",
     "Parallelism",
@@ -69,8 +74,6 @@ __all__ = [
     "Refusal",
     "Training",
     "Validation",
-    "VerticalSlash",
-    "XAttention",
     "check",
     "check_launch",
     "check_start",

@@ -15,8 +15,7 @@ from typing import Any
 
 import tomli
 
-from titan_sparse.config.keys import KINDS
-from titan_sparse.config.reading import ConfigError, flatten, show, typed
+from titan_sparse.config.reading import KINDS, ConfigError, flatten, key_now, show, typed
 from titan_sparse.config.sections import Config, Model
 from titan_sparse.models.config import DecoderConfig
 from titan_sparse.models.flavours import resolve
@@ -99,7 +98,8 @@ def read_saved(checkpoint: str | None) -> Saved | None:
     folder = Path(checkpoint)
     for path in (folder / "config.toml", folder.parent.parent / "config.toml"):
         try:
-            values = dict(flatten(tomli.loads(path.read_text(encoding="utf-8"))))
+            saved = flatten(tomli.loads(path.read_text(encoding="utf-8")))
+            values = {key_now(key): value for key, value in saved}
         except (OSError, ValueError):
             continue
         return Saved(checkpoint, values, _read_origin(folder / ORIGIN_FILE))

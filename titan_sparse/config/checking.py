@@ -4,15 +4,12 @@ exists."""
 import json
 import math
 from operator import attrgetter
-from typing import Any
+from typing import Any, get_args
 
-from titan_sparse.config.checking_attention import check_attention, check_recompute
-from titan_sparse.config.checking_lora import check_lora
-from titan_sparse.config.environment import world_of
-from titan_sparse.config.keys import KINDS
-from titan_sparse.config.mixture import single_source, source_formats, source_weights
-from titan_sparse.config.ranges import check_ranges
+from titan_sparse.config.combinations import check_attention, check_ignored
 from titan_sparse.config.reading import (
+    ANNOTATED,
+    KINDS,
     ConfigError,
     config_file,
     lengths_of,
@@ -27,16 +24,18 @@ from titan_sparse.config.sections import (
     Config,
     Data,
     Flags,
-    Float8,
     LRScheduler,
     Metrics,
     Model,
-    Optimizer,
     Parallelism,
     Validation,
 )
+from titan_sparse.config.sources import single_source, source_formats
+from titan_sparse.config.start import world_of
 from titan_sparse.models.flavours import FLAVOURS, TransformersConfig, resolve
 from titan_sparse.models.huggingface_config import architecture
+from titan_sparse.models.lora_config import resolve_adapters
+from titan_sparse.options import check_value
 
 
 def resolve_cp_intra(parallelism: Parallelism, local_world_size: int) -> int:
@@ -73,22 +72,45 @@ def check(config: Config, world_size: int, local_world_size: int) -> None:
     """
     for key in KINDS:
         typed(key, attrgetter(key)(config), "")
-    check_ranges(config)
+    _check_ranges(config)
+    check_ignored(config)
     _check_model(config.model, config.data)
     _check_huggingface(config)
-    _check_data(config.data)
+    check_formats(config.data)
     _check_dtype(config)
     _check_world(config.parallelism, world_size, local_world_size)
     check_attention(config)
-    check_recompute(config)
-    _check_optimizer(config.optimizer)
     _check_memory_levers(config)
     _check_float8(config)
-    check_lora(config)
+    _check_lora(config)
     _check_lr_scheduler(config.lr_scheduler, config.training.steps)
     _check_run(config)
     _check_pictures(config.metrics)
     _check_validation(config)
+
+
+def _check_ranges(config: Config) -> None:
+    """Refuses numbers out of range, and texts that no file can be named by."""
+    default = Config()
+    for key, kind in ANNOTATED.items():
+        value = attrgetter(key)(config)
+        if KINDS[key] is str:
+            is_required = "not empty" in get_args(kind)
+            _check_text(key, value, attrgetter(key)(default) if is_required else "")
+            continue
+        try:
+            check_value(key, kind, value)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _check_text(key: str, text: str, default: str) -> None:
+    """default: what to write in place of an empty text; empty where that is allowed."""
+    require(text != "" or default == "", f"{key} is empty; write {show(default)} or another")
+    require("\0" not in text, f"{key} = {show(text)} holds a zero byte; leave it out")
+    # Bytes of the command line that are no UTF-8 arrive as lone surrogates.
+    is_utf8 = not any("\ud800" <= letter <= "\udfff" for letter in text)
+    require(is_utf8, f"{key} = {ascii(text)} is no UTF-8; write other letters")
 
 
 def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> tuple[Config, Flags]:
@@ -107,18 +129,12 @@ def load_and_check(argv: list[str], world_size: int, local_world_size: int) -> t
 
 
 def _check_pictures(metrics: Metrics) -> None:
-    key = f"metrics.pictures_every = {metrics.pictures_every}"
     every = metrics.log_every
     next_multiple = -(-metrics.pictures_every // every) * every
     require(
-        not metrics.pictures_every or metrics.tensorboard,
-        f"{key} would be ignored with metrics.tensorboard = false; write "
-        "metrics.pictures_every = 0 or metrics.tensorboard = true",
-    )
-    require(
         metrics.pictures_every % every == 0,
-        f"{key} is no multiple of metrics.log_every = {every}; write metrics.pictures_every "
-        f"= {next_multiple}",
+        f"metrics.pictures_every = {metrics.pictures_every} is no multiple of metrics.log_every = "
+        f"{every}; write metrics.pictures_every = {next_multiple}",
     )
 
 
@@ -129,21 +145,11 @@ def _check_model(model: Model, data: Data) -> None:
         f'model.vocab_size = {model.vocab_size} is too small for data.tokenizer = "bytes"; '
         "write 0 or 258 or more",
     )
-    if model.rope_scaling in ("yarn", "llama3"):
-        require(
-            model.rope_factor > 1,
-            f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
-            'write the factor, or model.rope_scaling = "none"',
-        )
-        return
-    for key, unset in (("rope_factor", 1.0), ("rope_original_length", 0)):
-        value = getattr(model, key)
-        require(
-            value == unset,
-            f"model.{key} = {value} would be ignored with model.rope_scaling = "
-            f'"{model.rope_scaling}"; write model.rope_scaling = "yarn" or "llama3", '
-            f"or model.{key} = {unset}",
-        )
+    require(
+        model.rope_scaling not in ("yarn", "llama3") or model.rope_factor > 1,
+        f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_factor above 1; '
+        'write the factor, or model.rope_scaling = "none"',
+    )
 
 
 def _check_huggingface(config: Config) -> None:
@@ -184,53 +190,18 @@ def _check_transformers(config: Config, model: TransformersConfig) -> None:
     )
 
 
-def _check_data(data: Data) -> None:
-    sources = source_weights(data.source)
-    check_formats(data)
-    if "python" not in sources:
-        require(
-            not data.join_packages,
-            f"data.join_packages would be ignored with data.source = {show(data.source)}; "
-            'write data.join_packages = false or data.source = "python"',
-        )
-    if set(sources) != {"python"}:
-        return
-    for name in ("text_field", "bad_rows", "subset", "split"):
-        value = getattr(data, name)
-        default = getattr(Data(), name)
-        require(
-            value == default,
-            f'data.{name} = {show(value)} would be ignored with data.source = "python"; '
-            f"write data.{name} = {show(default)} or another data.source",
-        )
-
-
 def check_formats(data: Data) -> None:
-    """Refuses an unknown data.format, and keys that none of its formats uses. Raises ConfigError."""
+    """Refuses an unknown data.format, and options that none of its formats uses. Raises
+    ConfigError."""
     formats = source_formats(data)
-    used = set(formats.values())
     require(
         formats.get("python", "text") == "text",
         f'data.format = {show(data.format)}, but data.source = "python" is text; write '
         'data.format = "text"',
     )
-    users = {
-        "text_field": {"text"},
-        "messages_field": {"messages"},
-        "loss_on": {"messages", "prompt_completion"},
-        "chat_template": {"messages", "prompt_completion"},
-        "chat_template_kwargs": {"messages", "prompt_completion"},
-    }
-    for name, formats_of_key in users.items():
-        value = getattr(data, name)
-        default = getattr(Data(), name)
-        require(
-            value == default or bool(used & formats_of_key),
-            f"data.{name} = {show(value)} would be ignored with data.format = {show(data.format)}; "
-            f"write data.{name} = {show(default)}, or a data.format that uses it",
-        )
+    check_ignored(Config(data=data), "data")
     require(
-        not data.split_special_tokens or used == {"text"},
+        not data.split_special_tokens or set(formats.values()) == {"text"},
         "data.split_special_tokens = true would split the tokens of the chat template too; write "
         "data.split_special_tokens = false",
     )
@@ -270,10 +241,6 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
     replicate = parallelism.dp_replicate
     shard = parallelism.dp_shard
     cp = parallelism.cp
-    require(
-        shard == -1 or shard >= 1,
-        f"parallelism.dp_shard = {shard} is no degree; write -1 (what is left) or 1 or more",
-    )
     # With dp_shard = -1 any multiple of the other degrees fits.
     degrees = replicate * cp * max(shard, 1)
     takes_the_rest = shard == -1
@@ -300,36 +267,6 @@ def _check_world(parallelism: Parallelism, world_size: int, local_world_size: in
         f"parallelism.cp_intra = {intra} does not divide parallelism.cp = {cp}; "
         f"write parallelism.cp_intra as one of {divisors}",
     )
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    require(
-        optimizer.lr > 0,
-        f"optimizer.lr = {optimizer.lr} is not positive; write for example 3e-4",
-    )
-    require(
-        optimizer.eps > 0,
-        f"optimizer.eps = {optimizer.eps} is not positive; write for example 1e-8",
-    )
-    require(
-        optimizer.name != "SGD" or optimizer.implementation != "fused",
-        'optimizer.implementation = "fused" does not exist for sharded parameters with '
-        'optimizer.name = "SGD"; write optimizer.implementation = "auto"',
-    )
-    for name in ("beta1", "beta2"):
-        value = getattr(optimizer, name)
-        require(
-            0 <= value < 1,
-            f"optimizer.{name} = {value} is not in [0, 1); write for example 0.9",
-        )
-    for name in ("beta1", "beta2", "eps"):
-        value = getattr(optimizer, name)
-        default = getattr(Optimizer(), name)
-        require(
-            optimizer.name != "SGD" or value == default,
-            f'optimizer.{name} = {value} would be ignored with optimizer.name = "SGD"; '
-            f"write optimizer.{name} = {default} or another optimizer.name",
-        )
 
 
 def _check_memory_levers(config: Config) -> None:
@@ -360,14 +297,6 @@ def _check_float8(config: Config) -> None:
     float8 = config.float8
     training = config.training
     if not float8.enable:
-        for name in ("recipe", "filter"):
-            value = getattr(float8, name)
-            default = getattr(Float8(), name)
-            require(
-                value == default,
-                f"float8.{name} = {show(value)} would be ignored with float8.enable = false; write "
-                f"float8.enable = true or float8.{name} = {show(default)}",
-            )
         return
     require(
         training.device != "cpu",
@@ -404,18 +333,68 @@ def _check_float8(config: Config) -> None:
         )
 
 
+def _check_lora(config: Config) -> None:
+    """What adapters (the [lora] section) cannot be combined with."""
+    lora = config.lora
+    if lora.rank == 0:
+        return
+    try:
+        resolve_adapters(resolve(**vars(config.model)), **vars(lora))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    _check_first_weights(config)
+    _check_levers_with_lora(config)
+
+
+def trains_random_base(config: Config) -> bool:
+    """Whether the frozen weights are drawn from training.seed, and not read from model.initial_hf."""
+    return config.model.random_weights or not config.model.initial_hf
+
+
+def _check_first_weights(config: Config) -> None:
+    """Where frozen weights come from: checkpoints hold adapters alone."""
+    checkpoint = config.checkpoint
+    require(
+        not checkpoint.initial_load_path,
+        f"checkpoint.initial_load_path = {show(checkpoint.initial_load_path)} with lora.rank = "
+        f"{config.lora.rank}: frozen weights come from a Hugging Face folder; export that checkpoint "
+        "(titan-sparse export_hf) and write the export as model.initial_hf",
+    )
+    require(
+        not checkpoint.last_save_in_hf or not trains_random_base(config),
+        f"checkpoint.last_save_in_hf = true with lora.rank = {config.lora.rank} writes adapters of "
+        "model.initial_hf, but the frozen weights are random; write "
+        "checkpoint.last_save_in_hf = false",
+    )
+
+
+def _check_levers_with_lora(config: Config) -> None:
+    rank = f"lora.rank = {config.lora.rank}"
+    require(
+        not config.float8.enable,
+        f"float8.enable = true with {rank}: adapters are not on float8's linear layers; write "
+        "float8.enable = false",
+    )
+    require(
+        not config.optimizer.offload,
+        f"optimizer.offload = true with {rank} would keep the frozen weights on the CPU too, and "
+        "adapters' states are small; write optimizer.offload = false",
+    )
+    require(
+        config.activation_checkpoint.mode != "selective",
+        f'activation_checkpoint.mode = "selective" with {rank}: every second matmul is an '
+        'adapter\'s; write activation_checkpoint.mode = "full" or "none"',
+    )
+    chunk = config.training.mlp_chunk_tokens
+    require(
+        not chunk or not config.lora.dropout,
+        f"training.mlp_chunk_tokens = {chunk} computes an MLP twice, and lora.dropout = "
+        f"{show(config.lora.dropout)} would drop other inputs each time; write lora.dropout = 0.0 "
+        "or training.mlp_chunk_tokens = 0",
+    )
+
+
 def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
-    ratio = scheduler.decay_ratio
-    factor = scheduler.min_lr_factor
-    require(
-        0 <= factor <= 1,
-        f"lr_scheduler.min_lr_factor = {factor} is not in [0, 1]; write for example 0.1",
-    )
-    require(
-        ratio == -1 or 0 <= ratio <= 1,
-        f"lr_scheduler.decay_ratio = {ratio} is neither -1 nor in [0, 1]; "
-        "write -1 or for example 0.2",
-    )
     total = scheduler.total_steps or steps
     source = "lr_scheduler.total_steps" if scheduler.total_steps else "training.steps"
     require(
@@ -426,26 +405,14 @@ def _check_lr_scheduler(scheduler: LRScheduler, steps: int) -> None:
 
 
 def _check_run(config: Config) -> None:
-    """The sections about the run itself: compile, checkpoint, profiling."""
+    """The sections about the run itself: compile, optimizer, profiling."""
     one_of("compile.backend", config.compile.backend, ("inductor", "aot_eager", "eager"))
+    optimizer = config.optimizer
     require(
-        config.checkpoint.keep_latest_k != 1,
-        "checkpoint.keep_latest_k = 1 is unsafe: a damaged checkpoint needs another before it; "
-        "write 0 (all) or 2 or more",
+        optimizer.name != "SGD" or optimizer.implementation != "fused",
+        'optimizer.implementation = "fused" does not exist for sharded parameters with '
+        'optimizer.name = "SGD"; write optimizer.implementation = "auto"',
     )
-    factor = config.guard.spike_factor
-    require(
-        factor == 0 or factor > 1,
-        f"guard.spike_factor = {show(factor)} would call usual steps spikes; write a number above 1, or 0 "
-        "for no limit",
-    )
-    for name, unset in (("load_step", -1), ("initial_load_path", ""), ("last_save_in_hf", False)):
-        value = getattr(config.checkpoint, name)
-        require(
-            config.checkpoint.enable or value == unset,
-            f"checkpoint.{name} = {show(value)} would be ignored with checkpoint.enable = false; "
-            f"write checkpoint.enable = true or checkpoint.{name} = {show(unset)}",
-        )
     last = config.profiling.first_step + config.profiling.steps - 1
     require(
         not config.profiling.enable or last <= config.training.steps,
@@ -463,30 +430,13 @@ def needle_lengths(validation: Validation) -> list[int]:
 
 def _check_validation(config: Config) -> None:
     validation = config.validation
-    seq_len = config.training.seq_len
-    lengths = needle_lengths(validation)
-    for name, default in vars(Validation()).items():
-        value = getattr(validation, name)
-        require(
-            validation.enable or value == default,
-            f"validation.{name} = {show(value)} would be ignored with validation.enable = false; "
-            f"write validation.enable = true or validation.{name} = {show(default)}",
-        )
-        require(
-            lengths or value == default or name not in ("needle_depths", "needle_samples"),
-            f'validation.{name} = {value} would be ignored with validation.needle_lengths = ""; '
-            'write lengths, such as "4096"',
-        )
+    needle_lengths(validation)
     if not validation.enable:
         return
+    seq_len = config.training.seq_len
     require(
         validation.position_buckets <= seq_len,
         f"validation.position_buckets = {validation.position_buckets} is above training.seq_len = "
         f"{seq_len}; write {seq_len} or less",
     )
-    source = single_source(validation.source or config.data.source, "validation.source")
-    require(
-        not validation.split or source != "python",
-        f"validation.split = {show(validation.split)} would be ignored with the source "
-        '"python"; write validation.split = "" or another validation.source',
-    )
+    single_source(validation.source or config.data.source, "validation.source")

@@ -1,13 +1,16 @@
 """Text to configuration and back: the command line wins over the TOML file, the file over the
 defaults.
 
-load() reads, to_toml() and save() write, usage() explains. The helpers that checking.py needs too,
-for types and for the wording of messages, are here as well.
+load() reads, to_toml() and save() write, usage() explains. The dotted keys (KINDS), and helpers for
+types and messages, are here as well.
 """
 
+import ast
 import difflib
 import inspect
+import itertools
 import json
+import os
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
@@ -17,14 +20,69 @@ from typing import Any, Literal, get_args, get_origin
 
 import tomli
 
-from titan_sparse.config.keys import KINDS, SECTIONS, TOKENS, field_docs, walk
 from titan_sparse.config.sections import Config, Flags
+from titan_sparse.options import plain
+
+
+def walk(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below a section with its type. Sub-sections come after the plain fields and
+    before their own."""
+    plain_fields_first = sorted(fields(section), key=lambda field: is_dataclass(field.type))
+    for item in plain_fields_first:
+        yield prefix + item.name, item.type
+        if is_dataclass(item.type):
+            yield from walk(item.type, f"{prefix}{item.name}.")
+
+
+SECTIONS = {key: kind for key, kind in walk(Config) if is_dataclass(kind)}
+"""Dotted key -> class of every section."""
+
+ANNOTATED = {key: kind for key, kind in walk(Config) if not is_dataclass(kind)}
+"""Dotted key -> type of every other field, with its range."""
+
+KINDS = {key: plain(kind) for key, kind in ANNOTATED.items()}
+"""Dotted key -> the same without its range."""
+
+TOKENS = frozenset(key for key, kind in ANNOTATED.items() if "tokens" in get_args(kind))
+"""Keys that count tokens."""
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """The docstring below each field of a section class, in one line, by field name.
+
+    A field without one is left out.
+    """
+    body = ast.parse(inspect.getsource(section)).body[0].body
+    docs = {}
+    for item, following in itertools.pairwise(body):
+        is_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(item, ast.AnnAssign) and is_docstring:
+            docs[item.target.id] = " ".join(following.value.value.split())
+    return docs
+
 
 _FLAGS = {item.name.replace("_", "-"): item for item in fields(Flags)}
 """Name of a flag on the command line -> field of Flags."""
 
 _OPTIONS = ("config", "help", *_FLAGS)
 """Names on the command line that are no dotted keys."""
+
+_RENAMED = {
+    "attention.vertical_slash.local_diagonals": "attention.vertical_slash.local_slashes",
+    "attention.vertical_slash.min_columns": "attention.vertical_slash.min_verticals",
+    "attention.vertical_slash.max_columns": "attention.vertical_slash.max_verticals",
+}
+"""Key of an earlier version -> its name now. Still read in this version."""
+
+_WITHOUT_EFFECT = {"attention.vertical_slash.index": "probe"}
+"""Key of an earlier version -> its only value that is still read, and does nothing."""
+
+_REMOVED = {
+    ("attention.vertical_slash.budget", "layer"): 'attention.vertical_slash.budget = "joint"',
+    ("attention.vertical_slash.index", "xattention"): 'attention.pattern = "xattention"',
+    ("attention.route_by", "index"): 'attention.route_by = "auto"',
+}
+"""Key and value of an earlier version -> what to write instead."""
 
 _KIND_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
@@ -153,9 +211,10 @@ def _apply_option(config: Config, key: str, text: str | None) -> None:
     near = difflib.get_close_matches(key, _OPTIONS, 1)
     if "." not in key and key not in SECTIONS and near:
         raise ConfigError(f"command line: unknown option --{key}; did you mean --{near[0]}?")
-    if text is None and key in KINDS and KINDS[key] is not bool:
+    kind = KINDS.get(key_now(key))
+    if text is None and kind not in (None, bool):
         raise ConfigError(f"command line: {key} needs a value; write --{key} VALUE")
-    value = True if text is None else _from_text(text, KINDS.get(key))
+    value = True if text is None else _from_text(text, kind)
     _assign(config, key, value, "command line")
 
 
@@ -201,7 +260,22 @@ def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
+def key_now(key: str) -> str:
+    """The name in this version of a key that an earlier one may have named otherwise."""
+    return _RENAMED.get(key, key)
+
+
 def _assign(config: Config, key: str, value: Any, where: str) -> None:
+    if isinstance(value, str) and (key, value) in _REMOVED:
+        raise ConfigError(
+            f"{where}: {key} = {show(value)} does not exist any more; write {_REMOVED[key, value]}"
+        )
+    if _WITHOUT_EFFECT.get(key) == value:
+        _say_once(f"{where}: {key} has no effect any more; leave it out")
+        return
+    if key in _RENAMED:
+        _say_once(f"{where}: {key} is the old name of {key_now(key)}; write that")
+        key = key_now(key)
     if key not in KINDS:
         raise ConfigError(f"{where}: {_unknown(key)}")
     section_key, _, name = key.rpartition(".")
@@ -215,6 +289,12 @@ def _assign(config: Config, key: str, value: Any, where: str) -> None:
                 "write for example 131072 or 128k"
             ) from error
     setattr(section, name, typed(key, value, f"{where}: "))
+
+
+def _say_once(line: str) -> None:
+    """Prints a line to stderr on the first process of torchrun."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def tokens(text: str) -> int:

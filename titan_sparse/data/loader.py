@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_sparse.config.changes import data_differences
-from titan_sparse.config.mixture import source_formats, source_weights
 from titan_sparse.config.reading import Refusal
 from titan_sparse.config.sections import Data
+from titan_sparse.config.sources import source_formats, source_weights
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.formats import SampleFormat
 from titan_sparse.data.packing import Packed, pad_to_multiple

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_sparse.config.text_files import data_ending
+from titan_sparse.config.sources import data_ending
 from titan_sparse.data.chat_rows import BadSample, columns, sample_text, without_nulls
 
 CHUNK = 1 << 17

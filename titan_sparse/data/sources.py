@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from titan_sparse.config.sections import Data
-from titan_sparse.config.text_files import data_files, is_path
+from titan_sparse.config.sources import data_files, is_path
 from titan_sparse.data.chat_rows import columns, without_nulls
 from titan_sparse.data.rows import Row, file_rows, sample_row
 

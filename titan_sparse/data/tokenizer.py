@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import ArrayLike, NDArray
 
-from titan_sparse.config.text_files import tokenizer_file
+from titan_sparse.config.sources import tokenizer_file
 
 END_OF_DOCUMENT_TOKENS = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
 PADDING_TOKENS = ["<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>"]

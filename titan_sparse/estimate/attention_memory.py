@@ -158,7 +158,7 @@ def _buffers_of_chunks(step: Step) -> float:
     forward_chunk = _chunk_elements(step) * step.width
     if step.circulates_queries:
         # All queries take the place of one group of KV heads; the other groups keep theirs.
-        groups = head_groups(step.model.kv_heads, outer_ranks, step.routes_by_index)
+        groups = head_groups(step.model.kv_heads, outer_ranks)
         chunk, gradient = _query_chunk_bytes(step)
         group = forward_chunk / groups
         hop = max(group, chunk) + forward_chunk - group + gradient

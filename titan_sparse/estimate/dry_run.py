@@ -14,7 +14,7 @@ from titan_sparse.attention.backends import cudnn, flash
 from titan_sparse.attention.context_parallel.schedule import ALL_GATHER, Moves
 from titan_sparse.attention.patterns import Pattern
 from titan_sparse.config import Config, padding_multiple
-from titan_sparse.config.keys import KINDS
+from titan_sparse.config.reading import KINDS
 from titan_sparse.estimate.flops import causal_pairs, flops_per_token, windows_of
 from titan_sparse.estimate.host_memory import HOST_RESERVE, host_gib, host_of_this_machine
 from titan_sparse.estimate.memory import GIB, LEVERS, Step, estimate, peak_gib, peak_phase, step_of

@@ -19,7 +19,7 @@ from titan_sparse.config import (
     resolve_cp_intra,
     resolve_overlap_stages,
 )
-from titan_sparse.config.keys import KINDS
+from titan_sparse.config.reading import KINDS
 from titan_sparse.from_config import schedule_named
 from titan_sparse.models.flavours import DecoderConfig
 from titan_sparse.models.lora_config import Adapters, resolve_adapters
@@ -48,7 +48,6 @@ class Step:
         every block.
     gradient_width: bytes of an element of dK and dV as they are sent.
     circulates_queries: whether queries go around a ring in the backward, not keys and values.
-    routes_by_index: whether groups of KV heads travel on their own in any ring.
     gathers_queries: whether queries are gathered by the chunks that they chose.
     mode: of activation checkpointing.
     index_bytes: what one layer's selection keeps. verticals: gathered verticals a head, of one
@@ -70,7 +69,6 @@ class Step:
     overlap_stages: tuple[int, int] = (2, 2)
     gradient_width: int = 4
     circulates_queries: bool = False
-    routes_by_index: bool = False
     gathers_queries: bool = False
     mode: str = "full"
     compiled: bool = False
@@ -156,7 +154,6 @@ def step_of(
             dtype.itemsize,
             gradient_width,
         ),
-        routes_by_index=attention.route_by == "index",
         gathers_queries=_gathers_queries(config, pattern, backend),
         mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,

@@ -236,7 +236,7 @@ def random_index(
             tiles += blocks - delta
 
     pattern = VerticalSlash(
-        sinks=sinks, max_columns=verticals, max_slashes=int(slashes.sum(-1).max())
+        sinks=sinks, max_verticals=verticals, max_slashes=int(slashes.sum(-1).max())
     )
     # Unused places hold seq_len, which is no token.
     capacity = pattern.vertical_capacity(seq_len, block_size, False)

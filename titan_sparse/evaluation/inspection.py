@@ -234,8 +234,8 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
         probe_rows=section.probe_rows,
         sinks=section.sinks,
         count_sinks=section.count_sinks,
-        local_diagonals=section.local_diagonals,
-        max_columns=tokens,
+        local_slashes=section.local_slashes,
+        max_verticals=tokens,
         dense_below=max(size, section.probe),
     )
     published = dataclasses.replace(
@@ -244,9 +244,9 @@ def patterns(attention: Attention, tokens: int) -> Iterator[tuple[str, float, Pa
         probe_rows="last",
         sinks=30,
         count_sinks=True,
-        local_diagonals=2,
+        local_slashes=2,
     )
-    for pattern in (dataclasses.replace(joint, budget="layer"), joint, published):
+    for pattern in (joint, published):
         for share in SHARES:
             with_share = dataclasses.replace(pattern, recall=share)
             yield f"vertical_slash {pattern.budget}", share, with_share

@@ -4,8 +4,8 @@ import dataclasses
 import math
 
 from titan_sparse.config import Config, Flags, Parallelism, load, world_from_environment
-from titan_sparse.config.mixture import single_source
 from titan_sparse.config.reading import require
+from titan_sparse.config.sources import single_source
 
 
 def load_for_evaluation(words: list[str], hf: str | None, dense: bool) -> Config:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from titan_sparse.config import Config, Data, needle_lengths
-from titan_sparse.config.mixture import format_of, single_source
+from titan_sparse.config.sources import format_of, single_source
 from titan_sparse.data.documents import open_documents
 from titan_sparse.data.shards import is_prepared
 from titan_sparse.data.tokenizer import Tokenizer

@@ -6,7 +6,6 @@ import torch
 
 from titan_sparse.attention import ContextParallel
 from titan_sparse.config import Attention, Config
-from titan_sparse.config.checking_attention import uses_xattention
 from titan_sparse.models.flavours import (
     DecoderConfig,
     choose_implementation,
@@ -16,7 +15,6 @@ from titan_sparse.models.lora_config import adapter_elements, resolve_adapters
 from titan_sparse.training.distributed import Meshes
 
 _REACHES_RECALL = {
-    "layer": "a layer",
     "joint": "a head",
     "independent": "of verticals and of slashes",
 }
@@ -116,13 +114,13 @@ def _pattern(attention: Attention) -> str:
     """The pattern and its most important choices."""
     if attention.pattern == "moba":
         return f"moba (chunks of {attention.moba.chunk_size}, top {attention.moba.top_k})"
-    if uses_xattention(attention):
+    if attention.pattern == "xattention":
         section = attention.xattention
         return f"xattention (threshold {section.threshold:g}, stride {section.stride})"
     if attention.pattern == "vertical_slash":
         section = attention.vertical_slash
         recall = f"recall {section.recall:g} {_REACHES_RECALL[section.budget]}"
-        return f"vertical_slash ({recall}, at most {section.max_columns} columns)"
+        return f"vertical_slash ({recall}, at most {section.max_verticals} verticals)"
     return attention.pattern
 
 

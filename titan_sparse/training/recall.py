@@ -10,8 +10,7 @@ from torch import Tensor
 
 from titan_sparse.attention.recorder import counting_caps
 from titan_sparse.config import Attention
-from titan_sparse.config.checking_attention import uses_xattention
-from titan_sparse.config.sections import VerticalSlash
+from titan_sparse.options import VerticalSlashOptions
 
 _TABLE = "attention.vertical_slash"
 
@@ -98,10 +97,10 @@ def asked_recall(attention: Attention) -> float | None:
 
     That is with other patterns, and where the budgets of verticals and slashes are both fixed.
     """
-    if attention.pattern != "vertical_slash" or uses_xattention(attention):
+    if attention.pattern != "vertical_slash":
         return None
     budgets = attention.vertical_slash
-    has_fixed_verticals = budgets.min_columns == budgets.max_columns
+    has_fixed_verticals = budgets.min_verticals == budgets.max_verticals
     # A maximum of 0 is none.
     has_fixed_slashes = 0 < budgets.max_slashes == budgets.min_slashes
     if has_fixed_verticals and has_fixed_slashes:
@@ -115,7 +114,7 @@ class RecallWarnings:
     Each reason is given once, and again when it is twice as bad.
     """
 
-    def __init__(self, asked: float | None, budgets: VerticalSlash) -> None:
+    def __init__(self, asked: float | None, budgets: VerticalSlashOptions) -> None:
         self.asked = asked
         self.budgets = budgets
         # By reason: how bad it was when it was given.
@@ -145,8 +144,8 @@ class RecallWarnings:
         where = cut > 0
         keys = []
         for what, shares, name in (
-            ("verticals", capped.verticals, "max_columns"),
-            ("block diagonals", capped.slashes, "max_slashes"),
+            ("verticals", capped.verticals, "max_verticals"),
+            ("slashes", capped.slashes, "max_slashes"),
         ):
             if (shares[where] > 0).any():
                 most = getattr(self.budgets, name)

@@ -23,8 +23,7 @@ from titan_sparse.config.changes import (
     read_saved,
     saved_config,
 )
-from titan_sparse.config.keys import KINDS
-from titan_sparse.config.reading import show
+from titan_sparse.config.reading import KINDS, show
 from titan_sparse.data import PackedLoader, build_loader, load_tokenizer
 from titan_sparse.estimate.memory import Step, peak_gib, step_of
 from titan_sparse.from_config import build_pattern

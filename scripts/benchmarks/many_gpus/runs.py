@@ -219,7 +219,7 @@ def step(
     options = [
         *("--ranks", str(ranks), "--config", config, "--parallelism.cp", str(ranks)),
         *("--training.seq_len", str(tokens), "--training.steps", str(1 + timed)),
-        *("--attention.vertical_slash.max_columns", str(tokens // 200)),
+        *("--attention.vertical_slash.max_verticals", str(tokens // 200)),
         *("--attention.vertical_slash.max_slashes", str(tokens * 384 // 1048576)),
         *STEP_WORDS,
         *(words or []),

@@ -383,7 +383,7 @@ def test_other_shapes(kernel, head_dim, dtype, tolerance):
 @needs_gpu
 def test_inside_a_compiled_attend(kernel):
     """The ops compile inside attend()'s own, below an outer torch.compile and on autograd's thread, and only once."""
-    pattern = VerticalSlash(recall=0.8, sinks=4, max_columns=100, dense_below=256)
+    pattern = VerticalSlash(recall=0.8, sinks=4, max_verticals=100, dense_below=256)
     q, k, v, d_out = (
         torch.randn(1, h, 2048, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8)
     )

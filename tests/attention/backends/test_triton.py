@@ -19,7 +19,7 @@ if DEVICE == "cuda":  # the chip's kernels start at blocks of 64
     BLOCK, SEQ_LEN = 64, 384
 PATTERNS = [
     Dense(),
-    VerticalSlash(recall=0.6, sinks=2, local_diagonals=1, max_columns=20, dense_below=2 * BLOCK),
+    VerticalSlash(recall=0.6, sinks=2, local_slashes=1, max_verticals=20, dense_below=2 * BLOCK),
 ]
 MASKS = [Causal(), Documents([SEQ_LEN // 2 + 5, 9, SEQ_LEN // 3])]
 

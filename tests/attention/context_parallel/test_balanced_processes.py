@@ -36,7 +36,7 @@ CASES: list[tuple[Mask, Pattern]] = [
     (mask_and_truth("far future")[0], Dense()),
     (
         DOCUMENTS,
-        VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=32),
+        VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=32),
     ),
     (DOCUMENTS, XAttention(stride=8, threshold=0.7, dense_below=32)),
     (DOCUMENTS, MoBA(chunk_size=24, top_k=2)),

@@ -20,9 +20,7 @@ from titan_sparse.attention.patterns import Dense, MoBA, Pattern, VerticalSlash,
 BLOCK = 16
 SEQ_LEN = 16 * BLOCK
 KV_HEADS = 2
-VERTICAL = VerticalSlash(
-    recall=0.8, sinks=2, max_columns=16, min_slashes=16, dense_below=16, budget="layer"
-)
+VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=16, min_slashes=16, dense_below=16)
 """All diagonals are on, so that every rank needs every chunk."""
 MESH_AXES = ("cp_inter", "cp_intra")
 PACKED = Documents([150, 106])
@@ -73,7 +71,6 @@ def test_dense_attention_says_no_more_than_its_schedule(schedule):
 
 SELECTION = {
     # The probe's queries and the gains of diagonals; normalizers, and the codes of verticals.
-    "layer": {"all_reduce": 2, "all_gather": 2},
     "joint": {"all_reduce": 2, "all_gather": 2},
     # The probe's queries, its normalizers, the masses and the choices.
     "independent": {"all_reduce": 1, "all_gather": 2, "all_to_all": 1},
@@ -97,7 +94,7 @@ def test_verticals_take_one_sum_each_way(schedule):
             out.sum().backward()
     verticals = {"all_reduce": 1}
     said = counts(forward)
-    said.subtract(SELECTION["layer"])
+    said.subtract(SELECTION["joint"])
     said.subtract(FORWARD[schedule] | verticals)
     assert not any(said.values())
     assert counts(backward) == BACKWARD[schedule] | verticals
@@ -108,14 +105,14 @@ PATTERNS = [
     # Caps of both kinds, and floors, take no further words.
     VerticalSlash(
         recall=0.8,
-        min_columns=4,
-        max_columns=16,
+        min_verticals=4,
+        max_verticals=16,
         min_slashes=2,
         max_slashes=4,
         dense_below=16,
         budget="joint",
     ),
-    published(recall=0.8, max_columns=16, dense_below=16),
+    published(recall=0.8, max_verticals=16, dense_below=16),
     XAttention(stride=4, dense_below=16),
     MoBA(chunk_size=32, top_k=2),
 ]

@@ -28,7 +28,7 @@ MASKS = [
 ]
 PATTERNS = [
     Dense(),
-    VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48),
+    VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48),
 ]
 
 

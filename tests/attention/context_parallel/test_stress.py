@@ -35,7 +35,7 @@ SEQ_LEN = 2 * 3 * 4 * BLOCK
 LONGEST_DELAY_SECONDS = 0.03
 HANG_SECONDS = 40
 PACKED = Documents([201, 7, 130]) & SlidingWindow(100)
-VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=60, dense_below=48)
+VERTICAL = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=60, dense_below=48)
 
 
 def _mesh(axes: tuple[int, ...]):

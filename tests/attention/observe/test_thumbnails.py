@@ -14,11 +14,11 @@ from titan_sparse.attention.patterns import Dense, MoBA, VerticalSlash, XAttenti
 from titan_sparse.config import ConfigError, check
 
 BLOCK, TOKENS = 16, 192
-SPARSE = VerticalSlash(recall=0.8, sinks=3, local_diagonals=1, max_columns=12, dense_below=48)
+SPARSE = VerticalSlash(recall=0.8, sinks=3, local_slashes=1, max_verticals=12, dense_below=48)
 CASES = {
     "dense": (Dense(), Causal() & SlidingWindow(50)),
     "slashes": (
-        VerticalSlash(recall=0.6, sinks=0, local_diagonals=1, max_columns=0, dense_below=48),
+        VerticalSlash(recall=0.6, sinks=0, local_slashes=1, max_verticals=0, dense_below=48),
         Documents([[100, 30, 55]]),
     ),
     "xattention": (XAttention(stride=4, threshold=0.6, dense_below=48), Causal(valid=(170,))),

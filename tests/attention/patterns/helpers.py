@@ -21,7 +21,7 @@ MOBA = MoBA(chunk_size=32, top_k=2)
 def published(**parameters) -> VerticalSlash:
     """VerticalSlash as the paper has it, but for `parameters`."""
     paper = dict(
-        budget="independent", probe_rows="last", sinks=30, count_sinks=True, local_diagonals=2
+        budget="independent", probe_rows="last", sinks=30, count_sinks=True, local_slashes=2
     )
     return VerticalSlash(**paper | parameters)
 

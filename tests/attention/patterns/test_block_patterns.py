@@ -2,6 +2,8 @@
 select, ranks, files.
 """
 
+from dataclasses import FrozenInstanceError, replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from titan_sparse.attention.context_parallel.layouts import LAYOUTS
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.observe.statistics import recording
 from titan_sparse.attention.observe.visits import count_visits, count_visits_of_all_heads
-from titan_sparse.attention.patterns import MoBA, XAttention, moba, xattention
+from titan_sparse.attention.patterns import MoBA, VerticalSlash, XAttention, moba, xattention
 from titan_sparse.estimate.index_file import load_indexes, save_indexes
 
 BOTH = [XATTENTION, MOBA]
@@ -175,3 +177,36 @@ def test_indexes_in_a_file(tmp_path, pattern):
     save_indexes(tmp_path / "index.pt", pattern, case.mask.rows(157), [index])
     _, [read] = load_indexes(tmp_path / "index.pt")
     assert torch.equal(read.dense(case.mask), index.dense(case.mask))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: VerticalSlash(recall=1.5), "vertical_slash.recall = 1.5 .* above 0, at most 1"),
+        (lambda: VerticalSlash(local_slashes=0), "local_slashes = 0 .* 1 or more"),
+        (lambda: VerticalSlash(budget="layer"), '"joint", "independent"'),
+        (lambda: VerticalSlash(count_sinks=0.5), "true, false"),
+        (lambda: VerticalSlash(budget="independent"), "write count_sinks = true"),
+        (lambda: VerticalSlash(min_verticals=9, max_verticals=8), "min_verticals = 9 is above"),
+        (lambda: VerticalSlash(min_slashes=9, max_slashes=8), "min_slashes = 9 is above"),
+        (lambda: VerticalSlash(dense_below=100).check_block_size(128), "dense_below = 128"),
+        (lambda: VerticalSlash(probe=8192).check_block_size(128), "dense_below = 8192"),
+        (lambda: XAttention(threshold=0.0), "threshold"),
+        (lambda: XAttention(stride=12).check_block_size(128), "write stride = 4"),
+        (lambda: XAttention(dense_below=100).check_block_size(128), "dense_below = 128 or more"),
+        (lambda: MoBA(top_k=0), "top_k"),
+        (lambda: MoBA(chunk_size=64).check_block_size(128), "chunk_size = 128 or more"),
+    ],
+)
+def test_parameters_that_do_not_fit(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_pattern_cannot_be_changed():
+    """Its key names it for good."""
+    pattern = VerticalSlash(recall=0.8, min_slashes=9)
+    with pytest.raises(FrozenInstanceError):
+        pattern.recall = 0.7
+    assert pattern == replace(VerticalSlash(min_slashes=9), recall=0.8)
+    assert {pattern: 1}[VerticalSlash(recall=0.8, min_slashes=9)] == 1

@@ -1,7 +1,6 @@
 """XAttention: the selection against plain loops over documents, heads and tokens."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.attention.patterns.helpers import (
     cases_of_masks,
     check_selection,
 )
-from titan_sparse.attention.context_parallel.group import one_rank
 from titan_sparse.attention.masks.ranges import Causal, Documents
 from titan_sparse.attention.patterns import XAttention, xattention
 from titan_sparse.kernels.antidiagonals import fewest
@@ -128,45 +126,7 @@ def test_kernels_choose_what_the_specification_does(name, monkeypatch):
     assert len(launched) == 2 * 2 + 2 * 4
 
 
-@pytest.mark.parametrize(
-    "options, taken",
-    [
-        ({}, True),
-        ({"dtype": torch.float16}, True),
-        ({"dtype": torch.float32}, False),
-        ({"device": "cpu"}, False),
-        ({"dim": 24}, False),
-        ({"block_size": 96}, False),
-        ({"block_size": 96, "stride": 6}, True),
-        ({"stride": 1, "block_size": 256}, False),
-    ],
-    ids=str,
-)
-def test_what_the_kernels_take(options, taken):
-    said = dict(dtype=torch.bfloat16, device="cuda", dim=128, block_size=128, stride=16) | options
-    q = SimpleNamespace(
-        is_cuda=said["device"] == "cuda", dtype=said["dtype"], shape=(1, 2, 768, said["dim"])
-    )
-    cp = one_rank(said["block_size"])
-    assert xattention._by_kernels(q, cp, said["stride"]) == taken
-
-
 def test_equal_scores_are_taken_in_order_of_position():
     mass = torch.tensor([[1.0, 3, 1, 1, 1, 1]])
     forced = torch.tensor([[False, False, False, False, False, True]])
     assert fewest(mass, forced, 0.7).tolist() == [[True, True, True, False, False, True]]
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: XAttention(threshold=0.0), "threshold"),
-        (lambda: XAttention(threshold=1.5), "threshold"),
-        (lambda: XAttention(stride=0), "stride"),
-        (lambda: XAttention(stride=12).check_block_size(128), "stride = 12"),
-        (lambda: XAttention(dense_below=100).check_block_size(128), "dense_below = 128 or more"),
-    ],
-)
-def test_parameters_that_do_not_fit(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

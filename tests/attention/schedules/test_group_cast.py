@@ -198,7 +198,7 @@ MASKS: dict[str, Mask] = {name: mask_and_truth(name)[0] for name in NAMES} | {
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
     "vertical_slash": VerticalSlash(
-        recall=0.7, sinks=3, local_diagonals=1, max_columns=20, max_slashes=4, dense_below=24
+        recall=0.7, sinks=3, local_slashes=1, max_verticals=20, max_slashes=4, dense_below=24
     ),
     "xattention": XAttention(stride=4, threshold=0.6, dense_below=24),
     "moba": MoBA(chunk_size=16, top_k=3),

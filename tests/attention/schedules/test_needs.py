@@ -27,7 +27,7 @@ BLOCK = 16
 RANKS = 4
 SEQ_LEN = 2 * RANKS * 2 * BLOCK
 LOCAL = VerticalSlash(
-    recall=0.5, sinks=0, local_diagonals=2, max_columns=0, max_slashes=1, dense_below=BLOCK
+    recall=0.5, sinks=0, local_slashes=2, max_verticals=0, max_slashes=1, dense_below=BLOCK
 )
 """Two diagonals, another one where the probe finds it, and no verticals."""
 MASKS = {

@@ -17,8 +17,8 @@ from titan_sparse.attention.tiles import blocks
 
 BLOCK = 16
 SEQ_LEN = 16 * BLOCK
-VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_columns=16, dense_below=16, budget="layer")
-PAPER = published(recall=0.8, max_columns=16, dense_below=16)
+VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=16, dense_below=16)
+PAPER = published(recall=0.8, max_verticals=16, dense_below=16)
 
 
 @pytest.mark.parametrize(

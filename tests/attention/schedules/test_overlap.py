@@ -7,9 +7,7 @@ import pytest
 from tests.attention.schedules.events import events_of_attention
 from titan_sparse.attention.patterns import Dense, VerticalSlash
 
-VERTICAL = VerticalSlash(
-    recall=0.8, sinks=2, max_columns=64, min_slashes=10**6, dense_below=16, budget="layer"
-)
+VERTICAL = VerticalSlash(recall=0.8, sinks=2, max_verticals=64, min_slashes=10**6, dense_below=16)
 """All diagonals are on: in a made-up world ranks choose from codes that they never said."""
 
 

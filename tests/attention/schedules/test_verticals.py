@@ -15,7 +15,7 @@ from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.attention.schedules import verticals
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PATTERN = VerticalSlash(recall=0.7, sinks=3, max_columns=40, max_slashes=4, dense_below=16)
+PATTERN = VerticalSlash(recall=0.7, sinks=3, max_verticals=40, max_slashes=4, dense_below=16)
 MASKS = {
     "causal": Causal(),
     "documents": Documents([[70, 1, 89], [160]]),

@@ -25,7 +25,7 @@ from titan_sparse.integrations.transformers.sharding import shard_batch
 
 SEQ_LEN = 8 * BLOCK
 LENGTHS = [50, 13, 65]
-SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2, dense_below=16)
+SPARSE = VerticalSlash(recall=0.5, sinks=1, max_verticals=8, max_slashes=2, dense_below=16)
 
 
 def over_ranks(

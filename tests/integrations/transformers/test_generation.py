@@ -123,7 +123,7 @@ def test_assisted_generation():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_prompt_is_sparse_and_the_answer_dense(cache, monkeypatch):
-    sparse = VerticalSlash(recall=0.5, sinks=1, max_columns=8, max_slashes=2)
+    sparse = VerticalSlash(recall=0.5, sinks=1, max_verticals=8, max_slashes=2)
     register(AttentionSettings(pattern=sparse, block_size=BLOCK))
     calls = []
     attend = attention.attend

@@ -42,7 +42,7 @@ eager = BACKENDS["eager"]
 
 SEQ_LEN = 50
 LENGTHS = [17, 30, 3]
-SPARSE = VerticalSlash(recall=0.5, sinks=1, local_diagonals=1, max_columns=8, max_slashes=2)
+SPARSE = VerticalSlash(recall=0.5, sinks=1, local_slashes=1, max_verticals=8, max_slashes=2)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from titan_sparse.integrations.transformers.masks import MaskRule, ranges_of_tok
 masking_utils = transformers.masking_utils
 
 SEQ_LEN = 50
-SPARSE = VerticalSlash(recall=0.5, sinks=1, local_diagonals=1, max_columns=8, max_slashes=2)
+SPARSE = VerticalSlash(recall=0.5, sinks=1, local_slashes=1, max_verticals=8, max_slashes=2)
 
 
 @pytest.fixture(autouse=True)

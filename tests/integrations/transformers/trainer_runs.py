@@ -40,7 +40,7 @@ from titan_sparse.integrations.transformers.context_parallel import (
 
 BLOCK = 16
 VOCAB = 97
-SPARSE = VerticalSlash(recall=0.5, sinks=1, max_columns=16, max_slashes=2, dense_below=64)
+SPARSE = VerticalSlash(recall=0.5, sinks=1, max_verticals=16, max_slashes=2, dense_below=64)
 NUMBERS = (
     "loss",
     "grad_norm",

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 SMALL = "--device cpu --heads 2:1 --head-dim 32 --repeats 1 --warm-ups 0 --packs 2"
 ALONE = (
     f"{SMALL} --seq-len 2048 --window 512 --chunk-size 256 --independent-recalls 0.2 0.9 "
-    "--layer-recalls 0.9 --joint-recalls 0.9 "
+    "--joint-recalls 0.9 "
     "--thresholds 0.5 0.95 --top-ks 2 6 --recall-rows 2048 --at-recalls 0.8"
 )
 
@@ -268,7 +268,6 @@ def test_patterns_rows_and_table(alone):
     result, printed = alone
     measured = [row for row in _rows(result, case="patterns") if "knob" in row]
     assert [(row["name"], row["value"]) for row in measured] == [
-        ("vertical_slash, layer", 0.9),
         ("vertical_slash, joint", 0.9),
         ("vertical_slash, independent", 0.2),
         ("vertical_slash, independent", 0.9),
@@ -392,7 +391,7 @@ def test_small_run_on_a_gpu(tmp_path):
     out = tmp_path / "result.json"
     options = (
         "kernels patterns --heads 4:2 --seq-len 8192 --window 1024 --repeats 2 --packs 2 --chunk-size 512 "
-        "--independent-recalls 0.9 --layer-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4"
+        "--independent-recalls 0.9 --joint-recalls 0.9 --thresholds 0.9 --top-ks 4"
     )
     command = [
         sys.executable,

@@ -34,7 +34,7 @@ SEQ_LEN = 512
 CAUSAL_PAIRS = SEQ_LEN * (SEQ_LEN + 1) / 2
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
-SHORT = Spec("short", VerticalSlash, {"local_diagonals": 1, "sinks": 1}, values=(0.5, 0.9))
+SHORT = Spec("short", VerticalSlash, {"local_slashes": 1, "sinks": 1}, values=(0.5, 0.9))
 
 
 def _random() -> tuple[Tensor, Tensor]:
@@ -56,8 +56,8 @@ def _softmax(q: Tensor, k: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "pattern",
     [
-        VerticalSlash(recall=0.6, local_diagonals=1, sinks=2),
-        VerticalSlash(recall=0.5, probe_rows="last", local_diagonals=1, sinks=2),
+        VerticalSlash(recall=0.6, local_slashes=1, sinks=2),
+        VerticalSlash(recall=0.5, probe_rows="last", local_slashes=1, sinks=2),
         XAttention(threshold=0.6),
         MoBA(chunk_size=128, top_k=2),
         MoBA(chunk_size=256, top_k=1),

@@ -50,10 +50,9 @@ class ContextParallel(Communicator):
         are summed in.
         overlap_stages: in how many stages group_cast moves other ranks' blocks in the forward and
         in the backward.
-        route_by: what decides how far a ring sends a chunk: "mask", once a batch; "index", also the
-        block diagonals that each group of KV heads selected, for which the host waits in every
-        layer; "auto": "mask" in the layouts striped and balanced, "index" in the others, for all
-        heads together.
+        route_by: what decides how far a ring sends a chunk: "mask", once a batch; "auto": in the
+        layouts contiguous and zigzag also the slashes that heads selected, for which the host
+        waits in every layer.
         costs: by which "balanced" deals out blocks, the same on all ranks; by default those of an
         H200.
 
@@ -63,13 +62,8 @@ class ContextParallel(Communicator):
             raise ValueError(
                 f'backward_circulates "{backward_circulates}" is unknown; write "auto", "kv" or "q"'
             )
-        if route_by not in ("auto", "mask", "index"):
-            raise ValueError(f'route_by "{route_by}" is unknown; write "auto", "mask" or "index"')
-        if route_by == "index" and layout == "balanced":
-            raise ValueError(
-                'route_by "index" skips nothing in the layout "balanced"; write layout "striped" or '
-                'route_by "auto"'
-            )
+        if route_by not in ("auto", "mask"):
+            raise ValueError(f'route_by "{route_by}" is unknown; write "auto" or "mask"')
         if layout not in layouts.ALL_LAYOUTS:
             raise ValueError(
                 f'layout "{layout}" is unknown; write one of {", ".join(layouts.ALL_LAYOUTS)}'

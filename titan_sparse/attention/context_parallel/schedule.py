@@ -193,12 +193,11 @@ def vertical_steps(
     return steps[len(steps) - shares :]
 
 
-def head_groups(kv_heads: int, windows: int, by_index: bool = False) -> int:
-    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring, and
-    where the index says how far each goes (`by_index`).
+def head_groups(kv_heads: int, windows: int) -> int:
+    """Equal groups of KV heads that travel on their own: one, but up to four in a double ring.
 
     schedules/ring.py says why.
     """
-    if windows == 1 and not by_index:
+    if windows == 1:
         return 1
     return max(count for count in range(1, 5) if kv_heads % count == 0)

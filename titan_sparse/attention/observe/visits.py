@@ -14,9 +14,12 @@ from titan_sparse.attention.context_parallel.schedule import SCHEDULES, vertical
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import queries_seeing, tile_weights
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.heads import heads_selecting, values_on_diagonals
 from titan_sparse.attention.patterns.moba_index import MoBAIndex
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.patterns.vertical_slash.pattern import (
+    VerticalSlashIndex,
+    heads_selecting,
+    values_on_slashes,
+)
 from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 _ELEMENTS = 1 << 23
@@ -190,7 +193,7 @@ def _covered(index: BlockIndex, q_blocks: Tensor, verticals: Tensor) -> Tensor:
         # [B, Hq, 1, C]
         k_blocks = k_blocks[:, :, None]
         slashes = index.slashes.to(torch.int8)
-        on_slash = values_on_diagonals(index, slashes, 1, q_blocks, k_blocks)
+        on_slash = values_on_slashes(index, slashes, 1, q_blocks, k_blocks)
         return on_slash.bool()
     k_blocks = all_blocks(index)
     selected = index.selects(q_blocks, k_blocks)

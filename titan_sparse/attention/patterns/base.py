@@ -12,7 +12,8 @@ from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.inputs import check_tensors, constant, ranks_of, resolve_mask
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
 from titan_sparse.attention.patterns import selection
-from titan_sparse.kernels.chunks import ChosenChunks
+from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits
+from titan_sparse.options import PatternOptions
 
 
 class BlockIndex:
@@ -95,30 +96,80 @@ class BlockIndex:
         return (in_blocks | is_vertical[:, :, None, : self.seq_len]) & visible
 
 
-@dataclasses.dataclass(frozen=True)
-class Pattern:
-    """What is worth seeing. Subclasses are frozen dataclasses of their parameters.
+class BlockSets(BlockIndex):
+    """For every head and query block any set of key blocks, as bits.
+
+    That is 32 MiB for 16 heads at 524,288 tokens in blocks of 128.
+
+    words: int32 [B, Hq, blocks, ceil(blocks / 32)]; bit c (kernels/bits.py) of query block a: a
+        meets key block c.
+    """
+
+    by_head = ("verticals", "words")
+
+    def __init__(self, words: Tensor, seq_len: int, block_size: int):
+        super().__init__(words.shape[1], seq_len, block_size, no_verticals(words))
+        self.words = words
+
+    def selects(self, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+        # [B, Hq, nq, words]
+        words = self.words[:, :, q_blocks.long()]
+        # [1, 1, nq, nk]
+        numbers = k_blocks.expand(1, 1, len(q_blocks), -1)
+        return chosen_bits(words, numbers)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.words]
+
+
+def no_verticals(like: Tensor) -> Tensor:
+    """BlockIndex.verticals of a pattern that has none: int32 [B, Hq, 0].
+
+    like: [B, Hq, ...].
+    """
+    batch, heads = like.shape[:2]
+    # [B, Hq, 0]
+    return like.new_empty(batch, heads, 0, dtype=torch.int32)
+
+
+def gather_blocks(x: Tensor, cp: ContextParallel, ranges: MaskRanges) -> Tensor:
+    """All ranks' blocks [B, H, n_local, ...] in global order [B, H, blocks, ...], on every rank."""
+    if cp.size == 1:
+        return x
+    # [ranks, B, H, n_local, ...] -> [B, H, ranks * n_local, ...], ordered by rank.
+    by_rank = cp.all_gather(x).movedim(0, 2).flatten(2, 3)
+    global_order = torch.argsort(cp.table(ranges).flatten())
+    return by_rank[:, :, global_order]
+
+
+class Pattern(PatternOptions):
+    """What is worth seeing. Subclasses are dataclasses of their options, which cannot be changed.
 
     `key` names a pattern inside custom ops, which take strings but no objects.
     """
 
-    name: ClassVar[str]
     dynamic: ClassVar[bool] = True
     """False if nothing has to be looked at to select."""
     takes_slices: ClassVar[bool] = False
     """Whether it also works with masks of Slices, which have no single range of keys a query."""
 
     def __post_init__(self) -> None:
+        self.check()
         object.__setattr__(self, "key", f"{self.name}:{dataclasses.asdict(self)}")
         selection.register_pattern(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "key" in self.__dict__:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __setstate__(self, state: dict) -> None:
         """Patterns that come from another process are known here too."""
         self.__dict__.update(state)
         selection.register_pattern(self)
-
-    def check_block_size(self, block_size: int) -> None:
-        """Raises ValueError if a dynamic pattern's parameters do not fit this block size."""
 
     def select(
         self,

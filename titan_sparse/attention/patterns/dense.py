@@ -1,6 +1,5 @@
 """Everything the mask allows."""
 
-import dataclasses
 from typing import ClassVar
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.patterns.base import BlockIndex, Pattern
+from titan_sparse.options import DenseOptions
 
 
 class DenseIndex(BlockIndex):
@@ -19,11 +19,9 @@ class DenseIndex(BlockIndex):
         return torch.ones(shape, dtype=torch.bool, device=q_blocks.device)
 
 
-@dataclasses.dataclass(frozen=True)
-class Dense(Pattern):
+class Dense(Pattern, DenseOptions):
     """All pairs that the mask allows: the baseline of every comparison."""
 
-    name: ClassVar[str] = "dense"
     dynamic: ClassVar[bool] = False
     takes_slices: ClassVar[bool] = True
 

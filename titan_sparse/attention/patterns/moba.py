@@ -6,8 +6,7 @@ product with it. A block of queries computes the union of what its queries chose
 not all of them chose, each query keeps to its own choice (kernels/chunks.py).
 """
 
-import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,7 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns.base import Pattern
-from titan_sparse.attention.patterns.bitsets import gather_blocks
+from titan_sparse.attention.patterns.base import Pattern, gather_blocks
 from titan_sparse.attention.patterns.moba_index import MoBAIndex
 from titan_sparse.attention.patterns.spans import (
     Spans,
@@ -29,38 +27,14 @@ from titan_sparse.attention.patterns.spans import (
     spans_of_mask,
 )
 from titan_sparse.kernels.bits import pack
+from titan_sparse.options import MoBAOptions
 
 _CHUNK_ELEMENTS = 1 << 24
 """Gates held at a time, some of them as int64."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MoBA(Pattern):
-    """Parameters of the gate.
-
-    chunk_size: tokens of a chunk, no fewer than of a block.
-    top_k: chunks that a query sees, its own among them.
-    Documents of fewer tokens than a chunk are dense. Raises ValueError for values out of range.
-    """
-
-    chunk_size: int = 4096
-    top_k: int = 12
-    name: ClassVar[str] = "moba"
-
-    def __post_init__(self) -> None:
-        if self.chunk_size < 1 or self.top_k < 1:
-            raise ValueError(
-                f"MoBA(chunk_size={self.chunk_size}, top_k={self.top_k}): write 1 or more"
-            )
-        super().__post_init__()
-
-    def check_block_size(self, block_size: int) -> None:
-        """ValueError if a tile could touch three chunks."""
-        if self.chunk_size < block_size:
-            raise ValueError(
-                f"moba.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
-                f"write chunk_size = {block_size} or more"
-            )
+class MoBA(Pattern, MoBAOptions):
+    """Each query chooses chunks of keys by their mean key. MoBAOptions has the parameters."""
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from titan_sparse.attention.masks.base import token_positions
 from titan_sparse.attention.masks.ranges import Mask, MaskRanges
-from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.bitsets import no_verticals
+from titan_sparse.attention.patterns.base import BlockIndex, no_verticals
 from titan_sparse.attention.patterns.spans import Spans, spans_of_blocks
 from titan_sparse.kernels.bits import unpack
 from titan_sparse.kernels.chunks import ChosenChunks, chosen_bits, chosen_keys

@@ -9,8 +9,7 @@ last one's for keys. What is left out that way is seen in a query's own block al
 on.
 """
 
-import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch import Tensor
 from titan_sparse.attention.context_parallel.group import ContextParallel
 from titan_sparse.attention.masks.base import once_per_mask
 from titan_sparse.attention.masks.ranges import MaskRanges
-from titan_sparse.attention.patterns.base import Pattern
-from titan_sparse.attention.patterns.bitsets import BlockSets, gather_blocks
+from titan_sparse.attention.patterns.base import BlockSets, Pattern, gather_blocks
 from titan_sparse.attention.patterns.spans import (
     Spans,
     lookup,
@@ -30,50 +28,17 @@ from titan_sparse.attention.patterns.spans import (
 )
 from titan_sparse.kernels import antidiagonals as kernels
 from titan_sparse.kernels.antidiagonals import QueryBlocks, Tiles
+from titan_sparse.options import XAttentionOptions
 
 _CHUNK_ELEMENTS = 1 << 26
 """Scores held at a time, with kernels their sums by block: 256 MiB in fp32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class XAttention(Pattern):
-    """Parameters of the selection. Blocks are those of attention; the paper has block_size 128.
+class XAttention(Pattern, XAttentionOptions):
+    """Blocks of keys chosen by antidiagonal scores. XAttentionOptions has the parameters.
 
-    stride: tokens of a cell, a divisor of block_size.
-    threshold: share of each query block's score to reach, in (0, 1]. The first block of the
-        document and the query's own are always on, and they count (as in the authors' code).
-    dense_below: documents of a packed sequence with fewer tokens are computed whole.
-    Raises ValueError for values out of range.
+    Blocks are those of attention; the paper has block_size 128.
     """
-
-    stride: int = 16
-    threshold: float = 0.9
-    dense_below: int = 4096
-    name: ClassVar[str] = "xattention"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise ValueError(
-                f"XAttention(threshold={self.threshold}): a share of the scores, above 0, at most 1"
-            )
-        if self.stride < 1 or self.dense_below < 1:
-            raise ValueError(
-                f"XAttention(stride={self.stride}, dense_below={self.dense_below}): write 1 or more"
-            )
-        super().__post_init__()
-
-    def check_block_size(self, block_size: int) -> None:
-        """ValueError if cells do not fill blocks, or a block could touch three documents."""
-        if block_size % self.stride:
-            raise ValueError(
-                f"xattention.stride = {self.stride} does not divide block_size ({block_size}); "
-                "write a divisor of it, for example 16"
-            )
-        if self.dense_below < block_size:
-            raise ValueError(
-                f"xattention.dense_below = {self.dense_below} is below block_size ({block_size}); "
-                f"write dense_below = {block_size} or more"
-            )
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float

@@ -15,8 +15,10 @@ from titan_sparse.attention.masks.base import once_per_mask, token_positions
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import block_reach, reached, seen_blocks, seen_chunks
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.heads import heads_selecting
-from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlashIndex
+from titan_sparse.attention.patterns.vertical_slash.pattern import (
+    VerticalSlashIndex,
+    heads_selecting,
+)
 from titan_sparse.attention.tiles.blocks import all_blocks
 
 _LARGEST_TABLE = 1 << 27
@@ -36,8 +38,7 @@ def needed_chunks(
 
     None for one rank. It may say yes too often, never too seldom. The mask is looked at once a
     batch. The block diagonals of a vertical-slash index are looked at too where
-    ContextParallel.route_by says so: that makes the host wait for the selection, once for all
-    groups.
+    looks_at_index() says so: that makes the host wait for the selection, once for all groups.
     """
     if call.cp.size == 1:
         return [None] * len(groups)
@@ -54,14 +55,11 @@ def needed_chunks(
 
 
 def looks_at_index(route_by: str, layout: str) -> bool:
-    """Whether the index decides how far a chunk goes: route_by of ContextParallel, with "auto"
-    resolved.
+    """Whether the index decides how far a chunk goes.
 
-    Under "balanced" any few diagonals touch every rank; under "striped" they do with few ranks.
+    Under "balanced" any few slashes touch every rank; under "striped" they do with few ranks.
     """
-    if route_by == "auto":
-        return layout not in ("striped", "balanced")
-    return route_by == "index"
+    return route_by == "auto" and layout not in ("striped", "balanced")
 
 
 def needed_chunks_of(

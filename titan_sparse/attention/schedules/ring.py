@@ -223,11 +223,9 @@ def _head_groups(call: AttentionCall, q: Tensor, k: Tensor) -> list[HeadGroup]:
 
     With several groups, the first chunk from another node is computed while the next is on its
     way, and its gradient leaves while the next is computed. With all heads at once a rank of two
-    nodes waits for one transfer with half of its work still to do. Where the index says how far
-    chunks go, there are several groups in any ring: few heads have diagonals that reach far.
+    nodes waits for one transfer with half of its work still to do.
     """
-    by_index = call.cp.route_by == "index" and call.pattern.dynamic
-    count = head_groups(k.shape[1], len(call.cp.windows), by_index)
+    count = head_groups(k.shape[1], len(call.cp.windows))
     heads = _equal_slices(q.shape[1], count)
     kv_heads = _equal_slices(k.shape[1], count)
     needed = needed_chunks(call, heads)

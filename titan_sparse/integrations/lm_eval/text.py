@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titan_sparse.config.text_files import tokenizer_file
+from titan_sparse.config.sources import tokenizer_file
 from titan_sparse.data.tokenizer import ByteTokenizer, Tokenizer
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.kernels.prices import (
     ALWAYS,
     CODES,
@@ -29,13 +28,10 @@ def _mass(*heads: dict[int, float] | list[dict[int, float]]) -> Tensor:
     return mass
 
 
-def _limits(
-    mass: Tensor, probed: list[int], weight: list[float], recall: float, shared: bool
-) -> list[list[int]]:
-    """Of each head, of each span. probed, weight: of each span."""
+def _limits(mass: Tensor, probed: list[int], recall: float) -> list[list[int]]:
+    """Of each head, of each span. probed: rows of each span."""
     allowed = loss_allowed(torch.tensor([probed]), recall)
-    weights = torch.tensor([weight], dtype=torch.float64) if shared else None
-    return price_limits(mass, allowed, weights)[0].tolist()
+    return price_limits(mass, allowed)[0].tolist()
 
 
 STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
@@ -60,7 +56,7 @@ STEPS = {10: 1.0, 20: 2.0, 30: 1.0}
 )
 def test_a_head_of_its_own(recall, limit):
     mass = _mass(STEPS)
-    got = _limits(mass, [10], [3.0], recall, shared=False)
+    got = _limits(mass, [10], recall)
     assert got == [[limit]]
 
 
@@ -70,57 +66,18 @@ def test_heads_and_spans_of_their_own():
     second_head = [{5: 0.5, 200: 9.0}, {}]
     mass = _mass(first_head, second_head)
 
-    first, second = _limits(mass, [10, 5], [1.0, 9.0], 0.9, shared=False)
+    first, second = _limits(mass, [10, 5], 0.9)
     assert first == [20, 40]
     assert second == [200, ALWAYS]
 
-    first, _ = _limits(mass, [10, 0], [1.0, 1.0], 0.9, shared=False)
+    first, _ = _limits(mass, [10, 0], 0.9)
     assert first[1] == 40
-
-
-def test_all_heads_share_a_limit():
-    """Of 20 rows two may be lost. The first head's code 10 and the second's 15 are.
-
-    Of code 20 the first has nothing, which it gives up.
-    """
-    mass = _mass({10: 1.0, 30: 9.0}, {15: 1.0, 20: 4.0, 30: 5.0})
-    assert _limits(mass, [10], [1.0], 0.9, shared=True) == [[21], [20]]
-    # Each for itself would lose the same here, but not if the second has more to lose.
-    mass = _mass({10: 0.1, 30: 9.0}, {15: 1.8, 30: 5.0})
-    assert _limits(mass, [10], [1.0], 0.9, shared=True) == [[30], [30]]
-    assert _limits(mass, [10], [1.0], 0.9, shared=False) == [[30], [15]]
-
-
-def test_the_first_heads_give_up_the_code_above():
-    """A code held by three heads, of which the recall lets two go: the third keeps it."""
-    mass = _mass({50: 1.0}, {50: 1.0}, {50: 1.0})
-    assert _limits(mass, [10], [1.0], 0.92, shared=True) == [[51], [51], [50]]
-    # In the order of heads: a first one too large stops the others.
-    mass = _mass({50: 2.0}, {50: 0.5}, {50: 0.5})
-    assert _limits(mass, [10], [1.0], 0.94, shared=True) == [[50], [50], [50]]
-    assert _limits(mass, [10], [1.0], 0.93, shared=True) == [[51], [50], [50]]
-
-
-def test_rows_weigh_what_they_stand_for():
-    """Ten rows of 100 tokens and ten of 900: of 1,000 tokens 100 may be lost.
-
-    One row's mass of the long document is 90 of them, of the short one 10.
-    """
-    mass = _mass([{10: 1.0, 60: 9.0}, {20: 1.0, 60: 9.0}])
-    assert _limits(mass, [10, 10], [10.0, 90.0], 0.9, shared=True) == [[60, 60]]
-    # A little less than the two together: the long document's row stays.
-    assert _limits(mass, [10, 10], [10.0, 90.0], 0.91, shared=True) == [[21, 20]]
-    # The short document's row is 10 of 1,000 tokens, not one of 20 rows.
-    assert _limits(mass, [10, 10], [10.0, 90.0], 0.989, shared=True) == [[21, 20]]
-    assert _limits(mass, [10, 10], [10.0, 90.0], 0.991, shared=True) == [[10, 10]]
-    assert _limits(mass, [10, 10], [50.0, 50.0], 0.951, shared=True) == [[10, 10]]
 
 
 def test_a_recall_of_one_takes_everything():
     """Also what holds no mass in the rows that were looked at."""
     mass = _mass({0: 0.1, 30: 1.0}, {77: 1.0})
-    assert _limits(mass, [10], [1.0], 1.0, shared=True) == [[0], [0]]
-    assert _limits(mass, [10], [1.0], 1.0, shared=False) == [[0], [0]]
+    assert _limits(mass, [10], 1.0) == [[0], [0]]
 
 
 def _count(*heads: dict[int, int]) -> Tensor:
@@ -193,8 +150,3 @@ def test_codes_of_prices():
     }
     prices = torch.tensor(list(code_of_price), dtype=torch.float64)
     assert codes_of(prices).tolist() == list(code_of_price.values())
-
-
-def test_unknown_budget_is_refused():
-    with pytest.raises(ValueError, match='budget="shared".*"joint", "layer" or "independent"'):
-        VerticalSlash(budget="shared")

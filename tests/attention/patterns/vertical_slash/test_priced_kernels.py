@@ -26,11 +26,10 @@ MASKS = {
 PATTERNS = {
     "joint": VerticalSlash(recall=0.9, sinks=3, dense_below=48),
     "capped": VerticalSlash(
-        recall=0.8, sinks=0, max_columns=20, max_slashes=4, min_slashes=2, dense_below=64
+        recall=0.8, sinks=0, max_verticals=20, max_slashes=4, min_slashes=2, dense_below=64
     ),
-    "floors": VerticalSlash(recall=0.1, min_columns=30, dense_below=64),
-    "layer": VerticalSlash(recall=0.8, budget="layer", dense_below=48),
-    "everything": VerticalSlash(recall=1.0, max_columns=SEQ_LEN, dense_below=48),
+    "floors": VerticalSlash(recall=0.1, min_verticals=30, dense_below=64),
+    "everything": VerticalSlash(recall=1.0, max_verticals=SEQ_LEN, dense_below=48),
 }
 
 
@@ -46,7 +45,6 @@ def the_same_rows() -> Iterator[None]:
     [
         ("joint", "documents"),
         ("capped", "window"),
-        ("layer", "documents"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

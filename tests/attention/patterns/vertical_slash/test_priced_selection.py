@@ -1,5 +1,5 @@
-"""What budgets "joint" and "layer" select: the recall that was asked for, within bounds, and
-nothing that is masked.
+"""What budget "joint" selects: the recall that was asked for, within bounds, and nothing that is
+masked.
 """
 
 import itertools
@@ -16,7 +16,6 @@ from titan_sparse.estimate import synthetic
 
 BLOCK = 16
 SEQ_LEN = 256
-BUDGETS = ("layer", "joint")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def seed_of_zero():
 
 
 def _pattern(**parameters) -> VerticalSlash:
-    usual = dict(recall=0.9, sinks=2, local_diagonals=1, dense_below=48, probe_rows="spread")
+    usual = dict(recall=0.9, sinks=2, local_slashes=1, dense_below=48, probe_rows="spread")
     return VerticalSlash(**usual | parameters)
 
 
@@ -59,7 +58,7 @@ def _generated(kind: str, seq_len: int) -> tuple[Tensor, Tensor]:
 def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
     """Means over seeds of the probe and heads, of all rows of long documents.
 
-    With 128 rows of a span a single draw is off by up to 0.02.
+    Each head reaches it, and one slash more is a large step for these heads.
     """
     seq_len, block = 2048, 32
     q, k = _generated(kind, seq_len)
@@ -74,13 +73,12 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
         kept = []
         for seed in range(4):
             set_probe_seed(seed)
-            pattern = _pattern(recall=recall, budget="layer", probe=128, dense_below=128)
+            pattern = _pattern(recall=recall, probe=128, dense_below=128, count_sinks=True)
             chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
             kept.append((mass * chosen).sum(-1)[..., rows].mean().item())
         mean = sum(kept) / len(kept)
         print(f"{kind}, asked {recall}: {mean:.4f}, {min(kept):.4f} to {max(kept):.4f}")
-        assert abs(mean - recall) <= 0.01
-        assert max(abs(one - recall) for one in kept) < 0.025
+        assert -0.01 <= mean - recall <= 0.05
 
 
 def test_recall_of_what_lies_behind_the_sinks():
@@ -108,9 +106,7 @@ def test_recall_of_what_lies_behind_the_sinks():
         means = []
         for seed in range(4):
             set_probe_seed(seed)
-            pattern = _pattern(
-                budget="joint", sinks=sinks, probe=128, dense_below=128, count_sinks=count_sinks
-            )
+            pattern = _pattern(sinks=sinks, probe=128, dense_below=128, count_sinks=count_sinks)
             chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
             assert chosen[..., sinks:, :sinks].all()
             all_kept = (of_all * chosen).sum(-1).mean()
@@ -122,46 +118,26 @@ def test_recall_of_what_lies_behind_the_sinks():
 
 
 @pytest.mark.parametrize("probe_rows", ["both", "spread", "last"])
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_narrow_diagonal_is_a_diagonal(budget, probe_rows):
+def test_a_narrow_diagonal_is_a_diagonal(probe_rows):
     """Each row of the probe looks at a key that no other row looks at: it is no vertical."""
     seq_len, size = 1024, 32
     generator = torch.Generator().manual_seed(0)
     k = 6 * torch.randn(1, 1, seq_len, 32, generator=generator)
     # Each query sees the key three blocks back, and nothing else.
     q = k.roll(3 * size, dims=2)
-    pattern = VerticalSlash(dense_below=size, budget=budget, probe_rows=probe_rows)
+    pattern = VerticalSlash(dense_below=size, probe_rows=probe_rows)
     index = pattern.select(q, k, Causal(), block_size=size)
     assert index.slashes[0, 0].nonzero().flatten().tolist() == [0, 1, 3]
     assert (index.verticals < seq_len).sum() < 20
 
 
-def test_one_price_for_all_heads_needs_less_than_a_recall_of_each():
-    """A head that is hard to reach may miss what others have easily."""
-    q, k = _generated("bands and outliers", 2048)
-    mask = Causal()
-    mass = (q @ k.repeat_interleave(2, 1).mT * 32**-0.5).masked_fill(~mask.dense(2048), -torch.inf)
-    mass = mass.softmax(-1)
-    density = {}
-    spread = {}
-    for budget in BUDGETS:
-        pattern = _pattern(recall=0.8, budget=budget, probe=128, dense_below=128)
-        chosen = pattern.select(q, k, mask, block_size=32).dense(mask)
-        density[budget] = chosen.double().mean()
-        kept = (mass * chosen).sum(-1).mean(-1)
-        spread[budget] = kept.max() - kept.min()
-    assert density["layer"] < 0.98 * density["joint"]
-    assert spread["layer"] > 2 * spread["joint"]
-
-
 # Bounds.
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
+def test_bounds_on_what_comes_besides_sinks_and_local_slashes():
     def choose(mask: Mask, **bounds) -> tuple[Tensor, Tensor, Tensor]:
         """How many verticals and how many slashes each head has, and what was capped."""
-        index = _select(_pattern(dense_below=16, budget=budget, **bounds), mask)
+        index = _select(_pattern(dense_below=16, **bounds), mask)
         seen = mask.dense(SEQ_LEN).any(-2).expand(2, -1).tolist()
         for sequence, heads in enumerate(_verticals(index)):
             assert all(seen[sequence][v] for head in heads for v in head)
@@ -169,36 +145,36 @@ def test_bounds_on_what_comes_besides_sinks_and_local_diagonals(budget):
 
     free_verticals, free_slashes, capped = choose(Causal())
     assert (free_verticals > 3).all() and (free_slashes > 2).any() and not capped.any()
-    verticals, slashes, capped = choose(Causal(), max_columns=1, max_slashes=1)
+    verticals, slashes, capped = choose(Causal(), max_verticals=1, max_slashes=1)
     assert (verticals <= 3).all() and (slashes <= 2).all()
     assert torch.equal(capped[..., 0], free_verticals > 3)
     assert torch.equal(capped[..., 1], free_slashes > 2)
     # A cap that is not reached cuts nothing.
-    verticals, slashes, capped = choose(Causal(), max_columns=SEQ_LEN, max_slashes=16)
+    verticals, slashes, capped = choose(Causal(), max_verticals=SEQ_LEN, max_slashes=16)
     assert torch.equal(verticals, free_verticals) and torch.equal(slashes, free_slashes)
     assert not capped.any()
 
     # Elements of one price come together, so that there may be more.
-    verticals, slashes, capped = choose(Causal(), recall=0.01, min_columns=40, min_slashes=3)
+    verticals, slashes, capped = choose(Causal(), recall=0.01, min_verticals=40, min_slashes=3)
     assert (verticals >= 42).all() and (verticals < 60).all()
     assert (slashes >= 4).all() and (slashes < 8).all() and not capped.any()
     # Nor what has no price, which would not count for a cap.
-    verticals, _, capped = choose(Causal(), min_columns=180, max_columns=180)
+    verticals, _, capped = choose(Causal(), min_verticals=180, max_verticals=180)
     assert (verticals > 80).all() and (verticals < 180).all() and not capped[..., 0].any()
     # Two documents, with a floor of their own each.
     documents = Documents([[128, 128]])
-    verticals, _, _ = choose(documents, min_columns=60, max_columns=60)
+    verticals, _, _ = choose(documents, min_verticals=60, max_verticals=60)
     assert (verticals <= 2 * (60 + 2)).all()
     # Floors take no more than there is.
     padded = Causal(valid=(30, 30))
-    verticals, slashes, _ = choose(padded, recall=0.01, min_columns=40, min_slashes=3)
+    verticals, slashes, _ = choose(padded, recall=0.01, min_verticals=40, min_slashes=3)
     assert (verticals >= 2).all() and (slashes == 2).all()
 
 
 def test_documents_have_their_shares_of_a_cap():
     """Of 7 verticals for 252 tokens 128 tokens have 4, and 64 tokens 2."""
     mask = Documents([[128, 64, 40, 20]] * 2)
-    index = _select(_pattern(budget="layer", sinks=0, max_columns=7), mask)
+    index = _select(_pattern(sinks=0, max_verticals=7), mask)
     assert index.capped[..., 0].all()
     most = [0, 0]
     for head in itertools.chain(*_verticals(index)):
@@ -208,10 +184,9 @@ def test_documents_have_their_shares_of_a_cap():
     assert most == [4, 2]
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_sinks_and_local_diagonals_are_always_on(budget):
+def test_sinks_and_local_slashes_are_always_on():
     mask = Documents([[100, 60, 90]] * 2)
-    index = _select(_pattern(budget=budget, recall=0.01, sinks=5, local_diagonals=3), mask)
+    index = _select(_pattern(recall=0.01, sinks=5, local_slashes=3), mask)
     for head in itertools.chain(*_verticals(index)):
         assert set(head) >= {*range(5), *range(100, 105), *range(160, 165)}
     # Seven, four and six diagonals.
@@ -222,11 +197,10 @@ def test_sinks_and_local_diagonals_are_always_on(budget):
 # Masks.
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_recall_of_one_takes_all_that_is_seen_and_nothing_else(budget):
+def test_a_recall_of_one_takes_all_that_is_seen_and_nothing_else():
     """Not padding, and no verticals of short documents, which are computed whole."""
     mask = Documents([[100, 30, 90], [60, 150]])
-    index = _select(_pattern(budget=budget, recall=1.0), mask)
+    index = _select(_pattern(recall=1.0), mask)
     chosen, seen = index.dense(mask), mask.dense(SEQ_LEN)[:, None].expand(-1, 4, -1, -1)
     assert torch.equal(chosen, seen)
     short, whole = _verticals(index)
@@ -236,24 +210,22 @@ def test_a_recall_of_one_takes_all_that_is_seen_and_nothing_else(budget):
         assert not any(v >= 210 for v in head)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_sequence_without_tokens_selects_nothing(budget):
-    index = _select(_pattern(budget=budget), Causal(valid=(200, 0)))
+def test_a_sequence_without_tokens_selects_nothing():
+    index = _select(_pattern(), Causal(valid=(200, 0)))
     _, empty = _verticals(index)
     assert not any(empty) and not index.capped[1].any()
     # And changes nothing for the other one.
-    alone = _select(_pattern(budget="joint"), Causal(valid=(200, 200)))
-    assert budget == "layer" or torch.equal(index.slashes[0], alone.slashes[0])
+    alone = _select(_pattern(), Causal(valid=(200, 200)))
+    assert torch.equal(index.slashes[0], alone.slashes[0])
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_a_window_hides_mass(budget):
+def test_a_window_hides_mass():
     """Keys behind it hold none, whatever they would hold without it."""
     mask = Causal() & SlidingWindow(100)
     q, k, _ = structured_qkv(2, 4, 2, SEQ_LEN, 8)
     # Seen from everywhere, were it not for the window.
     k[:, :, 50] = 20 * q[:, ::2].mean(2)
-    chosen = _pattern(budget=budget, probe=48).select(q, k, mask, block_size=BLOCK).dense(mask)
+    chosen = _pattern(probe=48).select(q, k, mask, block_size=BLOCK).dense(mask)
     seen = mask.dense(SEQ_LEN)
     scores = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(~seen, -torch.inf)
     kept = (scores.softmax(-1) * chosen).sum(-1).mean()
@@ -265,7 +237,7 @@ def test_a_window_hides_mass(budget):
 def test_what_lies_outside_the_span_changes_nothing(probe_rows):
     """Padding and other documents may hold anything finite, if each head is for itself."""
     mask = Documents([[70, 60]])
-    pattern = _pattern(recall=0.8, budget="joint", probe_rows=probe_rows)
+    pattern = _pattern(recall=0.8, probe_rows=probe_rows)
     q, k, _ = structured_qkv(1, 2, 1, 144, 8)
     before = pattern.select(q, k, mask, block_size=BLOCK)
     other_q, other_k = q.clone(), k.clone()
@@ -278,10 +250,9 @@ def test_what_lies_outside_the_span_changes_nothing(probe_rows):
     assert not torch.equal(before.dense(mask), after.dense(mask))
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_scale_is_that_of_the_softmax(budget):
+def test_scale_is_that_of_the_softmax():
     q, k, _ = structured_qkv(1, 4, 2, SEQ_LEN, 8)
-    pattern = _pattern(budget=budget, probe=48)
+    pattern = _pattern(probe=48)
     index = pattern.select(q, k, Causal(), block_size=BLOCK, scale=1.2)
     same = pattern.select(q * 1.2 * 8**0.5, k, Causal(), block_size=BLOCK)
     usual = pattern.select(q, k, Causal(), block_size=BLOCK)
@@ -292,7 +263,7 @@ def test_scale_is_that_of_the_softmax(budget):
 
 def test_fp32_chooses_nearly_what_fp64_does():
     exact, rounded = (
-        _select(_pattern(budget="joint"), Causal(), dtype).dense(Causal())
+        _select(_pattern(), Causal(), dtype).dense(Causal())
         for dtype in (torch.float64, torch.float32)
     )
     assert (exact != rounded).double().mean() < 0.002

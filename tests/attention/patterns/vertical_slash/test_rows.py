@@ -1,7 +1,6 @@
 """Which rows the probe looks at: the last ones of a span, or one of each of its equal parts."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from titan_sparse.attention import attend
 from titan_sparse.attention.masks.ranges import Causal, Documents, Mask
 from titan_sparse.attention.patterns import VerticalSlash
 from titan_sparse.attention.patterns.spans import Spans, find_spans
-from titan_sparse.attention.patterns.vertical_slash.probe import by_kernels
 from titan_sparse.attention.patterns.vertical_slash.rows import (
     ProbedRows,
     last_rows,
@@ -22,7 +20,6 @@ from titan_sparse.attention.patterns.vertical_slash.rows import (
     set_probe_seed,
     spread_rows,
 )
-from titan_sparse.kernels.probe import KeyBlocks
 
 BLOCK = 4
 
@@ -181,7 +178,7 @@ def test_a_selection_follows_the_seed():
         index = pattern.select(q, k, ranges, block_size=16)
         return [tensor.tolist() for tensor in index.tensors()]
 
-    for budget in ("layer", "joint", "independent"):
+    for budget in ("joint", "independent"):
         spread = dict(budget=budget, probe_rows="spread")
         first = choose(3, **spread)
         both = dict(budget=budget, probe_rows="both")
@@ -212,24 +209,3 @@ def test_compiled_attention_follows_the_seed():
         outputs.append(compiled(q, k, v))
         assert torch.equal(outputs[-1], function(q, k, v))
     assert not torch.equal(*outputs)
-
-
-def test_unknown_rows_are_refused():
-    with pytest.raises(ValueError, match='probe_rows="first".*"spread", "last" or "both"'):
-        VerticalSlash(probe_rows="first")
-
-
-@pytest.mark.parametrize(
-    "dtype, head_dim, taken",
-    [
-        (torch.bfloat16, 256, True),
-        (torch.float32, 128, True),
-        (torch.float32, 256, False),
-        (torch.float64, 64, False),
-    ],
-)
-def test_keys_that_the_kernels_take(dtype, head_dim, taken):
-    """Blocks of fp32 keys of head_dim 256 do not fit into shared memory."""
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 2, 128, head_dim))
-    assert by_kernels(KeyBlocks(on_gpu, None, None, 128)) == taken
-    assert not by_kernels(KeyBlocks(torch.zeros(1, 2, 128, head_dim, dtype=dtype), None, None, 128))

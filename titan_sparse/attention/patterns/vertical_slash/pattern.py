@@ -6,9 +6,8 @@ block diagonals, that carry the target share of the attention mass. A slash is o
 list per head, never a mask.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +46,7 @@ from titan_sparse.attention.patterns.vertical_slash.rows import (
 )
 from titan_sparse.kernels.budget import Segments
 from titan_sparse.kernels.prices import loss_allowed
+from titan_sparse.options import VerticalSlashOptions
 
 T = TypeVar("T")
 
@@ -136,81 +136,59 @@ class VerticalSlashIndex(BlockIndex):
         return torch.cat([fields, dense_from], dim=-1).int()
 
 
-@dataclasses.dataclass(frozen=True)
-class VerticalSlash(Pattern):
-    """Parameters of the selection; counts are per query head.
+def heads_selecting(index: BlockIndex, q_blocks: Tensor, k_blocks: Tensor) -> Tensor:
+    """How many heads compute each pair of global blocks: int32 [B or 1, 1, nq, nk].
 
-    recall: share of the attention mass to reach, in (0, 1].
-    budget: "joint", each head reaches the recall over all rows, in the least time (priced.py);
-        "layer", all heads share one price of a pair of tokens, and their mean reaches it, which
-        takes less mass from heads that spread it; "independent", verticals and slashes of each head each have to reach
-        the recall alone, in the probe's rows (the paper; independent.py).
-    probe: queries of each span that are looked at; 0 means block_size.
-    probe_rows: "spread", one at random in each of as many equal parts of the span; "last", the
-        span's last ones (the paper); "both", a quarter of them the last ones, where questions
-        stand, the others spread over what is before.
-    sinks: first tokens of each span that are always verticals.
-    count_sinks: whether their mass counts in recall. It is much mass and carries little: 0.9 of the
-        rest is worth more than 0.95 of all. Budget "independent" always counts it.
-    local_diagonals: nearest block diagonals, which are always on.
-    min_columns, max_columns, min_slashes, max_slashes: bounds on the budgets, sinks and local
-        diagonals not counted. max_slashes = 0 means no cap, max_columns = 0 no verticals but the
-        sinks. A document in a packed sequence gets its share of the maxima by length (at least the
-        minimum).
-    dense_below: documents of a packed sequence with fewer tokens are computed whole.
-    Raises ValueError for values out of range.
+    q_blocks: int64 [nq]. k_blocks: int64 [nk]. The slashes of a vertical-slash index are summed
+    over heads before they are looked up, which is about Hq times cheaper.
     """
+    if isinstance(index, VerticalSlashIndex):
+        # [B, 1, E]
+        heads_with_slash = index.slashes.sum(1, keepdim=True, dtype=torch.int32)
+        return values_on_slashes(
+            index, heads_with_slash, index.heads, q_blocks, k_blocks.view(1, 1, 1, -1)
+        )
+    # [B or 1, Hq or 1, nq, nk]
+    selected = index.selects(q_blocks, k_blocks)
+    # A pattern that treats all heads alike answers for one of them.
+    heads_per_answer = index.heads // selected.shape[1]
+    return selected.sum(1, keepdim=True, dtype=torch.int32) * heads_per_answer
 
-    recall: float = 0.9
-    probe: int = 0
-    sinks: int = 4
-    local_diagonals: int = 2
-    min_columns: int = 0
-    max_columns: int = 4096
-    min_slashes: int = 0
-    max_slashes: int = 0
-    dense_below: int = 4096
-    budget: str = "joint"
-    probe_rows: str = "both"
-    count_sinks: bool = False
-    name: ClassVar[str] = "vertical_slash"
 
-    def __post_init__(self) -> None:
-        if not 0 < self.recall <= 1:
-            raise ValueError(
-                f"VerticalSlash(recall={self.recall}): a share of the attention mass, above 0, "
-                "at most 1"
-            )
-        if self.local_diagonals < 1:
-            raise ValueError(
-                "VerticalSlash(local_diagonals=0): a query must see its own block, write 1 or more"
-            )
-        if self.budget not in ("joint", "layer", "independent"):
-            raise ValueError(
-                f'VerticalSlash(budget="{self.budget}"): write "joint", "layer" or "independent"'
-            )
-        if self.probe_rows not in ("spread", "last", "both"):
-            raise ValueError(
-                f'VerticalSlash(probe_rows="{self.probe_rows}"): write "spread", "last" or "both"'
-            )
-        if not isinstance(self.count_sinks, bool):
-            raise ValueError(
-                f"VerticalSlash(count_sinks={self.count_sinks!r}): write True or False"
-            )
-        if self.budget == "independent" and not self.count_sinks:
-            raise ValueError(
-                'VerticalSlash(budget="independent", count_sinks=False): each head counts its sinks '
-                'there; write count_sinks=True or budget="joint"'
-            )
-        for field in dataclasses.fields(self):
-            if field.name in ("recall", "budget", "probe_rows", "count_sinks"):
-                continue
-            count = getattr(self, field.name)
-            if count < 0:
-                raise ValueError(f"VerticalSlash({field.name}={count}): write 0 or more")
-        if self.min_columns > self.max_columns or 0 < self.max_slashes < self.min_slashes:
-            raise ValueError("VerticalSlash: the minimum of a budget is above its maximum")
-        super().__post_init__()
+def values_on_slashes(
+    index: VerticalSlashIndex,
+    values: Tensor,
+    value_of_short: int,
+    q_blocks: Tensor,
+    k_blocks: Tensor,
+) -> Tensor:
+    """Look up `values` at the slash of each pair of blocks; 0 where there is none.
+
+    values: [B, H, E], one for each entry of index.slashes. value_of_short: the value inside short
+    documents, which are computed whole. q_blocks: int64 [nq]. k_blocks: [B or 1, H or 1, 1, m].
+    Returns [B, H, nq, m].
+
+    Two documents can meet in a query block. The later one adds only the tile on the main diagonal,
+    and the earlier one has that tile already, because local_slashes is 1 or more. So the entries
+    of the first span are enough.
+    """
+    # [B, 1, nq, 1] each: first entry of the span, its first block, the block from which on short
+    # documents are computed whole.
+    spans = index.block_spans(q_blocks)[:, None, :, None]
+    begin, first_block, _, _, dense_from = spans.unbind(-1)
+    # [B or 1, H or 1, nq, m]
+    delta = q_blocks.int()[:, None] - k_blocks.int()
+    in_span = (begin >= 0) & (delta >= 0) & (k_blocks >= first_block)
+    # Entry 0 stands in outside of the span, where the product below removes its value.
+    entry = ((begin + delta) * in_span).expand(*values.shape[:2], -1, -1)
+    looked_up = values.gather(2, entry.flatten(2).long()).view(entry.shape) * in_span
+    in_short = (k_blocks >= dense_from) & (delta >= 0)
+    short = in_short * torch.tensor(value_of_short, dtype=values.dtype)
+    return torch.maximum(looked_up, short)
+
+
+class VerticalSlash(Pattern, VerticalSlashOptions):
+    """Verticals and slashes chosen online from a probe. VerticalSlashOptions has the parameters."""
 
     def probe_queries(self, block_size: int) -> int:
         """Number of queries looked at per span."""
@@ -219,21 +197,11 @@ class VerticalSlash(Pattern):
     def vertical_capacity(self, seq_len: int, block_size: int, packed: bool) -> int:
         """The most verticals that a head can have, rounded up to whole blocks."""
         n = slots(seq_len, self.dense_below, packed)
-        most = self.max_columns + n * self.sinks
+        most = self.max_verticals + n * self.sinks
         if packed:
             # Shares of the maximum are rounded up, or up to the minimum.
-            most += n * (self.min_columns + 1)
+            most += n * (self.min_verticals + 1)
         return -(-min(most, seq_len) // block_size) * block_size
-
-    def check_block_size(self, block_size: int) -> None:
-        """ValueError if a block could touch three spans, or the probe be longer than a document."""
-        queries = self.probe_queries(block_size)
-        least = max(block_size, queries)
-        if self.dense_below < least:
-            raise ValueError(
-                f"vertical_slash.dense_below = {self.dense_below} must be at least block_size "
-                f"({block_size}) and probe ({queries}); write dense_below = {least} or more"
-            )
 
     def select_tensors(
         self, q: Tensor, k: Tensor, ranges: MaskRanges, cp: ContextParallel, scale: float
@@ -297,7 +265,7 @@ class VerticalSlash(Pattern):
             seq_len,
             cp.block_size,
             self.sinks,
-            self.local_diagonals,
+            self.local_slashes,
             self.count_sinks,
         )
 
@@ -311,10 +279,9 @@ class VerticalSlash(Pattern):
             most_diagonals = _share(self.max_slashes, self.min_slashes, spans)
         return Limits(
             allowed=loss_allowed(probed, self.recall),
-            shared=self.budget == "layer",
-            least_verticals=self.min_columns,
+            least_verticals=self.min_verticals,
             least_diagonals=self.min_slashes,
-            most_verticals=_share(self.max_columns, self.min_columns, spans),
+            most_verticals=_share(self.max_verticals, self.min_verticals, spans),
             most_diagonals=most_diagonals,
         )
 
@@ -345,7 +312,7 @@ class VerticalSlash(Pattern):
         first_behind = spans.offset + spans.diagonals
         diagonal_segment = n + torch.searchsorted(first_behind, entry, right=True)
 
-        most_verticals = _share(self.max_columns, self.min_columns, spans)
+        most_verticals = _share(self.max_verticals, self.min_verticals, spans)
         if self.max_slashes:
             most_slashes = _share(self.max_slashes, self.min_slashes, spans)
         else:
@@ -354,14 +321,14 @@ class VerticalSlash(Pattern):
             most_slashes = spans.diagonals
         first_diagonal = seq_len + spans.offset
         vertical_bounds = _bounds(
-            spans.start, spans.stop, self.min_columns, most_verticals, self.sinks
+            spans.start, spans.stop, self.min_verticals, most_verticals, self.sinks
         )
         diagonal_bounds = _bounds(
             first_diagonal,
             first_diagonal + spans.diagonals,
             self.min_slashes,
             most_slashes,
-            self.local_diagonals,
+            self.local_slashes,
         )
         # [B, 2 n, 5]; the counts may be larger than int32, for example an unlimited maximum.
         bounds = torch.cat([vertical_bounds, diagonal_bounds], dim=1)
@@ -404,7 +371,7 @@ class VerticalSlash(Pattern):
         blocks = -(-seq_len // block_size)
         if not self.max_slashes:
             return blocks
-        slashes = self.max_slashes + self.min_slashes + self.local_diagonals + 1
+        slashes = self.max_slashes + self.min_slashes + self.local_slashes + 1
         if not packed:
             return min(blocks, slashes)
         # A document that begins anywhere in a block touches one block more.

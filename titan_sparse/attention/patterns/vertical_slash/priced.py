@@ -1,9 +1,7 @@
-"""budget = "joint" and "layer": verticals and diagonals above a price, which reach the recall.
+"""budget = "joint": verticals and slashes above a price, which reach the recall in the least time.
 
 The price of an element is the attention mass of one more pair of tokens, for the pair's time
-(titan_sparse/kernels/prices). With "joint" each head has a limit of its own, at which it reaches
-the recall. With "layer" all heads and documents share one, at which their mean reaches it: no
-choice of verticals and diagonals holds that much in less time.
+(titan_sparse/kernels/prices). Each head has a limit of its own, at which it reaches the recall.
 
 Masses stay where their keys are. Besides those of look() there are two collectives: the gains of
 diagonals are added up, and what each rank would choose is gathered, one byte a key.
@@ -33,13 +31,11 @@ class Limits(NamedTuple):
     """What a budget must keep to, sinks and local diagonals not counted.
 
     allowed: float64 [B, n], the mass of the probe's rows that need not be reached.
-    shared: whether all heads and spans of a sequence have one price.
     least_verticals, least_diagonals: of a head in a span.
     most_verticals, most_diagonals: int64 [B, n]; None for no cap.
     """
 
     allowed: Tensor
-    shared: bool
     least_verticals: int
     least_diagonals: int
     most_verticals: Tensor
@@ -61,7 +57,6 @@ class Priced(NamedTuple):
     cost: fp32 [B, E], pairs of the probe's rows on each diagonal.
     is_local: bool [B, E], the diagonals that are always on.
     span_of_entry, span_of_token: int64 [B, E] and [B, S], n for none.
-    weight: float64 [B, n], rows of the sequence that each of the probe's stands for.
     """
 
     counted_start: Tensor
@@ -77,7 +72,6 @@ class Priced(NamedTuple):
     is_local: Tensor
     span_of_entry: Tensor
     span_of_token: Tensor
-    weight: Tensor
 
 
 def priced_geometry(
@@ -120,9 +114,6 @@ def priced_geometry(
     # [B, 1, n_local T] and [n, 1]
     slots = geometry.slot.flatten(1)[:, None]
     numbers = torch.arange(n, device=device)[:, None]
-    # [B, n]
-    probed = geometry.rows.group_rows.sum(-1)
-    length = spans.stop - spans.start
     return Priced(
         counted_start=geometry.start if count_sinks else behind_sinks,
         free_start=behind_sinks,
@@ -137,7 +128,6 @@ def priced_geometry(
         is_local=is_local,
         span_of_entry=span,
         span_of_token=span_of_token,
-        weight=length / probed.clamp(min=1).double(),
     )
 
 
@@ -207,12 +197,8 @@ def choose_priced(
         Counted(count, limits.least_verticals, limits.most_verticals),
         Counted(diagonals.count, limits.least_diagonals, limits.most_diagonals),
     ]
-    if limits.shared:
-        limit = kernels.price_limits(mass.double(), limits.allowed, priced.weight)
-        chosen = kernels.within_bounds(limit, *counted)
-    else:
-        find = kernels.head_limits if has_kernels else kernels.head_limits_naive
-        chosen = find(mass, limits.allowed, *counted)
+    find = kernels.head_limits if has_kernels else kernels.head_limits_naive
+    chosen = find(mass, limits.allowed, *counted)
 
     elements = kernels.Elements(
         verticals=codes,

@@ -1,0 +1,206 @@
+"""The ranges of options, and the options of each pattern. Imports no torch.
+
+The configuration has the classes of patterns' options as its sections. Attention's patterns
+(attention/patterns) are subclasses of them.
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+MOST = 2**31 - 1
+"""The greatest value of most integers. Tokens, steps and seconds stay far below it, and sums and
+products of a few stay within int64."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that an option may have, written on its field: Annotated[int, Range(1)].
+
+    least and most belong to it, unless it is open there. also: single numbers outside of it.
+    """
+
+    least: float
+    most: float = math.inf
+    open_left: bool = False
+    open_right: bool = False
+    also: tuple[int, ...] = ()
+
+    def __contains__(self, number: float) -> bool:
+        if number in self.also:
+            return True
+        above = number > self.least if self.open_left else number >= self.least
+        below = number < self.most if self.open_right else number <= self.most
+        return above and below
+
+    def __str__(self) -> str:
+        """What to write, such as "a number above 0, at most 1"."""
+        low = f"above {self.least}" if self.open_left else f"{self.least} or more"
+        words = [*map(str, self.also), f"a number {low}"]
+        text = ", or ".join(words)
+        if self.most < math.inf:
+            text += f", {'below' if self.open_right else 'at most'} {self.most}"
+        return text
+
+
+Count = Annotated[int, Range(0, MOST)]
+Positive = Annotated[int, Range(1, MOST)]
+Tokens = Annotated[int, "tokens", Range(0, MOST)]
+"""A number of tokens, which may be written as 128k."""
+PositiveTokens = Annotated[int, "tokens", Range(1, MOST)]
+NotNegative = Annotated[float, Range(0)]
+PositiveShare = Annotated[float, Range(0, 1, open_left=True)]
+
+
+def plain(kind: Any) -> Any:
+    """The type of a field without what Annotated adds."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def check_value(key: str, kind: Any, value: Any) -> None:
+    """Raises ValueError, one line, for a value outside of the choices or the range of its field.
+
+    kind: the field's type.
+    """
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if kind is bool:
+        choices = (True, False)
+    if choices and value not in choices:
+        listed = ", ".join(json.dumps(choice) for choice in choices)
+        raise ValueError(f"{key} = {value!r} is unknown; write one of {listed}")
+    for allowed in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
+        if isinstance(allowed, Range) and value not in allowed:
+            shown = str(value) if abs(value) < 10**30 else "a huge number"
+            raise ValueError(f"{key} = {shown} is out of range; write {allowed}")
+
+
+class PatternOptions:
+    """What is checked of the options of a pattern. Subclasses are dataclasses."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """A pattern checks itself here. A section of the configuration is filled key by key first."""
+
+    def check(self) -> None:
+        """Raises ValueError, one line, for options that are out of range or exclude each other."""
+        for item in fields(self):
+            check_value(f"{self.name}.{item.name}", item.type, getattr(self, item.name))
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raises ValueError for options that do not fit attention's block size."""
+
+
+@dataclass
+class DenseOptions(PatternOptions):
+    """Pattern dense: everything the mask allows. No choices."""
+
+    name: ClassVar[str] = "dense"
+
+
+@dataclass
+class VerticalSlashOptions(PatternOptions):
+    """Pattern vertical_slash: keys (verticals) and block diagonals (slashes) chosen online from a
+    probe of queries. Counts are per query head."""
+
+    recall: PositiveShare = 0.9
+    """share of the attention mass that verticals and slashes must reach"""
+    budget: Literal["joint", "independent"] = "joint"
+    """joint: each head reaches recall over all rows, in the least time; independent: verticals and
+    slashes each reach it alone, as published (docs/masks_and_patterns.md)"""
+    probe: Tokens = 0
+    """queries of a document that choose; tokens; 0: attention.block_size"""
+    probe_rows: Literal["both", "spread", "last"] = "both"
+    """spread: one query of each of `probe` equal parts of the document, drawn anew in each step;
+    last: its last queries; both: a quarter last ones, the others spread"""
+    sinks: Tokens = 4
+    """first tokens of a document that are always verticals"""
+    count_sinks: bool = False
+    """the mass of the sinks counts in recall; budget = "independent" needs true"""
+    local_slashes: Positive = 2
+    """nearest slashes that are always on, the main diagonal included"""
+    min_verticals: Count = 0
+    """fewest verticals per head besides the sinks"""
+    max_verticals: Count = 4096
+    """most verticals per head besides the sinks; documents of a packed sequence share it by length"""
+    min_slashes: Count = 0
+    """fewest slashes per head besides the local ones"""
+    max_slashes: Count = 0
+    """most slashes per head besides the local ones; 0: no cap"""
+    dense_below: Tokens = 4096
+    """documents of a packed sequence shorter than this are dense; tokens"""
+    name: ClassVar[str] = "vertical_slash"
+
+    def check(self) -> None:
+        super().check()
+        if self.budget == "independent" and not self.count_sinks:
+            raise ValueError(
+                f'{self.name}.count_sinks = false does not go with {self.name}.budget = "independent"; '
+                'write count_sinks = true or budget = "joint"'
+            )
+        for what, most in (("verticals", self.max_verticals), ("slashes", self.max_slashes)):
+            least = getattr(self, f"min_{what}")
+            has_cap = what == "verticals" or most > 0
+            if has_cap and least > most:
+                raise ValueError(
+                    f"{self.name}.min_{what} = {least} is above {self.name}.max_{what} = {most}; "
+                    f"write min_{what} = {most} or less, or max_{what} = {least} or more"
+                )
+
+    def check_block_size(self, block_size: int) -> None:
+        """Also refuses a probe that is longer than a document, or a block that touches three."""
+        queries = self.probe or block_size
+        least = max(block_size, queries)
+        if self.dense_below < least:
+            raise ValueError(
+                f"{self.name}.dense_below = {self.dense_below} must be at least block_size "
+                f"({block_size}) and probe ({queries}); write dense_below = {least} or more"
+            )
+
+
+@dataclass
+class XAttentionOptions(PatternOptions):
+    """Pattern xattention: each query block takes the fewest key blocks whose antidiagonal scores
+    reach the threshold."""
+
+    stride: PositiveTokens = 16
+    """tokens of a cell; divides attention.block_size"""
+    threshold: PositiveShare = 0.9
+    """share of a query block's scores that its key blocks must reach; the document's
+    first block and the query's own are always on, and count"""
+    dense_below: Tokens = 4096
+    """documents of a packed sequence shorter than this are dense; tokens"""
+    name: ClassVar[str] = "xattention"
+
+    def check_block_size(self, block_size: int) -> None:
+        if block_size % self.stride:
+            raise ValueError(
+                f"{self.name}.stride = {self.stride} does not divide block_size ({block_size}); "
+                f"write stride = {math.gcd(self.stride, block_size)}"
+            )
+        if self.dense_below < block_size:
+            raise ValueError(
+                f"{self.name}.dense_below = {self.dense_below} is below block_size ({block_size}); "
+                f"write dense_below = {block_size} or more"
+            )
+
+
+@dataclass
+class MoBAOptions(PatternOptions):
+    """Pattern moba: each query chooses chunks of keys by their mean key. Documents shorter than a
+    chunk are dense."""
+
+    chunk_size: PositiveTokens = 4096
+    """tokens of a chunk; at least attention.block_size"""
+    top_k: Positive = 12
+    """chunks that a query sees, its own included"""
+    name: ClassVar[str] = "moba"
+
+    def check_block_size(self, block_size: int) -> None:
+        """A tile must not touch three chunks."""
+        if self.chunk_size < block_size:
+            raise ValueError(
+                f"{self.name}.chunk_size = {self.chunk_size} is below block_size ({block_size}); "
+                f"write chunk_size = {block_size} or more"
+            )
