@@ -73,7 +73,6 @@ def test_masses_against_the_table_of_all_pairs():
     assert layer.verticals.tolist() == verticals
     assert (layer.blocks >= 1).all() and (layer.diagonals <= 10).all()
     assert list(dict.fromkeys(point["pattern"] for point in layer.curves)) == [
-        "vertical_slash layer",
         "vertical_slash joint",
         "vertical_slash independent",
         "xattention",

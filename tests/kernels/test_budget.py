@@ -170,7 +170,7 @@ MASKS = {
     "documents": Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
 }
 PATTERNS = {
-    "open": published(recall=0.7, sinks=3, max_verticals=10**12, dense_below=48),
+    "open": published(recall=0.7, sinks=3, max_verticals=2**31 - 1, dense_below=48),
     "capped": published(recall=0.9, sinks=0, max_verticals=20, max_slashes=4, dense_below=64),
     "floors": published(
         recall=0.1, probe=20, min_verticals=80, max_verticals=200, min_slashes=5, dense_below=64
