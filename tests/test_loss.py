@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -174,19 +173,6 @@ def test_full_logits_never_exist(function) -> None:
     assert largest.numel == 8 * 112  # a chunk, rows padded to 16
 
 
-def test_weight_is_read_anew() -> None:
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.float64)
-    linear_cross_entropy(hidden, weight, labels, 3).backward()
-    with torch.no_grad():
-        weight.mul_(0.5)
-    expected = _reference(hidden, weight, labels)
-    loss = linear_cross_entropy(hidden, weight, labels, 3)
-    for actual, reference in zip(
-        (loss, *torch.autograd.grad(loss, (hidden, weight))), expected, strict=True
-    ):
-        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
-
-
 def test_upstream_gradient_is_not_rounded_to_bf16() -> None:
     hidden, weight, labels = _inputs(1, 64, 16, 33, torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, labels, 16)
@@ -221,120 +207,6 @@ def test_only_the_wanted_gradient(function, wanted: str) -> None:
     function(tensors["hidden"], tensors["weight"], labels, 3).sum().backward()
     torch.testing.assert_close(tensors[wanted].grad, expected[wanted], rtol=1e-12, atol=1e-12)
     assert all(tensor.grad is None for name, tensor in tensors.items() if name != wanted)
-
-
-def test_no_grad_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.float64)
-    expected = _reference(hidden, weight, labels)[0]
-    monkeypatch.setattr(
-        torch.Tensor, "exp_", lambda self: pytest.fail("d_logits computed under no_grad")
-    )
-    with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, labels, 3)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_forward_of_terms_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward computes the logits again, so gradients made before would be made twice."""
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.float64)
-    monkeypatch.setattr(
-        torch.Tensor, "exp_", lambda self: pytest.fail("d_logits computed in the forward")
-    )
-    assert token_cross_entropy(hidden, weight, labels, 3).requires_grad
-
-
-class _Operations(TorchDispatchMode):
-    """What is computed: every operation, its arguments and its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, tuple, dict, Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        is_made_up = func is torch.ops.aten.addmm.dtype_out  # CPUs have no such kernel
-        out = kwargs["out"] if is_made_up else func(*args, **kwargs)
-        self.calls.append((str(func), args, kwargs, out))
-        return out
-
-
-@pytest.mark.parametrize("function", [linear_cross_entropy, token_cross_entropy])
-def test_products_of_bf16_are_summed_in_fp32(function) -> None:
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.bfloat16)
-    with _Operations() as operations:
-        function(hidden, weight, labels, 4).sum().backward()
-    products = [out.dtype for name, _, _, out in operations.calls if "mm" in name]
-    # 3 chunks: logits, which the terms compute twice, and two gradients
-    count = 9 if function is linear_cross_entropy else 12
-    assert products == [torch.float32] * count
-
-
-def test_the_backward_makes_no_copy_of_the_gradients_in_fp32() -> None:
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.bfloat16)
-    loss = linear_cross_entropy(hidden, weight, labels, 4)
-    with _Operations() as operations:
-        loss.backward()
-    for name, _, _, out in operations.calls:
-        assert out.numel() == 1 or out.dtype == torch.bfloat16, name
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("beta", [0, 1])
-def test_a_product_on_a_gpu_is_one_operation(dtype: torch.dtype, beta: int) -> None:
-    """The weight is not copied to fp32 for it. The GPU is made up: tests/gpu has the numbers."""
-    wide = torch.promote_types(dtype, torch.float32)
-    with FakeTensorMode(), _Operations() as operations:
-        a = torch.empty(5, 6, dtype=dtype, device="cuda")
-        b = torch.empty(6, 33, dtype=dtype, device="cuda")
-        out = torch.empty(5, 33, dtype=wide, device="cuda")
-        operations.calls.clear()
-        assert loss_module._matmul(a, b, out, beta) is out
-    calls = [call for call in operations.calls if not call[0].startswith("prim.")]
-    ((name, args, kwargs, result),) = calls
-    assert result is out and all(x is y for x, y in zip(args, (out, a, b), strict=False))
-    assert kwargs.get("beta", 1) == beta
-    if dtype == torch.bfloat16:
-        assert name == "aten.addmm.dtype_out" and args[3:] == (torch.float32,)
-    else:
-        assert name == "aten.addmm_.default" and len(args) == 3
-
-
-@pytest.mark.parametrize(
-    "device, dtype, expected",
-    [
-        ("cuda", torch.float32, "kernel"),
-        ("cuda", torch.float64, "twin"),
-        ("cpu", torch.float32, "twin"),
-    ],
-)
-def test_where_the_kernel_runs(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, expected: str
-) -> None:
-    monkeypatch.setattr(loss_module, "cross_entropy", lambda *_: "kernel")
-    monkeypatch.setattr(loss_module, "cross_entropy_naive", lambda *_: "twin")
-    with FakeTensorMode():
-        logits = torch.empty(2, 3, dtype=dtype, device=device)
-    assert loss_module._cross_entropy(logits, logits, None, 0.0, None) == expected
-
-
-def test_everything_is_on_the_device_of_hidden() -> None:
-    """On the device "meta", which computes nothing, beside which a tensor of the CPU is an error."""
-    hidden, weight, labels = (x.detach().to("meta") for x in _inputs(2, 8, 6, 11, torch.float64))
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    for function in (linear_cross_entropy, token_cross_entropy):
-        loss = function(*leaves, labels, 5)
-        gradients = torch.autograd.grad(loss.sum(), leaves)
-        assert all(x.device.type == "meta" for x in (loss, *gradients))
-
-
-def test_second_backward_through_a_retained_graph_is_the_same() -> None:
-    hidden, weight, labels = _inputs(1, 10, 6, 11, torch.float64)
-    loss = linear_cross_entropy(hidden, weight, labels, 3)
-    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_non_contiguous_hidden() -> None:

@@ -53,7 +53,6 @@ _DATA = [
 ]
 _ROPE = [
     "tests/models/test_rope.py",
-    "tests/models/test_huggingface_rope.py",
     "tests/models/test_huggingface.py",
     "tests/models/test_huggingface_refusals.py",
     "tests/models/test_huggingface_oddities.py",

@@ -2,7 +2,6 @@
 reload from disk."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -118,59 +117,6 @@ def test_what_the_rotary_embedding_leaves_out_is_that_of_transformers(tmp_path, 
     write_config(folder, **WITHOUT_ROPE | changes)
     assert read_config(str(folder)).rope.theta == theta
     assert_same_in_and_out(tmp_path, folder)
-
-
-@pytest.mark.parametrize(
-    "changes, expected",
-    [
-        ({"rope_parameters": YARN | {"factor": 0.5}}, "factor = 0.5 cannot be trained; write 1"),
-        ({"rope_parameters": YARN | {"factor": "4"}}, 'factor = "4" of the rotary embedding'),
-        ({"rope_parameters": YARN | {"factor": True}}, "factor = true of the rotary embedding"),
-        ({"rope_parameters": YARN | {"factor": 10**400}}, "is not a positive number"),
-        ({"rope_parameters": YARN | {"beta_fast": -1}}, "beta_fast = -1 of the rotary"),
-        ({"rope_parameters": YARN | {"beta_slow": "1"}}, 'beta_slow = "1" of the rotary'),
-        ({"rope_parameters": YARN | {"truncate": None}}, "truncate = null cannot be trained"),
-        ({"rope_parameters": YARN | {ORIGINAL: 64.5}}, f"{ORIGINAL} = 64.5 of the rotary"),
-        ({"rope_parameters": YARN | {"rope_theta": 1}}, "needs a rope_theta above 1"),
-        ({"rope_parameters": YARN | {"rope_theta": None}}, "rope_theta = null of the rotary"),
-        ({"rope_parameters": YARN | {"rope_type": ["yarn"]}}, 'rope_type = ["yarn"] is unknown'),
-        ({"rope_parameters": YARN | {"rope_type": "none"}}, 'rope_type = "none" is unknown'),
-        ({"rope_parameters": {"full_attention": YARN}}, 'scaling "default" with full_attention'),
-        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor = 1.0 cannot"),
-        ({"rope_parameters": YARN, ORIGINAL: "64"}, f"{ORIGINAL} = '64', which is not a positive"),
-        ({"rope_parameters": YARN, ORIGINAL: None}, f"{ORIGINAL} = null of the rotary"),
-        ({"rope_parameters": {}, "rope_theta": None}, "rope_theta = null of the rotary"),
-        (
-            {"rope_scaling": YARN_4, "rope_parameters": {"rope_theta": 5e5}},
-            "rope_scaling and rope_parameters disagree on",
-        ),
-        (
-            {"rope_scaling": YARN_4, "rope_parameters": YARN},
-            "rope_scaling and rope_parameters disagree on rope_theta; transformers reads",
-        ),
-        ({"model_type": "mistral"}, "model_type = 'mistral' beside architectures = ['Qwen2For"),
-        ({"model_type": None}, "model_type = None beside architectures"),
-        ({"per_layer_config": {"0": {"head_dim": 8}}}, "has per_layer_config = "),
-        ({"transformers_weights": "b.safetensors"}, "has transformers_weights = b.safetensors"),
-    ],
-)
-def test_what_the_decoder_does_not_compute_is_refused(tmp_path, changes, expected):
-    save_reference(tmp_path)
-    set_values(tmp_path, **changes)
-    message = (
-        re.escape(f"model.initial_hf: {tmp_path / 'config.json'}") + ".*" + re.escape(expected)
-    )
-    with pytest.raises(ValueError, match=message) as caught:
-        read_config(str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_model_type_is_refused(tmp_path):
-    write_config(tmp_path, model_type=None)
-    with pytest.raises(ValueError, match="Should have a `model_type`"):
-        transformers.AutoConfig.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="config.json has model_type = None"):
-        read_config(str(tmp_path))
 
 
 # Weights

@@ -1,6 +1,7 @@
 """Folders of Hugging Face that cannot be trained are refused by name, before anything starts."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.models.huggingface_reference import (
+    LLAMA3,
     PLAIN,
     YARN,
     change_tensors,
@@ -28,47 +30,85 @@ transformers = pytest.importorskip("transformers")
 
 torch.set_num_threads(1)
 
+ORIGINAL = "original_max_position_embeddings"
+
 
 @pytest.mark.parametrize(
-    "changes, expected",
+    "changes, named",
     [
-        (
-            {"architectures": ["MistralForCausalLM"]},
-            "architectures = ['MistralForCausalLM']; only Qwen2ForCausalLM",
-        ),
+        ({"architectures": ["MistralForCausalLM"]}, "only Qwen2ForCausalLM"),
         ({"architectures": None}, "architectures = None"),
+        ({"model_type": "mistral"}, "model_type = 'mistral' beside architectures"),
+        ({"model_type": None}, "model_type = None"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_act": "gelu"}, "hidden_act = gelu; only silu"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types with ['sliding_attention']",
-        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ({"transformers_weights": "b.safetensors"}, "transformers_weights"),
         ({"num_key_value_heads": 4}, "heads = 6 must be a multiple of kv_heads = 4"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            'rope_type = "dynamic" is unknown',
-        ),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            'rope scaling "yarn" needs factor',
-        ),
-        ({"rope_parameters": YARN | {"mscale": 0.7}}, 'rope scaling "yarn" with mscale'),
-        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0"),
-        ({"rope_parameters": YARN | {"truncate": False}}, "truncate = false"),
+        ({ORIGINAL: "64", "rope_parameters": YARN}, f"{ORIGINAL} = '64'"),
+        ({ORIGINAL: None, "rope_parameters": YARN}, f"{ORIGINAL} = null"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 5e5}}, "disagree on"),
+        ({"rope_theta": None, "rope_parameters": {}}, "rope_theta = null"),
     ],
+    ids=str,
 )
-def test_config_json_that_cannot_be_trained(tmp_path, changes, expected):
-    write_config(tmp_path, **changes)
+def test_config_json_that_cannot_be_trained(tmp_path, changes, named):
+    assert_refused(tmp_path, changes, named)
+
+
+@pytest.mark.parametrize(
+    "table, named",
+    [
+        (PLAIN | {"rope_theta": 0}, "rope_theta = 0"),
+        (PLAIN | {"rope_theta": 2**31}, "rope_theta = 2147483648"),
+        (PLAIN | {"rope_theta": True}, "rope_theta = true"),
+        (PLAIN | {"rope_type": "linear"}, 'rope_type = "linear" is unknown'),
+        (PLAIN | {"rope_type": "dynamic"}, 'rope_type = "dynamic" is unknown'),
+        (PLAIN | {"rope_type": "none"}, 'rope_type = "none" is unknown'),
+        (PLAIN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (PLAIN | {"factor": 2.0}, 'rope scaling "default" with factor'),
+        ({"full_attention": YARN}, 'scaling "default" with full_attention'),
+        (LLAMA3 | {"factor": 0.0}, "factor = 0.0"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor = 4.0 cannot be trained"),
+        ({"rope_type": "yarn", "rope_theta": 1e4}, 'rope scaling "yarn" needs factor'),
+        (YARN | {"mscale": 0.7}, 'rope scaling "yarn" with mscale'),
+        (YARN | {"rope_type": ["yarn"]}, 'rope_type = ["yarn"] is unknown'),
+        (YARN | {ORIGINAL: 64.0}, f"{ORIGINAL} = 64.0"),
+        (YARN | {ORIGINAL: 64.5}, f"{ORIGINAL} = 64.5"),
+        (YARN | {"factor": 0.99}, "factor = 0.99 cannot be trained; write 1 or more"),
+        (YARN | {"factor": "4"}, 'factor = "4"'),
+        (YARN | {"factor": True}, "factor = true"),
+        (YARN | {"factor": 10**400}, "is not a positive number"),
+        (YARN | {"beta_fast": -1}, "beta_fast = -1"),
+        (YARN | {"beta_slow": "1"}, 'beta_slow = "1"'),
+        (YARN | {"rope_theta": 1.0}, "needs a rope_theta above 1, not 1.0"),
+        (YARN | {"rope_theta": None}, "rope_theta = null"),
+        (YARN | {"truncate": False}, "truncate = false"),
+        (YARN | {"truncate": None}, "truncate = null"),
+        (YARN | {"attention_factor": 1.0}, "attention_factor = 1.0"),
+        # Not the same number any more, even in fp32.
+        (YARN | {"attention_factor": (0.1 * math.log(4) + 1) * (1 + 1.5e-6)}, "only 1.13863"),
+    ],
+    ids=str,
+)
+def test_rotary_embeddings_that_cannot_be_trained(tmp_path, table, named):
+    assert_refused(tmp_path, {"rope_parameters": table}, named)
+
+
+def assert_refused(folder, changes, named):
+    """config.json with these keys, of which null stays null."""
+    save_reference(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError) as caught:
-        read_config(str(tmp_path))
-    assert (
-        expected in str(caught.value)
-        and "\n" not in str(caught.value)
-        and str(tmp_path) in str(caught.value)
-    )
+        read_config(str(folder))
+    message = str(caught.value)
+    assert named in message and message.startswith(f"model.initial_hf: {path}")
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

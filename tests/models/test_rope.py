@@ -1,7 +1,8 @@
-"""titan_sparse.models.decoder: rotary position embeddings."""
+"""Rotary position embeddings: the table of config.json, frequencies, and turned queries and keys."""
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,106 +13,95 @@ from tests.models.helpers import TINY, pretended_rank
 from titan_sparse.config import ActivationCheckpoint, Compile
 from titan_sparse.models.config import RopeConfig
 from titan_sparse.models.decoder import Decoder, apply_rope, inverse_frequencies, rope_tables
+from titan_sparse.models.huggingface_config import read_rope, write_rope
 from titan_sparse.training.build_model import parallelize
 
+ORIGINAL = "original_max_position_embeddings"
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, ORIGINAL: 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e3,
+    "factor": 8.0,
+    ORIGINAL: 32,
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 6.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 700.0}
+SCALE = 0.1 * math.log(4) + 1
+"""What YaRN by 4 multiplies cos and sin with."""
 
-def _llama3_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
-    frequencies = []
-    for pair in range(head_dim // 2):
-        frequency = rope.theta ** (-2 * pair / head_dim)
-        wavelength = 2 * math.pi / frequency
-        if wavelength > rope.original_length / rope.low_frequency_factor:
-            frequency /= rope.factor
-        elif wavelength >= rope.original_length / rope.high_frequency_factor:
-            smooth = rope.original_length / wavelength - rope.low_frequency_factor
-            smooth /= rope.high_frequency_factor - rope.low_frequency_factor
-            frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
-        frequencies.append(frequency)
-    return frequencies
 
-
-def _yarn_by_loop(rope: RopeConfig, head_dim: int) -> list[float]:
-    def boundary(rotations: float) -> float:
-        wavelength = rope.original_length / rotations
-        turns = math.log(wavelength / (2 * math.pi), rope.theta)
-        return head_dim / 2 * turns
-
-    low = max(0, math.floor(boundary(rope.beta_fast)))
-    high = min(head_dim - 1, math.ceil(boundary(rope.beta_slow)))
-    frequencies = []
-    for pair in range(head_dim // 2):
-        share = min(max((pair - low) / (high - low), 0.0), 1.0)
-        frequency = rope.theta ** (-2 * pair / head_dim)
-        frequencies.append(share * frequency / rope.factor + (1 - share) * frequency)
-    return frequencies
+def values(table: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"max_position_embeddings": 256, "rope_parameters": table, **others}
 
 
 @pytest.mark.parametrize(
-    "theta, factor, original_length, head_dim",
+    "table",
     [
-        (5e5, 8.0, 8192, 128),
-        (1e6, 3.0, 32768, 64),
-        (1e4, 4.0, 2048, 32),
+        PLAIN,
+        PLAIN | {"partial_rotary_factor": 1.0},
+        PLAIN | {"rope_theta": 2**31 - 1},
+        {"rope_type": "default"},
+        LLAMA3,
+        LLAMA3 | {"factor": 6.0, ORIGINAL: 256, "high_freq_factor": 9.0},
+        YARN,
+        YARN | {"truncate": True},
+        YARN | {"rope_theta": 1.5},
+        YARN | {"factor": 1},
+        YARN | {"factor": 1.5},
+        YARN | {"beta_fast": 9, "beta_slow": 2.5},
+        YARN | {"beta_fast": 0, "beta_slow": None},
+        YARN | {"attention_factor": None},
+        YARN | {"attention_factor": SCALE * (1 + 1e-7)},
+        {key: value for key, value in YARN.items() if key != ORIGINAL},
+        # The ramp would end beyond the head.
+        YARN | {"rope_theta": 10.0, ORIGINAL: 4096, "beta_fast": 500.0},
+        # Not even the fastest pair turns once: an empty ramp.
+        YARN | {"rope_theta": 1e4, ORIGINAL: 4},
     ],
+    ids=str,
 )
-def test_scaled_frequencies_match_a_loop(
-    theta: float, factor: float, original_length: int, head_dim: int
-) -> None:
-    for scaling, loop in (("llama3", _llama3_by_loop), ("yarn", _yarn_by_loop)):
-        rope = RopeConfig(theta, scaling, factor, original_length)
-        inv_freq, attention_factor = inverse_frequencies(rope, head_dim)
-        expected = torch.tensor(loop(rope, head_dim), dtype=torch.float64)
-        assert inv_freq.dtype == torch.float32 and inv_freq.shape == (head_dim // 2,)
-        torch.testing.assert_close(inv_freq.double(), expected, rtol=1e-5, atol=0)
-        assert attention_factor == (0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0)
-        # the fastest pair is kept and the slowest divided: both ends of the blend are exercised
-        assert inv_freq[0] == 1.0
-        assert inv_freq[-1].item() == pytest.approx(
-            theta ** (-(head_dim - 2) / head_dim) / factor, rel=1e-5
-        )
-
-
-_CASES = {
-    "plain": RopeConfig(1e4, "none", 1.0, 64),
-    "llama3": RopeConfig(1e3, "llama3", 6.0, 256, 2.0, 9.0),
-    "yarn": RopeConfig(1e3, "yarn", 4.0, 64),
-    "yarn, other betas": RopeConfig(1e4, "yarn", 3.0, 256, beta_fast=9.0, beta_slow=2.0),
-    # Pair 23 of 8 would turn beta_slow times, the cap is 15.
-    "yarn, the ramp beyond the head": RopeConfig(10.0, "yarn", 4.0, 4096, beta_fast=500.0),
-    # Not even the fastest pair turns once.
-    "yarn, an empty ramp": RopeConfig(1e4, "yarn", 4.0, 4),
-    "yarn, by one": RopeConfig(1e3, "yarn", 1.0, 64),
-}
-
-
-@pytest.mark.parametrize("rope", _CASES.values(), ids=_CASES.keys())
-def test_frequencies_are_those_of_transformers(rope: RopeConfig) -> None:
+def test_frequencies_are_those_of_transformers(table: dict[str, Any]) -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     from transformers import LlamaConfig
 
-    given = {
-        "rope_type": "default" if rope.scaling == "none" else rope.scaling,
-        "rope_theta": rope.theta,
-        "factor": rope.factor,
-        "original_max_position_embeddings": rope.original_length,
-    }
-    if rope.scaling == "llama3":
-        given["low_freq_factor"] = rope.low_frequency_factor
-        given["high_freq_factor"] = rope.high_frequency_factor
-    if rope.scaling == "yarn":
-        given["beta_fast"] = rope.beta_fast
-        given["beta_slow"] = rope.beta_slow
-    theirs = modeling.LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters=given)
-    )
-    inv_freq, attention_factor = inverse_frequencies(rope, 16)
+    rope = read_rope(values(table))
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, **values(dict(table)))
+    theirs = modeling.LlamaRotaryEmbedding(config)
+    inv_freq, attention_factor = inverse_frequencies(rope, 32)
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
-    assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    assert attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
+    length = 256 if rope.scaling == "none" else table.get(ORIGINAL, 256)
+    assert rope.original_length == length
 
 
-def test_unknown_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="model.rope_scaling"):
-        inverse_frequencies(RopeConfig(1e4, "ntk", 2.0, 64), 8)
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(1e3, "yarn", 3.0, 96, beta_fast=9.0, beta_slow=2.5),
+        RopeConfig(1e3, "llama3", 3.0, 96, low_frequency_factor=2.0, high_frequency_factor=6.0),
+        RopeConfig(1e3, "none", 1.0, 256),
+    ],
+    ids=lambda rope: rope.scaling,
+)
+def test_what_is_written_is_read_again(rope: RopeConfig) -> None:
+    given = {"max_position_embeddings": 256, "rope_theta": 1e3, "rope_scaling": write_rope(rope)}
+    assert read_rope(given) == rope
+
+
+def test_two_tables_must_agree() -> None:
+    older = {"type": "yarn", "factor": 4.0, ORIGINAL: 64}
+    given = {"max_position_embeddings": 256, "rope_theta": 1e3, "rope_scaling": older}
+    assert read_rope(given) == read_rope(values(YARN)) == RopeConfig(1e3, "yarn", 4.0, 64)
+    assert read_rope(values(YARN, rope_scaling=YARN)) == read_rope(values(YARN))
+    for table, key in [
+        (YARN | {"factor": 2.0}, "factor"),
+        ({key: value for key, value in YARN.items() if key != "factor"}, "factor"),
+        (YARN | {"attention_factor": None}, "a null"),
+    ]:
+        for first, second in ((YARN, table), (table, YARN)):
+            with pytest.raises(ValueError, match=f"disagree on {key};"):
+                read_rope(values(first, rope_scaling=second))
 
 
 @pytest.mark.parametrize("scaling, factor", [("none", 1.0), ("llama3", 8.0), ("yarn", 8.0)])
