@@ -28,7 +28,6 @@ class Selection(NamedTuple):
     verticals: set[int]
     pairs: set[tuple[int, int]]
     capped: tuple[bool, bool]
-    reached: list[tuple[Fraction, Fraction, Fraction]]
 
 
 class Case(NamedTuple):
@@ -55,12 +54,8 @@ class Case(NamedTuple):
         return spans
 
 
-def _smallest(
-    mass: list[float], recall: float, least: int, most: int
-) -> tuple[set[int], bool, Fraction]:
-    """Fewest elements that reach the recall, crossing one included; whether the cap cut them; the
-    share they hold.
-    """
+def _smallest(mass: list[float], recall: float, least: int, most: int) -> tuple[set[int], bool]:
+    """Fewest elements that reach the recall, crossing one included; whether the cap cut them."""
     exact = [Fraction(m) for m in mass]
     order = sorted(range(len(mass)), key=lambda element: (-mass[element], element))
     target = Fraction(recall) * sum(exact)
@@ -70,10 +65,7 @@ def _smallest(
         running += exact[order[count]]
         count += 1
     chosen = set(order[: min(max(count, least), most)])
-    if not sum(exact):
-        return chosen, count > most, Fraction(1)
-    share = sum(exact[element] for element in chosen) / sum(exact)
-    return chosen, count > most, share
+    return chosen, count > most
 
 
 def _masses(
@@ -115,24 +107,23 @@ def _select_span(q: Tensor, k: Tensor, seen: Tensor, span: Span, case: Case) -> 
     last = (stop - 1) // block
     every = {(i, j) for i in range(first, last + 1) for j in range(first, i + 1)}
     if case.documents is not None and stop - start < pattern.dense_below:
-        return Selection(set(), every, (False, False), [])
+        return Selection(set(), every, (False, False))
     verticals, diagonals = _masses(q, k, seen, span, pattern.probe or block, block)
     tokens = int(seen.any(-1).sum())
     most = len(diagonals)
     if pattern.max_slashes:
         most = _cap(pattern.max_slashes, pattern.min_slashes, span, case, tokens)
     most_verticals = _cap(pattern.max_verticals, pattern.min_verticals, span, case, tokens)
-    kept, vertical_capped, vertical_share = _smallest(
+    kept, vertical_capped = _smallest(
         verticals, pattern.recall, pattern.min_verticals, most_verticals
     )
-    on, slash_capped, slash_share = _smallest(diagonals, pattern.recall, pattern.min_slashes, most)
+    on, slash_capped = _smallest(diagonals, pattern.recall, pattern.min_slashes, most)
     kept |= set(range(min(pattern.sinks, stop - start)))
     on |= set(range(pattern.local_slashes))
     return Selection(
         {start + j for j in kept},
         {(i, j) for i, j in every if i - j in on},
         (vertical_capped, slash_capped),
-        [(vertical_share, slash_share, Fraction(pattern.recall))],
     )
 
 
@@ -141,7 +132,6 @@ def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -
     pairs = set()
     verticals_capped = False
     slashes_capped = False
-    reached = []
     for span in spans:
         if span[0] == span[1]:
             continue
@@ -150,8 +140,7 @@ def _select(q: Tensor, k: Tensor, seen: Tensor, spans: list[Span], case: Case) -
         pairs |= of_span.pairs
         verticals_capped |= of_span.capped[0]
         slashes_capped |= of_span.capped[1]
-        reached += of_span.reached
-    return Selection(verticals, pairs, (verticals_capped, slashes_capped), reached)
+    return Selection(verticals, pairs, (verticals_capped, slashes_capped))
 
 
 def _dense(selection: Selection, seen: Tensor, block: int) -> Tensor:
@@ -170,12 +159,11 @@ def _check_verticals(got: Tensor, want: set[int], seq_len: int) -> None:
     assert all(position >= seq_len for position in listed[len(want) :])
 
 
-def _check(case: Case, q: Tensor, k: Tensor) -> list[Selection]:
+def _check(case: Case, q: Tensor, k: Tensor) -> None:
     batch, heads, kv_heads, seq_len = case.shape
     index = case.pattern.select(q, k, case.mask, block_size=case.block)
     seen = case.mask.dense(seq_len).expand(batch, -1, -1)
     dense = index.dense(case.mask)
-    selections = []
     blocks = torch.arange(-(-seq_len // case.block))
     assert not index.selects(blocks, blocks).triu(1).any(), "a block of the future is selected"
     for b in range(batch):
@@ -185,8 +173,6 @@ def _check(case: Case, q: Tensor, k: Tensor) -> list[Selection]:
             _check_verticals(index.verticals[b, h], want.verticals, seq_len)
             assert tuple(index.capped[b, h].tolist()) == want.capped, (b, h)
             assert torch.equal(dense[b, h], _dense(want, seen[b], case.block)), (b, h)
-            selections.append(want)
-    return selections
 
 
 def _inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,11 @@ from titan_sparse.attention.patterns.vertical_slash.rows import set_probe_seed
 from titan_sparse.kernels import compact
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEQ_LEN = 384
+SEQ_LEN = 256
 MASKS = {
-    "causal": Causal(valid=(SEQ_LEN, SEQ_LEN - 70)),
+    "causal": Causal(valid=(SEQ_LEN, SEQ_LEN - 50)),
     "window": Causal() & SlidingWindow(100),
-    "documents": Documents([[201, 7, 1, 130], [90, 90, 90, 90]]),
+    "documents": Documents([[131, 7, 1, 90], [60, 60, 60, 60]]),
 }
 PATTERNS = {
     "joint": VerticalSlash(recall=0.9, sinks=3, dense_below=48),

@@ -71,7 +71,7 @@ def test_all_rows_keep_the_recall_that_was_asked_for(kind, mask):
         rows[1200:1240] = False
     for recall in (0.9, 0.95):
         kept = []
-        for seed in range(4):
+        for seed in range(2):
             set_probe_seed(seed)
             pattern = _pattern(recall=recall, probe=128, dense_below=128, count_sinks=True)
             chosen = pattern.select(q, k, mask, block_size=block).dense(mask)
