@@ -288,7 +288,6 @@ def test_counting_on_a_gpu_waits_for_nothing():
     "pattern, budgets, wanted",
     [
         ("vertical_slash", {}, 0.7),
-        ("vertical_slash", {"index": "xattention"}, None),
         ("xattention", {}, None),
         ("dense", {}, None),
         ("vertical_slash", {"min_verticals": 64, "max_verticals": 64}, 0.7),
@@ -329,13 +328,13 @@ def test_caps_are_told_of_once_and_again_when_they_cut_twice_as_much():
     assert line == (
         "caps keep 33.3 % of the heads in layers 0-2 below recall = 0.95: raise "
         "attention.vertical_slash.max_verticals = 64 for more verticals or "
-        "attention.vertical_slash.max_slashes = 9 for more block diagonals"
+        "attention.vertical_slash.max_slashes = 9 for more slashes"
     )
     warnings = RecallWarnings(0.95, Budgets(max_slashes=9, budget="joint"))
     [line] = warnings.lines(_capped([0, 0], [0, 0.0001]), [])
     assert line == (
         "caps keep < 0.1 % of the heads in layer 1 below recall = 0.95: raise "
-        "attention.vertical_slash.max_slashes = 9 for more block diagonals"
+        "attention.vertical_slash.max_slashes = 9 for more slashes"
     )
 
 

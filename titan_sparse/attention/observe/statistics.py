@@ -25,7 +25,7 @@ from titan_sparse.attention.masks.reach import (
     visible_pairs,
 )
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.moba_index import MoBAIndex
+from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.tiles.blocks import all_blocks, covered_verticals
 
 # How much is looked at together, which bounds the memory.

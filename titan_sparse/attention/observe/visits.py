@@ -14,7 +14,7 @@ from titan_sparse.attention.context_parallel.schedule import SCHEDULES, vertical
 from titan_sparse.attention.masks.ranges import MaskRanges
 from titan_sparse.attention.masks.reach import queries_seeing, tile_weights
 from titan_sparse.attention.patterns.base import BlockIndex
-from titan_sparse.attention.patterns.moba_index import MoBAIndex
+from titan_sparse.attention.patterns.moba import MoBAIndex
 from titan_sparse.attention.patterns.vertical_slash.pattern import (
     VerticalSlashIndex,
     heads_selecting,

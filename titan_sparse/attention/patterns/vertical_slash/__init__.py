@@ -1,4 +1,4 @@
-"""Verticals and block diagonals, chosen online."""
+"""Verticals (single keys) and slashes (block diagonals), chosen online."""
 
 from titan_sparse.attention.patterns.vertical_slash.pattern import VerticalSlash, VerticalSlashIndex
 
